@@ -1,0 +1,11 @@
+"""What a VALUE is: nested containers, their leaves, and an address for each leaf.
+
+Knows containers; refuses to know devices, rows and modules. Every walk over a nested value in parawrap goes through
+this room, and this room goes through optree: list, tuple, namedtuple, dict, OrderedDict, defaultdict and deque are
+optree's own; dataclasses and the subclasses of Mapping, list and tuple are learnt the first time that one is seen, and
+are rebuilt as the type they were.
+"""
+
+from parawrap.tree._nested import Opaque, TreeSpec, addresses, flatten, flatten_call, keep_whole, mismatch, unflatten
+
+__all__ = ["Opaque", "TreeSpec", "addresses", "flatten", "flatten_call", "keep_whole", "mismatch", "unflatten"]

@@ -1,0 +1,219 @@
+"""Flatten and rebuild nested values, and say in words where a leaf lies."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
+from optree import PyTreeSpec as TreeSpec
+
+__all__ = ["Opaque", "TreeSpec", "addresses", "flatten", "flatten_call", "keep_whole", "mismatch", "unflatten"]
+
+_NAMESPACE = "parawrap"
+
+# A type is looked at once: it then is a leaf for good, or a node that optree knows. Types are few and live long.
+_settled: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
+_learning = threading.Lock()
+_nodes: set[type] = set()
+_TENSOR = frozenset({torch.Tensor})
+_calls_of_tensors: dict[int, TreeSpec] = {}
+
+
+class Opaque(NamedTuple):
+    """A leaf that stands for a whole container: one with a splitter of its own, or a sequence cut by `in_dims`."""
+
+    value: Any
+
+
+_settled.add(Opaque)
+
+
+def flatten(value: object) -> tuple[list[Any], TreeSpec]:
+    """The leaves of `value` in a fixed order, and the recipe that `unflatten(spec, leaves)` rebuilds it with.
+
+    None is a leaf. A class that was given to `keep_whole` is a leaf too, wrapped in :class:`Opaque`.
+    """
+    tree: Any = value
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
+    if not _settled.issuperset(map(type, leaves)) and _learn(set(map(type, leaves)) - _settled):
+        return flatten(value)
+    return leaves, spec
+
+
+def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
+    """The value of that structure with those leaves."""
+    return spec.unflatten(leaves)
+
+
+def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
+    """`flatten` of ``(args, kwargs)``, with a short cut for the commonest call there is: a few tensors."""
+    if not kwargs and _TENSOR.issuperset(map(type, args)):
+        spec = _calls_of_tensors.get(len(args))
+        if spec is None:
+            spec = _calls_of_tensors[len(args)] = flatten((args, kwargs))[1]
+        return list(args), spec
+    return flatten((args, kwargs))
+
+
+def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
+    """One address a leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
+
+    `roots` names the entries of the outermost tuple; give one name for a value that is not wrapped in one.
+    """
+    found: list[str] = []
+    for accessor in spec.accessors():
+        entries: list[Any] = [*accessor]
+        root = roots[entries.pop(0).entry] if len(roots) > 1 else roots[0]
+        found.append(root + "".join(_step(entry) for entry in entries))
+    return found
+
+
+def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
+    """Where trees first differ in structure: the address, and a description of what each tree has there."""
+    trees = list(specs)
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return None
+    shapes = [_describe(tree) for tree in trees]
+    same_node = len(set(shapes)) == 1 and not any(tree.is_leaf() for tree in trees)
+    if same_node:
+        for entry, children in zip(first.entries(), zip(*(tree.children() for tree in trees), strict=True), strict=True):
+            deeper = mismatch(children, f"{root}[{_quoted(entry)}]")
+            if deeper is not None:
+                return deeper
+    return root, shapes
+
+
+def keep_whole(cls: type) -> None:
+    """Treat every instance of `cls` as one leaf (wrapped in :class:`Opaque`), whatever container it is."""
+    with _learning:
+        if cls in _nodes:
+            optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
+        _register(cls, lambda value: ((Opaque(value),), None), lambda _, leaves: _unwrap(leaves), PyTreeEntry)
+
+
+def _unwrap(leaves: Iterable[Any]) -> Any:
+    (leaf,) = leaves
+    return leaf.value if isinstance(leaf, Opaque) else leaf
+
+
+def _quoted(entry: object) -> str:
+    return f'"{entry}"' if isinstance(entry, str) else repr(entry)
+
+
+def _step(entry: PyTreeEntry) -> str:
+    if isinstance(entry, GetAttrEntry):
+        return f".{entry.entry}"
+    if isinstance(entry, (MappingEntry, SequenceEntry)):
+        return f"[{_quoted(entry.entry)}]"
+    return ""
+
+
+def _describe(tree: TreeSpec) -> str:
+    if tree.is_leaf():
+        return "a leaf"
+    kind = tree.type
+    name = kind.__name__ if kind is not None else "nothing"
+    if kind is not None and issubclass(kind, Mapping):
+        return f"a {name} with keys {sorted(map(str, tree.entries()))}"
+    return f"a {name} of {tree.num_children}"
+
+
+def _learn(strangers: Iterable[type]) -> bool:
+    """Look at types met for the first time; True when one of them turned out to be a container."""
+    learnt = False
+    with _learning:
+        for cls in strangers:
+            if cls in _settled or cls in _nodes:
+                learnt = learnt or cls in _nodes  # another thread was quicker
+                continue
+            recipe = _recipe(cls)
+            if recipe is None:
+                _settled.add(cls)
+            else:
+                _register(cls, *recipe)
+                learnt = True
+    return learnt
+
+
+_Recipe = tuple[Callable[[Any], Any], Callable[[Any, Any], Any], type[PyTreeEntry]]
+
+
+def _register(cls: type, down: Callable[[Any], Any], up: Callable[[Any, Any], Any], entry: type[PyTreeEntry]) -> None:
+    with warnings.catch_warnings():
+        # optree warns that a registered namedtuple loses its default handling: that is what is wanted here.
+        warnings.simplefilter("ignore", UserWarning)
+        optree.register_pytree_node(cls, down, up, path_entry_type=entry, namespace=_NAMESPACE)
+    _nodes.add(cls)
+
+
+def _recipe(cls: type) -> _Recipe | None:
+    """How to take apart and rebuild a container of a type that optree does not know; None for a leaf."""
+    if issubclass(cls, Mapping):
+        return _mapping_items, _mapping_builder(cls), MappingEntry
+    if dataclasses.is_dataclass(cls):
+        return _dataclass_fields, _dataclass_builder(cls), GetAttrEntry
+    if issubclass(cls, list):
+        return _sequence_items, _list_builder(cls), SequenceEntry
+    if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # a torch.return_types structure is optree's own
+        return _sequence_items, lambda _, leaves: tuple.__new__(cls, leaves), SequenceEntry
+    return None
+
+
+def _sequence_items(value: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value), len(value), tuple(range(len(value)))
+
+
+def _mapping_items(value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    keys = tuple(value)
+    return tuple(value[key] for key in keys), keys, keys
+
+
+def _dataclass_fields(value: Any) -> tuple[Any, ...]:
+    names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
+    return tuple(getattr(value, name) for name in names), names, names
+
+
+def _mapping_builder(cls: type) -> Callable[[Any, Any], Any]:
+    def build_dict(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        # Through __setitem__, which keeps the attributes of a ModelOutput in step with its items.
+        built = _blank(cls)
+        for key, leaf in zip(keys, leaves, strict=True):
+            built[key] = leaf
+        return built
+
+    def build_mapping(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        return cls(dict(zip(keys, leaves, strict=True)))
+
+    return build_dict if issubclass(cls, dict) else build_mapping
+
+
+def _dataclass_builder(cls: type) -> Callable[[Any, Any], Any]:
+    def build(names: tuple[str, ...], leaves: Iterable[Any]) -> Any:
+        built: Any = object.__new__(cls)  # neither __init__ nor __post_init__ runs a second time; frozen ones can be built
+        for name, leaf in zip(names, leaves, strict=True):
+            object.__setattr__(built, name, leaf)
+        return built
+
+    return build
+
+
+def _blank(cls: Any) -> Any:
+    """An instance on which no __init__ was run."""
+    return cls.__new__(cls)
+
+
+def _list_builder(cls: type) -> Callable[[Any, Any], Any]:
+    def build(_: int, leaves: Iterable[Any]) -> Any:
+        built = _blank(cls)
+        built.extend(leaves)
+        return built
+
+    return build
