@@ -1,0 +1,58 @@
+"""The contract: what the rooms above may ask of a kind of device."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Backend", "Traits"]
+
+
+class Traits(NamedTuple):
+    """What decides whether devices are a match for each other: memory in bytes, and the count of cores."""
+
+    memory: int
+    cores: int
+
+
+class Backend(ABC):
+    """One kind of device. Stateless and safe to share between threads; one instance lives as long as the process."""
+
+    type: str
+    """torch's name of the kind, as in ``torch.device(type)``."""
+
+    @abstractmethod
+    def count(self) -> int:
+        """How many devices of this kind the process sees; 0 when the kind is not usable here."""
+
+    @abstractmethod
+    def device(self, index: int | None) -> torch.device:
+        """The device with that index (None: the current one); DeviceUnavailableError when there is none."""
+
+    def every_device(self) -> tuple[torch.device, ...]:
+        """One entry a lane when a user names the kind alone, as in ``devices="cuda"``."""
+        return tuple(self.device(index) for index in range(self.count()))
+
+    def first(self, lanes: int) -> tuple[torch.device, ...]:
+        """The devices for that many lanes, when a user gives a number."""
+        return tuple(self.device(index) for index in range(lanes))
+
+    def stream(self, device: torch.device) -> object | None:
+        """The stream that the calling thread is queueing work on; None when the kind has no streams."""
+        return None
+
+    def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:
+        """Make `device` the thread's current one, and queue its work on `stream`, inside the block."""
+        return contextlib.nullcontext()
+
+    def intra_op_threads(self, lanes: int) -> int | None:
+        """How many threads an operator may use in each of so many lanes; None when lanes do not share the CPU."""
+        return None
+
+    def traits(self, device: torch.device) -> Traits | None:
+        """Memory and cores, for the warning about unequal devices; None when the kind does not tell."""
+        return None

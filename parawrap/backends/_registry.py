@@ -1,0 +1,62 @@
+"""Which module serves which kind of device. A leaf is imported when its kind is first named, never before."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import torch
+
+from parawrap.backends._base import Backend
+from parawrap.errors import DeviceUnavailableError
+
+__all__ = ["backend_of", "best_backend", "register_backend"]
+
+_MODULES = {
+    "cpu": "parawrap.backends.cpu",
+    "cuda": "parawrap.backends.cuda",
+    "mps": "parawrap.backends.mps",
+}
+_loaded: dict[str, Backend] = {}
+_loading = threading.Lock()
+
+
+def register_backend(kind: str, module: str) -> None:
+    """Have `module` (an import path with a ``BACKEND`` in it) serve the devices of that kind."""
+    with _loading:
+        _MODULES[kind] = module
+        _loaded.pop(kind, None)
+
+
+def backend_of(kind: str) -> Backend:
+    """The backend of a kind such as "cpu"; kinds that only torch knows get the general accelerator backend."""
+    backend = _loaded.get(kind)
+    if backend is not None:
+        return backend
+    with _loading:
+        if kind not in _loaded:
+            _loaded[kind] = _load(kind)
+        return _loaded[kind]
+
+
+def best_backend() -> Backend:
+    """The accelerator that torch sees here, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        return backend_of(accelerator.type)
+    return backend_of("cpu")
+
+
+def _load(kind: str) -> Backend:
+    if kind in _MODULES:
+        backend = importlib.import_module(_MODULES[kind]).BACKEND
+        assert isinstance(backend, Backend)
+        return backend
+    from parawrap.backends.accelerator import AcceleratorBackend
+
+    try:
+        torch.get_device_module(kind)
+    except RuntimeError as error:
+        msg = f"{kind!r} is no kind of device that parawrap or this torch knows; registered are {sorted(_MODULES)}"
+        raise DeviceUnavailableError(msg) from error
+    return AcceleratorBackend(kind)

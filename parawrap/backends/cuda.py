@@ -1,0 +1,21 @@
+"""NVIDIA (and, through ROCm, AMD) GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from parawrap.backends._base import Traits
+from parawrap.backends.accelerator import AcceleratorBackend
+
+__all__ = ["BACKEND", "CudaBackend"]
+
+
+class CudaBackend(AcceleratorBackend):
+    """``cuda:0`` to ``cuda:N-1`` as CUDA_VISIBLE_DEVICES shows them."""
+
+    def traits(self, device: torch.device) -> Traits:
+        properties = torch.cuda.get_device_properties(device)
+        return Traits(properties.total_memory, properties.multi_processor_count)
+
+
+BACKEND = CudaBackend("cuda")

@@ -1,0 +1,36 @@
+"""The GPU of an Apple machine. There is one; several lanes on it share its command queue."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+
+from parawrap.backends._base import Backend
+from parawrap.errors import DeviceUnavailableError
+
+__all__ = ["BACKEND", "MpsBackend"]
+
+
+class MpsBackend(Backend):
+    """``mps`` and ``mps:0`` are the same device; torch reports it as ``mps:0``."""
+
+    type = "mps"
+
+    def count(self) -> int:
+        return 1 if torch.backends.mps.is_available() else 0
+
+    def device(self, index: int | None) -> torch.device:
+        if self.count() == 0 or index not in (None, 0):
+            asked = self.type if index is None else f"mps:{index}"
+            here = "this machine has one, mps:0" if self.count() else "no mps is visible"
+            msg = f'device {asked!r} is not there: {here}; devices="auto" takes the best that is'
+            raise DeviceUnavailableError(msg)
+        return torch.device("mps", 0)
+
+    def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+
+BACKEND = MpsBackend()
