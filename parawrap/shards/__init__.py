@@ -1,0 +1,23 @@
+"""How a CALL is cut into shards, and how the outputs of the shards are joined.
+
+Knows rows, leaves and the devices that shards go to; refuses to know threads and modules. Nothing is ever padded,
+truncated or dropped: the rows of the shards, in lane order, are the rows of the call.
+"""
+
+from parawrap.shards._gather import GatherRules, Reduce, gather
+from parawrap.shards._plan import Cutter, Parameters, Shard, ShardPlan, balanced
+from parawrap.shards._split import register_split
+from parawrap.shards._verify import check_equal
+
+__all__ = [
+    "Cutter",
+    "GatherRules",
+    "Parameters",
+    "Reduce",
+    "Shard",
+    "ShardPlan",
+    "balanced",
+    "check_equal",
+    "gather",
+    "register_split",
+]

@@ -1,0 +1,169 @@
+"""From the outputs of the lanes to the output of the call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from parawrap.errors import GatherError
+from parawrap.shards._split import splitter_of
+from parawrap.tree import Opaque, addresses, flatten, mismatch, unflatten
+
+__all__ = ["GatherRules", "Reduce", "gather"]
+
+Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
+_REDUCTIONS = ("mean", "sum", "stack")
+_ROOT = "output"
+_LIST_CURE = 'join="list" returns the outputs of the lanes as they are'
+
+
+@dataclass(frozen=True, slots=True)
+class GatherRules:
+    """How outputs are joined: along which dim, what becomes of 0-d tensors, and whether they are joined at all."""
+
+    dim: int = 0
+    reduce: Reduce = "mean"
+    join: Literal["cat", "list"] = "cat"
+
+    def __post_init__(self) -> None:
+        if self.reduce not in _REDUCTIONS and not callable(self.reduce):
+            msg = f"reduce={self.reduce!r} is none of 'mean', 'sum', 'stack' or a function of a vector"
+            raise GatherError(msg)
+        if self.join not in ("cat", "list"):
+            msg = f"join={self.join!r} is neither 'cat' nor 'list'"
+            raise GatherError(msg)
+
+
+def gather(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+    """One output on `device` (None: where each lane left it) from the outputs of shards of those sizes.
+
+    Raises:
+        GatherError: structures, shapes or values that cannot be joined, named by their place in the output.
+    """
+    if rules.join == "cat" and len(outputs) > 1:
+        return _join(outputs, sizes, rules, device)
+    moved = [output if device is None else _moved(output, device) for output in outputs]
+    return moved if rules.join == "list" else moved[0]
+
+
+def _join(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+    if all(type(output) is torch.Tensor for output in outputs):
+        return _join_leaf(outputs, sizes, rules, device)
+    flat = [flatten(output) for output in outputs]
+    specs = [spec for _, spec in flat]
+    spec = specs[0]
+    if any(other != spec for other in specs[1:]):
+        _refuse_unequal_structures(specs)
+    joined = []
+    for index, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
+        try:
+            joined.append(_join_leaf(column, sizes, rules, device))
+        except GatherError as error:
+            msg = f"{addresses(spec, (_ROOT,))[index]} cannot be joined: {error}"
+            raise GatherError(msg) from error.__cause__
+    return unflatten(spec, joined)
+
+
+def _join_leaf(column: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+    first = column[0]
+    if all(isinstance(leaf, torch.Tensor) for leaf in column):
+        if all(leaf is first for leaf in column):
+            return first if device is None else first.to(device)  # the same for every row: a parameter, say
+        parts = [leaf if device is None or leaf.device == device else leaf.to(device) for leaf in column]
+        return _cat(parts, rules.dim) if parts[0].ndim else _reduce(parts, sizes, rules.reduce)
+    if isinstance(first, Opaque):
+        values = [leaf.value for leaf in column]
+        return splitter_of(first.value).join(values)
+    if all(_same(leaf, first) for leaf in column):
+        return first
+    kinds = sorted({type(leaf).__name__ for leaf in column})
+    msg = f"the lanes returned unequal values of type {' and '.join(kinds)}: {_listed(column)}; {_LIST_CURE}"
+    raise GatherError(msg)
+
+
+def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    try:
+        return torch.cat(parts, dim)
+    except (IndexError, RuntimeError) as error:
+        raise GatherError(_why_no_cat(parts, dim)) from error
+
+
+def _why_no_cat(parts: Sequence[torch.Tensor], dim: int) -> str:
+    first = parts[0]
+    if len({part.ndim for part in parts}) > 1 or not -first.ndim <= dim < first.ndim:
+        return f"the shapes {_shapes(parts)} have no dim {dim} in common; {_LIST_CURE}"
+    rest = _other_dims(first, dim)
+    odd = next((part for part in parts if _other_dims(part, dim) != rest), None)
+    if odd is None:
+        return f"torch.cat refused outputs of shape {_shapes(parts)}; {_LIST_CURE}"
+    return f"the shapes {tuple(first.shape)} and {tuple(odd.shape)} differ beyond dim {dim}; {_LIST_CURE}"
+
+
+def _other_dims(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    shape = list(tensor.shape)
+    del shape[dim]
+    return tuple(shape)
+
+
+def _reduce(parts: Sequence[torch.Tensor], sizes: Sequence[int], reduce: Reduce) -> torch.Tensor:
+    """One tensor from the 0-d outputs of the lanes. The mean weighs a shard by its rows, as a mean over rows does."""
+    if any(part.ndim for part in parts):
+        msg = f"outputs of shape {_shapes(parts)} have no dim in common; {_LIST_CURE}"
+        raise GatherError(msg)
+    if reduce == "mean":
+        if not (parts[0].is_floating_point() or parts[0].is_complex()):
+            msg = (
+                f"a 0-d {parts[0].dtype} has no mean over lanes (the lanes returned {_listed([p.item() for p in parts])}): "
+                'say reduce="sum" for a count, reduce="stack" for one value a lane, or give a function of the vector'
+            )
+            raise GatherError(msg)
+        rows = sum(sizes)
+        mean = parts[0] * (sizes[0] / rows)
+        for part, size in zip(parts[1:], sizes[1:], strict=True):
+            mean = torch.add(mean, part, alpha=size / rows)
+        return mean
+    stacked = torch.stack(list(parts))
+    if reduce == "stack":
+        return stacked
+    return stacked.sum() if reduce == "sum" else reduce(stacked)
+
+
+def _moved(output: Any, device: torch.device) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output if output.device == device else output.to(device)
+    leaves, spec = flatten(output)
+    return unflatten(spec, [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality that takes two NaNs for equal, and what cannot be compared for unequal."""
+    if one is other:
+        return True
+    if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _refuse_unequal_structures(specs: Sequence[Any]) -> None:
+    found = mismatch(specs, _ROOT)
+    assert found is not None, "specs that differ have a place where they differ"
+    place, shapes = found
+    lane = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+    msg = f"{place} differs between lanes: lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}; {_LIST_CURE}"
+    raise GatherError(msg)
+
+
+def _shapes(parts: Sequence[torch.Tensor]) -> str:
+    return ", ".join(str(tuple(part.shape)) for part in parts)
+
+
+def _listed(values: Sequence[Any]) -> str:
+    shown = ", ".join(repr(value)[:60] for value in values[:4])
+    return shown + (", ..." if len(values) > 4 else "")

@@ -1,0 +1,302 @@
+"""From a call to the plan that cuts it, and from the plan to the shards.
+
+The plan depends on the structure of the call, on which leaves are tensors and on their rows, never on values; it is
+made once for each such combination and kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.errors import ShardError
+from parawrap.shards._split import splitter_of
+from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, unflatten
+
+__all__ = ["Cutter", "Parameters", "Shard", "ShardPlan", "balanced"]
+
+_MOST_PLANS = 1024
+_ROOTS = ("args", "kwargs")
+# What `_extent` says of a leaf without rows.
+_BROADCAST = -1
+_OBJECT = -2  # neither tensor nor number: a string, say. A list or tuple of them may be meant row by row
+_NUMBERS = (int, float, bool, complex, type(None), torch.dtype, torch.device)
+
+
+def balanced(rows: int, parts: int) -> tuple[int, ...]:
+    """Sizes that add up to `rows` and differ by at most one, the larger first; none of them is zero.
+
+    >>> balanced(10, 4), balanced(2, 4), balanced(0, 4)
+    ((3, 3, 2, 2), (1, 1), (0,))
+    """
+    if rows <= parts:
+        return (1,) * rows or (0,)
+    size, larger = divmod(rows, parts)
+    return (size + 1,) * larger + (size,) * (parts - larger)
+
+
+class Shard(NamedTuple):
+    """The part of a call that goes to one lane, and how many of the call's rows it holds."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+
+
+class Parameters:
+    """The names under which a target takes its arguments. Immutable."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self._positional: list[str] = []
+        self._rest: str | None = None
+        self._keywords: set[str] | None = set()  # None: any keyword will do
+        self._read(target)
+
+    def _read(self, target: Callable[..., Any]) -> None:
+        schema = getattr(target, "schema", None)  # a TorchScript method
+        if schema is not None:
+            self._positional = [argument.name for argument in schema.arguments if argument.name != "self"]
+            self._keywords = set(self._positional)
+            return
+        try:
+            parameters = inspect.signature(target).parameters.values()
+        except (TypeError, ValueError):  # a builtin without a signature
+            self._keywords = None
+            return
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+        self._keywords = {p.name for p in parameters} if all(p.kind is not p.VAR_KEYWORD for p in parameters) else None
+
+    def takes(self, name: str) -> bool:
+        """Whether the target has a parameter of that name, or takes any keyword."""
+        return self._keywords is None or name in self._keywords
+
+    def at(self, position: int) -> str | None:
+        """The name of the positional argument at that place; None where the target does not tell."""
+        return self._positional[position] if position < len(self._positional) else self._rest
+
+    def __str__(self) -> str:
+        return ", ".join(self._positional + ([f"*{self._rest}"] if self._rest else [])) or "none"
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """How the calls of one structure are cut: the dim of each leaf (None: it goes whole to every lane), and the rows.
+
+    Immutable, and equal only to itself; shared by every call of the structure and by every thread.
+    """
+
+    spec: TreeSpec
+    dims: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    def uncut(self) -> ShardPlan:
+        """The plan that hands the same calls whole to one lane."""
+        return ShardPlan(self.spec, (None,) * len(self.dims), (self.rows,))
+
+    def scatter(self, leaves: Sequence[Any], devices: Sequence[torch.device]) -> list[Shard]:
+        """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
+        columns = [self._column(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+        shards: list[Shard] = []
+        for lane, (size, device) in enumerate(zip(self.sizes, devices, strict=False)):
+            args, kwargs = unflatten(self.spec, [_settled(column[lane], device) for column in columns])
+            shards.append(Shard(args, kwargs, size))
+        return shards
+
+    def _column(self, leaf: Any, dim: int | None) -> Sequence[Any]:
+        """The parts of one leaf, in lane order."""
+        if dim is None or len(self.sizes) == 1:
+            return (leaf,) * len(self.sizes)
+        if isinstance(leaf, torch.Tensor):
+            return leaf.split_with_sizes(self.sizes, dim)
+        return [Opaque(part) for part in splitter_of(leaf.value).split(leaf.value, self.sizes)]
+
+
+def _settled(leaf: Any, device: torch.device) -> Any:
+    """The leaf on its device. A copy to the CPU is waited for; one to an accelerator joins the queue there."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+    if isinstance(leaf, Opaque):
+        moves = isinstance(leaf.value, torch.nn.utils.rnn.PackedSequence)
+        return leaf.value.to(device) if moves else leaf.value
+    return leaf
+
+
+class _Layout(NamedTuple):
+    """What is known of the calls of one structure: the dim that each leaf's rows lie on, if it has rows; and the plans."""
+
+    dims: tuple[int | None, ...]
+    plans: dict[tuple[tuple[int, ...], int], ShardPlan]
+
+
+class Cutter:
+    """Plans the calls of one target. Safe to share between threads: at worst a plan is made twice."""
+
+    def __init__(
+        self,
+        dim: int = 0,
+        in_dims: Mapping[str, int | None] | None = None,
+        parameters: Parameters | None = None,
+        *,
+        lists_are_shared: bool = False,
+    ) -> None:
+        self.dim = dim
+        self.in_dims = dict(in_dims or {})
+        self.parameters = parameters
+        self.lists_are_shared = lists_are_shared
+        self._layouts: dict[TreeSpec, _Layout] = {}
+
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> tuple[ShardPlan, list[Any]]:
+        """The plan for this call, and the call's leaves, which the plan scatters.
+
+        Raises:
+            ShardError: rows that disagree, a list that may or may not be meant row by row, a dim out of range.
+        """
+        if self.in_dims:
+            args, kwargs = self._with_whole_sequences(args, kwargs)
+        leaves, spec = flatten_call(args, kwargs)
+        dims, plans = self._layout(spec)
+        extents = tuple([_extent(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
+        plan = plans.get((extents, lanes))
+        if plan is None:
+            if len(plans) >= _MOST_PLANS:
+                plans.clear()
+            plan = plans[extents, lanes] = self._make(spec, leaves, dims, extents, lanes)
+        return plan, leaves
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Any]]:
+        """The plan that hands this call uncut to one lane, and the call's leaves. Rows that disagree do no harm there."""
+        leaves, spec = flatten_call(args, kwargs)
+        rows = next(
+            (e for leaf, dim in zip(leaves, self._layout(spec).dims, strict=True) if (e := _extent(leaf, dim)) >= 0), 0
+        )
+        return ShardPlan(spec, (None,) * len(leaves), (rows,)), leaves
+
+    def _make(
+        self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int], lanes: int
+    ) -> ShardPlan:
+        rows = self._rows(spec, leaves, dims, extents)
+        if rows is None:
+            return ShardPlan(spec, (None,) * len(leaves), (0,))
+        sizes = balanced(rows, lanes)
+        if len(sizes) > 1 and not self.lists_are_shared:
+            self._refuse_ambiguous(spec, extents, rows)
+        cut = tuple(dim if extent == rows and rows != 1 else None for dim, extent in zip(dims, extents, strict=True))
+        return ShardPlan(spec, cut, sizes)
+
+    def _rows(
+        self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int]
+    ) -> int | None:
+        """The rows that the split leaves agree on; None when nothing in the call has rows."""
+        self._refuse_dims_out_of_range(spec, leaves, dims, extents)
+        found = {extent: index for index, extent in reversed(list(enumerate(extents))) if extent >= 0}
+        if len(found) > 1:
+            found.pop(1, None)  # one row beside more: the same for every row, as in torch's broadcasting
+        if len(found) > 1:
+            (rows, first), (other_rows, other) = sorted(found.items(), key=lambda item: item[1])[:2]
+            where = addresses(spec, _ROOTS)
+            name = self._name(spec, other) or "its name"
+            msg = (
+                f"the rows of the call disagree: {where[other]} has {other_rows} on dim {dims[other]}, "
+                f"{where[first]} has {rows} on dim {dims[first]}. If {where[other]} is not cut with the batch, "
+                f'say in_dims={{"{name}": None}}; if its rows lie on another dim, name that dim there'
+            )
+            raise ShardError(msg)
+        return next(iter(found), None)
+
+    def _refuse_dims_out_of_range(
+        self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int]
+    ) -> None:
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
+        beyond = [i for i in tensors if dims[i] is not None and extents[i] < 0]
+        told = [i for i in beyond if self._name(spec, i) in self.in_dims]
+        asked = [i for i in tensors if dims[i] is not None]
+        wrong = told or (beyond if beyond and beyond == asked else [])
+        if wrong:
+            where = addresses(spec, _ROOTS)[wrong[0]]
+            shape = tuple(leaves[wrong[0]].shape)
+            msg = f"dim {dims[wrong[0]]} is out of range for {where}, of shape {shape}: it has {len(shape)} dimensions"
+            raise ShardError(msg)
+
+    def _refuse_ambiguous(self, spec: TreeSpec, extents: Sequence[int], rows: int) -> None:
+        """A list without tensors, as long as the batch, may be one item a row or one value for all rows."""
+        position = 0
+        for depth_first in _sequences(spec, []):
+            entries, node, position = depth_first
+            kinds = extents[position : position + node.num_leaves]
+            doubtful = node.type is list or _OBJECT in kinds
+            if doubtful and node.num_children == rows and all(kind < 0 for kind in kinds):
+                name = self._name_at(entries)
+                if name in self.in_dims:
+                    continue
+                where = _ROOTS[entries[0]] + "".join(f"[{entry!r}]" for entry in entries[1:]).replace("'", '"')
+                msg = (
+                    f"{where} is a {node.type.__name__ if node.type else 'list'} of {rows} items without a tensor, and the "
+                    f"batch has {rows} rows: it may hold one item a row or be one value for all rows. Say which: "
+                    f'in_dims={{"{name or "its name"}": 0}} cuts it, in_dims={{"{name or "its name"}": None}} '
+                    "hands it whole to every lane"
+                )
+                raise ShardError(msg)
+
+    def _layout(self, spec: TreeSpec) -> _Layout:
+        layout = self._layouts.get(spec)
+        if layout is None:
+            if len(self._layouts) >= _MOST_PLANS:
+                self._layouts.clear()
+            names = [self._name(spec, leaf) for leaf in range(spec.num_leaves)] if self.in_dims else []
+            dims = tuple(self.in_dims.get(name, self.dim) if name else self.dim for name in names)
+            layout = self._layouts[spec] = _Layout(dims or (self.dim,) * spec.num_leaves, {})
+        return layout
+
+    def _name(self, spec: TreeSpec, leaf: int) -> str | None:
+        return self._name_at(spec.paths()[leaf])
+
+    def _name_at(self, path: Sequence[Any]) -> str | None:
+        """The parameter that a path into (args, kwargs) belongs to."""
+        if path[0] == 1:
+            return str(path[1])
+        return self.parameters.at(path[1]) if self.parameters is not None else None
+
+    def _with_whole_sequences(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with each plain sequence that `in_dims` has cut turned into one leaf."""
+        whole = tuple(self._whole(self._name_at((0, index)), value) for index, value in enumerate(args))
+        return whole, {name: self._whole(name, value) for name, value in kwargs.items()}
+
+    def _whole(self, name: str | None, value: Any) -> Any:
+        if name is None or self.in_dims.get(name) is None or not isinstance(value, (list, tuple)):
+            return value
+        holds_tensor = any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+        return value if holds_tensor else Opaque(value)
+
+
+def _extent(leaf: Any, dim: int | None) -> int:
+    """The rows of a leaf on `dim`, or what kind of leaf without rows it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape[dim] if dim is not None and -leaf.ndim <= dim < leaf.ndim else _BROADCAST
+    if isinstance(leaf, Opaque):
+        return splitter_of(leaf.value).rows(leaf.value) if dim is not None else _BROADCAST
+    return _BROADCAST if isinstance(leaf, _NUMBERS) else _OBJECT
+
+
+def _sequences(spec: TreeSpec, path: list[Any]) -> Iterator[tuple[list[Any], TreeSpec, int]]:
+    """Every list and plain tuple below the roots: its path, its node, and where its leaves begin."""
+
+    def walk(node: TreeSpec, path: list[Any], start: int) -> Iterator[tuple[list[Any], TreeSpec, int]]:
+        if len(path) > 1 and node.type in (list, tuple):
+            yield path, node, start
+        begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
+        for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
+            yield from walk(child, [*path, entry], begin)
+
+    yield from walk(spec, path, 0)
