@@ -1,0 +1,10 @@
+"""One MODULE on many devices: its replicas, and the cache that keeps them fresh.
+
+Knows modules, parameters and buffers; refuses to know threads and calls. A replica on the module's own device shares
+its parameters; one on another device has copies, written in place when the originals change and never rebuilt for it.
+"""
+
+from parawrap.replicas._set import Freshness, ReplicaSet, home_of
+from parawrap.replicas._stand_in import StandIn, put, restore
+
+__all__ = ["Freshness", "ReplicaSet", "StandIn", "home_of", "put", "restore"]

@@ -1,0 +1,193 @@
+"""The replicas of one module for the lanes of one session, and what keeps them fresh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from parawrap.errors import ReplicaError
+from parawrap.replicas._ledger import Ledger
+from parawrap.replicas._shell import Replica, Watch, module_tree
+from parawrap.replicas._tensors import Mirror, Tensors
+
+__all__ = ["Freshness", "ReplicaSet", "home_of"]
+
+
+@dataclass(slots=True)
+class Freshness:
+    """How often something was copied into replicas, and how many bytes in all."""
+
+    refreshes: int = 0
+    copied_bytes: int = 0
+
+
+def home_of(module: torch.nn.Module) -> torch.device | None:
+    """The one device that a module's parameters and buffers are on; None for a module without any.
+
+    Raises:
+        ReplicaError: they are on several devices; the message names two of them.
+    """
+    home: torch.device | None = None
+    first = ""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if home is None:
+            home, first = tensor.device, name
+        elif tensor.device != home:
+            msg = (
+                f"the module lies on several devices: {first!r} on {home} and {name!r} on {tensor.device}. A replica of it "
+                "would need as many devices again; put the module on one device, or make its parts parallel one by one"
+            )
+            raise ReplicaError(msg)
+    return home
+
+
+class ReplicaSet:
+    """One module for each lane: the original itself in lane 0 where it lies there, shells in the other lanes.
+
+    The caller sees to it that no lane runs during `refresh`. Lives as long as the session.
+    """
+
+    def __init__(self, module: torch.nn.Module, devices: Sequence[torch.device]) -> None:
+        _refuse_wrapped(module)
+        self.original = module
+        self.devices = tuple(devices)
+        self.freshness = Freshness()
+        self._lanes: list[Replica | None] = []  # None: the original itself
+        self._mirrors: dict[torch.device, Mirror] = {}
+        self._buffers = Ledger()
+        self._names: dict[torch.nn.Module, str] = {}
+        self._watches: list[Watch] = []
+        self._volatile: list[torch.Tensor] = []
+        self._home: torch.device | None = None
+        self._probe: torch.Tensor | None = None
+        self._ready = False
+
+    def modules(self, lanes: int) -> list[torch.nn.Module]:
+        """What each of the first lanes runs."""
+        return [self.original if replica is None else replica.module for replica in self._lanes[:lanes]]
+
+    def ready(self) -> bool:
+        """Whether every parameter has a shape already; a lazy module gets its shapes from its first, plain call."""
+        if not self._ready:
+            self._ready = not any(map(is_lazy, [*self.original.parameters(), *self.original.buffers()]))
+        return self._ready
+
+    def stale(self) -> bool:
+        """Whether the module changed since the last `refresh`: a tensor, an attribute, a submodule, its device."""
+        if not self._lanes:
+            return True
+        return (
+            self._moved()
+            or any(watch.changed() for watch in self._watches)
+            or any(mirror.originals.changed() for mirror in self._mirrors.values())
+            or bool(self._volatile)
+            or bool(self._buffers.changed())
+            or self._unlinked()
+        )
+
+    def refresh(self) -> None:
+        """Bring every replica into line with the module."""
+        if not self._lanes or self._moved():
+            self._build()
+        elif [module for module, _ in module_tree(self.original)] != list(self._names):
+            self._rebuild()
+        changed = [watch.module for watch in self._watches if watch.changed()]
+        self._refresh_tensors()
+        if any(not mirror.linked for mirror in self._mirrors.values()):
+            changed = list(self._names)  # copies were made anew, or are to be linked: every shell takes them up
+            if torch.is_grad_enabled():
+                for mirror in self._mirrors.values():
+                    mirror.link()
+        if changed:
+            self._fill(changed)
+
+    def write_back(self) -> None:
+        """Keep lane 0's buffer updates where lane 0 ran a replica and not the original."""
+        if self._lanes[0] is not None:
+            self._lanes[0].write_back()
+
+    def scratch(self) -> torch.nn.Module:
+        """A replica at home whose buffers nobody else has, for a run that must leave no trace."""
+        home = home_of(self.original) or self.devices[0]
+        return Replica(self.original, Tensors(home, None, Ledger())).module
+
+    def _refresh_tensors(self) -> None:
+        written = sum(mirror.refresh() for mirror in self._mirrors.values())
+        buffers = list(dict.fromkeys([*self._buffers.changed(), *self._volatile]))
+        written += sum(replica.tensors.refresh_buffers(buffers) for replica in self._shelled())
+        for buffer in buffers:
+            self._buffers.enter(buffer)
+        if written:
+            self.freshness.refreshes += 1
+            self.freshness.copied_bytes += written
+
+    def _shelled(self) -> list[Replica]:
+        return [replica for replica in self._lanes if replica is not None]
+
+    def _moved(self) -> bool:
+        return self._probe is not None and self._probe.device != self._home
+
+    def _unlinked(self) -> bool:
+        return torch.is_grad_enabled() and any(not mirror.linked for mirror in self._mirrors.values())
+
+    def _build(self) -> None:
+        tensors = [*self.original.named_parameters(), *self.original.named_buffers()]
+        self._home = home_of(self.original)
+        self._probe = tensors[0][1] if tensors else None
+        if self._home is not None and self._home.type == "meta":
+            msg = f"no replica of the module can be made: {tensors[0][0]!r} is on the meta device and has no data to copy"
+            raise ReplicaError(msg)
+        at_home = (None, self._home) if self._home is not None else (None, *self.devices)
+        self._mirrors = {device: Mirror(device) for device in self.devices if device not in at_home}
+        self._buffers = Ledger()
+        self._lanes = [
+            None
+            if lane == 0 and device in at_home
+            else Replica(self.original, Tensors(device, self._mirrors.get(device), self._buffers))
+            for lane, device in enumerate(self.devices)
+        ]
+        self._watch()
+
+    def _rebuild(self) -> None:
+        """Make the shells anew for another tree of modules; tensors that are still in it keep their copies."""
+        for replica in self._shelled():
+            replica.build()
+        kept = [*self.original.parameters(), *self.original.buffers()]
+        self._buffers.keep(kept)
+        for mirror in self._mirrors.values():
+            mirror.keep(kept)
+        for replica in self._shelled():
+            replica.tensors.keep(kept)
+        self._watch()
+
+    def _fill(self, modules: Sequence[torch.nn.Module]) -> None:
+        for replica in self._shelled():
+            for module in modules:
+                replica.fill(module, self._names[module])
+        self._watch()
+
+    def _watch(self) -> None:
+        self._names = dict(module_tree(self.original))
+        if self._shelled():
+            self._watches = [Watch(module) for module in self._names]
+            self._volatile = [buffer for module in self._names if module.training for buffer in _running_statistics(module)]
+
+
+def _running_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The buffers that a batch or instance norm in train mode writes, by a kernel that counts no version.
+
+    A norm of the user's own calls the same kernels; their statistics are float vectors, one value a channel.
+    """
+    buffers = [buffer for _, buffer in module.named_buffers(recurse=isinstance(module, torch.jit.ScriptModule))]
+    return [buffer for buffer in buffers if buffer.ndim == 1 and buffer.is_floating_point()]
+
+
+def _refuse_wrapped(module: torch.nn.Module) -> None:
+    for part, name in module_tree(module):
+        if isinstance(part, torch.nn.parallel.DistributedDataParallel):
+            place = f"submodule {name!r}" if name else "the module"
+            msg = f"no replica of {place} can be made: DistributedDataParallel is parallel already; give what it wraps"
+            raise ReplicaError(msg)

@@ -1,0 +1,171 @@
+"""Where the tensors of replicas come from: shared with the original, or copies that are written and never rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parawrap.replicas._ledger import Ledger, lasting
+from parawrap.tree import flatten, unflatten
+
+__all__ = ["Mirror", "Tensors"]
+
+
+class _Broadcast(torch.autograd.Function):
+    """From the originals to their copies: hands the copies forward, and brings the gradients home.
+
+    The copies are made already; nothing is computed. It saves nothing, so one graph serves any number of backwards.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, copies: Sequence[torch.Tensor], *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.home = originals[0].device
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        return None, *(None if gradient is None else gradient.to(ctx.home) for gradient in gradients)
+
+
+class Mirror:
+    """The copies of a module's tensors on one other device, shared by the lanes there; written while those are idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.originals = Ledger()
+        self._copies: dict[int, torch.Tensor] = {}
+        self._linked: dict[int, torch.Tensor] = {}
+        self.linked = False
+
+    def copy_of(self, original: torch.Tensor) -> torch.Tensor:
+        """The copy of a tensor, made when it is first asked for; the same tensor has the same copy."""
+        key = id(original)
+        if key not in self._copies:
+            with lasting():
+                copy = original.detach().to(self.device, copy=True)
+            if isinstance(original, torch.nn.Parameter):
+                copy = torch.nn.Parameter(copy, requires_grad=original.requires_grad)
+            self._copies[key] = copy
+            self.originals.enter(original)
+            self.linked = False
+        return self._linked.get(key, self._copies[key])
+
+    def refresh(self) -> int:
+        """Write the originals that changed into their copies; the bytes written."""
+        changed = self.originals.changed()
+        same_form = [tensor for tensor in changed if self._takes(tensor)]
+        if same_form:
+            with lasting():
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [self._copies[id(t)] for t in same_form], same_form, non_blocking=True
+                )
+            for tensor in same_form:
+                self.originals.enter(tensor)
+        for tensor in changed:
+            if not self._takes(tensor):  # of another dtype, shape or part in the graph: copied anew
+                del self._copies[id(tensor)]
+                self._linked.clear()
+                self.copy_of(tensor)
+        return sum(tensor.nbytes for tensor in changed)
+
+    def link(self) -> None:
+        """From now on hand out copies through which gradients reach the originals.
+
+        The links share the copies' memory, so they need not be made again when the copies are refreshed.
+        """
+        originals = [tensor for tensor in self.originals if tensor.requires_grad]
+        if originals:
+            copies = [self._copies[id(tensor)] for tensor in originals]
+            with torch.inference_mode(False), torch.enable_grad():
+                linked = _Broadcast.apply(copies, *originals)  # type: ignore[no-untyped-call]
+            self._linked = {id(tensor): link for tensor, link in zip(originals, linked, strict=True)}
+        self.linked = True
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let go of the copies of all other tensors."""
+        kept = {id(tensor) for tensor in tensors}
+        self.originals.keep(tensors)
+        for key in set(self._copies) - kept:
+            del self._copies[key]
+            self._linked.pop(key, None)
+
+    def _takes(self, original: torch.Tensor) -> bool:
+        copy = self._copies[id(original)]
+        return (
+            copy.dtype == original.dtype
+            and copy.shape == original.shape
+            and copy.requires_grad == (original.requires_grad and isinstance(original, torch.nn.Parameter))
+        )
+
+
+class Tensors:
+    """The tensors of one replica: parameters from the original or from its device's mirror, buffers of its own."""
+
+    def __init__(self, device: torch.device, mirror: Mirror | None, buffers: Ledger) -> None:
+        self.device = device
+        self.mirror = mirror
+        self._ledger = buffers
+        self._own: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+
+    def parameter(self, original: torch.Tensor) -> torch.Tensor:
+        return original if self.mirror is None else self.mirror.copy_of(original)
+
+    def buffer(self, original: torch.Tensor) -> torch.Tensor:
+        """A lane's own copy, which it may write; a buffer that takes part in a graph is treated as a parameter."""
+        if original.requires_grad:
+            return self.parameter(original)
+        key = id(original)
+        if key not in self._own:
+            if original not in self._ledger:
+                self._ledger.enter(original)
+            with lasting():
+                self._own[key] = original.detach().to(self.device, copy=True)
+            self._versions[key] = self._own[key]._version
+        return self._own[key]
+
+    def attribute(self, value: Any) -> Any:
+        """A plain attribute: tensors, also in a list, tuple or dict, are brought to the device; all else is shared."""
+        if self.mirror is None:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._brought(value)
+        if not isinstance(value, (list, tuple, dict)):
+            return value
+        leaves, spec = flatten(value)
+        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            return value
+        return unflatten(spec, [self._brought(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self.mirror is not None
+        if id(tensor) in self._own:
+            return self._own[id(tensor)]
+        # What another graph computed is left for the module to compute again, as weight_norm does before each forward.
+        return self.mirror.copy_of(tensor) if tensor.is_leaf and tensor.device != self.device else tensor
+
+    def refresh_buffers(self, changed: Sequence[torch.Tensor]) -> int:
+        """Write those originals into the lane's own buffers; the bytes written."""
+        mine = [tensor for tensor in changed if id(tensor) in self._own]
+        with lasting():
+            for tensor in mine:
+                own = self._own[id(tensor)]
+                if own.shape == tensor.shape and own.dtype == tensor.dtype:
+                    own.copy_(tensor, non_blocking=own.device.type != "cpu")
+                else:
+                    own.data = tensor.detach().to(self.device, copy=True)
+                self._versions[id(tensor)] = own._version
+        return sum(tensor.nbytes for tensor in mine)
+
+    def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
+        """Whether what the replica has in the place of that buffer is not what it was given."""
+        own = self._own.get(id(original))
+        return current is not own or current._version != self._versions[id(original)]
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let go of the copies of all other tensors."""
+        for key in set(self._own) - {id(tensor) for tensor in tensors}:
+            del self._own[key], self._versions[key]
