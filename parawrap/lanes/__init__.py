@@ -1,0 +1,21 @@
+"""One WORKER per device slot: lanes, the pool that owns them, and what follows a caller into them.
+
+Knows threads, devices and torch's thread-local modes; refuses to know modules and how a call is cut.
+"""
+
+from parawrap.lanes._modes import Modes, sees_only_its_own_thread
+from parawrap.lanes._outcome import Outcome, first_failure
+from parawrap.lanes._pool import WAKE_UP_NS, Lane, LanePool, Span, Task, current_lane
+
+__all__ = [
+    "WAKE_UP_NS",
+    "Lane",
+    "LanePool",
+    "Modes",
+    "Outcome",
+    "Span",
+    "Task",
+    "current_lane",
+    "first_failure",
+    "sees_only_its_own_thread",
+]

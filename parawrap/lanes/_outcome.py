@@ -1,0 +1,41 @@
+"""What became of a piece of work, carried as a value from the lane to the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Outcome", "capture", "first_failure"]
+
+
+class Outcome(NamedTuple):
+    """A value, or the exception that came instead of it, with the traceback that it had in its lane."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def capture(work: Callable[[], Any]) -> Outcome:
+    """Run `work` and keep what comes, whatever it is: a lane must outlive the work it is given."""
+    try:
+        return Outcome(work())
+    except BaseException as error:  # noqa: BLE001
+        # The first frame is this one, which tells a reader of the traceback nothing.
+        return Outcome(error=error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+
+
+def first_failure(outcomes: Sequence[Outcome], lanes: Sequence[object]) -> BaseException | None:
+    """The error of the first lane in lane order, noting its place; what befell the later lanes becomes notes on it."""
+    if all(outcome.error is None for outcome in outcomes):
+        return None
+    failed = [
+        (f"in {lane}, shard {index} of {len(outcomes)}", outcome.error)
+        for index, (lane, outcome) in enumerate(zip(lanes, outcomes, strict=False))
+        if outcome.error is not None
+    ]
+    place, first = failed[0]
+    first.add_note(place)
+    for other_place, other in failed[1:]:
+        if other is not first:
+            first.add_note(f"also {other_place}: {type(other).__name__}: {other}")
+    return first

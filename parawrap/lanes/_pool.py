@@ -1,0 +1,340 @@
+"""Lanes and the pool that owns them.
+
+What this file guarantees:
+
+- A lane runs one piece of work at a time, in order of arrival: whoever works in it holds ``lane.busy``.
+- A caller runs lane 0 itself, and then whatever no lane has begun: it never waits for a thread that is still waking.
+- Whatever work raises comes back as an :class:`Outcome`; the lane lives on.
+- Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly.
+- A caller that is interrupted while it waits leaves at once; its work that has not begun is dropped, not run.
+- Threads start when first needed and end with `close`, with the pool's last reference, or with the interpreter.
+- After a fork the child has no lanes, and `LanePool.alive` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from parawrap.backends import Backend, backend_of
+from parawrap.errors import SessionError
+from parawrap.lanes._modes import Modes
+from parawrap.lanes._outcome import Outcome, capture
+from parawrap.lanes._profiled import fork, is_profiling
+from parawrap.lanes._threads import intra_op_threads, settle
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+
+__all__ = ["WAKE_UP_NS", "Lane", "LanePool", "Span", "Task", "current_lane"]
+
+Task = Callable[[], Any]
+_Errand = Callable[[], None]
+
+WAKE_UP_NS = 30_000
+"""What it takes to wake a thread and be woken by it, roughly: `benchmarks/overhead.py` measures it."""
+
+_MOST_KINDS = 1024
+_EXIT_PATIENCE_S = 5.0
+_here = threading.local()
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
+
+
+class Span(NamedTuple):
+    """One piece of work in a lane: when it ran, in nanoseconds of ``time.perf_counter_ns``."""
+
+    lane: int
+    start: int
+    end: int
+
+
+class Lane:
+    """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads."""
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self.index = index
+        self.device = device
+        self.busy = threading.Lock()
+        self.tasks = 0
+        self.busy_ns = 0
+        self.spans: list[Span] | None = None
+        self.inbox: SimpleQueue[_Errand | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"lane {self.index} on {self.device}"
+
+    def occupy(self, task: Task) -> Outcome:
+        """Run `task` in the calling thread as this lane's work."""
+        with self.busy:
+            before, _here.lane = current_lane(), self
+            start = perf_counter_ns()
+            try:
+                return capture(task)
+            finally:
+                end = perf_counter_ns()
+                _here.lane = before
+                self.tasks += 1
+                self.busy_ns += end - start
+                if self.spans is not None:
+                    self.spans.append(Span(self.index, start, end))
+
+    def start(self, threads: int | None) -> None:
+        """Start the lane's thread and wait until its figure of intra-op threads stands."""
+        ready = threading.Event()
+        name = f"parawrap-{self}"
+        self.thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
+        self.thread.start()
+        ready.wait()
+
+
+def current_lane() -> Lane | None:
+    """The lane that the calling thread is working in."""
+    lane: Lane | None = getattr(_here, "lane", None)
+    return lane
+
+
+class _Flight:
+    """The outcomes of one call, until the last of them is there for the caller that waits."""
+
+    __slots__ = ("_counting", "_landed", "_left", "first_done", "outcomes")
+
+    def __init__(self, tasks: int) -> None:
+        self.outcomes: list[Outcome] = [Outcome()] * tasks
+        self.first_done = 0
+        self._left = tasks
+        self._counting = threading.Lock()
+        self._landed = threading.Lock()
+        self._landed.acquire()
+
+    def land(self, slot: int, outcome: Outcome) -> None:
+        self.outcomes[slot] = outcome
+        if slot == 0:
+            self.first_done = perf_counter_ns()
+        with self._counting:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._landed.release()
+
+    def wait(self) -> None:
+        self._landed.acquire()
+
+
+class _Share:
+    """One lane's part of a call. Whoever claims it first does it: the lane's thread, or the caller that ran out of work."""
+
+    __slots__ = ("_flight", "_unclaimed", "lane", "slot", "work")
+
+    def __init__(self, lane: Lane, work: Task, flight: _Flight, slot: int) -> None:
+        self.lane = lane
+        self.work = work
+        self.slot = slot
+        self._flight = flight
+        self._unclaimed = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._unclaimed.acquire(blocking=False)
+
+    def do(self) -> None:
+        """Do what was claimed."""
+        self._flight.land(self.slot, self.lane.occupy(self.work))
+
+    def __call__(self) -> None:
+        if self.claim():
+            self.do()
+
+
+class LanePool:
+    """The lanes of one session. Any number of threads may use it at once."""
+
+    def __init__(self, devices: Sequence[torch.device], home: torch.device | None = None) -> None:
+        self.lanes = tuple(Lane(index, device) for index, device in enumerate(devices))
+        self.home = home
+        self.backend: Backend = backend_of(devices[0].type)
+        self.threads = self.backend.intra_op_threads(len(devices))
+        self._gate = threading.Lock()
+        self._short: set[Hashable] = set()
+        self._forks = _forks
+        self._end = weakref.finalize(self, _end, self.lanes, _EXIT_PATIENCE_S)
+
+    @property
+    def alive(self) -> bool:
+        """False after `close`, and in a process forked from the one that made the pool."""
+        return self._end.alive and self._forks == _forks
+
+    def run(self, tasks: Sequence[Task], kind: Hashable = None) -> list[Outcome]:
+        """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
+
+        Work of one `kind` is taken to last about as long each time. Where the first task was done sooner than a thread
+        wakes up, the caller begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
+        """
+        flight = _Flight(len(tasks))
+        start = perf_counter_ns()
+        with intra_op_threads(self.threads):
+            alone = len(tasks) == 1 or kind in self._short
+            done = self._run_alone(tasks, flight) if alone else 0
+            if done < len(tasks):
+                self._run_together(tasks, flight, done)
+        if kind is not None:
+            self._learn(kind, short=(flight.first_done - start) < WAKE_UP_NS)
+        return flight.outcomes
+
+    def _learn(self, kind: Hashable, *, short: bool) -> None:
+        if not short:
+            self._short.discard(kind)
+        elif kind not in self._short:
+            if len(self._short) >= _MOST_KINDS:
+                self._short.clear()
+            self._short.add(kind)
+
+    def _run_alone(self, tasks: Sequence[Task], flight: _Flight) -> int:
+        """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
+        start = perf_counter_ns()
+        for slot, task in enumerate(tasks):
+            lane = self.lanes[slot]
+            flight.land(slot, lane.occupy(self._own(lane, task)))
+            end = perf_counter_ns()
+            if end - start > WAKE_UP_NS:
+                return slot + 1
+            start = end
+        return len(tasks)
+
+    def _run_together(self, tasks: Sequence[Task], flight: _Flight, first: int) -> None:
+        shares = self._send(tasks, flight, first + 1)
+        try:
+            flight.land(first, self.lanes[first].occupy(self._own(self.lanes[first], tasks[first])))
+            for share in reversed(shares):  # the lane that was woken last is the last to begin
+                if not share.lane.busy.locked() and share.claim():
+                    share.do()
+            flight.wait()
+        except BaseException:
+            for share in shares:
+                share.claim()
+            raise
+
+    def submit(self, lane: Lane, task: Task) -> Future[Any]:
+        """Run `task` whole in that lane's own thread, behind what waits there."""
+        future: Future[Any] = Future()
+        work = self._carried(lane, task, Modes.capture(self.backend.type))
+
+        def errand() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            value, error = lane.occupy(work)
+            if error is None:
+                future.set_result(value)
+            else:
+                error.add_note(f"in {lane}")
+                future.set_exception(error)
+
+        with self._gate:
+            self._ensure_started((lane,))
+            self._dispatch(lane, errand)
+        return future
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """No lane works inside the block: for whoever changes what lanes work with."""
+        with ExitStack() as held:
+            for lane in self.lanes:
+                held.enter_context(lane.busy)
+            yield
+
+    def close(self) -> None:
+        """End the threads once they have finished what was sent to them. Calling it twice does no harm."""
+        with self._gate:
+            open_until_now = self._end.detach() is not None
+        if open_until_now and self._forks == _forks:
+            _end(self.lanes, None)
+
+    def _send(self, tasks: Sequence[Task], flight: _Flight, first: int) -> list[_Share]:
+        """Hand the tasks from the `first` on to their lanes."""
+        if first >= len(tasks):
+            return []
+        modes = Modes.capture(self.backend.type)
+        lanes = self.lanes[: len(tasks)]
+        shares = [_Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
+        with self._gate:  # nothing is put behind the word that ends a lane
+            self._ensure_started(lanes[first:])
+            for share in shares:
+                self._dispatch(share.lane, share)
+        return shares
+
+    def _own(self, lane: Lane, task: Task) -> Task:
+        """A task for the calling thread, in which its modes are in force already."""
+        if self.home in (None, lane.device):
+            return self._at(lane, task)
+        return self._carried(lane, task, Modes.capture(self.backend.type))
+
+    def _dispatch(self, lane: Lane, errand: _Errand) -> None:
+        if is_profiling():
+            fork(errand)
+        else:
+            lane.inbox.put(errand)
+
+    def _carried(self, lane: Lane, task: Task, modes: Modes) -> Task:
+        """The task under the caller's modes, on the lane's device and the caller's stream of that device."""
+        work = self._at(lane, task)
+        return lambda: modes.run(work, lane.device, self.home)
+
+    def _at(self, lane: Lane, task: Task) -> Task:
+        if lane.device.type == "cpu":
+            return task
+        stream = self.backend.stream(lane.device)
+
+        def at() -> Any:
+            with self.backend.activate(lane.device, stream):
+                return task()
+
+        return at
+
+    def _ensure_started(self, lanes: Sequence[Lane]) -> None:
+        if not self.alive:
+            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+            raise SessionError(msg)
+        if all(lane.thread is not None for lane in lanes):
+            return
+        with intra_op_threads(1):  # a lane sets the figure for new threads too: leaving the block restores it
+            for lane in lanes:
+                if lane.thread is None:
+                    lane.start(self.threads)
+
+
+def _serve(inbox: SimpleQueue[_Errand | None], threads: int | None, ready: threading.Event) -> None:
+    """A lane's thread: refers to its inbox alone, so that an abandoned pool can be collected."""
+    if threads is not None:
+        settle(threads)
+    ready.set()
+    while True:
+        errand = inbox.get()
+        if errand is None:
+            return
+        errand()
+        del errand  # a waiting lane keeps nothing of the last call alive
+
+
+def _end(lanes: Sequence[Lane], patience: float | None) -> None:
+    for lane in lanes:
+        lane.inbox.put(None)
+    for lane in lanes:
+        if lane.thread is not None and lane.thread is not threading.current_thread():
+            lane.thread.join(patience)
