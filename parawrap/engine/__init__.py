@@ -1,0 +1,13 @@
+"""Where the four verbs meet: scatter, replicate, apply, gather.
+
+Knows every room below and no face. A session owns the lanes and the replicas of one target; a stream sends whole
+batches through them.
+"""
+
+from parawrap.engine._in_place import InPlace
+from parawrap.engine._session import Entry, Session, Ticket
+from parawrap.engine._stats import LaneStats, Stats
+from parawrap.engine._stream import stream
+from parawrap.engine._trace import Trace
+
+__all__ = ["Entry", "InPlace", "LaneStats", "Session", "Stats", "Ticket", "Trace", "stream"]

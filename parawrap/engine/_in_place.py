@@ -1,0 +1,54 @@
+"""The methods of one module, rewritten for as long as a block is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap.engine._session import Entry
+from parawrap.replicas import StandIn, put, restore
+
+__all__ = ["InPlace"]
+
+CallEntry = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class InPlace:
+    """Puts stand-ins into the module's ``__dict__`` and takes them out again; the class is never touched.
+
+    Not safe to share between threads: whoever owns it holds a lock.
+    """
+
+    def __init__(self, module: torch.nn.Module, methods: Sequence[str], call: CallEntry) -> None:
+        self._module = module
+        self._methods = methods
+        self._call = call
+        self._replaced: list[tuple[str, Any, Any]] = []
+
+    def install(self) -> None:
+        """Every call of one of the methods goes through `call` from now on, by whichever reference it comes."""
+        if getattr(self._module, "_compiled_call_impl", None) is not None:
+            # module.compile() would trace through the stand-in and run the batch as one.
+            self._replace("_compiled_call_impl", None)
+        for name in self._methods:
+            plain = getattr(self._module, name)
+            self._replace(name, StandIn(plain, partial(_called, self._call, Entry(plain, name))))
+
+    def uninstall(self) -> None:
+        """Put everything back.
+
+        Raises:
+            SessionError: another block, opened later on the module, is still open; nothing was changed then.
+        """
+        restore(self._module, self._replaced)
+        self._replaced = []
+
+    def _replace(self, name: str, value: Any) -> None:
+        self._replaced.append((name, value, put(self._module, name, value)))
+
+
+def _called(call: CallEntry, entry: Entry, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return call(entry, args, kwargs)

@@ -1,0 +1,240 @@
+"""One target on its lanes: the four verbs, and the call that puts them together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.engine._stats import LaneStats, Stats
+from parawrap.engine._trace import Trace
+from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
+from parawrap.replicas import Freshness, ReplicaSet, home_of
+from parawrap.shards import Cutter, GatherRules, Shard, ShardPlan, check_equal, gather
+
+__all__ = ["Entry", "Session", "Ticket"]
+
+
+class Entry(NamedTuple):
+    """Which way into the target a call takes.
+
+    `plain` is the call as it would be without parawrap. `method` names what a replica is asked for; None calls it as a
+    whole, hooks included.
+    """
+
+    plain: Callable[..., Any]
+    method: str | None = None
+
+    def of(self, replica: Any) -> Callable[..., Any]:
+        return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
+
+
+class Ticket(NamedTuple):
+    """A whole call on its way through one lane, with its rows."""
+
+    future: Future[Any]
+    lane: Lane
+    rows: int
+
+
+class Session:
+    """Owns the lanes and the replicas of one target, from when it is made until `close`. Safe to share between threads.
+
+    Each of the four verbs may be called alone, as torch.nn.DataParallel's may; `call` is all of them in order.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., Any],
+        devices: Sequence[torch.device],
+        *,
+        cutters: Mapping[str | None, Cutter],
+        rules: GatherRules,
+        output_device: torch.device | None = None,
+        verify: bool = False,
+    ) -> None:
+        self.target = target
+        self.devices = tuple(devices)
+        self.cutters = cutters
+        self.rules = rules
+        self.replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
+        home = home_of(target) if isinstance(target, torch.nn.Module) else None
+        self.output_device = output_device if output_device is not None else home
+        self.pool = LanePool(self.devices, home)
+        self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
+        self._never_cuts = self._stays_on_cpu and len(self.devices) == 1
+        self._verified: set[ShardPlan] | None = set() if verify else None
+        self._counting = threading.Lock()
+        self._calls = self._plain_calls = 0
+        self._lane_rows = [0] * len(self.devices)
+        self._shards: tuple[int, ...] = ()
+
+    # The four verbs
+
+    def scatter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Shard]]:
+        """Cut a call into one shard a lane; with fewer rows than lanes, the surplus lanes get none."""
+        plan, leaves = self.cutters[None].plan(args, kwargs, len(self.devices))
+        return plan, plan.scatter(leaves, self.devices)
+
+    def replicate(self, lanes: int | None = None) -> list[Any]:
+        """What each of the first lanes runs, brought into line with the original if that has changed."""
+        lanes = len(self.devices) if lanes is None else lanes
+        if self.replicas is None:
+            return [self.target] * lanes
+        if self.replicas.stale():
+            with self.pool.idle():
+                self.replicas.refresh()
+        return self.replicas.modules(lanes)
+
+    def apply(self, works: Sequence[Callable[[], Any]], plan: ShardPlan | None = None) -> list[Any]:
+        """Run work i in lane i; their values in lane order.
+
+        Raises:
+            BaseException: the error of the first lane that failed, with a note on lane, device and shard. The other
+                lanes have finished by then.
+        """
+        outcomes = self.pool.run(works, kind=plan)
+        error = first_failure(outcomes, self.pool.lanes)
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error, outcomes  # the traceback holds this frame: no cycle
+        return [outcome.value for outcome in outcomes]
+
+    def gather(self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:
+        """Join the outputs of shards of those sizes, on the output device unless another is given."""
+        return gather(outputs, sizes, self.rules, self.output_device if device is None else device)
+
+    # A call
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Scatter, replicate, apply, gather; or the plain call, where there is nothing to cut or it would be wrong to."""
+        if self._never_cuts or self.must_run_plainly():
+            return self._run_plainly(entry, args, kwargs)
+        plan, leaves = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
+        if len(plan.sizes) == 1 and self._stays_on_cpu:
+            return self._run_plainly(entry, args, kwargs)
+        expected = self._expected(entry, plan, leaves)
+        shards = plan.scatter(leaves, self.devices)
+        replicas = self.replicate(len(shards))
+        outputs = self.apply(self._works(entry, replicas, shards), plan)
+        output = self.gather(outputs, plan.sizes)
+        self._count(plan.sizes)
+        if expected is not None:
+            check_equal(output, expected[0])
+        return output
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+        """Run a whole call, not cut, in the lane that has least to do."""
+        lane = min(self.pool.lanes, key=_load)
+        plan, leaves = self.cutters[entry.method].whole(args, kwargs)
+        rows = plan.rows
+        if self.must_run_plainly():
+            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, rows)
+        replica = self.replicate()[lane.index]
+
+        def work() -> Any:
+            (shard,) = plan.scatter(leaves, [lane.device])
+            return self.gather([entry.of(replica)(*shard.args, **shard.kwargs)], plan.sizes)
+
+        future = self.pool.submit(lane, work)
+        with self._counting:
+            self._calls += 1
+            self._lane_rows[lane.index] += rows
+        return Ticket(future, lane, rows)
+
+    def stats(self) -> Stats:
+        """The counters as they stand."""
+        fresh = self.replicas.freshness if self.replicas is not None else Freshness()
+        lanes = tuple(
+            LaneStats(lane.device, lane.tasks, rows, lane.busy_ns / 1e9)
+            for lane, rows in zip(self.pool.lanes, self._lane_rows, strict=True)
+        )
+        return Stats(self._calls, self._plain_calls, self._shards, fresh.refreshes, fresh.copied_bytes, lanes)
+
+    def trace(self, path: str | Path) -> Trace:
+        """A recorder of when each lane works."""
+        return Trace(self.pool.lanes, path)
+
+    def close(self) -> None:
+        """Let the lanes finish, end their threads and let go of the replicas."""
+        self.pool.close()
+        if self.replicas is not None:
+            self.replicas = ReplicaSet(self.replicas.original, self.devices)
+
+    def _works(self, entry: Entry, replicas: Sequence[Any], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
+        works: list[Callable[[], Any]] = [
+            partial(entry.plain if replica is self.target else entry.of(replica), *shard.args, **shard.kwargs)
+            for replica, shard in zip(replicas, shards, strict=True)
+        ]
+        if self.replicas is not None and replicas[0] is not self.target:
+            works[0] = partial(_then, works[0], self.replicas.write_back)
+        return works
+
+    def must_run_plainly(self) -> bool:
+        """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
+        return (
+            current_lane() is not None  # a lane does not wait for lanes
+            or not self.pool.alive
+            or sees_only_its_own_thread()
+            or (self.replicas is not None and not self.replicas.ready())
+        )
+
+    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._counting:
+            self._calls += 1
+            self._plain_calls += 1
+        return entry.plain(*args, **kwargs)
+
+    def _expected(self, entry: Entry, plan: ShardPlan, leaves: Sequence[Any]) -> tuple[Any] | None:
+        """With verify, the plain output of the first call of a structure; run on copies, so that nothing is done twice."""
+        if self._verified is None or plan in self._verified:
+            return None
+        self._verified.add(plan)
+        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        home = self.pool.home if self.pool.home is not None else self.devices[0]
+        (shard,) = plan.uncut().scatter(copies, [home])
+        run = entry.plain if self.replicas is None else entry.of(self.replicas.scratch())
+        with _same_random_numbers(self.devices):
+            return (run(*shard.args, **shard.kwargs),)
+
+    def _count(self, sizes: tuple[int, ...]) -> None:
+        with self._counting:
+            self._calls += 1
+            self._shards = sizes
+            for lane, size in enumerate(sizes):
+                self._lane_rows[lane] += size
+
+
+def _load(lane: Lane) -> int:
+    return lane.inbox.qsize() + lane.busy.locked()
+
+
+def _then(work: Callable[[], Any], afterwards: Callable[[], None]) -> Any:
+    value = work()
+    afterwards()
+    return value
+
+
+def _done(work: Callable[[], Any]) -> Future[Any]:
+    """A future that is there already."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001
+        future.set_exception(error)
+    return future
+
+
+def _same_random_numbers(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
+    """What is drawn inside the block is drawn again after it."""
+    kind = devices[0].type
+    indices = sorted({device.index for device in devices if device.index is not None}) if kind not in ("cpu", "mps") else []
+    return torch.random.fork_rng(indices, device_type=kind if indices else "cuda")

@@ -1,0 +1,70 @@
+"""Whole batches through the lanes, results in order, a bounded number in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from parawrap.engine._session import Entry, Session, Ticket
+
+__all__ = ["stream"]
+
+
+def stream(
+    session: Session,
+    entry: Entry,
+    batches: Iterable[Any],
+    window: int,
+    arrived: Callable[[Ticket], None] | None = None,
+) -> Iterator[Any]:
+    """Yield the output of every batch, in order; at most `window` batches are taken and not yet given back.
+
+    An error, of the model or of `batches` itself, is raised in its batch's place, after the results before it. Closing
+    the generator drops the batches that no lane has begun.
+    """
+    flying: deque[Ticket] = deque()
+    tickets = _tickets(session, entry, batches)
+    try:
+        for ticket in tickets:
+            flying.append(ticket)
+            if len(flying) >= window:
+                yield _landed(flying, arrived)
+        while flying:
+            yield _landed(flying, arrived)
+    finally:
+        for ticket in flying:
+            ticket.future.cancel()
+
+
+def _landed(flying: deque[Ticket], arrived: Callable[[Ticket], None] | None) -> Any:
+    ticket = flying.popleft()
+    result = ticket.future.result()
+    if arrived is not None:
+        arrived(ticket)
+    return result
+
+
+def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator[Ticket]:
+    """One ticket a batch; a source of batches that fails gives a last ticket that raises its error."""
+    source = iter(batches)
+    while True:
+        try:
+            batch = next(source)
+        except StopIteration:
+            return
+        except Exception as error:  # noqa: BLE001
+            broken: Future[Any] = Future()
+            broken.set_exception(error)
+            yield Ticket(broken, session.pool.lanes[0], 0)
+            return
+        args, kwargs = _as_call(batch)
+        yield session.submit(entry, args, kwargs)
+
+
+def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})

@@ -1,0 +1,45 @@
+"""A timeline of the lanes, in the format of Chrome's tracing and of Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from parawrap.lanes import Lane, Span
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """Records when each lane works inside the ``with`` block, and writes the file at its end.
+
+    `spans` holds what was recorded: for each piece of work the lane's index, its start and its end in nanoseconds of
+    ``time.perf_counter_ns``.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], path: str | Path) -> None:
+        self._lanes = lanes
+        self._path = Path(path)
+        self.spans: list[Span] = []
+
+    def __enter__(self) -> Self:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        for lane in self._lanes:
+            lane.spans = self.spans
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for lane in self._lanes:
+            lane.spans = None
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane.index, "args": {"name": str(lane)}}
+            for lane in self._lanes
+        ]
+        work = [
+            {"name": "work", "ph": "X", "pid": 0, "tid": s.lane, "ts": s.start / 1e3, "dur": (s.end - s.start) / 1e3}
+            for s in self.spans
+        ]
+        self._path.write_text(json.dumps({"traceEvents": [*names, *work]}))
