@@ -1,0 +1,228 @@
+"""`DataParallel`: torch.nn.DataParallel's name, signature and meaning on persistent lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+
+from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices
+from parawrap.engine import Session
+from parawrap.errors import DeviceListError
+from parawrap.faces._warn import warn_caller
+from parawrap.shards import Cutter, GatherRules, Parameters
+
+__all__ = ["DataParallel", "data_parallel"]
+
+T = TypeVar("T", bound=torch.nn.Module)
+
+_UNEQUAL_BELOW = 0.75
+
+
+class DataParallel(torch.nn.DataParallel[T]):
+    """A module that cuts its input over devices, with torch.nn.DataParallel's API; an ``isinstance`` of it too.
+
+    Shards run on the replicas of `module`, gradients sum into `module`, outputs are joined on `output_device`. The
+    differences from torch: shards are balanced (their sizes differ by at most one, and none is dropped), replicas are kept
+    and refreshed only when `module` changed, autocast and all other modes follow into the lanes, keyword arguments are cut
+    like positional ones, and ``device_ids=["cpu", "cpu"]`` makes lanes on the CPU. As in torch, 0-d outputs become a
+    vector with one value a device (with a warning), and lists without tensors go to every device.
+
+    `scatter`, `replicate`, `parallel_apply` and `gather` may be overridden, as torch's may. Lanes start at the first call
+    and end with the module. Any number of threads may call it at once.
+
+    Args:
+        module: the module to replicate; its parameters and buffers lie on ``device_ids[0]``.
+        device_ids: indices, strings or torch devices of one type, one a lane; every visible accelerator by default.
+            Where there is no accelerator and the CPU is not named, calls go straight to `module`.
+        output_device: where outputs are joined; ``device_ids[0]`` by default.
+        dim: the dim that the rows lie on.
+
+    Attributes:
+        module: the module that was given.
+
+    Raises:
+        DeviceListError: `device_ids` is empty or of mixed types.
+        DeviceUnavailableError: one of them is not there.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import DataParallel
+        >>> net = DataParallel(torch.nn.Linear(10, 5), device_ids=["cpu", "cpu"])
+        >>> net(torch.randn(30, 10)).shape, list(net.state_dict())
+        (torch.Size([30, 5]), ['module.weight', 'module.bias'])
+    """
+
+    def __init__(
+        self,
+        module: T,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+    ) -> None:
+        torch.nn.Module.__init__(self)  # torch's own __init__ knows indices of accelerators alone
+        self.module = module
+        self.dim = dim
+        self._engine: Session | None = None
+        self._lanes = _lanes(device_ids)
+        self.device_ids = [_as_id(device) for device in self._lanes]
+        if not self._lanes:
+            return
+        self.src_device_obj = self._lanes[0]
+        output = self._lanes[0] if output_device is None else _output(output_device)
+        self.output_device = _as_id(output)
+        _warn_imbalance(self._lanes)
+        if len(self._lanes) == 1:
+            self.module.to(self.src_device_obj)
+
+    def close(self) -> None:
+        """End the lanes and let go of the replicas. The next call starts them again."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": None}  # a copy or an unpickled one starts lanes of its own
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Scatter, replicate, apply, gather; the plain call where there are no lanes or it runs in a lane already.
+
+        Raises:
+            RuntimeError: a parameter or buffer is not on ``device_ids[0]``.
+            ShardError, GatherError: of what cannot be cut or joined.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"):
+            if not self._lanes or self._session().must_run_plainly():
+                return self.module(*inputs, **kwargs)
+            self._refuse_elsewhere()
+            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            if len(self._lanes) == 1:
+                return self.module(*args[0], **module_kwargs[0])
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            outputs = self.parallel_apply(replicas, args, module_kwargs)
+            return self.gather(outputs, self.output_device)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+        """A tuple of args and a tuple of kwargs, one entry a shard; a call without rows gives one shard."""
+        devices = [_device(device_id) for device_id in device_ids]
+        plan, leaves = self._session().cutters[None].plan(inputs, kwargs or {}, len(devices))
+        shards = plan.scatter(leaves, devices)
+        return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
+
+    def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
+        """What the first ``len(device_ids)`` lanes run: kept from call to call and refreshed when `module` changed."""
+        return self._session().replicate(len(device_ids))
+
+    def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Call replica i with the args and kwargs i in lane i; their outputs, in lane order."""
+        calls = zip(replicas, inputs, kwargs, strict=True)
+        return self._session().apply([partial(replica, *args, **named) for replica, args, named in calls])
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
+        outputs = list(outputs)
+        return self._session().gather(outputs, (1,) * len(outputs), _device(output_device))
+
+    def _session(self) -> Session:
+        if self._engine is None:
+            cutter = Cutter(self.dim, parameters=Parameters(self.module.forward), lists_are_shared=True)
+            rules = GatherRules(self.dim, reduce=_vector)
+            output = _device(self.output_device)
+            self._engine = Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
+        return self._engine
+
+    def _refuse_elsewhere(self) -> None:
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            if tensor.device != self.src_device_obj:
+                msg = (
+                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but found "
+                    f"one of them on device: {tensor.device}"
+                )
+                raise RuntimeError(msg)
+
+
+def data_parallel(
+    module: torch.nn.Module,
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    output_device: DeviceLike | None = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Evaluate ``module(*inputs, **module_kwargs)`` over devices once; torch.nn.parallel.data_parallel's signature.
+
+    Lanes live for this one call: for many calls, keep a `DataParallel` or open a `parallel` block.
+
+    Args:
+        module: as in `DataParallel`.
+        inputs: a tuple of positional inputs, one input, or None for none.
+        device_ids: as in `DataParallel`.
+        output_device: where the output is joined; -1 is the CPU.
+        dim: the dim that the rows lie on.
+        module_kwargs: keyword inputs, cut like the positional ones.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import data_parallel
+        >>> data_parallel(torch.nn.Linear(10, 5), torch.randn(30, 10), ["cpu", "cpu"]).shape
+        torch.Size([30, 5])
+    """
+    args = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    face = DataParallel(module, device_ids, output_device, dim)
+    try:
+        return face(*args, **(module_kwargs or {}))
+    finally:
+        face.close()
+
+
+def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
+    """The devices of the lanes; none where calls are to pass straight through."""
+    if device_ids is not None and not isinstance(device_ids, (str, int, torch.device)) and len(device_ids) == 0:
+        msg = "device_ids is empty: name at least one device, or leave it out to take every visible one"
+        raise DeviceListError(msg)
+    no_accelerator = best_backend().type == "cpu"
+    if no_accelerator and not _names_cpu(device_ids):
+        return ()
+    return resolve_devices(device_ids)
+
+
+def _names_cpu(device_ids: Any) -> bool:
+    entries = [device_ids] if isinstance(device_ids, (str, int, torch.device)) else device_ids or []
+    return any(not isinstance(entry, int) and str(entry).partition(":")[0] == "cpu" for entry in entries)
+
+
+def _output(output_device: DeviceLike) -> torch.device:
+    return torch.device("cpu") if output_device == -1 else resolve_device(output_device)
+
+
+def _as_id(device: torch.device) -> Any:
+    """Torch keeps indices; what has none is kept as the device."""
+    return device if device.index is None else device.index
+
+
+def _device(device_id: Any) -> torch.device:
+    return device_id if isinstance(device_id, torch.device) else resolve_device(device_id)
+
+
+def _vector(values: torch.Tensor) -> torch.Tensor:
+    warn_caller(
+        "the module returned 0-d tensors: they are joined into a vector with one value a device, as torch.nn.DataParallel "
+        "does; parallel(module) gives their mean instead"
+    )
+    return values
+
+
+def _warn_imbalance(devices: Sequence[torch.device]) -> None:
+    traits = {device: trait for device in devices if (trait := backend_of(device.type).traits(device)) is not None}
+    for what in Traits._fields:
+        amounts = {device: getattr(trait, what) for device, trait in traits.items()}
+        if amounts and min(amounts.values()) < _UNEQUAL_BELOW * max(amounts.values()):
+            least, most = min(amounts, key=amounts.__getitem__), max(amounts, key=amounts.__getitem__)
+            warn_caller(
+                f"the devices are unequal: {least} has less than {_UNEQUAL_BELOW:.0%} of the {what} of {most}, which will "
+                "wait for it; leave it out of device_ids, or hide it with CUDA_VISIBLE_DEVICES"
+            )
+            return

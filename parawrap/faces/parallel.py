@@ -1,0 +1,334 @@
+"""`parallel`: inside the block the same object is parallel."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
+
+import torch
+import wrapt
+
+from parawrap.backends import DeviceLike, Devices, resolve_device, resolve_devices
+from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
+from parawrap.errors import SessionError, ShardError
+from parawrap.faces._progress import Progress
+from parawrap.shards import Cutter, GatherRules, Parameters, Reduce
+
+__all__ = ["Parallel", "parallel"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+TargetT = TypeVar("TargetT", bound=Callable[..., Any])
+
+_BATCHES_PER_LANE = 2
+
+
+class Parallel(Generic[TargetT]):
+    """A parallel block over one target; what `parallel` returns.
+
+    Lanes and replicas start when they are first needed and live until the block ends; used without ``with``, until
+    `close`. Any number of threads may use it at once; it may be entered while it is entered, and again after it ended.
+    """
+
+    def __init__(
+        self,
+        target: TargetT,
+        devices: Devices = None,
+        *,
+        dim: int = 0,
+        in_dims: Mapping[str, int | None] | None = None,
+        methods: Sequence[str] = ("forward",),
+        output_device: DeviceLike | None = None,
+        reduce: Reduce = "mean",
+        join: Literal["cat", "list"] = "cat",
+        verify: bool = False,
+    ) -> None:
+        self.target = target
+        self.devices = resolve_devices(devices)
+        module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
+        self._in_place = None if module is None else InPlace(module, _checked(module, methods), self._call)
+        parameters = _parameters(target, methods)
+        in_dims = _checked_in_dims(in_dims, parameters.values(), target)
+        self._cutters = {method: Cutter(dim, in_dims, taken) for method, taken in parameters.items()}
+        self._rules = GatherRules(dim, reduce, join)
+        self._output_device = None if output_device is None else resolve_device(output_device)
+        self._verify = verify
+        self._lock = threading.RLock()
+        self._session: Session | None = None
+        self._last_stats: Stats | None = None
+        self._depth = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        name = getattr(self.target, "__name__", type(self.target).__name__)
+        return f"parallel({name}, {[str(device) for device in self.devices]})"
+
+    def __enter__(self) -> Parallel[TargetT]:
+        with self._lock:
+            if self._session is None:
+                self._session = self._new_session()
+            self._rewrite()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            self._write_back()
+            last = self._depth == 0
+        if last:
+            self.close()
+
+    def close(self) -> None:
+        """Give the model its methods back and end the lanes, once they have finished. Calling it twice does no harm.
+
+        Raises:
+            SessionError: a block that was opened later on the same model is still open; nothing is changed then.
+        """
+        with self._lock:
+            if self._depth and self._in_place is not None:
+                self._in_place.uninstall()
+            self._depth = 0
+            session, self._session = self._session, None
+            if session is not None:
+                self._last_stats = session.stats()
+            self._closed = True
+        if session is not None:
+            session.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the target in parallel; or, given nothing but a function, decorate it: the block is then the call."""
+        if self._in_place is not None and len(args) == 1 and not kwargs and inspect.isroutine(args[0]):
+            return self._decorated(args[0])
+        session = self._opened()
+        if self._in_place is None:
+            return session.call(Entry(self.target), args, kwargs)
+        with self._rewritten():
+            return self.target(*args, **kwargs)
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Run the call whole, not cut, on the lane with least to do; a future of its output.
+
+        An exception is raised by ``future.result()``. A future that has not begun can be cancelled.
+        """
+        return self._opened().submit(Entry(self.target), args, kwargs).future
+
+    def map(self, batches: Iterable[Any], *, window: int | None = None, progress: bool = False) -> Iterator[Any]:
+        """Stream whole batches through the lanes and yield their outputs in order.
+
+        Batches are neither cut nor joined; each goes to the lane with least to do. A tuple batch is ``model(*batch)``, a
+        dict ``model(**batch)``, anything else ``model(batch)``. An exception arrives in its batch's place; closing the
+        generator drops what no lane has begun.
+
+        Args:
+            batches: any iterable; it is read in the caller's thread, at most `window` batches ahead of the results.
+            window: batches in flight, 2 a lane by default; it bounds the memory.
+            progress: draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
+
+        Raises:
+            ShardError: a window below 1.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> model = torch.nn.Linear(3, 1).eval()
+            >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
+            ...     outputs = list(p.map(torch.randn(10, 3).split(4)))
+            >>> [tuple(output.shape) for output in outputs]
+            [(4, 1), (4, 1), (2, 1)]
+        """
+        window = _BATCHES_PER_LANE * len(self.devices) if window is None else window
+        if window < 1:
+            msg = f"window={window}: at least one batch is in flight"
+            raise ShardError(msg)
+        self._opened()
+        return self._mapped(batches, window, Progress(batches) if progress else None)
+
+    def stats(self) -> Stats:
+        """What was done since the block was opened; after it ended, what had been done by then."""
+        with self._lock:
+            if self._session is None and self._last_stats is not None:
+                return self._last_stats
+        return self._opened().stats()
+
+    def trace(self, path: str | Path) -> Trace:
+        """Record when each lane works inside ``with p.trace("lanes.json") as trace:``.
+
+        The file is in the format that chrome://tracing and ui.perfetto.dev open; ``trace.spans`` holds the same.
+        """
+        return self._opened().trace(path)
+
+    def _new_session(self) -> Session:
+        return Session(
+            self.target,
+            self.devices,
+            cutters=self._cutters,
+            rules=self._rules,
+            output_device=self._output_device,
+            verify=self._verify,
+        )
+
+    def _opened(self) -> Session:
+        """The session, started on first use."""
+        with self._lock:
+            if self._session is None:
+                if self._closed:
+                    msg = f"{self!r} is closed: use it inside its `with` block, or make a new one"
+                    raise SessionError(msg)
+                self._session = self._new_session()
+            return self._session
+
+    def _call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a stand-in does. One that somebody kept beyond the block calls plainly."""
+        session = self._session
+        return entry.plain(*args, **kwargs) if session is None else session.call(entry, args, kwargs)
+
+    def _mapped(self, batches: Iterable[Any], window: int, progress: Progress | None) -> Iterator[Any]:
+        entry = Entry(self.target)
+        if progress is None:
+            yield from stream(self._opened(), entry, batches, window)
+            return
+        with progress:
+            yield from stream(self._opened(), entry, batches, window, progress)
+
+    def _rewrite(self) -> None:
+        if self._depth == 0 and self._in_place is not None:
+            self._in_place.install()
+        self._depth += 1
+
+    def _write_back(self) -> None:
+        if self._depth == 1 and self._in_place is not None:
+            self._in_place.uninstall()
+        self._depth = max(0, self._depth - 1)
+
+    @contextmanager
+    def _rewritten(self) -> Iterator[None]:
+        with self._lock:
+            self._rewrite()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._write_back()
+
+    def _decorated(self, function: Callable[P, T]) -> Callable[P, T]:
+        def call(wrapped: Callable[..., T], instance: Any, args: Any, kwargs: Any) -> T:
+            with self:
+                return wrapped(*args, **kwargs)
+
+        return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
+
+
+def parallel(
+    target: TargetT,
+    devices: Devices = None,
+    *,
+    dim: int = 0,
+    in_dims: Mapping[str, int | None] | None = None,
+    methods: Sequence[str] = ("forward",),
+    output_device: DeviceLike | None = None,
+    reduce: Reduce = "mean",
+    join: Literal["cat", "list"] = "cat",
+    verify: bool = False,
+) -> Parallel[TargetT]:
+    """Make a model, or any callable, data-parallel inside a ``with`` block.
+
+    A call is cut into one shard a lane, the shards run at the same time, and their outputs are joined: the answer and
+    the gradients are those of the plain call up to rounding, for a target that treats rows independently. A module is
+    rewritten in place, so that every reference to it is parallel, and is what it was after the block. A callable that is
+    no module is called through what ``as`` gives.
+
+    Args:
+        target: a module (also scripted or compiled), or any callable.
+        devices: one entry a lane: a sequence of ``"cuda:1"``, ``"cpu"``, indices or torch devices, of one type; a device
+            may be named several times. None or ``"auto"``: every visible accelerator, else the CPU; ``"cuda"``: all of
+            that kind; a number: that many of the best kind.
+        dim: the dim of inputs and outputs that the rows lie on.
+        in_dims: for parameters of the target, by name, another dim, or None for a value that every lane gets whole.
+            A list without tensors is cut by 0.
+        methods: which methods of a module are parallel inside the block.
+        output_device: where outputs are joined; by default where the module's parameters are.
+        reduce: what becomes of 0-d outputs, a loss say: "mean" weighs each shard by its rows; "sum"; "stack" gives one
+            value a lane; or a function of that vector.
+        join: "cat" joins outputs along `dim`; "list" returns the list of the lanes' outputs.
+        verify: run the first call of each structure plainly too, and compare.
+
+    Returns:
+        A `Parallel`: a context manager, a decorator (``@parallel(model)``: the block is the call), and a callable with
+        `map`, `submit`, `stats`, `trace` and `close`.
+
+    Raises:
+        DeviceListError, DeviceUnavailableError: of `devices`, here.
+        ShardError: of `in_dims` or `methods`, here; of arguments that cannot be cut, at the call.
+        GatherError: of outputs that cannot be joined, at the call.
+        ReplicaError: of a module of which no replica can be made, at the first call.
+        VerifyError: with `verify`, of outputs that differ, at the call.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import parallel
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x = torch.randn(5, 3)
+        >>> with parallel(model, ["cpu", "cpu"]) as p:
+        ...     y = model(x)
+        ...     model(x).sum().backward()
+        >>> torch.allclose(y, model(x)), p.stats().shards
+        (True, (3, 2))
+    """
+    return Parallel(
+        target,
+        devices,
+        dim=dim,
+        in_dims=in_dims,
+        methods=methods,
+        output_device=output_device,
+        reduce=reduce,
+        join=join,
+        verify=verify,
+    )
+
+
+def _is_module(target: object) -> bool:
+    return isinstance(target, torch.nn.Module)
+
+
+def _checked(module: Any, methods: Sequence[str]) -> Sequence[str]:
+    if isinstance(methods, str) or not methods:
+        msg = f'methods={methods!r}: give a sequence of at least one name, as in methods=("forward",)'
+        raise ShardError(msg)
+    for name in methods:
+        if not callable(getattr(module, name, None)):
+            msg = f"methods: {type(module).__name__} has no method {name!r}"
+            raise ShardError(msg)
+    return methods
+
+
+def _parameters(target: Any, methods: Sequence[str]) -> dict[str | None, Parameters]:
+    """The parameters of each way into the target; None is the target called as a whole."""
+    if not _is_module(target):
+        return {None: Parameters(target)}
+    return {None: Parameters(target.forward), **{name: Parameters(getattr(target, name)) for name in methods}}
+
+
+def _checked_in_dims(
+    in_dims: Mapping[str, int | None] | None, parameters: Iterable[Parameters], target: object
+) -> Mapping[str, int | None]:
+    if in_dims is None:
+        return {}
+    if not isinstance(in_dims, Mapping):
+        msg = f'in_dims={in_dims!r} is no mapping: say in_dims={{"name of a parameter": dim or None}}'
+        raise ShardError(msg)
+    for name, dim in in_dims.items():
+        if not any(taken.takes(name) for taken in parameters):
+            named = getattr(target, "__name__", type(target).__name__)
+            has = "; ".join(dict.fromkeys(map(str, parameters)))
+            msg = f"in_dims names {name!r}, and {named} has no such parameter; it has: {has}"
+            raise ShardError(msg)
+        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
+            msg = f"in_dims[{name!r}]={dim!r} is neither a dim nor None"
+            raise ShardError(msg)
+    return in_dims

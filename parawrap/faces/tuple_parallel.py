@@ -1,0 +1,213 @@
+"""`TupleParallel` and `tuple_fn`: the caller cuts, one part a device; outputs stay where they were made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast, overload
+
+import torch
+import wrapt
+
+from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
+from parawrap.engine import Session
+from parawrap.errors import ShardError
+from parawrap.faces.data_parallel import DataParallel
+from parawrap.faces.tuples import recursive_to, transpose
+from parawrap.shards import Cutter, GatherRules
+
+__all__ = ["TupleParallel", "tuple_fn"]
+
+T = TypeVar("T", bound=torch.nn.Module)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+class TupleParallel(DataParallel[T]):
+    """A module that takes each argument as a tuple of parts, one a device, and returns a tuple of outputs.
+
+    Where forward returns a tuple, so does the call, with a tuple of parts in each place:
+    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. Attributes of `module` are reached through it. Fewer parts than
+    devices, as in a short last batch, use fewer lanes. Where there is no accelerator and the CPU is not named, the parts
+    run one after another, however many they are.
+
+    Args:
+        module, device_ids, output_device, dim: as in `DataParallel`.
+        transfer_input: bring each part to its device first; False where the collate function or the loop did.
+        transfer_output: bring outputs to `output_device`; they stay on their devices by default.
+        reduction: what is applied to the tuple of outputs, `cat` say.
+
+    Raises:
+        ShardError: at the call, for an argument that is no tuple or list, for unequal numbers of parts, and for more
+            parts than devices.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import TupleParallel, cat
+        >>> model = TupleParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"])
+        >>> y1, y2 = model((torch.zeros(3, 4), torch.zeros(2, 4)))
+        >>> y1.shape, y2.shape, model.out_features
+        (torch.Size([3, 2]), torch.Size([2, 2]), 2)
+    """
+
+    def __init__(
+        self,
+        module: T,
+        device_ids: Sequence[DeviceLike] | None = None,
+        output_device: DeviceLike | None = None,
+        dim: int = 0,
+        *,
+        transfer_input: bool = True,
+        transfer_output: bool = False,
+        reduction: Callable[[Any], Any] | None = None,
+    ) -> None:
+        super().__init__(module, device_ids, output_device, dim)
+        self.transfer_input = transfer_input
+        self.transfer_output = transfer_output
+        self.reduction = reduction
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+        """Part i of every argument is the call of lane i; nothing is cut."""
+        parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
+        if self.transfer_input and self._lanes:
+            parts = [
+                recursive_to(part, device, non_blocking=True) for part, device in zip(parts, self._lanes, strict=False)
+            ]
+        return tuple(args for args, _ in parts), tuple(named for _, named in parts)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call `module` once a part, each in its lane; a tuple of outputs, or what `reduction` makes of it."""
+        with torch.autograd.profiler.record_function("TupleParallel.forward"):
+            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            outputs = self._outputs(args, module_kwargs)
+            return self.gather(outputs, self.output_device if self._lanes else None)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """The outputs as a tuple, turned around where they are tuples themselves; moved and reduced as was asked."""
+        if self.transfer_output and self._lanes:
+            outputs = recursive_to(
+                list(outputs), torch.device(output_device) if isinstance(output_device, str) else output_device
+            )
+        together = _together(outputs)
+        return together if self.reduction is None else self.reduction(together)
+
+    def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
+        if not self._lanes or self._session().must_run_plainly():
+            return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
+        self._refuse_elsewhere()
+        replicas = self.replicate(self.module, self.device_ids[: len(args)])
+        return self.parallel_apply(replicas, args, kwargs)
+
+
+@overload
+def tuple_fn(fn: FunctionT, *, parallel: bool = ..., devices: Devices = ...) -> FunctionT: ...
+
+
+@overload
+def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -> Callable[[FunctionT], FunctionT]: ...
+
+
+def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None) -> Any:
+    """Make a function take each argument as a tuple of parts and return a tuple of results, as `TupleParallel` does.
+
+    Args:
+        fn: the function; left out, a decorator is returned: ``@tuple_fn(parallel=True)``.
+        parallel: run the parts on lanes, at the same time, rather than one after another.
+        devices: the devices of the lanes, to which the parts are brought; by default every visible accelerator, and on a
+            machine without one as many lanes on the CPU as there are parts.
+
+    Raises:
+        ShardError: at the call, as for `TupleParallel`.
+
+    Example:
+        >>> from parawrap import tuple_fn
+        >>> @tuple_fn
+        ... def loss(output, target):
+        ...     return abs(output - target)
+        >>> loss((1, 5), (2, 2))
+        (1, 3)
+    """
+    if fn is None:
+        return functools.partial(tuple_fn, parallel=parallel, devices=devices)
+    if not callable(fn):
+        msg = f"tuple_fn decorates a function, not {fn!r}"
+        raise ShardError(msg)
+    run: Callable[..., Any] = _InLanes(devices) if parallel else _in_turn
+
+    def call(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+        return run(wrapped, args, kwargs)
+
+    return wrapt.FunctionWrapper(fn, call)
+
+
+def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _together([function(*part, **named) for part, named in _parts(args, kwargs, None)])
+
+
+class _InLanes:
+    """Runs the parts of a function's calls on lanes, which start with its first call and end with the function."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._on_cpu = devices is None and best_backend().type == "cpu"
+        self._lanes = () if self._on_cpu else resolve_devices(devices)
+        self._moves = devices is not None
+        self._session: Session | None = None
+
+    def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
+        session = self._session_for(len(parts))
+        if session.must_run_plainly():
+            return _in_turn(function, args, kwargs)
+        if self._moves:
+            parts = [
+                recursive_to(part, device, non_blocking=True) for part, device in zip(parts, self._lanes, strict=False)
+            ]
+        return _together(session.apply([partial(function, *part, **named) for part, named in parts]))
+
+    def _session_for(self, parts: int) -> Session:
+        if self._session is None or len(self._session.devices) < parts:
+            if self._on_cpu:
+                self._lanes = best_backend().first(parts)
+            self._session = Session(_nothing, self._lanes, cutters={None: Cutter()}, rules=GatherRules())
+        return self._session
+
+
+def _nothing() -> None:
+    """The target of a session of which `apply` alone is used."""
+
+
+_Part = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> list[_Part]:
+    """Part i of every argument, for each i; a call without arguments is one part."""
+    named = {**{f"args[{index}]": value for index, value in enumerate(args)}, **{f"{k}=": v for k, v in kwargs.items()}}
+    for place, value in named.items():
+        if not isinstance(value, (tuple, list)):
+            msg = f"{place} is a {type(value).__name__}, where a tuple or list of parts is wanted, one a device"
+            raise ShardError(msg)
+    counts = {place: len(value) for place, value in named.items()}
+    if len(set(counts.values())) > 1:
+        msg = f"the arguments have unequal numbers of parts: {counts}; give each of them one part a device"
+        raise ShardError(msg)
+    count = next(iter(counts.values()), 1)
+    if lanes is not None and count > lanes:
+        msg = f"{count} parts for {lanes} devices: cut into at most {lanes} parts, as tp_collate({lanes}) does"
+        raise ShardError(msg)
+    return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
+
+
+def _together(outputs: Sequence[Any]) -> Any:
+    """The outputs as a tuple; turned around where they are tuples or lists themselves."""
+    if outputs and all(isinstance(output, (tuple, list)) for output in outputs):
+        return cast("tuple[Any, ...]", transpose(outputs))
+    return tuple(outputs)
