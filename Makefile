@@ -1,0 +1,37 @@
+# Everything below runs on a fresh machine with Python >= 3.11 and make; nothing needs root, a GPU, or a network beyond
+# the package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test test-sim lint bench docs clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/digits.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest tests/simdevice tests/devices
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pyright
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+docs: $(STAMP)
+	$(BIN)/towncrier build --draft --version next
+	$(BIN)/python -m pytest docs README.md
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
+
+$(STAMP): setup.cfg constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parawrap needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,docs]'
+	touch $@
