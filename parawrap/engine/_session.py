@@ -110,12 +110,16 @@ class Session:
 
     def gather(self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
-        return gather(outputs, sizes, self.rules, self.output_device if device is None else device)
+        if device is None and not self._stays_on_cpu:
+            device = self.output_device
+        return gather(outputs, sizes, self.rules, device)
 
     # A call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, gather; or the plain call, where there is nothing to cut or it would be wrong to."""
+        if current_lane() is not None:  # the model called itself, or another that is parallel: part of a call, not one
+            return entry.plain(*args, **kwargs)
         if self._never_cuts or self.must_run_plainly():
             return self._run_plainly(entry, args, kwargs)
         plan, leaves = self.cutters[entry.method].plan(args, kwargs, len(self.devices))

@@ -25,7 +25,7 @@ class Stats:
 
     Attributes:
         calls: every call, also those that ran plainly.
-        plain: calls that ran plainly, on the original, in the caller: without rows, from inside a lane, while traced.
+        plain: calls that ran plainly, on the original, in the caller: with one shard on the CPU, say, or while traced.
         shards: the sizes of the last cut call's shards, in lane order.
         refreshes: how often something had changed and was copied into the replicas, in place.
         copied_bytes: the bytes of these copies.
@@ -40,10 +40,8 @@ class Stats:
     lanes: tuple[LaneStats, ...]
 
     def __str__(self) -> str:
-        head = (
-            f"{self.calls} calls ({self.plain} plain), last shards {list(self.shards)}, "
-            f"{self.refreshes} refreshes ({self.copied_bytes} bytes)"
-        )
+        shards = f"last shards {list(self.shards)}, " if self.shards else ""
+        head = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
         rows = (
             f"  lane {index} {lane.device!s:<8} {lane.tasks:>7} tasks {lane.rows:>9} rows {lane.busy_s:>9.3f} s"
             for index, lane in enumerate(self.lanes)

@@ -115,11 +115,11 @@ def current_lane() -> Lane | None:
 class _Flight:
     """The outcomes of one call, until the last of them is there for the caller that waits."""
 
-    __slots__ = ("_counting", "_landed", "_left", "first_done", "outcomes")
+    __slots__ = ("_counting", "_landed", "_left", "first_ns", "outcomes")
 
     def __init__(self, tasks: int) -> None:
         self.outcomes: list[Outcome] = [Outcome()] * tasks
-        self.first_done = 0
+        self.first_ns = 0
         self._left = tasks
         self._counting = threading.Lock()
         self._landed = threading.Lock()
@@ -127,8 +127,6 @@ class _Flight:
 
     def land(self, slot: int, outcome: Outcome) -> None:
         self.outcomes[slot] = outcome
-        if slot == 0:
-            self.first_done = perf_counter_ns()
         with self._counting:
             self._left -= 1
             last = self._left == 0
@@ -188,40 +186,25 @@ class LanePool:
         wakes up, the caller begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
         """
         flight = _Flight(len(tasks))
-        start = perf_counter_ns()
         with intra_op_threads(self.threads):
-            alone = len(tasks) == 1 or kind in self._short
-            done = self._run_alone(tasks, flight) if alone else 0
+            done = self._run_alone(tasks, flight) if len(tasks) == 1 or kind in self._short else 0
             if done < len(tasks):
                 self._run_together(tasks, flight, done)
         if kind is not None:
-            self._learn(kind, short=(flight.first_done - start) < WAKE_UP_NS)
+            self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
         return flight.outcomes
-
-    def _learn(self, kind: Hashable, *, short: bool) -> None:
-        if not short:
-            self._short.discard(kind)
-        elif kind not in self._short:
-            if len(self._short) >= _MOST_KINDS:
-                self._short.clear()
-            self._short.add(kind)
 
     def _run_alone(self, tasks: Sequence[Task], flight: _Flight) -> int:
         """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
-        start = perf_counter_ns()
         for slot, task in enumerate(tasks):
-            lane = self.lanes[slot]
-            flight.land(slot, lane.occupy(self._own(lane, task)))
-            end = perf_counter_ns()
-            if end - start > WAKE_UP_NS:
+            if self._run_own(slot, task, flight) > WAKE_UP_NS:
                 return slot + 1
-            start = end
         return len(tasks)
 
     def _run_together(self, tasks: Sequence[Task], flight: _Flight, first: int) -> None:
         shares = self._send(tasks, flight, first + 1)
         try:
-            flight.land(first, self.lanes[first].occupy(self._own(self.lanes[first], tasks[first])))
+            self._run_own(first, tasks[first], flight)
             for share in reversed(shares):  # the lane that was woken last is the last to begin
                 if not share.lane.busy.locked() and share.claim():
                     share.do()
@@ -230,6 +213,26 @@ class LanePool:
             for share in shares:
                 share.claim()
             raise
+
+    def _run_own(self, slot: int, task: Task, flight: _Flight) -> int:
+        """Run a task in the calling thread, in which its modes are in force already; the nanoseconds it took."""
+        lane = self.lanes[slot]
+        at_home = self.home is None or self.home == lane.device
+        work = self._at(lane, task) if at_home else self._carried(lane, task, Modes.capture(self.backend.type))
+        start = perf_counter_ns()
+        flight.land(slot, lane.occupy(work))
+        took = perf_counter_ns() - start
+        if slot == 0:
+            flight.first_ns = took
+        return took
+
+    def _learn(self, kind: Hashable, *, short: bool) -> None:
+        if not short:
+            self._short.discard(kind)
+        elif kind not in self._short:
+            if len(self._short) >= _MOST_KINDS:
+                self._short.clear()
+            self._short.add(kind)
 
     def submit(self, lane: Lane, task: Task) -> Future[Any]:
         """Run `task` whole in that lane's own thread, behind what waits there."""
@@ -278,12 +281,6 @@ class LanePool:
             for share in shares:
                 self._dispatch(share.lane, share)
         return shares
-
-    def _own(self, lane: Lane, task: Task) -> Task:
-        """A task for the calling thread, in which its modes are in force already."""
-        if self.home in (None, lane.device):
-            return self._at(lane, task)
-        return self._carried(lane, task, Modes.capture(self.backend.type))
 
     def _dispatch(self, lane: Lane, errand: _Errand) -> None:
         if is_profiling():

@@ -17,6 +17,7 @@ __all__ = ["GatherRules", "Reduce", "gather"]
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
 _REDUCTIONS = ("mean", "sum", "stack")
+_TENSOR = frozenset({torch.Tensor})
 _ROOT = "output"
 _LIST_CURE = 'join="list" returns the outputs of the lanes as they are'
 
@@ -51,7 +52,7 @@ def gather(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, dev
 
 
 def _join(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
-    if all(type(output) is torch.Tensor for output in outputs):
+    if _TENSOR.issuperset(map(type, outputs)):
         return _join_leaf(outputs, sizes, rules, device)
     flat = [flatten(output) for output in outputs]
     specs = [spec for _, spec in flat]
@@ -70,11 +71,11 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, devi
 
 def _join_leaf(column: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
     first = column[0]
-    if all(isinstance(leaf, torch.Tensor) for leaf in column):
-        if all(leaf is first for leaf in column):
+    if _TENSOR.issuperset(map(type, column)) or all(isinstance(leaf, torch.Tensor) for leaf in column):
+        if column[1] is first and all(leaf is first for leaf in column):
             return first if device is None else first.to(device)  # the same for every row: a parameter, say
-        parts = [leaf if device is None or leaf.device == device else leaf.to(device) for leaf in column]
-        return _cat(parts, rules.dim) if parts[0].ndim else _reduce(parts, sizes, rules.reduce)
+        parts = list(column) if device is None else [leaf.to(device) for leaf in column]
+        return _cat(parts, rules.dim) if first.ndim else _reduce(parts, sizes, rules.reduce)
     if isinstance(first, Opaque):
         values = [leaf.value for leaf in column]
         return splitter_of(first.value).join(values)
