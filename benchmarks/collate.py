@@ -1,0 +1,33 @@
+"""default_collate(2) against torch's default_collate followed by chunk."""
+
+from __future__ import annotations
+
+import torch
+from benchmarks._measure import Row, take_turns
+from torch.utils.data import default_collate
+
+import parawrap
+
+_NOISE = 1.05  # two equal arms differ by this much here
+
+
+def rows() -> list[Row]:
+    """Small vectors, and images."""
+    vectors = [(torch.randn(128), label) for label in range(64)]
+    images = [(torch.randn(3, 224, 224), label) for label in range(32)]
+    return [_row("64 samples of (128,) and a label", vectors, 300), _row("32 samples of (3, 224, 224) and a label", images, 60)]
+
+
+def _row(name: str, samples: list[tuple[torch.Tensor, int]], rounds: int) -> Row:
+    ours = parawrap.default_collate(2)
+    arms = take_turns(
+        {
+            "torch's default_collate, then chunk": lambda: [value.chunk(2) for value in default_collate(samples)],
+            "parawrap.default_collate(2)": lambda: ours(samples),
+        },
+        rounds=rounds,
+        calls=5,
+    )
+    theirs, ours_arm = arms.values()
+    ratio = ours_arm.median_us / theirs.median_us
+    return Row(f"collate: {name}", arms, f"{ratio:.2f} of the time", "no more (1.05 is the noise)", ratio <= _NOISE, peers=f"torch {torch.__version__}")
