@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -25,10 +25,13 @@ _TENSOR = frozenset({torch.Tensor})
 _calls_of_tensors: dict[int, TreeSpec] = {}
 
 
-class Opaque(NamedTuple):
+class Opaque:
     """A leaf that stands for a whole container: one with a splitter of its own, or a sequence cut by `in_dims`."""
 
-    value: Any
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
 
 _settled.add(Opaque)
