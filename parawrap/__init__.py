@@ -28,10 +28,12 @@ from parawrap.errors import (
 )
 from parawrap.faces.collate import default_collate, tp_collate
 from parawrap.faces.data_parallel import DataParallel, data_parallel
+from parawrap.faces.moving import Batch, cuda_attrs, recursive_cuda, recursive_to
 from parawrap.faces.parallel import Parallel, parallel
 from parawrap.faces.parallel_wrapper import ParallelWrapper
 from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
-from parawrap.faces.tuples import Batch, Tuplewise, cat, cuda_attrs, recursive_cuda, recursive_to, transpose
+from parawrap.faces.tuples import cat, transpose
+from parawrap.faces.tuplewise import Tuplewise
 from parawrap.shards import register_split
 
 __all__ = [

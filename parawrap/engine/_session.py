@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
@@ -70,6 +70,7 @@ class Session:
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
         self._never_cuts = self._stays_on_cpu and len(self.devices) == 1
         self._verified: set[ShardPlan] | None = set() if verify else None
+        self._refreshing = threading.Lock()
         self._counting = threading.Lock()
         self._calls = self._plain_calls = 0
         self._lane_rows = [0] * len(self.devices)
@@ -87,19 +88,20 @@ class Session:
         lanes = len(self.devices) if lanes is None else lanes
         if self.replicas is None:
             return [self.target] * lanes
-        if self.replicas.stale():
-            with self.pool.idle():
-                self.replicas.refresh()
-        return self.replicas.modules(lanes)
+        with self._refreshing:
+            if self.replicas.stale():
+                with self.pool.idle():
+                    self.replicas.refresh()
+            return self.replicas.modules(lanes)
 
-    def apply(self, works: Sequence[Callable[[], Any]], plan: ShardPlan | None = None) -> list[Any]:
-        """Run work i in lane i; their values in lane order.
+    def apply(self, works: Sequence[Callable[[], Any]], kind: Hashable = None) -> list[Any]:
+        """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
 
         Raises:
             BaseException: the error of the first lane that failed, with a note on lane, device and shard. The other
                 lanes have finished by then.
         """
-        outcomes = self.pool.run(works, kind=plan)
+        outcomes = self.pool.run(works, kind)
         error = first_failure(outcomes, self.pool.lanes)
         if error is not None:
             try:
@@ -112,14 +114,15 @@ class Session:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
         if device is None and not self._stays_on_cpu:
             device = self.output_device
-        return gather(outputs, sizes, self.rules, device)
+        with self.pool.share_of_cores():
+            return gather(outputs, sizes, self.rules, device)
 
     # A call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, gather; or the plain call, where there is nothing to cut or it would be wrong to."""
-        if current_lane() is not None:  # the model called itself, or another that is parallel: part of a call, not one
-            return entry.plain(*args, **kwargs)
+        if current_lane() is not None or not self.pool.alive:
+            return entry.plain(*args, **kwargs)  # part of a call, not one: the model called itself; or there are no lanes
         if self._never_cuts or self.must_run_plainly():
             return self._run_plainly(entry, args, kwargs)
         plan, leaves = self.cutters[entry.method].plan(args, kwargs, len(self.devices))

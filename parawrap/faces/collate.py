@@ -19,7 +19,7 @@ import torch
 import wrapt
 
 from parawrap.errors import ShardError
-from parawrap.faces.tuples import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
+from parawrap.faces._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
 
 __all__ = ["default_collate", "tp_collate"]
 

@@ -119,7 +119,8 @@ class DataParallel(torch.nn.DataParallel[T]):
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with the args and kwargs i in lane i; their outputs, in lane order."""
         calls = zip(replicas, inputs, kwargs, strict=True)
-        return self._session().apply([partial(replica, *args, **named) for replica, args, named in calls])
+        works = [partial(replica, *args, **named) for replica, args, named in calls]
+        return self._session().apply(works, (len(works), *(getattr(value, "shape", None) for value in inputs[0])))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
@@ -138,8 +139,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.src_device_obj:
                 msg = (
-                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but found "
-                    f"one of them on device: {tensor.device}"
+                    f"module must have its parameters and buffers on device {self.src_device_obj} (device_ids[0]) but "
+                    f"found one of them on device: {tensor.device}"
                 )
                 raise RuntimeError(msg)
 

@@ -17,8 +17,9 @@ import wrapt
 from parawrap.backends import DeviceLike, Devices, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
+from parawrap.faces._arguments import checked_in_dims, checked_methods, parameters_of
 from parawrap.faces._progress import Progress
-from parawrap.shards import Cutter, GatherRules, Parameters, Reduce
+from parawrap.shards import Cutter, GatherRules, Reduce
 
 __all__ = ["Parallel", "parallel"]
 
@@ -52,9 +53,9 @@ class Parallel(Generic[TargetT]):
         self.target = target
         self.devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._in_place = None if module is None else InPlace(module, _checked(module, methods), self._call)
-        parameters = _parameters(target, methods)
-        in_dims = _checked_in_dims(in_dims, parameters.values(), target)
+        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self._call)
+        parameters = parameters_of(target, methods)
+        in_dims = checked_in_dims(in_dims, parameters.values(), target)
         self._cutters = {method: Cutter(dim, in_dims, taken) for method, taken in parameters.items()}
         self._rules = GatherRules(dim, reduce, join)
         self._output_device = None if output_device is None else resolve_device(output_device)
@@ -290,45 +291,3 @@ def parallel(
         join=join,
         verify=verify,
     )
-
-
-def _is_module(target: object) -> bool:
-    return isinstance(target, torch.nn.Module)
-
-
-def _checked(module: Any, methods: Sequence[str]) -> Sequence[str]:
-    if isinstance(methods, str) or not methods:
-        msg = f'methods={methods!r}: give a sequence of at least one name, as in methods=("forward",)'
-        raise ShardError(msg)
-    for name in methods:
-        if not callable(getattr(module, name, None)):
-            msg = f"methods: {type(module).__name__} has no method {name!r}"
-            raise ShardError(msg)
-    return methods
-
-
-def _parameters(target: Any, methods: Sequence[str]) -> dict[str | None, Parameters]:
-    """The parameters of each way into the target; None is the target called as a whole."""
-    if not _is_module(target):
-        return {None: Parameters(target)}
-    return {None: Parameters(target.forward), **{name: Parameters(getattr(target, name)) for name in methods}}
-
-
-def _checked_in_dims(
-    in_dims: Mapping[str, int | None] | None, parameters: Iterable[Parameters], target: object
-) -> Mapping[str, int | None]:
-    if in_dims is None:
-        return {}
-    if not isinstance(in_dims, Mapping):
-        msg = f'in_dims={in_dims!r} is no mapping: say in_dims={{"name of a parameter": dim or None}}'
-        raise ShardError(msg)
-    for name, dim in in_dims.items():
-        if not any(taken.takes(name) for taken in parameters):
-            named = getattr(target, "__name__", type(target).__name__)
-            has = "; ".join(dict.fromkeys(map(str, parameters)))
-            msg = f"in_dims names {name!r}, and {named} has no such parameter; it has: {has}"
-            raise ShardError(msg)
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            msg = f"in_dims[{name!r}]={dim!r} is neither a dim nor None"
-            raise ShardError(msg)
-    return in_dims

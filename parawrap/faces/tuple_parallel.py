@@ -14,7 +14,8 @@ from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine import Session
 from parawrap.errors import ShardError
 from parawrap.faces.data_parallel import DataParallel
-from parawrap.faces.tuples import recursive_to, transpose
+from parawrap.faces.moving import recursive_to
+from parawrap.faces.tuples import transpose
 from parawrap.shards import Cutter, GatherRules
 
 __all__ = ["TupleParallel", "tuple_fn"]

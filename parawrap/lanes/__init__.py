@@ -3,9 +3,10 @@
 Knows threads, devices and torch's thread-local modes; refuses to know modules and how a call is cut.
 """
 
+from parawrap.lanes._lane import Lane, Span, Task, current_lane
 from parawrap.lanes._modes import Modes, sees_only_its_own_thread
 from parawrap.lanes._outcome import Outcome, first_failure
-from parawrap.lanes._pool import WAKE_UP_NS, Lane, LanePool, Span, Task, current_lane
+from parawrap.lanes._pool import WAKE_UP_NS, LanePool
 
 __all__ = [
     "WAKE_UP_NS",

@@ -16,36 +16,31 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from queue import SimpleQueue
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
+from parawrap.lanes._flight import Flight, Share
+from parawrap.lanes._lane import Errand, Lane, Task
 from parawrap.lanes._modes import Modes
-from parawrap.lanes._outcome import Outcome, capture
+from parawrap.lanes._outcome import Outcome
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._threads import intra_op_threads, settle
+from parawrap.lanes._threads import intra_op_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
 
-__all__ = ["WAKE_UP_NS", "Lane", "LanePool", "Span", "Task", "current_lane"]
-
-Task = Callable[[], Any]
-_Errand = Callable[[], None]
+__all__ = ["WAKE_UP_NS", "LanePool"]
 
 WAKE_UP_NS = 30_000
 """What it takes to wake a thread and be woken by it, roughly: `benchmarks/overhead.py` measures it."""
 
 _MOST_KINDS = 1024
 _EXIT_PATIENCE_S = 5.0
-_here = threading.local()
 _forks = 0
 
 
@@ -56,109 +51,6 @@ def _count_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
-
-
-class Span(NamedTuple):
-    """One piece of work in a lane: when it ran, in nanoseconds of ``time.perf_counter_ns``."""
-
-    lane: int
-    start: int
-    end: int
-
-
-class Lane:
-    """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads."""
-
-    def __init__(self, index: int, device: torch.device) -> None:
-        self.index = index
-        self.device = device
-        self.busy = threading.Lock()
-        self.tasks = 0
-        self.busy_ns = 0
-        self.spans: list[Span] | None = None
-        self.inbox: SimpleQueue[_Errand | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return f"lane {self.index} on {self.device}"
-
-    def occupy(self, task: Task) -> Outcome:
-        """Run `task` in the calling thread as this lane's work."""
-        with self.busy:
-            before, _here.lane = current_lane(), self
-            start = perf_counter_ns()
-            try:
-                return capture(task)
-            finally:
-                end = perf_counter_ns()
-                _here.lane = before
-                self.tasks += 1
-                self.busy_ns += end - start
-                if self.spans is not None:
-                    self.spans.append(Span(self.index, start, end))
-
-    def start(self, threads: int | None) -> None:
-        """Start the lane's thread and wait until its figure of intra-op threads stands."""
-        ready = threading.Event()
-        name = f"parawrap-{self}"
-        self.thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
-        self.thread.start()
-        ready.wait()
-
-
-def current_lane() -> Lane | None:
-    """The lane that the calling thread is working in."""
-    lane: Lane | None = getattr(_here, "lane", None)
-    return lane
-
-
-class _Flight:
-    """The outcomes of one call, until the last of them is there for the caller that waits."""
-
-    __slots__ = ("_counting", "_landed", "_left", "first_ns", "outcomes")
-
-    def __init__(self, tasks: int) -> None:
-        self.outcomes: list[Outcome] = [Outcome()] * tasks
-        self.first_ns = 0
-        self._left = tasks
-        self._counting = threading.Lock()
-        self._landed = threading.Lock()
-        self._landed.acquire()
-
-    def land(self, slot: int, outcome: Outcome) -> None:
-        self.outcomes[slot] = outcome
-        with self._counting:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self._landed.release()
-
-    def wait(self) -> None:
-        self._landed.acquire()
-
-
-class _Share:
-    """One lane's part of a call. Whoever claims it first does it: the lane's thread, or the caller that ran out of work."""
-
-    __slots__ = ("_flight", "_unclaimed", "lane", "slot", "work")
-
-    def __init__(self, lane: Lane, work: Task, flight: _Flight, slot: int) -> None:
-        self.lane = lane
-        self.work = work
-        self.slot = slot
-        self._flight = flight
-        self._unclaimed = threading.Lock()
-
-    def claim(self) -> bool:
-        return self._unclaimed.acquire(blocking=False)
-
-    def do(self) -> None:
-        """Do what was claimed."""
-        self._flight.land(self.slot, self.lane.occupy(self.work))
-
-    def __call__(self) -> None:
-        if self.claim():
-            self.do()
 
 
 class LanePool:
@@ -185,8 +77,8 @@ class LanePool:
         Work of one `kind` is taken to last about as long each time. Where the first task was done sooner than a thread
         wakes up, the caller begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
         """
-        flight = _Flight(len(tasks))
-        with intra_op_threads(self.threads):
+        flight = Flight(len(tasks))
+        with self.share_of_cores():
             done = self._run_alone(tasks, flight) if len(tasks) == 1 or kind in self._short else 0
             if done < len(tasks):
                 self._run_together(tasks, flight, done)
@@ -194,14 +86,14 @@ class LanePool:
             self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
         return flight.outcomes
 
-    def _run_alone(self, tasks: Sequence[Task], flight: _Flight) -> int:
+    def _run_alone(self, tasks: Sequence[Task], flight: Flight) -> int:
         """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
         for slot, task in enumerate(tasks):
             if self._run_own(slot, task, flight) > WAKE_UP_NS:
                 return slot + 1
         return len(tasks)
 
-    def _run_together(self, tasks: Sequence[Task], flight: _Flight, first: int) -> None:
+    def _run_together(self, tasks: Sequence[Task], flight: Flight, first: int) -> None:
         shares = self._send(tasks, flight, first + 1)
         try:
             self._run_own(first, tasks[first], flight)
@@ -214,7 +106,7 @@ class LanePool:
                 share.claim()
             raise
 
-    def _run_own(self, slot: int, task: Task, flight: _Flight) -> int:
+    def _run_own(self, slot: int, task: Task, flight: Flight) -> int:
         """Run a task in the calling thread, in which its modes are in force already; the nanoseconds it took."""
         lane = self.lanes[slot]
         at_home = self.home is None or self.home == lane.device
@@ -262,6 +154,10 @@ class LanePool:
                 held.enter_context(lane.busy)
             yield
 
+    def share_of_cores(self) -> intra_op_threads:
+        """Inside the block the calling thread uses as many threads as a lane does, and leaves none of them spinning."""
+        return intra_op_threads(self.threads)
+
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. Calling it twice does no harm."""
         with self._gate:
@@ -269,20 +165,20 @@ class LanePool:
         if open_until_now and self._forks == _forks:
             _end(self.lanes, None)
 
-    def _send(self, tasks: Sequence[Task], flight: _Flight, first: int) -> list[_Share]:
+    def _send(self, tasks: Sequence[Task], flight: Flight, first: int) -> list[Share]:
         """Hand the tasks from the `first` on to their lanes."""
         if first >= len(tasks):
             return []
         modes = Modes.capture(self.backend.type)
         lanes = self.lanes[: len(tasks)]
-        shares = [_Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
+        shares = [Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
         with self._gate:  # nothing is put behind the word that ends a lane
             self._ensure_started(lanes[first:])
             for share in shares:
                 self._dispatch(share.lane, share)
         return shares
 
-    def _dispatch(self, lane: Lane, errand: _Errand) -> None:
+    def _dispatch(self, lane: Lane, errand: Errand) -> None:
         if is_profiling():
             fork(errand)
         else:
@@ -314,19 +210,6 @@ class LanePool:
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self.threads)
-
-
-def _serve(inbox: SimpleQueue[_Errand | None], threads: int | None, ready: threading.Event) -> None:
-    """A lane's thread: refers to its inbox alone, so that an abandoned pool can be collected."""
-    if threads is not None:
-        settle(threads)
-    ready.set()
-    while True:
-        errand = inbox.get()
-        if errand is None:
-            return
-        errand()
-        del errand  # a waiting lane keeps nothing of the last call alive
 
 
 def _end(lanes: Sequence[Lane], patience: float | None) -> None:

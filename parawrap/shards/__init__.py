@@ -5,7 +5,8 @@ truncated or dropped: the rows of the shards, in lane order, are the rows of the
 """
 
 from parawrap.shards._gather import GatherRules, Reduce, gather
-from parawrap.shards._plan import Cutter, Parameters, Shard, ShardPlan, balanced
+from parawrap.shards._parameters import Parameters
+from parawrap.shards._plan import Cutter, Shard, ShardPlan, balanced
 from parawrap.shards._split import register_split
 from parawrap.shards._verify import check_equal
 

@@ -6,19 +6,19 @@ made once for each such combination and kept.
 
 from __future__ import annotations
 
-import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.errors import ShardError
+from parawrap.shards._parameters import Parameters
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, unflatten
 
-__all__ = ["Cutter", "Parameters", "Shard", "ShardPlan", "balanced"]
+__all__ = ["Cutter", "Shard", "ShardPlan", "balanced"]
 
 _MOST_PLANS = 1024
 _ROOTS = ("args", "kwargs")
@@ -46,42 +46,6 @@ class Shard(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
-
-
-class Parameters:
-    """The names under which a target takes its arguments. Immutable."""
-
-    def __init__(self, target: Callable[..., Any]) -> None:
-        self._positional: list[str] = []
-        self._rest: str | None = None
-        self._keywords: set[str] | None = set()  # None: any keyword will do
-        self._read(target)
-
-    def _read(self, target: Callable[..., Any]) -> None:
-        schema = getattr(target, "schema", None)  # a TorchScript method
-        if schema is not None:
-            self._positional = [argument.name for argument in schema.arguments if argument.name != "self"]
-            self._keywords = set(self._positional)
-            return
-        try:
-            parameters = inspect.signature(target).parameters.values()
-        except (TypeError, ValueError):  # a builtin without a signature
-            self._keywords = None
-            return
-        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-        self._keywords = {p.name for p in parameters} if all(p.kind is not p.VAR_KEYWORD for p in parameters) else None
-
-    def takes(self, name: str) -> bool:
-        """Whether the target has a parameter of that name, or takes any keyword."""
-        return self._keywords is None or name in self._keywords
-
-    def at(self, position: int) -> str | None:
-        """The name of the positional argument at that place; None where the target does not tell."""
-        return self._positional[position] if position < len(self._positional) else self._rest
-
-    def __str__(self) -> str:
-        return ", ".join(self._positional + ([f"*{self._rest}"] if self._rest else [])) or "none"
 
 
 @dataclass(frozen=True, eq=False)

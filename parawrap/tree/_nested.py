@@ -71,9 +71,10 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
     `roots` names the entries of the outermost tuple; give one name for a value that is not wrapped in one.
     """
     found: list[str] = []
+    wrapped = len(roots) > 1
     for accessor in spec.accessors():
         entries: list[Any] = [*accessor]
-        root = roots[entries.pop(0).entry] if len(roots) > 1 else roots[0]
+        root = roots[entries.pop(0).entry if wrapped else 0]
         found.append(root + "".join(_step(entry) for entry in entries))
     return found
 

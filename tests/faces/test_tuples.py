@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parawrap.errors import GatherError, ShardError
-from parawrap.faces.tuples import Batch, Tuplewise, cat, cuda_attrs, recursive_cuda, recursive_to, transpose
+from parawrap import Batch, Tuplewise, cat, cuda_attrs, recursive_cuda, recursive_to, transpose
 
 Output = namedtuple("Output", ["logits", "hidden"])
 Edge = namedtuple("Edge", ["start", "to"])

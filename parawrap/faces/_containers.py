@@ -1,0 +1,108 @@
+"""What tuples, lists, namedtuples and mappings have in common: positions or keys, and items."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from types import NoneType
+from typing import Any, NoReturn
+
+import optree
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+__all__ = [
+    "check_kinds",
+    "columns",
+    "described",
+    "is_container",
+    "items_of",
+    "kind_of",
+    "plain_tuple",
+    "rebuilt",
+    "transposed",
+]
+
+
+def transposed(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
+    """``transpose`` for at least one container, with the caller's ``noun`` for a row and way to raise."""
+    return rebuilt(plain_tuple(rows[0]), columns(rows, noun, refuse))
+
+
+def is_container(value: Any) -> bool:
+    """Whether ``value`` has positions or keys of its own; a PackedSequence, though a namedtuple, is a single value."""
+    return isinstance(value, (tuple, list, Mapping)) and not isinstance(value, PackedSequence)
+
+
+def items_of(container: Any) -> dict[Any, Any]:
+    """Key or position -> item."""
+    if type(container) is dict:
+        return container
+    return dict(container.items() if isinstance(container, Mapping) else enumerate(container))
+
+
+def plain_tuple(container: Any) -> Any:
+    """What a container becomes when it is turned around: a list becomes a tuple, any other keeps its type."""
+    return tuple(container) if isinstance(container, list) else container
+
+
+def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
+    """A container of the type of ``like`` that holds ``items``, whose keys or positions are those of ``like``."""
+    if type(like) is dict:
+        return items
+    if optree.is_namedtuple_instance(like):
+        return like._make(items.values())
+    if isinstance(like, tuple):
+        return tuple(items.values())
+    if isinstance(like, (MutableSequence, MutableMapping)):
+        clone = copy.copy(like)  # a subclass may carry more than its items
+        for key, item in items.items():
+            clone[key] = item
+        return clone
+    make: Callable[[Any], Any] = type(like)
+    content = items if isinstance(like, Mapping) else list(items.values())
+    try:
+        return make(content)
+    except TypeError:  # not made from its items
+        return content
+
+
+def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:
+    """Call ``refuse`` with a message unless all values are of one kind: tensors, sequences, dicts, one namedtuple..."""
+    for position, value in enumerate(values):
+        if kind_of(value) is not kind_of(values[0]):
+            refuse(f"{noun} {position} is {described(value)}, {noun} 0 is {described(values[0])}")
+
+
+def kind_of(value: Any) -> type:
+    """What must agree between parts: lists and tuples are alike, and so are all mappings."""
+    if isinstance(value, torch.Tensor):
+        return torch.Tensor
+    if value is None:
+        return NoneType
+    if not is_container(value):
+        return object
+    if optree.is_namedtuple_instance(value):
+        return type(value)
+    return dict if isinstance(value, Mapping) else tuple
+
+
+def described(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__qualname__}"
+
+
+def columns(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> dict[Any, tuple[Any, ...]]:
+    """Position or key -> that item of every row, after checking that all rows have the same ones."""
+    check_kinds(rows, noun, refuse)
+    tables = [items_of(row) for row in rows]
+    for position, table in enumerate(tables):
+        if table.keys() != tables[0].keys():
+            has, first_has = _extents(rows[position], rows[0])
+            refuse(f"{noun} {position} has {has}, {noun} 0 has {first_has}")
+    return {key: tuple(table[key] for table in tables) for key in tables[0]}
+
+
+def _extents(row: Any, first: Any) -> tuple[str, str]:
+    if isinstance(row, Mapping):
+        return f"the keys {list(row)}", f"{list(first)}"
+    return f"{len(row)} item{'' if len(row) == 1 else 's'}", f"{len(first)}"

@@ -1,0 +1,72 @@
+"""`Tuplewise`: one operation on every item of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+__all__ = ["Tuplewise"]
+
+
+class Tuplewise:
+    """A sequence whose attributes, items and calls are those of each of its items; sugar for a list comprehension.
+
+    The result of each is a Tuplewise again, and equals the list of results. Setting an attribute sets it on each item;
+    a call hands the same arguments to each. ``iter`` and ``len`` are the sequence's own: ``list(t)[1]`` is the second
+    item. An item's exception keeps its type and gains a note that says which item it was. Names of the form ``__x__``
+    are never forwarded. As thread-safe as the items are; pickles and copies if they do.
+
+    >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0] == [0, 2, 4]
+    True
+    >>> Tuplewise(["a", "b"]).upper()
+    Tuplewise(['A', 'B'])
+    """
+
+    __slots__ = ("__seq",)
+    __hash__ = None  # type: ignore[assignment]  # equal to a list, so as unhashable as one
+    __seq: tuple[Any, ...]
+
+    def __init__(self, seq: Iterable[Any]) -> None:
+        object.__setattr__(self, "_Tuplewise__seq", tuple(seq))
+
+    def __getattr__(self, name: str) -> Tuplewise:
+        if (name.startswith("__") and name.endswith("__")) or name == "_Tuplewise__seq":
+            raise AttributeError(name)  # copy and pickle ask for these, also before there are items
+        return self.__each(lambda item: getattr(item, name))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.__each(lambda item: setattr(item, name, value))
+
+    def __getitem__(self, key: Any) -> Tuplewise:
+        return self.__each(lambda item: item[key])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tuplewise:
+        return self.__each(lambda item: item(*args, **kwargs))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.__seq)
+
+    def __len__(self) -> int:
+        return len(self.__seq)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (list, tuple, Tuplewise)):
+            return list(self) == list(other)
+        return NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Tuplewise({list(self)!r})"
+
+    def __reduce__(self) -> tuple[type[Tuplewise], tuple[tuple[Any, ...]]]:
+        return type(self), (self.__seq,)
+
+    def __each(self, operation: Callable[[Any], Any]) -> Tuplewise:
+        return type(self)(self.__applied(operation))
+
+    def __applied(self, operation: Callable[[Any], Any]) -> Iterator[Any]:
+        for position, item in enumerate(self.__seq):
+            try:
+                yield operation(item)
+            except Exception as error:
+                error.add_note(f"in item {position} of a Tuplewise of {len(self)}")
+                raise

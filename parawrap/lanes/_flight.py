@@ -1,0 +1,59 @@
+"""One call on its way through the lanes: its shares, and the outcomes that the caller waits for."""
+
+from __future__ import annotations
+
+import threading
+
+from parawrap.lanes._lane import Lane, Task
+from parawrap.lanes._outcome import Outcome
+
+__all__ = ["Flight", "Share"]
+
+
+class Flight:
+    """The outcomes of one call, until the last of them is there for the caller that waits."""
+
+    __slots__ = ("_counting", "_landed", "_left", "first_ns", "outcomes")
+
+    def __init__(self, tasks: int) -> None:
+        self.outcomes: list[Outcome] = [Outcome()] * tasks
+        self.first_ns = 0
+        self._left = tasks
+        self._counting = threading.Lock()
+        self._landed = threading.Lock()
+        self._landed.acquire()
+
+    def land(self, slot: int, outcome: Outcome) -> None:
+        self.outcomes[slot] = outcome
+        with self._counting:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._landed.release()
+
+    def wait(self) -> None:
+        self._landed.acquire()
+
+
+class Share:
+    """One lane's part of a call. Whoever claims it first does it: the lane's thread, or the caller that ran out of work."""
+
+    __slots__ = ("_flight", "_unclaimed", "lane", "slot", "work")
+
+    def __init__(self, lane: Lane, work: Task, flight: Flight, slot: int) -> None:
+        self.lane = lane
+        self.work = work
+        self.slot = slot
+        self._flight = flight
+        self._unclaimed = threading.Lock()
+
+    def claim(self) -> bool:
+        return self._unclaimed.acquire(blocking=False)
+
+    def do(self) -> None:
+        """Do what was claimed."""
+        self._flight.land(self.slot, self.lane.occupy(self.work))
+
+    def __call__(self) -> None:
+        if self.claim():
+            self.do()

@@ -1,0 +1,89 @@
+"""One device slot, the thread that serves it, and which one the calling thread is working in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from parawrap.lanes._outcome import Outcome, capture
+from parawrap.lanes._threads import settle
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Errand", "Lane", "Span", "Task", "current_lane"]
+
+Task = Callable[[], Any]
+Errand = Callable[[], None]
+
+_here = threading.local()
+
+
+class Span(NamedTuple):
+    """One piece of work in a lane: when it ran, in nanoseconds of ``time.perf_counter_ns``."""
+
+    lane: int
+    start: int
+    end: int
+
+
+class Lane:
+    """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads."""
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        self.index = index
+        self.device = device
+        self.busy = threading.Lock()
+        self.tasks = 0
+        self.busy_ns = 0
+        self.spans: list[Span] | None = None
+        self.inbox: SimpleQueue[Errand | None] = SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"lane {self.index} on {self.device}"
+
+    def occupy(self, task: Task) -> Outcome:
+        """Run `task` in the calling thread as this lane's work."""
+        with self.busy:
+            before, _here.lane = current_lane(), self
+            start = perf_counter_ns()
+            try:
+                return capture(task)
+            finally:
+                end = perf_counter_ns()
+                _here.lane = before
+                self.tasks += 1
+                self.busy_ns += end - start
+                if self.spans is not None:
+                    self.spans.append(Span(self.index, start, end))
+
+    def start(self, threads: int | None) -> None:
+        """Start the lane's thread and wait until its figure of intra-op threads stands."""
+        ready = threading.Event()
+        name = f"parawrap-{self}"
+        self.thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
+        self.thread.start()
+        ready.wait()
+
+
+def current_lane() -> Lane | None:
+    """The lane that the calling thread is working in."""
+    lane: Lane | None = getattr(_here, "lane", None)
+    return lane
+
+
+def _serve(inbox: SimpleQueue[Errand | None], threads: int | None, ready: threading.Event) -> None:
+    """A lane's thread: refers to its inbox alone, so that an abandoned pool can be collected."""
+    if threads is not None:
+        settle(threads)
+    ready.set()
+    while True:
+        errand = inbox.get()
+        if errand is None:
+            return
+        errand()
+        del errand  # a waiting lane keeps nothing of the last call alive
