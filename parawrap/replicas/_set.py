@@ -10,8 +10,9 @@ from torch.nn.parameter import is_lazy
 
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
-from parawrap.replicas._shell import Replica, Watch, module_tree
+from parawrap.replicas._shell import Replica
 from parawrap.replicas._tensors import Mirror, Tensors
+from parawrap.replicas._watch import Watch, module_tree
 
 __all__ = ["Freshness", "ReplicaSet", "home_of"]
 
@@ -59,7 +60,7 @@ class ReplicaSet:
         self._mirrors: dict[torch.device, Mirror] = {}
         self._buffers = Ledger()
         self._names: dict[torch.nn.Module, str] = {}
-        self._watches: list[Watch] = []
+        self._watch = Watch([])
         self._volatile: list[torch.Tensor] = []
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
@@ -81,7 +82,7 @@ class ReplicaSet:
             return True
         return (
             self._moved()
-            or any(watch.changed() for watch in self._watches)
+            or not self._watch.intact()
             or any(mirror.originals.changed() for mirror in self._mirrors.values())
             or bool(self._volatile)
             or bool(self._buffers.changed())
@@ -94,7 +95,7 @@ class ReplicaSet:
             self._build()
         elif [module for module, _ in module_tree(self.original)] != list(self._names):
             self._rebuild()
-        changed = [watch.module for watch in self._watches if watch.changed()]
+        changed = self._watch.changed()
         self._refresh_tensors()
         if any(not mirror.linked for mirror in self._mirrors.values()):
             changed = list(self._names)  # copies were made anew, or are to be linked: every shell takes them up
@@ -149,7 +150,7 @@ class ReplicaSet:
             else Replica(self.original, Tensors(device, self._mirrors.get(device), self._buffers))
             for lane, device in enumerate(self.devices)
         ]
-        self._watch()
+        self._look()
 
     def _rebuild(self) -> None:
         """Make the shells anew for another tree of modules; tensors that are still in it keep their copies."""
@@ -161,18 +162,18 @@ class ReplicaSet:
             mirror.keep(kept)
         for replica in self._shelled():
             replica.tensors.keep(kept)
-        self._watch()
+        self._look()
 
     def _fill(self, modules: Sequence[torch.nn.Module]) -> None:
         for replica in self._shelled():
             for module in modules:
                 replica.fill(module, self._names[module])
-        self._watch()
+        self._look()
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         self._names = dict(module_tree(self.original))
         if self._shelled():
-            self._watches = [Watch(module) for module in self._names]
+            self._watch = Watch(list(self._names))
             self._volatile = [buffer for module in self._names if module.training for buffer in _running_statistics(module)]
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from operator import is_
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,26 +18,11 @@ from parawrap.replicas._ledger import lasting
 from parawrap.replicas._script import fill_script, replicate_script
 from parawrap.replicas._stand_in import StandIn, original_method
 from parawrap.replicas._tensors import Tensors
+from parawrap.replicas._watch import module_tree
 
-__all__ = ["Replica", "Watch", "module_tree"]
+__all__ = ["Replica"]
 
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
-
-
-class Watch:
-    """What one module looked like when it was replicated: the very objects in its dictionaries."""
-
-    __slots__ = ("_kept", "module")
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self._kept = [(tuple(d), tuple(d.values())) for d in _dictionaries(module)]
-
-    def changed(self) -> bool:
-        for now, (keys, values) in zip(_dictionaries(self.module), self._kept, strict=True):
-            if len(now) != len(keys) or not all(map(is_, now.values(), values)):
-                return True
-        return False
 
 
 class Replica:
@@ -132,28 +116,6 @@ class Replica:
 
     def _shell_of(self, owner: Any) -> torch.nn.Module | None:
         return self.shells.get(owner) if isinstance(owner, torch.nn.Module) else None
-
-
-def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Every module once, parents first, with its name; a scripted module is one piece."""
-    seen: set[torch.nn.Module] = set()
-    stack = [(root, "")]
-    while stack:
-        module, name = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield module, name
-        if not isinstance(module, torch.jit.ScriptModule):
-            children = [(child, f"{name}.{key}".lstrip(".")) for key, child in module._modules.items() if child is not None]
-            stack += reversed(children)
-
-
-def _dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    if isinstance(module, torch.jit.ScriptModule):
-        return ({str(index): part.training for index, part in enumerate(module.modules())},)
-    own = vars(module)
-    return own, own["_parameters"], own["_buffers"], own["_modules"]
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

@@ -57,13 +57,10 @@ class Mirror:
         """Write the originals that changed into their copies; the bytes written."""
         changed = self.originals.changed()
         same_form = [tensor for tensor in changed if self._takes(tensor)]
-        if same_form:
-            with lasting():
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                    [self._copies[id(t)] for t in same_form], same_form, non_blocking=True
-                )
-            for tensor in same_form:
-                self.originals.enter(tensor)
+        with lasting():
+            _write([self._copies[id(tensor)] for tensor in same_form], same_form)
+        for tensor in same_form:
+            self.originals.enter(tensor)
         for tensor in changed:
             if not self._takes(tensor):  # of another dtype, shape or part in the graph: copied anew
                 del self._copies[id(tensor)]
@@ -150,14 +147,10 @@ class Tensors:
     def refresh_buffers(self, changed: Sequence[torch.Tensor]) -> int:
         """Write those originals into the lane's own buffers; the bytes written."""
         mine = [tensor for tensor in changed if id(tensor) in self._own]
+        own = [self._own[id(tensor)] for tensor in mine]
         with lasting():
-            for tensor in mine:
-                own = self._own[id(tensor)]
-                if own.shape == tensor.shape and own.dtype == tensor.dtype:
-                    own.copy_(tensor, non_blocking=own.device.type != "cpu")
-                else:
-                    own.data = tensor.detach().to(self.device, copy=True)
-                self._versions[id(tensor)] = own._version
+            _write(own, mine)
+        self._versions.update((id(tensor), copy._version) for tensor, copy in zip(mine, own, strict=True))
         return sum(tensor.nbytes for tensor in mine)
 
     def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
@@ -169,3 +162,17 @@ class Tensors:
         """Let go of the copies of all other tensors."""
         for key in set(self._own) - {id(tensor) for tensor in tensors}:
             del self._own[key], self._versions[key]
+
+
+def _write(copies: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
+    """Write the originals into their copies, in one go; a copy that no longer has the right form gets new memory."""
+    pairs = list(zip(copies, originals, strict=True))
+    alike = [(copy, original) for copy, original in pairs if copy.dtype == original.dtype and copy.shape == original.shape]
+    if alike:
+        to_cpu = alike[0][0].device.type == "cpu"
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            [copy for copy, _ in alike], [original for _, original in alike], non_blocking=not to_cpu
+        )
+    for copy, original in pairs if len(alike) < len(pairs) else ():
+        if copy.dtype != original.dtype or copy.shape != original.shape:
+            copy.data = original.detach().to(copy.device, copy=True)

@@ -1,0 +1,24 @@
+"""What every test and every example shares: nothing is left behind."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+# A simulated accelerator becomes torch's accelerator for the whole process: those tests run in a process of their own.
+_ON_DEVICES = ["tests/simdevice", "tests/devices"]
+collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No lane outlives its test, and no test writes into the folder it was started from."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    gc.collect()
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+    assert not left, f"lanes left behind: {left}"

@@ -1,0 +1,72 @@
+"""The modules of a tree, and whether any of them changed since it was looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+__all__ = ["Watch", "module_tree"]
+
+
+def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
+    """Every module once, parents first, with its name; a scripted module is one piece."""
+    seen: set[torch.nn.Module] = set()
+    stack = [(root, "")]
+    while stack:
+        module, name = stack.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module, name
+        if not isinstance(module, torch.jit.ScriptModule):
+            children = [(child, f"{name}.{key}".lstrip(".")) for key, child in module._modules.items() if child is not None]
+            stack += reversed(children)
+
+
+class Watch:
+    """What the modules of a tree looked like at one moment: the very objects in their dictionaries.
+
+    Asked before every call, so `intact` is one pass in C over all of them; which module changed is looked up only then.
+    """
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._scripted = {m: _training(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
+        self._dicts = [(module, own) for module in modules if module not in self._scripted for own in _dicts(module)]
+        self._lively = [own for _, own in self._dicts]
+        self._lengths = [len(own) for own in self._lively]
+        self._kept = list(self._now())
+
+    def intact(self) -> bool:
+        """Whether every module still has the same attributes, parameters, buffers and children."""
+        return (
+            [*map(len, self._lively)] == self._lengths
+            and all(map(is_, self._now(), self._kept))
+            and all(_training(module) == before for module, before in self._scripted.items())
+        )
+
+    def changed(self) -> list[torch.nn.Module]:
+        """The modules that have not."""
+        found: list[torch.nn.Module] = [module for module, before in self._scripted.items() if _training(module) != before]
+        end = 0
+        for (module, own), length in zip(self._dicts, self._lengths, strict=True):
+            start, end = end, end + length
+            if len(own) != length or not all(map(is_, own.values(), self._kept[start:end])):
+                found.append(module)
+        return list(dict.fromkeys(found))
+
+    def _now(self) -> Iterator[Any]:
+        return chain.from_iterable(own.values() for own in self._lively)
+
+
+def _dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    own = vars(module)
+    return own, own["_parameters"], own["_buffers"], own["_modules"]
+
+
+def _training(module: torch.nn.Module) -> list[bool]:
+    """All that can be set on a scripted module, whose attributes lie in C++ and whose tensors are watched by version."""
+    return [part.training for part in module.modules()]
