@@ -32,7 +32,9 @@ def main() -> int:
     table = _table(rows)
     print(f"\n{machine}\n\n{table}")
     if len(names) == len(NAMES):
-        head = f"# Engine and faces\n\n{machine}\n\nCommand: `make bench`. Median and middle half of the times, in turn.\n\n"
+        head = (
+            f"# Engine and faces\n\n{machine}\n\nCommand: `make bench`. Median and middle half of the times, in turn.\n\n"
+        )
         picture = "\n![growth](growth.png)\n"
         (RESULTS / "engine.md").write_text(head + table + picture)
         document = {"machine": machine, "rows": [row.as_json() for row in rows]}

@@ -15,7 +15,10 @@ def rows() -> list[Row]:
     """Small vectors, and images."""
     vectors = [(torch.randn(128), label) for label in range(64)]
     images = [(torch.randn(3, 224, 224), label) for label in range(32)]
-    return [_row("64 samples of (128,) and a label", vectors, 300), _row("32 samples of (3, 224, 224) and a label", images, 60)]
+    return [
+        _row("64 samples of (128,) and a label", vectors, 300),
+        _row("32 samples of (3, 224, 224) and a label", images, 60),
+    ]
 
 
 def _row(name: str, samples: list[tuple[torch.Tensor, int]], rounds: int) -> Row:
@@ -30,4 +33,11 @@ def _row(name: str, samples: list[tuple[torch.Tensor, int]], rounds: int) -> Row
     )
     theirs, ours_arm = arms.values()
     ratio = ours_arm.median_us / theirs.median_us
-    return Row(f"collate: {name}", arms, f"{ratio:.2f} of the time", "no more (1.05 is the noise)", ratio <= _NOISE, peers=f"torch {torch.__version__}")
+    return Row(
+        f"collate: {name}",
+        arms,
+        f"{ratio:.2f} of the time",
+        "no more (1.05 is the noise)",
+        ratio <= _NOISE,
+        peers=f"torch {torch.__version__}",
+    )

@@ -57,7 +57,14 @@ def _row(what: str, costs: Costs) -> Row:
     listed = {f"{count:,}": f"{call:,.1f} ({bare:,.1f})" for count, (call, bare) in costs.items()}
     verdict = f"cost ~ {what}^{ours:.2f}; torch's operators alone ~ {what}^{bare:.2f}"
     held = ours <= max(1.0, bare) + _SLACK
-    return Row(f"growth in {what}, us a call (of it split and cat)", {}, verdict, "linear, as the operators are", held, extra={"us": listed})
+    return Row(
+        f"growth in {what}, us a call (of it split and cat)",
+        {},
+        verdict,
+        "linear, as the operators are",
+        held,
+        extra={"us": listed},
+    )
 
 
 def _exponent(costs: dict[int, float]) -> float:
@@ -68,7 +75,10 @@ def _exponent(costs: dict[int, float]) -> float:
 
 def _draw(by_lanes: Costs, by_leaves: Costs, path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axes, costs, label in ((left, by_lanes, "lanes (1 leaf)"), (right, by_leaves, f"leaves ({_LANES_FOR_LEAVES} lanes)")):
+    for axes, costs, label in (
+        (left, by_lanes, "lanes (1 leaf)"),
+        (right, by_leaves, f"leaves ({_LANES_FOR_LEAVES} lanes)"),
+    ):
         counts = list(costs)
         axes.loglog(counts, [call for call, _ in costs.values()], "o-", label="a parallel call, median")
         axes.loglog(counts, [bare for _, bare in costs.values()], "s-", color="C1", label="split and cat alone")

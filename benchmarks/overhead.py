@@ -55,7 +55,14 @@ def _against_peers(name: str, model: torch.nn.Module, x: torch.Tensor, own_us: f
     verdict = ", ".join(f"{ratio:.1f} times less than {peer}" for peer, ratio in ratios.items())
     wanted = "at least 4 times less than either" if not own_us else "reported: threads must wake up here"
     held = bool(own_us) or min(ratios.values()) >= 4
-    return Row(f"overhead: {name}", arms, verdict, wanted, held, peers=f"the methods of torch_neuronx.DataParallel and torch {torch.__version__}")
+    return Row(
+        f"overhead: {name}",
+        arms,
+        verdict,
+        wanted,
+        held,
+        peers=f"the methods of torch_neuronx.DataParallel and torch {torch.__version__}",
+    )
 
 
 def _against_plain(name: str, lanes: int, x: torch.Tensor) -> Row:

@@ -35,9 +35,19 @@ with parallel(model, 4) as p:
 
 def rows() -> list[Row]:
     """A second inference call, and the call after an optimizer step, on four devices."""
-    done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
+    )
     if done.returncode:
-        return [Row("replicas: bytes copied", {}, f"not measured: {done.stderr.strip().splitlines()[-1]}", "0, then 3", held=True)]
+        return [
+            Row(
+                "replicas: bytes copied",
+                {},
+                f"not measured: {done.stderr.strip().splitlines()[-1]}",
+                "0, then 3",
+                held=True,
+            )
+        ]
     second, step, refreshes = done.stdout.split()
     verdict = f"{second} bytes of parameters at the second call, {step} times the model after a step, {refreshes} refresh"
     held = (int(second), float(step), int(refreshes)) == (0, 3.0, 1)
