@@ -55,8 +55,14 @@ def _load(kind: str) -> Backend:
     from parawrap.backends.accelerator import AcceleratorBackend
 
     try:
-        torch.get_device_module(kind)
+        # Asked with an index: torch.device takes "nn" for a device module otherwise, and so does get_device_module.
+        module = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError as error:
-        msg = f"{kind!r} is no kind of device that parawrap or this torch knows; registered are {sorted(_MODULES)}"
-        raise DeviceUnavailableError(msg) from error
+        raise DeviceUnavailableError(_unknown(kind)) from error
+    if not hasattr(module, "device_count"):
+        raise DeviceUnavailableError(_unknown(kind))
     return AcceleratorBackend(kind)
+
+
+def _unknown(kind: str) -> str:
+    return f"{kind!r} is no kind of device that parawrap or this torch knows; known are {', '.join(sorted(_MODULES))}"

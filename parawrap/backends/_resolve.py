@@ -33,8 +33,7 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
     if isinstance(devices, int):
         return _first(devices)
     if isinstance(devices, str):
-        kind, _, index = devices.partition(":")
-        return (resolve_device(devices),) if index else _all_of(kind)
+        return (resolve_device(devices),) if ":" in devices else _all_of(devices)
     if isinstance(devices, torch.device):
         return (resolve_device(devices),)
     return _each(devices)
@@ -53,14 +52,17 @@ def resolve_device(device: DeviceLike) -> torch.device:
         return backend.device(device)
     if isinstance(device, str):
         kind, separator, index = device.partition(":")
-        if separator and not index.isdecimal():
-            msg = f"{device!r} is no device: after the colon comes an index, as in '{kind or 'cuda'}:0'"
+        if not kind or (separator and not index.isdecimal()):
+            msg = f"{device!r} is no device: write a kind, or a kind, a colon and an index, as in 'cuda:0'"
             raise DeviceListError(msg)
         return backend_of(kind).device(int(index) if index else None)
     return backend_of(device.type).device(device.index)
 
 
 def _all_of(kind: str) -> tuple[torch.device, ...]:
+    if not kind:
+        msg = "devices is an empty string: name a kind, such as 'cuda', or leave it out to take the best there is"
+        raise DeviceListError(msg)
     backend = backend_of(kind)
     if backend.count() == 0:
         backend.device(None)  # raises, naming what is there

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parawrap.engine._session import Entry
-from parawrap.replicas import StandIn, put, restore
+from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
 __all__ = ["InPlace"]
 
@@ -33,9 +33,11 @@ class InPlace:
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             # module.compile() would trace through the stand-in and run the batch as one.
             self._replace("_compiled_call_impl", None)
-        for name in self._methods:
+        for name in dict.fromkeys(self._methods):
             plain = getattr(self._module, name)
             self._replace(name, StandIn(plain, partial(_called, self._call, Entry(plain, name))))
+        # copy, deepcopy and pickle take a module's state from this: theirs is a plain module.
+        self._replace("__getstate__", StandIn(self._module.__getstate__, _state))
 
     def uninstall(self) -> None:
         """Put everything back.
@@ -48,6 +50,11 @@ class InPlace:
 
     def _replace(self, name: str, value: Any) -> None:
         self._replaced.append((name, value, put(self._module, name, value)))
+
+
+def _state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    state = wrapped(*args, **kwargs)
+    return without_stand_ins(state) if isinstance(state, dict) else state
 
 
 def _called(call: CallEntry, entry: Entry, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -114,8 +114,9 @@ class Session:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
         if device is None and not self._stays_on_cpu:
             device = self.output_device
+        originals = () if self.replicas is None else self.replicas.originals(len(outputs))
         with self.pool.share_of_cores():
-            return gather(outputs, sizes, self.rules, device)
+            return gather(outputs, sizes, self.rules, device, originals)
 
     # A call
 
@@ -198,7 +199,8 @@ class Session:
         with self._counting:
             self._calls += 1
             self._plain_calls += 1
-        return entry.plain(*args, **kwargs)
+        output = entry.plain(*args, **kwargs)
+        return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
 
     def _expected(self, entry: Entry, plan: ShardPlan, leaves: Sequence[Any]) -> tuple[Any] | None:
         """With verify, the plain output of the first call of a structure; run on copies, so that nothing is done twice."""

@@ -8,6 +8,7 @@ context. What a caller has switched on must therefore be carried. A profiler can
 from __future__ import annotations
 
 import contextvars
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ class Modes(NamedTuple):
     @classmethod
     def capture(cls, kind: str) -> Modes:
         """The calling thread's modes; autocast is read for the CPU and for that kind of device."""
-        kinds = ("cpu",) if kind == "cpu" else ("cpu", kind)
+        kinds = _kinds_with_autocast(kind)
         autocast = _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else ()
         return cls(
             torch.is_grad_enabled(),
@@ -58,7 +59,8 @@ class Modes(NamedTuple):
 
         A default device that is the model's home stands for "where the model is": in a lane that is the lane's device.
         """
-        default_device = device if self.default_device == home else self.default_device
+        beside_model = self.default_device is not None and self.default_device == home
+        default_device = device if beside_model else self.default_device
         if self.grad == torch.is_grad_enabled() and self.inference == torch.is_inference_mode_enabled():
             return self._run_with_autocast(work, default_device)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
@@ -114,6 +116,11 @@ def _run_with_device(context: contextvars.Context, work: Callable[[], T], device
         return context.run(work)
     with device:
         return context.run(work)
+
+
+@functools.cache
+def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
+    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
 
 
 def _autocast(kinds: Iterable[str]) -> tuple[_Autocast, ...]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Outcome", "capture", "first_failure"]
+__all__ = ["Outcome", "capture", "first_failure", "note"]
 
 
 class Outcome(NamedTuple):
@@ -24,6 +26,12 @@ def capture(work: Callable[[], Any]) -> Outcome:
         return Outcome(error=error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
 
 
+def note(error: BaseException, text: str) -> None:
+    """Add a note, unless it is an exception that takes none: it must arrive all the same."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
 def first_failure(outcomes: Sequence[Outcome], lanes: Sequence[object]) -> BaseException | None:
     """The error of the first lane in lane order, noting its place; what befell the later lanes becomes notes on it."""
     if all(outcome.error is None for outcome in outcomes):
@@ -34,8 +42,9 @@ def first_failure(outcomes: Sequence[Outcome], lanes: Sequence[object]) -> BaseE
         if outcome.error is not None
     ]
     place, first = failed[0]
-    first.add_note(place)
+    note(first, place)
     for other_place, other in failed[1:]:
         if other is not first:
-            first.add_note(f"also {other_place}: {type(other).__name__}: {other}")
+            said = "".join(traceback.format_exception_only(other)).strip()  # also where its __str__ fails
+            note(first, f"also {other_place}: {said}")
     return first

@@ -27,7 +27,7 @@ from parawrap.errors import SessionError
 from parawrap.lanes._flight import Flight, Share
 from parawrap.lanes._lane import Errand, Lane, Task
 from parawrap.lanes._modes import Modes
-from parawrap.lanes._outcome import Outcome
+from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
 from parawrap.lanes._threads import intra_op_threads
 
@@ -138,7 +138,7 @@ class LanePool:
             if error is None:
                 future.set_result(value)
             else:
-                error.add_note(f"in {lane}")
+                note(error, f"in {lane}")
                 future.set_exception(error)
 
         with self._gate:

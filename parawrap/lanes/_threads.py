@@ -27,6 +27,7 @@ def settle(threads: int) -> None:
     """Give the calling thread its figure for good: for a lane, as the first thing it does."""
     torch.get_num_threads()
     torch.set_num_threads(threads)
+    _seen.yes = True
 
 
 class intra_op_threads:  # noqa: N801

@@ -5,6 +5,6 @@ its parameters; one on another device has copies, written in place when the orig
 """
 
 from parawrap.replicas._set import Freshness, ReplicaSet, home_of
-from parawrap.replicas._stand_in import StandIn, put, restore
+from parawrap.replicas._stand_in import StandIn, put, restore, without_stand_ins
 
-__all__ = ["Freshness", "ReplicaSet", "StandIn", "home_of", "put", "restore"]
+__all__ = ["Freshness", "ReplicaSet", "StandIn", "home_of", "put", "restore", "without_stand_ins"]

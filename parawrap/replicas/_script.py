@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
+
+from parawrap.replicas._tensors import Tensors
 
 __all__ = ["fill_script", "replicate_script"]
 
 
-class _Tensors(Protocol):
-    def parameter(self, original: torch.Tensor) -> torch.Tensor: ...
-
-    def buffer(self, original: torch.Tensor) -> torch.Tensor: ...
-
-
-def replicate_script(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy that shares code and, until it is filled, every attribute; the same for the scripted modules in it."""
-    replica = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+    """The module, then each scripted module in it, beside a copy that shares code and, as yet, every attribute."""
+    replica: torch.nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    pairs = [(module, replica)]
     for name, child in module._modules.items():
         if child is not None:
-            setattr(replica, name, replicate_script(child))
-    assert isinstance(replica, torch.nn.Module)
-    return replica
+            below = replicate_script(child)
+            setattr(replica, name, below[0][1])
+            pairs += below
+    return pairs
 
 
-def fill_script(replica: torch.nn.Module, module: torch.nn.Module, tensors: _Tensors) -> None:
-    """Set the replica's parameters and buffers, and whether it trains, as the module has them now."""
+def fill_script(replica: torch.nn.Module, module: torch.nn.Module, tensors: Tensors) -> None:
+    """Set the replica's own parameters and buffers, and whether it trains, as the module has them now."""
     for name, parameter in module._parameters.items():
-        setattr(replica, name, tensors.parameter(parameter))  # type: ignore[arg-type]
+        setattr(replica, name, parameter if parameter is None else tensors.parameter(parameter))
     for name, buffer in module._buffers.items():
-        setattr(replica, name, tensors.buffer(buffer))  # type: ignore[arg-type]
+        setattr(replica, name, buffer if buffer is None else tensors.buffer(buffer))
     replica.training = module.training
-    for name, child in module._modules.items():
-        if child is not None:
-            fill_script(replica._modules[name], child, tensors)  # type: ignore[arg-type]

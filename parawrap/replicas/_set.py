@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +12,7 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._shell import Replica
 from parawrap.replicas._tensors import Mirror, Tensors
-from parawrap.replicas._watch import Watch, module_tree
+from parawrap.replicas._watch import Watch, may_be_written_unseen, module_tree
 
 __all__ = ["Freshness", "ReplicaSet", "home_of"]
 
@@ -61,7 +61,7 @@ class ReplicaSet:
         self._buffers = Ledger()
         self._names: dict[torch.nn.Module, str] = {}
         self._watch = Watch([])
-        self._volatile: list[torch.Tensor] = []
+        self._unseen: list[torch.Tensor] = []
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
         self._ready = False
@@ -84,7 +84,7 @@ class ReplicaSet:
             self._moved()
             or not self._watch.intact()
             or any(mirror.originals.changed() for mirror in self._mirrors.values())
-            or bool(self._volatile)
+            or bool(self._unseen)
             or bool(self._buffers.changed())
             or self._unlinked()
         )
@@ -105,6 +105,10 @@ class ReplicaSet:
         if changed:
             self._fill(changed)
 
+    def originals(self, lanes: int) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
+        """For each of the first lanes, what finds the module's own tensor that a tensor of that lane is a copy of."""
+        return [_itself if replica is None else replica.tensors.original_of for replica in self._lanes[:lanes]]
+
     def write_back(self) -> None:
         """Keep lane 0's buffer updates where lane 0 ran a replica and not the original."""
         if self._lanes[0] is not None:
@@ -117,8 +121,8 @@ class ReplicaSet:
 
     def _refresh_tensors(self) -> None:
         written = sum(mirror.refresh() for mirror in self._mirrors.values())
-        buffers = list(dict.fromkeys([*self._buffers.changed(), *self._volatile]))
-        written += sum(replica.tensors.refresh_buffers(buffers) for replica in self._shelled())
+        buffers = list(dict.fromkeys([*self._buffers.changed(), *self._unseen]))
+        written += sum(replica.refresh_buffers(buffers) for replica in self._shelled())
         for buffer in buffers:
             self._buffers.enter(buffer)
         if written:
@@ -154,14 +158,13 @@ class ReplicaSet:
 
     def _rebuild(self) -> None:
         """Make the shells anew for another tree of modules; tensors that are still in it keep their copies."""
-        for replica in self._shelled():
-            replica.build()
         kept = [*self.original.parameters(), *self.original.buffers()]
         self._buffers.keep(kept)
         for mirror in self._mirrors.values():
             mirror.keep(kept)
         for replica in self._shelled():
             replica.tensors.keep(kept)
+            replica.build()
         self._look()
 
     def _fill(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -174,16 +177,16 @@ class ReplicaSet:
         self._names = dict(module_tree(self.original))
         if self._shelled():
             self._watch = Watch(list(self._names))
-            self._volatile = [buffer for module in self._names if module.training for buffer in _running_statistics(module)]
+            self._unseen = [
+                buffer
+                for module in self.original.modules()
+                for buffer in module._buffers.values()
+                if buffer is not None and may_be_written_unseen(module, buffer)
+            ]
 
 
-def _running_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The buffers that a batch or instance norm in train mode writes, by a kernel that counts no version.
-
-    A norm of the user's own calls the same kernels; their statistics are float vectors, one value a channel.
-    """
-    buffers = [buffer for _, buffer in module.named_buffers(recurse=isinstance(module, torch.jit.ScriptModule))]
-    return [buffer for buffer in buffers if buffer.ndim == 1 and buffer.is_floating_point()]
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _refuse_wrapped(module: torch.nn.Module) -> None:

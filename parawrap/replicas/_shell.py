@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ import torch
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import lasting
 from parawrap.replicas._script import fill_script, replicate_script
-from parawrap.replicas._stand_in import StandIn, original_method
+from parawrap.replicas._stand_in import without_stand_ins
 from parawrap.replicas._tensors import Tensors
-from parawrap.replicas._watch import module_tree
+from parawrap.replicas._watch import may_be_written_unseen, module_tree
 
 __all__ = ["Replica"]
 
@@ -42,77 +43,89 @@ class Replica:
         """Make a shell of every module, keeping the tensors that are there already."""
         names = dict(module_tree(self.original))
         self.shells = {}
+        self._pairs: dict[torch.nn.Module, list[tuple[torch.nn.Module, torch.nn.Module]]] = {}
         for module, name in reversed(names.items()):  # children first: a compiled parent is built around its child
-            try:
-                self.shells[module] = self._shell(module)
-            except ReplicaError:
-                raise
-            except Exception as error:
-                msg = _cannot(name, module, self.tensors.device, f"{type(error).__name__}: {error}")
-                raise ReplicaError(msg) from error
+            with self._named(name, module):
+                self._pairs[module] = self._paired(module)
+            self.shells[module] = self._pairs[module][0][1]
         for module, name in names.items():
             self.fill(module, name)
 
     def fill(self, module: torch.nn.Module, name: str) -> None:
         """Bring a shell into line with its module: attributes, tensors and children."""
-        shell = self.shells[module]
-        try:
-            if isinstance(module, torch.jit.ScriptModule):
-                fill_script(shell, module, self.tensors)
-            elif not _is_compiled(module):
-                self._fill_plain(shell, module)
-        except Exception as error:
-            msg = _cannot(name, module, self.tensors.device, f"{type(error).__name__}: {error}")
-            raise ReplicaError(msg) from error
+        with self._named(name, module):
+            for original, shell in self._pairs[module]:
+                if isinstance(original, torch.jit.ScriptModule):
+                    fill_script(shell, original, self.tensors)
+                elif not _is_compiled(original):
+                    self._fill_plain(shell, original)
+
+    def refresh_buffers(self, changed: Sequence[torch.Tensor]) -> int:
+        """Give the lane new copies of those buffers; the bytes copied."""
+        copied = self.tensors.renew_buffers(changed)
+        keys = {id(buffer) for buffer in changed}
+        for original, shell in self._buffered():
+            for name, buffer in original._buffers.items():
+                if buffer is not None and id(buffer) in keys:
+                    _set_buffer(shell, name, self.tensors.buffer(buffer))
+        return copied
 
     def write_back(self) -> None:
         """Give the buffers that the lane wrote, or replaced, to the original."""
-        for module, shell in self.shells.items():
-            for name, buffer in module._buffers.items():
+        for original, shell in self._buffered():
+            for name, buffer in original._buffers.items():
                 now = shell._buffers.get(name)
-                if buffer is None or now is None or not self.tensors.written_by_lane(buffer, now):
+                if buffer is None or now is None:
+                    continue
+                if not (self.tensors.written_by_lane(buffer, now) or may_be_written_unseen(original, buffer)):
                     continue
                 with lasting():
                     if now.shape == buffer.shape:
                         buffer.copy_(now)
                     else:
-                        module._buffers[name] = now.detach().to(buffer.device)
+                        _set_buffer(original, name, now.detach().to(buffer.device))
 
-    def _shell(self, module: torch.nn.Module) -> torch.nn.Module:
+    def _buffered(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        return [pair for pairs in self._pairs.values() for pair in pairs if len(pair[0]._buffers)]
+
+    def _paired(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
+        """The module beside its new shell; a scripted one is followed by what is in it."""
         if isinstance(module, torch.jit.ScriptModule):
             return replicate_script(module)
         if _is_compiled(module):
-            return _recompiled(module, self.shells)
-        shell = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        assert isinstance(shell, torch.nn.Module)
-        return shell
+            return [(module, _recompiled(module, self.shells))]
+        return [(module, module._replicate_for_data_parallel())]  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _named(self, name: str, module: torch.nn.Module) -> Iterator[None]:
+        """What goes wrong inside the block is told of that submodule."""
+        try:
+            yield
+        except Exception as error:
+            place = f"submodule {name!r}" if name else "the module"
+            msg = (
+                f"no replica of {place} ({type(module).__name__}) can be made on {self.tensors.device}: "
+                f"{type(error).__name__}: {error}"
+            )
+            raise ReplicaError(msg) from error
 
     def _fill_plain(self, shell: torch.nn.Module, module: torch.nn.Module) -> None:
         own = vars(shell)
-        own.update(vars(module._replicate_for_data_parallel()))  # type: ignore[no-untyped-call]
-        for name in set(own) - set(vars(module)) - {"_is_replica"}:
-            del own[name]
-        tensors = self.tensors
-        own["_parameters"] = {n: None if p is None else tensors.parameter(p) for n, p in module._parameters.items()}
-        own["_buffers"] = {n: None if b is None else tensors.buffer(b) for n, b in module._buffers.items()}
-        own["_modules"] = {n: None if c is None else self.shells[c] for n, c in module._modules.items()}
-        for name, value in list(own.items()):
+        own.clear()
+        own.update(without_stand_ins(vars(module._replicate_for_data_parallel())))  # type: ignore[no-untyped-call]
+        own["_parameters"] = {n: p if p is None else self.tensors.parameter(p) for n, p in module._parameters.items()}
+        own["_buffers"] = {n: b if b is None else self.tensors.buffer(b) for n, b in module._buffers.items()}
+        own["_modules"] = {n: c if c is None else self.shells[c] for n, c in module._modules.items()}
+        for name, value in own.items():
             if name not in _STRUCTURE:
-                self._fill_attribute(own, name, value, module)
+                own[name] = self._attribute(name, value)
 
-    def _fill_attribute(self, own: dict[str, Any], name: str, value: Any, module: torch.nn.Module) -> None:
-        if isinstance(value, StandIn):
-            value = original_method(value)
-            if getattr(value, "__func__", None) is getattr(type(module), name, None):
-                del own[name]  # the class has it
-                return
-            own[name] = value
+    def _attribute(self, name: str, value: Any) -> Any:
         if name == "_compiled_call_impl":
-            own[name] = None  # compiled for the original; the shell runs the same code uncompiled
-        elif isinstance(value, types.MethodType) and (owner := self._shell_of(value.__self__)) is not None:
-            own[name] = types.MethodType(value.__func__, owner)
-        else:
-            own[name] = self.tensors.attribute(value)
+            return None  # compiled for the original; the shell runs the same code uncompiled
+        if isinstance(value, types.MethodType) and (owner := self._shell_of(value.__self__)) is not None:
+            return types.MethodType(value.__func__, owner)
+        return self.tensors.attribute(value)
 
     def _shell_of(self, owner: Any) -> torch.nn.Module | None:
         return self.shells.get(owner) if isinstance(owner, torch.nn.Module) else None
@@ -132,6 +145,8 @@ def _recompiled(module: Any, shells: Mapping[torch.nn.Module, torch.nn.Module]) 
     return shell
 
 
-def _cannot(name: str, module: torch.nn.Module, device: torch.device, why: str) -> str:
-    place = f"submodule {name!r}" if name else "the module"
-    return f"no replica of {place} ({type(module).__name__}) can be made on {device}: {why}"
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        setattr(module, name, value)
+    else:
+        module._buffers[name] = value

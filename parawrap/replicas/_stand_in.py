@@ -11,7 +11,7 @@ import wrapt
 
 from parawrap.errors import SessionError
 
-__all__ = ["StandIn", "original_method", "put", "restore"]
+__all__ = ["StandIn", "put", "restore", "without_stand_ins"]
 
 _MISSING: Any = object()
 
@@ -19,7 +19,7 @@ _MISSING: Any = object()
 class StandIn(wrapt.FunctionWrapper[..., Any]):
     """A method with the same signature and name, kept in the module's ``__dict__``; replicas are made without it.
 
-    A copy or a pickle of the module carries the plain method.
+    Should it be copied or pickled on its own, the plain method is.
     """
 
     def __copy__(self) -> Any:
@@ -35,8 +35,21 @@ class StandIn(wrapt.FunctionWrapper[..., Any]):
 def put(module: torch.nn.Module, name: str, value: Any) -> Any:
     """Put `value` into the module's own dictionary; what was there before, for `restore`."""
     before = vars(module).get(name, _MISSING)
+    if isinstance(value, StandIn):
+        value._self_before = before
     vars(module)[name] = value
     return before
+
+
+def without_stand_ins(own: dict[str, Any]) -> dict[str, Any]:
+    """A module's dictionary as it would be outside all blocks."""
+    plain = {}
+    for name, value in own.items():
+        while isinstance(value, StandIn):
+            value = value._self_before
+        if value is not _MISSING:
+            plain[name] = value
+    return plain
 
 
 def restore(module: torch.nn.Module, replaced: Sequence[tuple[str, Any, Any]]) -> None:
@@ -60,10 +73,3 @@ def restore(module: torch.nn.Module, replaced: Sequence[tuple[str, Any, Any]]) -
             del own[name]
         else:
             own[name] = before
-
-
-def original_method(value: Any) -> Any:
-    """What lies under all stand-ins."""
-    while isinstance(value, StandIn):
-        value = value.__wrapped__
-    return value

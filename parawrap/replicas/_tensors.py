@@ -36,9 +36,10 @@ class Mirror:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.originals = Ledger()
-        self._copies: dict[int, torch.Tensor] = {}
-        self._linked: dict[int, torch.Tensor] = {}
         self.linked = False
+        self.origins: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._links: dict[int, torch.Tensor] = {}
 
     def copy_of(self, original: torch.Tensor) -> torch.Tensor:
         """The copy of a tensor, made when it is first asked for; the same tensor has the same copy."""
@@ -49,23 +50,24 @@ class Mirror:
             if isinstance(original, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, requires_grad=original.requires_grad)
             self._copies[key] = copy
+            self.origins[id(copy)] = original
             self.originals.enter(original)
             self.linked = False
-        return self._linked.get(key, self._copies[key])
+        return self._links.get(key, self._copies[key])
 
     def refresh(self) -> int:
         """Write the originals that changed into their copies; the bytes written."""
         changed = self.originals.changed()
         same_form = [tensor for tensor in changed if self._takes(tensor)]
-        with lasting():
-            _write([self._copies[id(tensor)] for tensor in same_form], same_form)
-        for tensor in same_form:
-            self.originals.enter(tensor)
+        if same_form:
+            with lasting():
+                copies = [self._copies[id(tensor)] for tensor in same_form]
+                torch._foreach_copy_(copies, same_form, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
         for tensor in changed:
             if not self._takes(tensor):  # of another dtype, shape or part in the graph: copied anew
-                del self._copies[id(tensor)]
-                self._linked.clear()
+                self._forget(id(tensor))
                 self.copy_of(tensor)
+            self.originals.enter(tensor)
         return sum(tensor.nbytes for tensor in changed)
 
     def link(self) -> None:
@@ -74,20 +76,24 @@ class Mirror:
         The links share the copies' memory, so they need not be made again when the copies are refreshed.
         """
         originals = [tensor for tensor in self.originals if tensor.requires_grad]
+        links: Sequence[torch.Tensor] = ()
         if originals:
             copies = [self._copies[id(tensor)] for tensor in originals]
             with torch.inference_mode(False), torch.enable_grad():
-                linked = _Broadcast.apply(copies, *originals)  # type: ignore[no-untyped-call]
-            self._linked = {id(tensor): link for tensor, link in zip(originals, linked, strict=True)}
+                links = _Broadcast.apply(copies, *originals)  # type: ignore[no-untyped-call]
+        self._links = {id(tensor): link for tensor, link in zip(originals, links, strict=True)}
+        self.origins.update((id(link), tensor) for tensor, link in zip(originals, links, strict=True))
         self.linked = True
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let go of the copies of all other tensors."""
-        kept = {id(tensor) for tensor in tensors}
         self.originals.keep(tensors)
-        for key in set(self._copies) - kept:
-            del self._copies[key]
-            self._linked.pop(key, None)
+        for key in set(self._copies) - {id(tensor) for tensor in tensors}:
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        for held in (self._copies.pop(key), self._links.pop(key, None)):
+            self.origins.pop(id(held), None)
 
     def _takes(self, original: torch.Tensor) -> bool:
         copy = self._copies[id(original)]
@@ -107,6 +113,7 @@ class Tensors:
         self._ledger = buffers
         self._own: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
+        self._origins: dict[int, torch.Tensor] = {}
 
     def parameter(self, original: torch.Tensor) -> torch.Tensor:
         return original if self.mirror is None else self.mirror.copy_of(original)
@@ -120,9 +127,41 @@ class Tensors:
             if original not in self._ledger:
                 self._ledger.enter(original)
             with lasting():
-                self._own[key] = original.detach().to(self.device, copy=True)
-            self._versions[key] = self._own[key]._version
+                self._own[key] = own = original.detach().to(self.device, copy=True)
+            self._versions[key] = own._version
+            self._origins[id(own)] = original
         return self._own[key]
+
+    def renew_buffers(self, changed: Sequence[torch.Tensor]) -> int:
+        """Copy those originals into new buffers of the lane's own; the bytes copied.
+
+        New ones, because a graph that is still waiting for its backward pass may hold the present ones: written in place
+        they would no longer be what that graph saved.
+        """
+        mine = [tensor for tensor in changed if id(tensor) in self._own]
+        for tensor in mine:
+            self._forget(id(tensor))
+            self.buffer(tensor)
+        return sum(tensor.nbytes for tensor in mine)
+
+    def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
+        """Whether what the replica has in the place of that buffer is not what it was given."""
+        own = self._own.get(id(original))
+        return current is not own or current._version != self._versions[id(original)]
+
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The module's tensor that this one is, or is a copy of; None for any other."""
+        found = self._origins.get(id(tensor))
+        return self.mirror.origins.get(id(tensor)) if found is None and self.mirror is not None else found
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let go of the copies of all other tensors."""
+        for key in set(self._own) - {id(tensor) for tensor in tensors}:
+            self._forget(key)
+
+    def _forget(self, key: int) -> None:
+        own = self._own.pop(key)
+        del self._versions[key], self._origins[id(own)]
 
     def attribute(self, value: Any) -> Any:
         """A plain attribute: tensors, also in a list, tuple or dict, are brought to the device; all else is shared."""
@@ -143,36 +182,3 @@ class Tensors:
             return self._own[id(tensor)]
         # What another graph computed is left for the module to compute again, as weight_norm does before each forward.
         return self.mirror.copy_of(tensor) if tensor.is_leaf and tensor.device != self.device else tensor
-
-    def refresh_buffers(self, changed: Sequence[torch.Tensor]) -> int:
-        """Write those originals into the lane's own buffers; the bytes written."""
-        mine = [tensor for tensor in changed if id(tensor) in self._own]
-        own = [self._own[id(tensor)] for tensor in mine]
-        with lasting():
-            _write(own, mine)
-        self._versions.update((id(tensor), copy._version) for tensor, copy in zip(mine, own, strict=True))
-        return sum(tensor.nbytes for tensor in mine)
-
-    def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
-        """Whether what the replica has in the place of that buffer is not what it was given."""
-        own = self._own.get(id(original))
-        return current is not own or current._version != self._versions[id(original)]
-
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let go of the copies of all other tensors."""
-        for key in set(self._own) - {id(tensor) for tensor in tensors}:
-            del self._own[key], self._versions[key]
-
-
-def _write(copies: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
-    """Write the originals into their copies, in one go; a copy that no longer has the right form gets new memory."""
-    pairs = list(zip(copies, originals, strict=True))
-    alike = [(copy, original) for copy, original in pairs if copy.dtype == original.dtype and copy.shape == original.shape]
-    if alike:
-        to_cpu = alike[0][0].device.type == "cpu"
-        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-            [copy for copy, _ in alike], [original for _, original in alike], non_blocking=not to_cpu
-        )
-    for copy, original in pairs if len(alike) < len(pairs) else ():
-        if copy.dtype != original.dtype or copy.shape != original.shape:
-            copy.data = original.detach().to(copy.device, copy=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Watch", "module_tree"]
+__all__ = ["Watch", "may_be_written_unseen", "module_tree"]
 
 
 def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -25,6 +25,15 @@ def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
         if not isinstance(module, torch.jit.ScriptModule):
             children = [(child, f"{name}.{key}".lstrip(".")) for key, child in module._modules.items() if child is not None]
             stack += reversed(children)
+
+
+def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
+    """Whether a forward pass may write the buffer without its version counter telling.
+
+    The kernels of batch and instance norm do so, in train mode, to their running statistics, and a norm of the user's own
+    calls the same kernels: vectors of floats, one value a channel.
+    """
+    return module.training and buffer.ndim == 1 and buffer.is_floating_point()
 
 
 class Watch:

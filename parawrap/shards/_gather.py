@@ -16,6 +16,7 @@ from parawrap.tree import Opaque, addresses, flatten, mismatch, unflatten
 __all__ = ["GatherRules", "Reduce", "gather"]
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
+Originals = Sequence[Callable[[torch.Tensor], torch.Tensor | None]]
 _REDUCTIONS = ("mean", "sum", "stack")
 _TENSOR = frozenset({torch.Tensor})
 _ROOT = "output"
@@ -30,6 +31,11 @@ class GatherRules:
     reduce: Reduce = "mean"
     join: Literal["cat", "list"] = "cat"
 
+    @property
+    def keep_single(self) -> bool:
+        """Whether the output of a call that was not cut is the output as it is."""
+        return self.join == "cat" and self.reduce in ("mean", "sum")
+
     def __post_init__(self) -> None:
         if self.reduce not in _REDUCTIONS and not callable(self.reduce):
             msg = f"reduce={self.reduce!r} is none of 'mean', 'sum', 'stack' or a function of a vector"
@@ -39,21 +45,36 @@ class GatherRules:
             raise GatherError(msg)
 
 
-def gather(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+def gather(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    rules: GatherRules,
+    device: torch.device | None,
+    originals: Originals = (),
+) -> Any:
     """One output on `device` (None: where each lane left it) from the outputs of shards of those sizes.
+
+    `originals` finds, for each lane, the tensor that everybody knows of which a tensor is that lane's copy: where all
+    lanes return a copy of the same one, it is returned itself, once.
 
     Raises:
         GatherError: structures, shapes or values that cannot be joined, named by their place in the output.
     """
-    if rules.join == "cat" and len(outputs) > 1:
-        return _join(outputs, sizes, rules, device)
+    if rules.join == "cat" and (len(outputs) > 1 or not rules.keep_single):
+        return _join(outputs, sizes, rules, device, originals)
     moved = [output if device is None else _moved(output, device) for output in outputs]
     return moved if rules.join == "list" else moved[0]
 
 
-def _join(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+def _join(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    rules: GatherRules,
+    device: torch.device | None,
+    originals: Originals,
+) -> Any:
     if _TENSOR.issuperset(map(type, outputs)):
-        return _join_leaf(outputs, sizes, rules, device)
+        return _join_leaf(outputs, sizes, rules, device, originals)
     flat = [flatten(output) for output in outputs]
     specs = [spec for _, spec in flat]
     spec = specs[0]
@@ -62,18 +83,25 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], rules: GatherRules, devi
     joined = []
     for index, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         try:
-            joined.append(_join_leaf(column, sizes, rules, device))
+            joined.append(_join_leaf(column, sizes, rules, device, originals))
         except GatherError as error:
             msg = f"{addresses(spec, (_ROOT,))[index]} cannot be joined: {error}"
             raise GatherError(msg) from error.__cause__
     return unflatten(spec, joined)
 
 
-def _join_leaf(column: Sequence[Any], sizes: Sequence[int], rules: GatherRules, device: torch.device | None) -> Any:
+def _join_leaf(
+    column: Sequence[Any],
+    sizes: Sequence[int],
+    rules: GatherRules,
+    device: torch.device | None,
+    originals: Originals,
+) -> Any:
     first = column[0]
     if _TENSOR.issuperset(map(type, column)) or all(isinstance(leaf, torch.Tensor) for leaf in column):
-        if column[1] is first and all(leaf is first for leaf in column):
-            return first if device is None else first.to(device)  # the same for every row: a parameter, say
+        same = _same_tensor(column, originals) if len(column) > 1 else None
+        if same is not None:
+            return same if device is None else same.to(device)
         parts = list(column) if device is None else [leaf.to(device) for leaf in column]
         return _cat(parts, rules.dim) if first.ndim else _reduce(parts, sizes, rules.reduce)
     if isinstance(first, Opaque):
@@ -86,9 +114,20 @@ def _join_leaf(column: Sequence[Any], sizes: Sequence[int], rules: GatherRules, 
     raise GatherError(msg)
 
 
+def _same_tensor(column: Sequence[torch.Tensor], originals: Originals) -> torch.Tensor | None:
+    """The one tensor that all lanes returned, or returned their copies of: a parameter, say, or a table of the module."""
+    last = column[-1]
+    if column[0] is last:
+        return last if all(leaf is last for leaf in column) else None
+    same = originals[-1](last) if originals else None
+    if same is None:
+        return None
+    return same if all(leaf is same or find(leaf) is same for leaf, find in zip(column, originals, strict=True)) else None
+
+
 def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
     try:
-        return torch.cat(parts, dim)
+        return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
     except (IndexError, RuntimeError) as error:
         raise GatherError(_why_no_cat(parts, dim)) from error
 

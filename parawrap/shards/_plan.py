@@ -81,8 +81,20 @@ class ShardPlan:
         if dim is None or len(self.sizes) == 1:
             return (leaf,) * len(self.sizes)
         if isinstance(leaf, torch.Tensor):
-            return leaf.split_with_sizes(self.sizes, dim)
+            return _views(leaf, self.sizes, dim)
         return [Opaque(part) for part in splitter_of(leaf.value).split(leaf.value, self.sizes)]
+
+
+def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[torch.Tensor]:
+    """The rows of each lane, in the tensor's own memory.
+
+    torch refuses to let one of several views be written in place by an operation that has a graph. Where the tensor has
+    none, and a lane may therefore write into its rows (``x += self.bias``), each view is cut loose from the others.
+    """
+    parts = tensor.split_with_sizes(sizes, dim)
+    if torch.is_grad_enabled() and not tensor.requires_grad:
+        return [part.detach() for part in parts]
+    return parts
 
 
 def _settled(leaf: Any, device: torch.device) -> Any:
