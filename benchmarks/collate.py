@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from benchmarks._measure import Row, take_turns
 from torch.utils.data import default_collate
 
 import parawrap
+from benchmarks._measure import Row, take_turns
 
 _NOISE = 1.05  # two equal arms differ by this much here
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
-from benchmarks._measure import Row, take_turns
 
+from benchmarks._measure import Row, take_turns
 from parawrap import parallel
 
 mpl.use("Agg")

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from benchmarks._measure import Row, take_turns
 
+from benchmarks._measure import Row, take_turns
 from parawrap import parallel
 
 LANES = 4

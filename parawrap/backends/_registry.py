@@ -10,7 +10,7 @@ import torch
 from parawrap.backends._base import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["backend_of", "best_backend", "register_backend"]
+__all__ = ["backend_of", "best_backend", "not_there", "register_backend"]
 
 _MODULES = {
     "cpu": "parawrap.backends.cpu",
@@ -45,6 +45,16 @@ def best_backend() -> Backend:
     if accelerator is not None:
         return backend_of(accelerator.type)
     return backend_of("cpu")
+
+
+def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
+    """The error for a device that this process does not see: it says which it sees."""
+    asked = kind if index is None else f"{kind}:{index}"
+    seen = f"this process sees {kind}:0 to {kind}:{count - 1}" if count > 1 else f"there is only {kind}:0"
+    here = seen if count else f"no {kind} is visible"
+    return DeviceUnavailableError(
+        f'device {asked!r} is not there: {here}; "auto" takes the best there is, {best_backend().type!r}'
+    )
 
 
 def _load(kind: str) -> Backend:

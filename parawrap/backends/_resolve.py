@@ -27,7 +27,7 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
     """
     if devices is None or devices == "auto":
         return best_backend().every_device()
-    if isinstance(devices, bool) or not isinstance(devices, (int, str, torch.device, Sequence)):
+    if isinstance(devices, (bool, bytes)) or not isinstance(devices, (int, str, torch.device, Sequence)):
         msg = f"devices={devices!r} names no devices: give a number, a kind such as 'cuda', or a sequence of devices"
         raise DeviceListError(msg)
     if isinstance(devices, int):

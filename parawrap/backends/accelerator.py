@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from parawrap.backends._base import Backend
-from parawrap.errors import DeviceUnavailableError
+from parawrap.backends._registry import not_there
 
 __all__ = ["AcceleratorBackend"]
 
@@ -33,10 +33,7 @@ class AcceleratorBackend(Backend):
         if index is None and count:
             index = int(self.module.current_device())
         if index is None or not 0 <= index < count:
-            asked = self.type if index is None else f"{self.type}:{index}"
-            here = f"this process sees {self.type}:0 to {self.type}:{count - 1}" if count else f"no {self.type} is visible"
-            msg = f'device {asked!r} is not there: {here}; devices="auto" takes the best that is'
-            raise DeviceUnavailableError(msg)
+            raise not_there(self.type, index, count)
         return torch.device(self.type, index)
 
     def stream(self, device: torch.device) -> object | None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from parawrap.backends._base import Backend
-from parawrap.errors import DeviceUnavailableError
+from parawrap.backends._registry import not_there
 
 __all__ = ["BACKEND", "MpsBackend"]
 
@@ -23,10 +23,7 @@ class MpsBackend(Backend):
 
     def device(self, index: int | None) -> torch.device:
         if self.count() == 0 or index not in (None, 0):
-            asked = self.type if index is None else f"mps:{index}"
-            here = "this machine has one, mps:0" if self.count() else "no mps is visible"
-            msg = f'device {asked!r} is not there: {here}; devices="auto" takes the best that is'
-            raise DeviceUnavailableError(msg)
+            raise not_there(self.type, index, self.count())
         return torch.device("mps", 0)
 
     def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:

@@ -9,5 +9,6 @@ from parawrap.engine._session import Entry, Session, Ticket
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._stream import stream
 from parawrap.engine._trace import Trace
+from parawrap.replicas import ReplicaSet
 
-__all__ = ["Entry", "InPlace", "LaneStats", "Session", "Stats", "Ticket", "Trace", "stream"]
+__all__ = ["Entry", "InPlace", "LaneStats", "ReplicaSet", "Session", "Stats", "Ticket", "Trace", "stream"]

@@ -14,9 +14,10 @@ import torch
 
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
+from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, ReplicaSet, home_of
-from parawrap.shards import Cutter, GatherRules, Shard, ShardPlan, check_equal, gather
+from parawrap.shards import Cutter, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 
 __all__ = ["Entry", "Session", "Ticket"]
 
@@ -65,7 +66,7 @@ class Session:
         self.rules = rules
         self.replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
         home = home_of(target) if isinstance(target, torch.nn.Module) else None
-        self.output_device = output_device if output_device is not None else home
+        self.output_device = output_device  # None: where the module lies, or what a callable is given
         self.pool = LanePool(self.devices, home)
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
         self._never_cuts = self._stays_on_cpu and len(self.devices) == 1
@@ -92,6 +93,7 @@ class Session:
             if self.replicas.stale():
                 with self.pool.idle():
                     self.replicas.refresh()
+                self.pool.home = self.replicas.home
             return self.replicas.modules(lanes)
 
     def apply(self, works: Sequence[Callable[[], Any]], kind: Hashable = None) -> list[Any]:
@@ -107,14 +109,18 @@ class Session:
             try:
                 raise error
             finally:
-                del error, outcomes  # the traceback holds this frame: no cycle
+                del error
+                outcomes.clear()  # the traceback holds frames that hold this list: no cycle keeps the call's tensors
         return [outcome.value for outcome in outcomes]
 
-    def gather(self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None) -> Any:
+    def gather(
+        self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None, originals: Originals = ()
+    ) -> Any:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
-        if device is None and not self._stays_on_cpu:
-            device = self.output_device
-        originals = () if self.replicas is None else self.replicas.originals(len(outputs))
+        if self._stays_on_cpu:
+            device = None  # where they are
+        elif device is None:
+            device = self.output_device or self.pool.home or self.devices[0]
         with self.pool.share_of_cores():
             return gather(outputs, sizes, self.rules, device, originals)
 
@@ -133,7 +139,7 @@ class Session:
         shards = plan.scatter(leaves, self.devices)
         replicas = self.replicate(len(shards))
         outputs = self.apply(self._works(entry, replicas, shards), plan)
-        output = self.gather(outputs, plan.sizes)
+        output = self.gather(outputs, plan.sizes, self._beside(leaves), self._originals(shards))
         self._count(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
@@ -141,6 +147,9 @@ class Session:
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
         """Run a whole call, not cut, in the lane that has least to do."""
+        if self.pool.closed:
+            msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
+            raise SessionError(msg)
         lane = min(self.pool.lanes, key=_load)
         plan, leaves = self.cutters[entry.method].whole(args, kwargs)
         rows = plan.rows
@@ -150,7 +159,7 @@ class Session:
 
         def work() -> Any:
             (shard,) = plan.scatter(leaves, [lane.device])
-            return self.gather([entry.of(replica)(*shard.args, **shard.kwargs)], plan.sizes)
+            return self.gather([entry.of(replica)(*shard.args, **shard.kwargs)], plan.sizes, self._beside(leaves))
 
         future = self.pool.submit(lane, work)
         with self._counting:
@@ -185,6 +194,20 @@ class Session:
         if self.replicas is not None and replicas[0] is not self.target:
             works[0] = partial(_then, works[0], self.replicas.write_back)
         return works
+
+    def _beside(self, leaves: Sequence[Any]) -> torch.device | None:
+        """Where the plain call of a callable would leave its output: where its first tensor lies."""
+        if self.output_device is not None or self.pool.home is not None:
+            return self.output_device
+        return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+
+    def _originals(self, shards: Sequence[Shard]) -> Originals:
+        """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
+        of_module: Originals = () if self.replicas is None else self.replicas.originals(len(shards))
+        if not any(shard.copies for shard in shards):
+            return of_module
+        lookups = of_module or [_nobodys] * len(shards)
+        return [partial(_found, shard.copies, lookup) for shard, lookup in zip(shards, lookups, strict=True)]
 
     def must_run_plainly(self) -> bool:
         """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
@@ -224,6 +247,15 @@ class Session:
 
 def _load(lane: Lane) -> int:
     return lane.inbox.qsize() + lane.busy.locked()
+
+
+def _nobodys(tensor: torch.Tensor) -> None:
+    """What a target without replicas has copies of."""
+
+
+def _found(copies: Mapping[int, torch.Tensor], lookup: Any, tensor: torch.Tensor) -> torch.Tensor | None:
+    copied = copies.get(id(tensor))
+    return lookup(tensor) if copied is None else copied
 
 
 def _then(work: Callable[[], Any], afterwards: Callable[[], None]) -> Any:

@@ -55,12 +55,21 @@ def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001
-            broken: Future[Any] = Future()
-            broken.set_exception(error)
-            yield Ticket(broken, session.pool.lanes[0], 0)
+            yield _failed(session, error)
             return
         args, kwargs = _as_call(batch)
-        yield session.submit(entry, args, kwargs)
+        try:
+            ticket = session.submit(entry, args, kwargs)
+        except Exception as error:  # noqa: BLE001
+            yield _failed(session, error)
+            return
+        yield ticket
+
+
+def _failed(session: Session, error: Exception) -> Ticket:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return Ticket(future, session.pool.lanes[0], 0)
 
 
 def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

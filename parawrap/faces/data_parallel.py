@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices
-from parawrap.engine import Session
+from parawrap.engine import ReplicaSet, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._warn import warn_caller
 from parawrap.shards import Cutter, GatherRules, Parameters
@@ -67,6 +67,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         self.module = module
         self.dim = dim
         self._engine: Session | None = None
+        self._settings: tuple[Any, ...] = ()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
         if not self._lanes:
@@ -85,7 +86,7 @@ class DataParallel(torch.nn.DataParallel[T]):
             engine.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None}  # a copy or an unpickled one starts lanes of its own
+        return {**self.__dict__, "_engine": None, "_settings": ()}  # a copy or an unpickled one starts lanes of its own
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter, replicate, apply, gather; the plain call where there are no lanes or it runs in a lane already.
@@ -114,7 +115,11 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         """What the first ``len(device_ids)`` lanes run: kept from call to call and refreshed when `module` changed."""
-        return self._session().replicate(len(device_ids))
+        if module is self.module:
+            return self._session().replicate(len(device_ids))
+        replicas = ReplicaSet(module, [_device(device_id) for device_id in device_ids])
+        replicas.refresh()
+        return cast("list[T]", replicas.modules(len(device_ids)))
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with the args and kwargs i in lane i; their outputs, in lane order."""
@@ -128,11 +133,18 @@ class DataParallel(torch.nn.DataParallel[T]):
         return self._session().gather(outputs, (1,) * len(outputs), _device(output_device))
 
     def _session(self) -> Session:
-        if self._engine is None:
+        """The engine for the module, devices and dim that the attributes name now."""
+        settings = (self.module, self.dim, tuple(self.device_ids))
+        if self._engine is None or self._settings != settings:
+            self.close()
+            self._lanes = tuple(_device(device_id) for device_id in self.device_ids)
+            self.src_device_obj = self._lanes[0]
+            self._refuse_elsewhere()
             cutter = Cutter(self.dim, parameters=Parameters(self.module.forward), lists_are_shared=True)
             rules = GatherRules(self.dim, reduce=_vector)
             output = _device(self.output_device)
             self._engine = Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
+            self._settings = settings
         return self._engine
 
     def _refuse_elsewhere(self) -> None:

@@ -35,6 +35,13 @@ class Parallel(Generic[TargetT]):
 
     Lanes and replicas start when they are first needed and live until the block ends; used without ``with``, until
     `close`. Any number of threads may use it at once; it may be entered while it is entered, and again after it ended.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import Parallel
+        >>> with Parallel(torch.tanh, ["cpu", "cpu"]) as p:
+        ...     p(torch.zeros(3))
+        tensor([0., 0., 0.])
     """
 
     def __init__(
@@ -80,9 +87,9 @@ class Parallel(Generic[TargetT]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
             self._write_back()
-            last = self._depth == 0
-        if last:
-            self.close()
+            session = self._taken_out() if self._depth == 0 else None
+        if session is not None:
+            session.close()
 
     def close(self) -> None:
         """Give the model its methods back and end the lanes, once they have finished. Calling it twice does no harm.
@@ -94,10 +101,7 @@ class Parallel(Generic[TargetT]):
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()
             self._depth = 0
-            session, self._session = self._session, None
-            if session is not None:
-                self._last_stats = session.stats()
-            self._closed = True
+            session = self._taken_out()
         if session is not None:
             session.close()
 
@@ -162,6 +166,14 @@ class Parallel(Generic[TargetT]):
         The file is in the format that chrome://tracing and ui.perfetto.dev open; ``trace.spans`` holds the same.
         """
         return self._opened().trace(path)
+
+    def _taken_out(self) -> Session | None:
+        """The session, which this block no longer has: to be closed without the lock, as lanes may still be at work."""
+        session, self._session = self._session, None
+        self._closed = True
+        if session is not None:
+            self._last_stats = session.stats()
+        return session
 
     def _new_session(self) -> Session:
         return Session(

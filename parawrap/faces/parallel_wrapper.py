@@ -100,6 +100,12 @@ class ParallelWrapper(torch.nn.Module):
         else:
             setattr(self._inner(), name, value)
 
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__ or name in _OWN:
+            super().__delattr__(name)
+        else:
+            delattr(self._inner(), name)
+
     def __len__(self) -> int:
         return len(self._inner())  # type: ignore[arg-type]
 

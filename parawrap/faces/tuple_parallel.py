@@ -160,7 +160,6 @@ class _InLanes:
     def __init__(self, devices: Devices) -> None:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
-        self._moves = devices is not None
         self._session: Session | None = None
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -168,7 +167,7 @@ class _InLanes:
         session = self._session_for(len(parts))
         if session.must_run_plainly():
             return _in_turn(function, args, kwargs)
-        if self._moves:
+        if not self._on_cpu:
             parts = [
                 recursive_to(part, device, non_blocking=True) for part, device in zip(parts, self._lanes, strict=False)
             ]

@@ -31,8 +31,9 @@ class Flight:
         if last:
             self._landed.release()
 
-    def wait(self) -> None:
-        self._landed.acquire()
+    def wait(self, patience: float) -> bool:
+        """Whether all outcomes are there, after waiting at most so many seconds."""
+        return self._landed.acquire(timeout=patience)
 
 
 class Share:

@@ -58,9 +58,9 @@ class Modes(NamedTuple):
         """Run `work` in this thread under these modes, and leave the thread as it was.
 
         A default device that is the model's home stands for "where the model is": in a lane that is the lane's device.
+        So does none at all, which is the CPU, for a model whose home is the CPU.
         """
-        beside_model = self.default_device is not None and self.default_device == home
-        default_device = device if beside_model else self.default_device
+        default_device = _default_in_lane(self.default_device, device, home)
         if self.grad == torch.is_grad_enabled() and self.inference == torch.is_inference_mode_enabled():
             return self._run_with_autocast(work, default_device)
         with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
@@ -97,6 +97,12 @@ def sees_only_its_own_thread() -> bool:
         or _C._functorch.peek_interpreter_stack() is not None
         or (_C._len_torch_function_stack() > 0 and not _only_default_devices())
     )
+
+
+def _default_in_lane(default: torch.device | None, device: torch.device, home: torch.device | None) -> torch.device | None:
+    if home is None or device == home:
+        return default
+    return device if (torch.device("cpu") if default is None else default) == home else default
 
 
 def _only_default_devices() -> bool:

@@ -5,7 +5,8 @@ What this file guarantees:
 - A lane runs one piece of work at a time, in order of arrival: whoever works in it holds ``lane.busy``.
 - A caller runs lane 0 itself, and then whatever no lane has begun: it never waits for a thread that is still waking.
 - Whatever work raises comes back as an :class:`Outcome`; the lane lives on.
-- Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly.
+- Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly. A thread that
+  such work waits for does not wait for that lane either: it shares it.
 - A caller that is interrupted while it waits leaves at once; its work that has not begun is dropped, not run.
 - Threads start when first needed and end with `close`, with the pool's last reference, or with the interpreter.
 - After a fork the child has no lanes, and `LanePool.alive` says so.
@@ -19,13 +20,14 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
 from parawrap.lanes._flight import Flight, Share
-from parawrap.lanes._lane import Errand, Lane, Task
+from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
@@ -67,6 +69,11 @@ class LanePool:
         self._end = weakref.finalize(self, _end, self.lanes, _EXIT_PATIENCE_S)
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return not self._end.alive
+
+    @property
     def alive(self) -> bool:
         """False after `close`, and in a process forked from the one that made the pool."""
         return self._end.alive and self._forks == _forks
@@ -100,7 +107,10 @@ class LanePool:
             for share in reversed(shares):  # the lane that was woken last is the last to begin
                 if not share.lane.busy.locked() and share.claim():
                     share.do()
-            flight.wait()
+            while not flight.wait(PATIENCE_S):
+                for share in shares:
+                    if share.lane.stuck() and share.claim():
+                        share.do()
         except BaseException:
             for share in shares:
                 share.claim()
@@ -151,7 +161,8 @@ class LanePool:
         """No lane works inside the block: for whoever changes what lanes work with."""
         with ExitStack() as held:
             for lane in self.lanes:
-                held.enter_context(lane.busy)
+                if lane.take():
+                    held.callback(lane.release)
             yield
 
     def share_of_cores(self) -> intra_op_threads:
@@ -169,6 +180,7 @@ class LanePool:
         """Hand the tasks from the `first` on to their lanes."""
         if first >= len(tasks):
             return []
+        # Nothing that a lane is handed refers to the pool: it may be collected while a lane still wakes up.
         modes = Modes.capture(self.backend.type)
         lanes = self.lanes[: len(tasks)]
         shares = [Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
@@ -186,19 +198,12 @@ class LanePool:
 
     def _carried(self, lane: Lane, task: Task, modes: Modes) -> Task:
         """The task under the caller's modes, on the lane's device and the caller's stream of that device."""
-        work = self._at(lane, task)
-        return lambda: modes.run(work, lane.device, self.home)
+        return partial(modes.run, self._at(lane, task), lane.device, self.home)
 
     def _at(self, lane: Lane, task: Task) -> Task:
         if lane.device.type == "cpu":
             return task
-        stream = self.backend.stream(lane.device)
-
-        def at() -> Any:
-            with self.backend.activate(lane.device, stream):
-                return task()
-
-        return at
+        return partial(_at_device, self.backend, lane.device, self.backend.stream(lane.device), task)
 
     def _ensure_started(self, lanes: Sequence[Lane]) -> None:
         if not self.alive:
@@ -210,6 +215,11 @@ class LanePool:
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self.threads)
+
+
+def _at_device(backend: Backend, device: torch.device, stream: object | None, task: Task) -> Any:
+    with backend.activate(device, stream):
+        return task()
 
 
 def _end(lanes: Sequence[Lane], patience: float | None) -> None:

@@ -5,11 +5,9 @@ the whole thread-local state of the caller, the profiler's included, to a thread
 a profiler is on, a lane's work runs there. It is slower than a lane's own thread, which nobody minds under a profiler.
 """
 
-# TorchScript reads what stands beside `return`: the checkers are told here instead.
+# TorchScript reads this file's source: no postponed annotations, and no comments for checkers beside `return`.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 # pyright: reportReturnType=false
-
-from __future__ import annotations
 
 import functools
 import itertools

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -43,10 +44,9 @@ class Ledger:
         seen = self._seen
         return [tensor for key, tensor in self._tensors.items() if _fingerprint(tensor) != seen[key]]
 
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let go of all tensors but these."""
-        kept = {id(tensor) for tensor in tensors}
-        for key in set(self._tensors) - kept:
+    def keep(self, keys: AbstractSet[int]) -> None:
+        """Let go of all tensors but those with these ids."""
+        for key in set(self._tensors) - keys:
             del self._tensors[key], self._seen[key]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from parawrap.replicas._tensors import Tensors
 
-__all__ = ["fill_script", "replicate_script"]
+__all__ = ["attributes_of", "fill_script", "replicate_script"]
 
 
 def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
@@ -22,9 +24,20 @@ def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, tor
 
 
 def fill_script(replica: torch.nn.Module, module: torch.nn.Module, tensors: Tensors) -> None:
-    """Set the replica's own parameters and buffers, and whether it trains, as the module has them now."""
-    for name, parameter in module._parameters.items():
-        setattr(replica, name, parameter if parameter is None else tensors.parameter(parameter))
-    for name, buffer in module._buffers.items():
-        setattr(replica, name, buffer if buffer is None else tensors.buffer(buffer))
+    """Set the replica's own attributes, tensors and others, as the module has them now."""
+    parameters, buffers = dict(module._parameters.items()), dict(module._buffers.items())
+    for name, value in attributes_of(module).items():
+        if isinstance(parameter := parameters.get(name), torch.Tensor):
+            setattr(replica, name, tensors.parameter(parameter))
+        elif isinstance(buffer := buffers.get(name), torch.Tensor):
+            setattr(replica, name, tensors.buffer(buffer))
+        else:
+            setattr(replica, name, tensors.attribute(value))
     replica.training = module.training
+
+
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A scripted module's own attributes by name, parameters and buffers among them, without its submodules."""
+    concrete: Any = module._concrete_type
+    cpp: Any = module._c
+    return {name: cpp.getattr(name) for name in concrete.get_attributes()}

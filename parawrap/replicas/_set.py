@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,14 +27,14 @@ class Freshness:
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:
-    """The one device that a module's parameters and buffers are on; None for a module without any.
+    """The one device that a module's tensors are on; None for a module without any.
 
     Raises:
         ReplicaError: they are on several devices; the message names two of them.
     """
     home: torch.device | None = None
     first = ""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+    for name, tensor in _tensors(module):
         if home is None:
             home, first = tensor.device, name
         elif tensor.device != home:
@@ -43,6 +44,18 @@ def home_of(module: torch.nn.Module) -> torch.device | None:
             )
             raise ReplicaError(msg)
     return home
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name; of a module that has neither, the first tensor that is a plain attribute."""
+    own = itertools.chain(module.named_parameters(), module.named_buffers())
+    first = next(own, None)
+    if first is not None:
+        return itertools.chain((first,), own)
+    attributes = (
+        (f"{name}.{key}".lstrip("."), value) for part, name in module_tree(module) for key, value in vars(part).items()
+    )
+    return itertools.islice(((name, value) for name, value in attributes if isinstance(value, torch.Tensor)), 1)
 
 
 class ReplicaSet:
@@ -60,6 +73,7 @@ class ReplicaSet:
         self._mirrors: dict[torch.device, Mirror] = {}
         self._buffers = Ledger()
         self._names: dict[torch.nn.Module, str] = {}
+        self._seen_tree: list[tuple[torch.nn.Module, type]] = []
         self._watch = Watch([])
         self._unseen: list[torch.Tensor] = []
         self._home: torch.device | None = None
@@ -76,8 +90,13 @@ class ReplicaSet:
             self._ready = not any(map(is_lazy, [*self.original.parameters(), *self.original.buffers()]))
         return self._ready
 
+    @property
+    def home(self) -> torch.device | None:
+        """Where the module lay when the replicas were last refreshed."""
+        return self._home
+
     def stale(self) -> bool:
-        """Whether the module changed since the last `refresh`: a tensor, an attribute, a submodule, its device."""
+        """Whether the module changed since the last `refresh`, or a lane's buffers did: a tensor, an attribute, ..."""
         if not self._lanes:
             return True
         return (
@@ -87,23 +106,21 @@ class ReplicaSet:
             or bool(self._unseen)
             or bool(self._buffers.changed())
             or self._unlinked()
+            or any(replica.wrote() for replica in self._shelled())
         )
 
     def refresh(self) -> None:
         """Bring every replica into line with the module."""
-        if not self._lanes or self._moved():
-            self._build()
-        elif [module for module, _ in module_tree(self.original)] != list(self._names):
-            self._rebuild()
         changed = self._watch.changed()
+        if not self._lanes or self._moved() or (changed and home_of(self.original) != self._home):
+            self._build()
+            changed = []
+        elif self._tree() != self._seen_tree:
+            self._rebuild()
+            changed = []
         self._refresh_tensors()
-        if any(not mirror.linked for mirror in self._mirrors.values()):
-            changed = list(self._names)  # copies were made anew, or are to be linked: every shell takes them up
-            if torch.is_grad_enabled():
-                for mirror in self._mirrors.values():
-                    mirror.link()
-        if changed:
-            self._fill(changed)
+        self._fill(changed)
+        self._relink()
 
     def originals(self, lanes: int) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
         """For each of the first lanes, what finds the module's own tensor that a tensor of that lane is a copy of."""
@@ -117,17 +134,30 @@ class ReplicaSet:
     def scratch(self) -> torch.nn.Module:
         """A replica at home whose buffers nobody else has, for a run that must leave no trace."""
         home = home_of(self.original) or self.devices[0]
-        return Replica(self.original, Tensors(home, None, Ledger())).module
+        return Replica(self.original, Tensors(home, home, None, Ledger())).module
 
     def _refresh_tensors(self) -> None:
         written = sum(mirror.refresh() for mirror in self._mirrors.values())
-        buffers = list(dict.fromkeys([*self._buffers.changed(), *self._unseen]))
-        written += sum(replica.refresh_buffers(buffers) for replica in self._shelled())
-        for buffer in buffers:
+        changed = [*self._buffers.changed(), *self._unseen]
+        for replica in self._shelled():
+            written += replica.refresh_buffers(list(dict.fromkeys([*changed, *replica.wrote()])))
+        for buffer in changed:
             self._buffers.enter(buffer)
         if written:
             self.freshness.refreshes += 1
             self.freshness.copied_bytes += written
+
+    def _relink(self) -> None:
+        """Where copies were made anew, or gradients are wanted for the first time, every shell takes the copies up."""
+        unlinked = [mirror for mirror in self._mirrors.values() if not mirror.linked]
+        if not unlinked or not torch.is_grad_enabled():
+            return
+        for mirror in unlinked:
+            mirror.unlink()
+        self._fill(list(self._names))
+        for mirror in unlinked:
+            mirror.link()
+        self._fill(list(self._names))
 
     def _shelled(self) -> list[Replica]:
         return [replica for replica in self._lanes if replica is not None]
@@ -139,41 +169,54 @@ class ReplicaSet:
         return torch.is_grad_enabled() and any(not mirror.linked for mirror in self._mirrors.values())
 
     def _build(self) -> None:
-        tensors = [*self.original.named_parameters(), *self.original.named_buffers()]
         self._home = home_of(self.original)
-        self._probe = tensors[0][1] if tensors else None
+        self._probe = next(_tensors(self.original), (None, None))[1]
         if self._home is not None and self._home.type == "meta":
-            msg = f"no replica of the module can be made: {tensors[0][0]!r} is on the meta device and has no data to copy"
+            name = next(_tensors(self.original))[0]
+            msg = f"no replica of the module can be made: {name!r} is on the meta device and has no data to copy"
             raise ReplicaError(msg)
-        at_home = (None, self._home) if self._home is not None else (None, *self.devices)
+        at_home = self.devices if self._home is None else (self._home,)
         self._mirrors = {device: Mirror(device) for device in self.devices if device not in at_home}
         self._buffers = Ledger()
         self._lanes = [
-            None
-            if lane == 0 and device in at_home
-            else Replica(self.original, Tensors(device, self._mirrors.get(device), self._buffers))
+            None if lane == 0 and device in at_home else Replica(self.original, self._tensors_on(device))
             for lane, device in enumerate(self.devices)
         ]
         self._look()
 
+    def _tensors_on(self, device: torch.device) -> Tensors:
+        return Tensors(device, self._home, self._mirrors.get(device), self._buffers)
+
     def _rebuild(self) -> None:
         """Make the shells anew for another tree of modules; tensors that are still in it keep their copies."""
-        kept = [*self.original.parameters(), *self.original.buffers()]
-        self._buffers.keep(kept)
-        for mirror in self._mirrors.values():
-            mirror.keep(kept)
         for replica in self._shelled():
-            replica.tensors.keep(kept)
             replica.build()
+        self._prune()
         self._look()
 
     def _fill(self, modules: Sequence[torch.nn.Module]) -> None:
+        if not modules:
+            return
         for replica in self._shelled():
             for module in modules:
                 replica.fill(module, self._names[module])
+        self._prune()
         self._look()
 
+    def _prune(self) -> None:
+        """Let go of the copies of what the module no longer has."""
+        used = {replica: replica.tensors_in_use() for replica in self._shelled()}
+        self._buffers.keep(set().union(*used.values()))
+        for replica, keys in used.items():
+            replica.tensors.keep(keys)
+        for mirror in self._mirrors.values():
+            mirror.keep(set().union(*(keys for replica, keys in used.items() if replica.tensors.mirror is mirror)))
+
+    def _tree(self) -> list[tuple[torch.nn.Module, type]]:
+        return [(module, type(module)) for module, _ in module_tree(self.original)]
+
     def _look(self) -> None:
+        self._seen_tree = self._tree()
         self._names = dict(module_tree(self.original))
         if self._shelled():
             self._watch = Watch(list(self._names))

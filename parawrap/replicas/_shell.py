@@ -43,6 +43,7 @@ class Replica:
         """Make a shell of every module, keeping the tensors that are there already."""
         names = dict(module_tree(self.original))
         self.shells = {}
+        self._asked: dict[torch.nn.Module, set[int]] = {}
         self._pairs: dict[torch.nn.Module, list[tuple[torch.nn.Module, torch.nn.Module]]] = {}
         for module, name in reversed(names.items()):  # children first: a compiled parent is built around its child
             with self._named(name, module):
@@ -53,12 +54,29 @@ class Replica:
 
     def fill(self, module: torch.nn.Module, name: str) -> None:
         """Bring a shell into line with its module: attributes, tensors and children."""
+        asked: set[int] = set()
+        self.tensors.asked = asked
         with self._named(name, module):
             for original, shell in self._pairs[module]:
                 if isinstance(original, torch.jit.ScriptModule):
                     fill_script(shell, original, self.tensors)
                 elif not _is_compiled(original):
                     self._fill_plain(shell, original)
+        self._asked[module] = asked
+
+    def tensors_in_use(self) -> set[int]:
+        """The ids of the originals that the shells have, or have copies of."""
+        return set().union(*self._asked.values())
+
+    def wrote(self) -> list[torch.Tensor]:
+        """The buffers that the lane wrote or replaced, of which it must be given new copies."""
+        replaced = [
+            buffer
+            for original, shell in self._buffered()
+            for name, buffer in original._buffers.items()
+            if buffer is not None and _buffer(shell, name) is not self.tensors.buffer(buffer)
+        ]
+        return replaced + self.tensors.written()
 
     def refresh_buffers(self, changed: Sequence[torch.Tensor]) -> int:
         """Give the lane new copies of those buffers; the bytes copied."""
@@ -74,7 +92,7 @@ class Replica:
         """Give the buffers that the lane wrote, or replaced, to the original."""
         for original, shell in self._buffered():
             for name, buffer in original._buffers.items():
-                now = shell._buffers.get(name)
+                now = _buffer(shell, name)
                 if buffer is None or now is None:
                     continue
                 if not (self.tensors.written_by_lane(buffer, now) or may_be_written_unseen(original, buffer)):
@@ -112,7 +130,7 @@ class Replica:
     def _fill_plain(self, shell: torch.nn.Module, module: torch.nn.Module) -> None:
         own = vars(shell)
         own.clear()
-        own.update(without_stand_ins(vars(module._replicate_for_data_parallel())))  # type: ignore[no-untyped-call]
+        own.update(without_stand_ins(module._replicate_for_data_parallel().__dict__))  # type: ignore[no-untyped-call]
         own["_parameters"] = {n: p if p is None else self.tensors.parameter(p) for n, p in module._parameters.items()}
         own["_buffers"] = {n: b if b is None else self.tensors.buffer(b) for n, b in module._buffers.items()}
         own["_modules"] = {n: c if c is None else self.shells[c] for n, c in module._modules.items()}
@@ -143,6 +161,10 @@ def _recompiled(module: Any, shells: Mapping[torch.nn.Module, torch.nn.Module]) 
     vars(shell).update(hooks)
     assert isinstance(shell, torch.nn.Module)
     return shell
+
+
+def _buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401  # a scripted module's has no `get`
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:

@@ -19,8 +19,10 @@ _MISSING: Any = object()
 class StandIn(wrapt.FunctionWrapper[..., Any]):
     """A method with the same signature and name, kept in the module's ``__dict__``; replicas are made without it.
 
-    Should it be copied or pickled on its own, the plain method is.
+    `put` notes in it what it stands in for. Should it be copied or pickled on its own, the plain method is.
     """
+
+    _self_before: Any = _MISSING
 
     def __copy__(self) -> Any:
         return self.__wrapped__
@@ -43,13 +45,15 @@ def put(module: torch.nn.Module, name: str, value: Any) -> Any:
 
 def without_stand_ins(own: dict[str, Any]) -> dict[str, Any]:
     """A module's dictionary as it would be outside all blocks."""
-    plain = {}
-    for name, value in own.items():
-        while isinstance(value, StandIn):
-            value = value._self_before
-        if value is not _MISSING:
-            plain[name] = value
-    return plain
+    plain = {name: _under(value) for name, value in own.items()}
+    return {name: value for name, value in plain.items() if value is not _MISSING}
+
+
+def _under(value: Any) -> Any:
+    """What was in the place of a stand-in before the first of them; anything else as it is."""
+    while isinstance(value, StandIn):
+        value = value._self_before
+    return value
 
 
 def restore(module: torch.nn.Module, replaced: Sequence[tuple[str, Any, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ class Mirror:
     def refresh(self) -> int:
         """Write the originals that changed into their copies; the bytes written."""
         changed = self.originals.changed()
+        if any(tensor.requires_grad != (id(tensor) in self._links) for tensor in changed):
+            self.linked = False
         same_form = [tensor for tensor in changed if self._takes(tensor)]
         if same_form:
             with lasting():
@@ -69,6 +72,12 @@ class Mirror:
                 self.copy_of(tensor)
             self.originals.enter(tensor)
         return sum(tensor.nbytes for tensor in changed)
+
+    def unlink(self) -> None:
+        """From now on hand out plain copies. The old graph must go before a new one is made: it knows the old shapes."""
+        for link in self._links.values():
+            self.origins.pop(id(link), None)
+        self._links = {}
 
     def link(self) -> None:
         """From now on hand out copies through which gradients reach the originals.
@@ -85,10 +94,10 @@ class Mirror:
         self.origins.update((id(link), tensor) for tensor, link in zip(originals, links, strict=True))
         self.linked = True
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let go of the copies of all other tensors."""
-        self.originals.keep(tensors)
-        for key in set(self._copies) - {id(tensor) for tensor in tensors}:
+    def keep(self, keys: AbstractSet[int]) -> None:
+        """Let go of the copies of all tensors but those with these ids."""
+        self.originals.keep(keys)
+        for key in set(self._copies) - keys:
             self._forget(key)
 
     def _forget(self, key: int) -> None:
@@ -107,8 +116,10 @@ class Mirror:
 class Tensors:
     """The tensors of one replica: parameters from the original or from its device's mirror, buffers of its own."""
 
-    def __init__(self, device: torch.device, mirror: Mirror | None, buffers: Ledger) -> None:
+    def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None, buffers: Ledger) -> None:
         self.device = device
+        self.home = home
+        self.asked: set[int] = set()  # the ids of the originals that were asked for; whoever fills a shell reads it
         self.mirror = mirror
         self._ledger = buffers
         self._own: dict[int, torch.Tensor] = {}
@@ -116,6 +127,7 @@ class Tensors:
         self._origins: dict[int, torch.Tensor] = {}
 
     def parameter(self, original: torch.Tensor) -> torch.Tensor:
+        self.asked.add(id(original))
         return original if self.mirror is None else self.mirror.copy_of(original)
 
     def buffer(self, original: torch.Tensor) -> torch.Tensor:
@@ -123,6 +135,7 @@ class Tensors:
         if original.requires_grad:
             return self.parameter(original)
         key = id(original)
+        self.asked.add(key)
         if key not in self._own:
             if original not in self._ledger:
                 self._ledger.enter(original)
@@ -154,10 +167,15 @@ class Tensors:
         found = self._origins.get(id(tensor))
         return self.mirror.origins.get(id(tensor)) if found is None and self.mirror is not None else found
 
-    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let go of the copies of all other tensors."""
-        for key in set(self._own) - {id(tensor) for tensor in tensors}:
+    def keep(self, keys: AbstractSet[int]) -> None:
+        """Let go of the lane's own copies of all buffers but those with these ids."""
+        for key in set(self._own) - keys:
             self._forget(key)
+
+    def written(self) -> list[torch.Tensor]:
+        """The buffers whose copies the lane has written since it was given them."""
+        versions = self._versions
+        return [self._origins[id(own)] for key, own in self._own.items() if own._version != versions[key]]
 
     def _forget(self, key: int) -> None:
         own = self._own.pop(key)
@@ -180,5 +198,8 @@ class Tensors:
         assert self.mirror is not None
         if id(tensor) in self._own:
             return self._own[id(tensor)]
-        # What another graph computed is left for the module to compute again, as weight_norm does before each forward.
-        return self.mirror.copy_of(tensor) if tensor.is_leaf and tensor.device != self.device else tensor
+        if tensor.device != self.home:
+            return tensor  # the module wants it elsewhere than where its parameters are
+        if tensor.is_leaf or tensor in self.mirror.originals:
+            return self.parameter(tensor)
+        return tensor.to(self.device)  # computed for this call, by a hook that makes a weight, say: the graph goes along

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from parawrap.replicas._script import attributes_of
+
 __all__ = ["Watch", "may_be_written_unseen", "module_tree"]
 
 
@@ -43,7 +45,9 @@ class Watch:
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._scripted = {m: _training(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
+        self._modules = list(modules)
+        self._classes = [*map(type, modules)]
+        self._scripted = {m: _scripted_state(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
         self._dicts = [(module, own) for module in modules if module not in self._scripted for own in _dicts(module)]
         self._lively = [own for _, own in self._dicts]
         self._lengths = [len(own) for own in self._lively]
@@ -53,13 +57,15 @@ class Watch:
         """Whether every module still has the same attributes, parameters, buffers and children."""
         return (
             [*map(len, self._lively)] == self._lengths
+            and [*map(type, self._modules)] == self._classes
             and all(map(is_, self._now(), self._kept))
-            and all(_training(module) == before for module, before in self._scripted.items())
+            and all(_same(_scripted_state(module), before) for module, before in self._scripted.items())
         )
 
     def changed(self) -> list[torch.nn.Module]:
         """The modules that have not."""
-        found: list[torch.nn.Module] = [module for module, before in self._scripted.items() if _training(module) != before]
+        found = [module for module, cls in zip(self._modules, self._classes, strict=True) if type(module) is not cls]
+        found += [module for module, before in self._scripted.items() if not _same(_scripted_state(module), before)]
         end = 0
         for (module, own), length in zip(self._dicts, self._lengths, strict=True):
             start, end = end, end + length
@@ -76,6 +82,14 @@ def _dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     return own, own["_parameters"], own["_buffers"], own["_modules"]
 
 
-def _training(module: torch.nn.Module) -> list[bool]:
-    """All that can be set on a scripted module, whose attributes lie in C++ and whose tensors are watched by version."""
-    return [part.training for part in module.modules()]
+def _scripted_state(module: torch.nn.Module) -> list[Any]:
+    """The attributes of a scripted module and of those in it, which lie in C++."""
+    return [value for part in module.modules() for value in (part.training, *attributes_of(part).values())]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    """Tensors are compared by identity; what C++ makes a new Python object of at each look, by value."""
+    return len(now) == len(before) and all(
+        one is other or (not isinstance(one, torch.Tensor) and type(one) is type(other) and one == other)
+        for one, other in zip(now, before, strict=True)
+    )

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.errors import GatherError
 from parawrap.shards._split import splitter_of
-from parawrap.tree import Opaque, addresses, flatten, mismatch, unflatten
+from parawrap.tree import Opaque, TreeSpec, addresses, flatten, mismatch, sequences, unflatten
 
-__all__ = ["GatherRules", "Reduce", "gather"]
+__all__ = ["GatherRules", "Originals", "Reduce", "gather"]
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
 Originals = Sequence[Callable[[torch.Tensor], torch.Tensor | None]]
@@ -80,6 +81,8 @@ def _join(
     spec = specs[0]
     if any(other != spec for other in specs[1:]):
         _refuse_unequal_structures(specs)
+    if spec.num_leaves > len(spec.children()) or spec.type in (list, tuple):
+        _refuse_ambiguous(spec, [leaves for leaves, _ in flat], sizes)
     joined = []
     for index, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
         try:
@@ -105,7 +108,9 @@ def _join_leaf(
         parts = list(column) if device is None else [leaf.to(device) for leaf in column]
         return _cat(parts, rules.dim) if first.ndim else _reduce(parts, sizes, rules.reduce)
     if isinstance(first, Opaque):
-        values = [leaf.value for leaf in column]
+        values = [_settled(leaf.value, device) for leaf in column]
+        if len(values) == 1 or all(leaf.value is first.value for leaf in column):
+            return values[0]
         return splitter_of(first.value).join(values)
     if all(_same(leaf, first) for leaf in column):
         return first
@@ -176,7 +181,14 @@ def _moved(output: Any, device: torch.device) -> Any:
     if isinstance(output, torch.Tensor):
         return output if output.device == device else output.to(device)
     leaves, spec = flatten(output)
-    return unflatten(spec, [leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return unflatten(spec, [_settled(leaf.value if isinstance(leaf, Opaque) else leaf, device) for leaf in leaves])
+
+
+def _settled(value: Any, device: torch.device | None) -> Any:
+    """What lies on a device, on that device (None: where it is)."""
+    if device is None or not isinstance(value, (torch.Tensor, PackedSequence)):
+        return value
+    return cast("Any", value).to(device)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -195,9 +207,29 @@ def _refuse_unequal_structures(specs: Sequence[Any]) -> None:
     found = mismatch(specs, _ROOT)
     assert found is not None, "specs that differ have a place where they differ"
     place, shapes = found
-    lane = next(index for index, shape in enumerate(shapes) if shape != shapes[0])
+    # What reads alike and yet differs: the order of keys, a default factory, two classes of one name.
+    lane = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), 1)
     msg = f"{place} differs between lanes: lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}; {_LIST_CURE}"
     raise GatherError(msg)
+
+
+def _refuse_ambiguous(spec: TreeSpec, flat: Sequence[Sequence[Any]], sizes: Sequence[int]) -> None:
+    """A list without tensors, as long as each lane's shard, may be one item a row: taking one lane's would lose rows."""
+    if len(set(sizes)) > 1 or len(sizes) == 1:
+        return  # shards of several sizes give lists of several lengths: they differ in structure if they are rows
+    for path, node, start in sequences(spec):
+        leaves = flat[0][start : start + node.num_leaves]
+        if node.num_children != sizes[0] or any(isinstance(leaf, (torch.Tensor, Opaque)) for leaf in leaves):
+            continue
+        if all(leaf is None for leaf in leaves):
+            continue
+        if node.type is list or not all(isinstance(leaf, (int, float, bool, complex, type(None))) for leaf in leaves):
+            where = _ROOT + "".join(f"[{entry!r}]" for entry in path).replace("'", '"')
+            msg = (
+                f"{where} is a list of {sizes[0]} items without a tensor in every lane, and each lane has {sizes[0]} rows: "
+                f"it may hold one item a row or be one value for all rows. Return a tensor, or {_LIST_CURE}"
+            )
+            raise GatherError(msg)
 
 
 def _shapes(parts: Sequence[torch.Tensor]) -> str:

@@ -6,17 +6,17 @@ made once for each such combination and kept.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from parawrap.errors import ShardError
 from parawrap.shards._parameters import Parameters
 from parawrap.shards._split import splitter_of
-from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, unflatten
+from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, sequences, unflatten
 
 __all__ = ["Cutter", "Shard", "ShardPlan", "balanced"]
 
@@ -24,8 +24,10 @@ _MOST_PLANS = 1024
 _ROOTS = ("args", "kwargs")
 # What `_extent` says of a leaf without rows.
 _BROADCAST = -1
-_OBJECT = -2  # neither tensor nor number: a string, say. A list or tuple of them may be meant row by row
-_NUMBERS = (int, float, bool, complex, type(None), torch.dtype, torch.device)
+_BEYOND = -3  # a tensor that has dims, and not the one that rows lie on
+_NUMBER = -2  # or what else a size, a stride or an option is made of
+_OBJECT = -4  # anything else: a string, say
+_NUMBERS = (int, float, bool, complex, torch.dtype, torch.device)
 
 
 def balanced(rows: int, parts: int) -> tuple[int, ...]:
@@ -46,6 +48,7 @@ class Shard(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
+    copies: dict[int, torch.Tensor] = {}  # noqa: RUF012  # by id, what was copied whole to the lane's device, and of what
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,12 +72,31 @@ class ShardPlan:
 
     def scatter(self, leaves: Sequence[Any], devices: Sequence[torch.device]) -> list[Shard]:
         """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
-        columns = [self._column(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+        try:
+            columns = [self._column(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
+        except (RuntimeError, NotImplementedError) as error:
+            raise ShardError(self._why_uncut(leaves)) from error
         shards: list[Shard] = []
         for lane, (size, device) in enumerate(zip(self.sizes, devices, strict=False)):
-            args, kwargs = unflatten(self.spec, [_settled(column[lane], device) for column in columns])
-            shards.append(Shard(args, kwargs, size))
+            settled = [_settled(column[lane], device) for column in columns]
+            args, kwargs = unflatten(self.spec, settled)
+            shards.append(Shard(args, kwargs, size, {} if device.type == "cpu" else self._copies(leaves, settled)))
         return shards
+
+    def _copies(self, leaves: Sequence[Any], settled: Sequence[Any]) -> dict[int, torch.Tensor]:
+        return {
+            id(here): leaf
+            for leaf, here, dim in zip(leaves, settled, self.dims, strict=True)
+            if dim is None and isinstance(leaf, torch.Tensor) and here is not leaf
+        }
+
+    def _why_uncut(self, leaves: Sequence[Any]) -> str:
+        """Which tensor torch cannot split: of the layouts that have rows, sparse and jagged ones."""
+        odd = next(i for i, leaf in enumerate(leaves) if self.dims[i] is not None and leaf.layout is not torch.strided)
+        return (
+            f"{addresses(self.spec, _ROOTS)[odd]}, of shape {tuple(leaves[odd].shape)} and layout {leaves[odd].layout}, "
+            "cannot be split by torch: in_dims with None for its parameter hands it whole to every lane"
+        )
 
     def _column(self, leaf: Any, dim: int | None) -> Sequence[Any]:
         """The parts of one leaf, in lane order."""
@@ -82,7 +104,12 @@ class ShardPlan:
             return (leaf,) * len(self.sizes)
         if isinstance(leaf, torch.Tensor):
             return _views(leaf, self.sizes, dim)
-        return [Opaque(part) for part in splitter_of(leaf.value).split(leaf.value, self.sizes)]
+        parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
+        if len(parts) != len(self.sizes):
+            name = type(leaf.value).__name__
+            msg = f"the split of {name} returned {len(parts)} parts for {len(self.sizes)} sizes, {list(self.sizes)}"
+            raise ShardError(msg)
+        return [Opaque(part) for part in parts]
 
 
 def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[torch.Tensor]:
@@ -92,7 +119,7 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
     none, and a lane may therefore write into its rows (``x += self.bias``), each view is cut loose from the others.
     """
     parts = tensor.split_with_sizes(sizes, dim)
-    if torch.is_grad_enabled() and not tensor.requires_grad:
+    if torch.is_grad_enabled() and not tensor.requires_grad and forward_ad._current_level < 0:
         return [part.detach() for part in parts]
     return parts
 
@@ -192,11 +219,10 @@ class Cutter:
     def _refuse_dims_out_of_range(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int]
     ) -> None:
-        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.ndim > 0]
-        beyond = [i for i in tensors if dims[i] is not None and extents[i] < 0]
+        beyond = [i for i, extent in enumerate(extents) if extent == _BEYOND]
         told = [i for i in beyond if self._name(spec, i) in self.in_dims]
-        asked = [i for i in tensors if dims[i] is not None]
-        wrong = told or (beyond if beyond and beyond == asked else [])
+        nothing_has_it = all(extent < 0 for extent in extents)
+        wrong = told or (beyond if nothing_has_it else [])
         if wrong:
             where = addresses(spec, _ROOTS)[wrong[0]]
             shape = tuple(leaves[wrong[0]].shape)
@@ -204,24 +230,27 @@ class Cutter:
             raise ShardError(msg)
 
     def _refuse_ambiguous(self, spec: TreeSpec, extents: Sequence[int], rows: int) -> None:
-        """A list without tensors, as long as the batch, may be one item a row or one value for all rows."""
-        position = 0
-        for depth_first in _sequences(spec, []):
-            entries, node, position = depth_first
-            kinds = extents[position : position + node.num_leaves]
-            doubtful = node.type is list or _OBJECT in kinds
-            if doubtful and node.num_children == rows and all(kind < 0 for kind in kinds):
-                name = self._name_at(entries)
-                if name in self.in_dims:
-                    continue
-                where = _ROOTS[entries[0]] + "".join(f"[{entry!r}]" for entry in entries[1:]).replace("'", '"')
-                msg = (
-                    f"{where} is a {node.type.__name__ if node.type else 'list'} of {rows} items without a tensor, and the "
-                    f"batch has {rows} rows: it may hold one item a row or be one value for all rows. Say which: "
-                    f'in_dims={{"{name or "its name"}": 0}} cuts it, in_dims={{"{name or "its name"}": None}} '
-                    "hands it whole to every lane"
-                )
-                raise ShardError(msg)
+        """A list without tensors, as long as the batch, may be one item a row or one value for all rows.
+
+        So may a tuple; one of numbers alone is taken for a size or a stride, and what holds only None for nothing.
+        """
+        for path, node, start in sequences(spec):
+            kinds = extents[start : start + node.num_leaves]
+            doubtful = _OBJECT in kinds or (node.type is list and _NUMBER in kinds)
+            if not doubtful or len(path) < 2 or node.num_children != rows or any(kind >= 0 for kind in kinds):
+                continue
+            name = self._name_at(path)
+            if name in self.in_dims:
+                continue
+            where = _ROOTS[path[0]] + "".join(f"[{entry!r}]" for entry in path[1:]).replace("'", '"')
+            kind = "list" if node.type is list else "tuple"
+            named = name or "its name"
+            msg = (
+                f"{where} is a {kind} of {rows} items without a tensor, and the batch has {rows} rows: it may hold one "
+                f'item a row or be one value for all rows. Say which: in_dims={{"{named}": 0}} cuts it, '
+                f'in_dims={{"{named}": None}} hands it whole to every lane'
+            )
+            raise ShardError(msg)
 
     def _layout(self, spec: TreeSpec) -> _Layout:
         layout = self._layouts.get(spec)
@@ -250,29 +279,32 @@ class Cutter:
         return whole, {name: self._whole(name, value) for name, value in kwargs.items()}
 
     def _whole(self, name: str | None, value: Any) -> Any:
-        if name is None or self.in_dims.get(name) is None or not isinstance(value, (list, tuple)):
+        if name is None or self.in_dims.get(name) is None:
             return value
-        holds_tensor = any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
-        return value if holds_tensor else Opaque(value)
+        if isinstance(value, (list, tuple)) and not _holds_tensor(value):
+            return Opaque(value)  # told by name: also a tuple of numbers
+        return replace_nodes(value, _may_be_one_item_a_row, Opaque)
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+
+
+def _may_be_one_item_a_row(node: Any) -> bool:
+    """A list without tensors, or a tuple that holds more than numbers and no tensors."""
+    if type(node) is list:
+        return bool(node) and not _holds_tensor(node)
+    return type(node) is tuple and not _holds_tensor(node) and not all(isinstance(item, _NUMBERS) for item in node)
 
 
 def _extent(leaf: Any, dim: int | None) -> int:
     """The rows of a leaf on `dim`, or what kind of leaf without rows it is."""
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape[dim] if dim is not None and -leaf.ndim <= dim < leaf.ndim else _BROADCAST
+        if dim is not None and -leaf.ndim <= dim < leaf.ndim:
+            return leaf.shape[dim]
+        return _BEYOND if leaf.ndim and dim is not None else _BROADCAST
     if isinstance(leaf, Opaque):
         return splitter_of(leaf.value).rows(leaf.value) if dim is not None else _BROADCAST
-    return _BROADCAST if isinstance(leaf, _NUMBERS) else _OBJECT
-
-
-def _sequences(spec: TreeSpec, path: list[Any]) -> Iterator[tuple[list[Any], TreeSpec, int]]:
-    """Every list and plain tuple below the roots: its path, its node, and where its leaves begin."""
-
-    def walk(node: TreeSpec, path: list[Any], start: int) -> Iterator[tuple[list[Any], TreeSpec, int]]:
-        if len(path) > 1 and node.type in (list, tuple):
-            yield path, node, start
-        begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
-        for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
-            yield from walk(child, [*path, entry], begin)
-
-    yield from walk(spec, path, 0)
+    if leaf is None:
+        return _BROADCAST
+    return _NUMBER if isinstance(leaf, _NUMBERS) else _OBJECT

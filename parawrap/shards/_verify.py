@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from parawrap.errors import VerifyError
-from parawrap.tree import addresses, flatten, mismatch
+from parawrap.tree import Opaque, addresses, flatten, mismatch
 
 __all__ = ["check_equal"]
 
@@ -38,16 +40,36 @@ def check_equal(parallel: Any, plain: Any) -> None:
 
 
 def _difference(ours: Any, theirs: Any) -> str | None:
-    if not (isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)):
-        return None  # what is no tensor was equal in every lane, and may differ from run to run (a time, an id)
+    ours, theirs = (_tensors_in(value) for value in (ours, theirs))
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return next(filter(None, map(_difference, ours, theirs)), None)
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return _tensor_difference(ours.detach(), theirs.detach().to(ours.device))
+    if isinstance(ours, float) and isinstance(theirs, float):
+        same = math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-8) or (math.isnan(ours) and math.isnan(theirs))
+        return None if same else f"{ours} against {theirs}"
+    if isinstance(ours, (bool, int, str, bytes)) and ours != theirs:
+        return f"{ours!r} against {theirs!r}"
+    return None  # of what is left, equality says little: a lock, a time, an object made anew in each call
+
+
+def _tensors_in(value: Any) -> Any:
+    """A packed sequence as the list of its tensors; anything else as it is."""
+    if isinstance(value, Opaque) and isinstance(value.value, PackedSequence):
+        return list(pad_packed_sequence(value.value))
+    return value
+
+
+def _tensor_difference(ours: torch.Tensor, theirs: torch.Tensor) -> str | None:
     if ours.shape != theirs.shape:
         return f"shape {tuple(ours.shape)} against {tuple(theirs.shape)}"
-    theirs = theirs.detach().to(ours.device)
-    ours = ours.detach()
+    if ours.dtype != theirs.dtype:
+        return f"dtype {ours.dtype} against {theirs.dtype}"
     try:
         torch.testing.assert_close(ours, theirs, equal_nan=True)
     except AssertionError:
-        gap = (ours.double() - theirs.double()).abs() if not ours.is_complex() else (ours - theirs).abs()
-        relative = (gap / theirs.abs().clamp_min(torch.finfo(torch.float32).tiny)).max()
-        return f"max abs {gap.max().item():.3g}, max rel {relative.item():.3g}"
+        wide = torch.complex128 if ours.is_complex() else torch.float64
+        gap = (ours.to("cpu", wide) - theirs.to("cpu", wide)).abs()
+        relative = gap / theirs.to("cpu", wide).abs().clamp_min(torch.finfo(torch.float32).tiny)
+        return f"max abs {gap.max().item():.3g}, max rel {relative.max().item():.3g}"
     return None

@@ -6,6 +6,28 @@ optree's own; dataclasses and the subclasses of Mapping, list and tuple are lear
 are rebuilt as the type they were.
 """
 
-from parawrap.tree._nested import Opaque, TreeSpec, addresses, flatten, flatten_call, keep_whole, mismatch, unflatten
+from parawrap.tree._nested import (
+    Opaque,
+    TreeSpec,
+    addresses,
+    flatten,
+    flatten_call,
+    keep_whole,
+    mismatch,
+    replace_nodes,
+    sequences,
+    unflatten,
+)
 
-__all__ = ["Opaque", "TreeSpec", "addresses", "flatten", "flatten_call", "keep_whole", "mismatch", "unflatten"]
+__all__ = [
+    "Opaque",
+    "TreeSpec",
+    "addresses",
+    "flatten",
+    "flatten_call",
+    "keep_whole",
+    "mismatch",
+    "replace_nodes",
+    "sequences",
+    "unflatten",
+]

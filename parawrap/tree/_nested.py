@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -13,7 +16,18 @@ import torch
 from optree import GetAttrEntry, MappingEntry, PyTreeEntry, SequenceEntry
 from optree import PyTreeSpec as TreeSpec
 
-__all__ = ["Opaque", "TreeSpec", "addresses", "flatten", "flatten_call", "keep_whole", "mismatch", "unflatten"]
+__all__ = [
+    "Opaque",
+    "TreeSpec",
+    "addresses",
+    "flatten",
+    "flatten_call",
+    "keep_whole",
+    "mismatch",
+    "replace_nodes",
+    "sequences",
+    "unflatten",
+]
 
 _NAMESPACE = "parawrap"
 
@@ -92,7 +106,27 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
             deeper = mismatch(children, f"{root}[{_quoted(entry)}]")
             if deeper is not None:
                 return deeper
+        shapes = [str(tree) for tree in trees]  # the order of keys, a default factory, two classes of one name
     return root, shapes
+
+
+def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
+    """Every list and plain tuple in a structure: its path, its node, and the place of its first leaf among the leaves."""
+
+    def walk(node: TreeSpec, path: tuple[Any, ...], start: int) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
+        if node.type in (list, tuple):
+            yield path, node, start
+        begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
+        for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
+            yield from walk(child, (*path, entry), begin)
+
+    return walk(spec, (), 0)
+
+
+def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
+    """The value with every outermost node that is chosen replaced."""
+    leaves, spec = optree.tree_flatten(value, is_leaf=chosen, none_is_leaf=True, namespace=_NAMESPACE)
+    return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
 
 
 def keep_whole(cls: type) -> None:
@@ -126,7 +160,7 @@ def _describe(tree: TreeSpec) -> str:
     kind = tree.type
     name = kind.__name__ if kind is not None else "nothing"
     if kind is not None and issubclass(kind, Mapping):
-        return f"a {name} with keys {sorted(map(str, tree.entries()))}"
+        return f"a {name} with keys {list(tree.entries())}"
     return f"a {name} of {tree.num_children}"
 
 
@@ -160,64 +194,90 @@ def _register(cls: type, down: Callable[[Any], Any], up: Callable[[Any, Any], An
 
 def _recipe(cls: type) -> _Recipe | None:
     """How to take apart and rebuild a container of a type that optree does not know; None for a leaf."""
+    if issubclass(cls, (torch.nn.Module, enum.Enum)):
+        return None
     if issubclass(cls, Mapping):
-        return _mapping_items, _mapping_builder(cls), MappingEntry
+        return _mapping_items, _build_dict if issubclass(cls, dict) else _build_mapping(cls), MappingEntry
     if dataclasses.is_dataclass(cls):
-        return _dataclass_fields, _dataclass_builder(cls), GetAttrEntry
+        return _dataclass_fields, _build_dataclass, GetAttrEntry
     if issubclass(cls, list):
-        return _sequence_items, _list_builder(cls), SequenceEntry
+        return _sequence_items, _build_list, SequenceEntry
     if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # a torch.return_types structure is optree's own
         return _sequence_items, lambda _, leaves: tuple.__new__(cls, leaves), SequenceEntry
     return None
 
 
+class _Blank:
+    """An instance without its items, of which copies are filled again: it keeps what else the value carried.
+
+    Compares by class, as the structure of a value does not depend on what else it carries.
+    """
+
+    __slots__ = ("_extra", "_factory", "_keys", "cls")
+
+    def __init__(self, value: Any, keys: tuple[Any, ...], skip: tuple[str, ...] = ()) -> None:
+        self.cls: Any = type(value)
+        self._keys = keys
+        self._factory = getattr(value, "default_factory", None)
+        own = getattr(value, "__dict__", {})
+        # Tensors are left out: this lives as long as the plans of a session do.
+        self._extra = {n: v for n, v in own.items() if n not in skip and not isinstance(v, torch.Tensor)}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Blank) and self.cls is other.cls and self._keys == other._keys
+
+    def __hash__(self) -> int:
+        return hash((self.cls, self._keys))
+
+    def instance(self) -> Any:
+        built = self.cls.__new__(self.cls)
+        for name, value in self._extra.items():
+            object.__setattr__(built, name, value)
+        if isinstance(built, defaultdict):
+            built.default_factory = self._factory
+        return built
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+
 def _sequence_items(value: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(value), len(value), tuple(range(len(value)))
+    indices = tuple(range(len(value)))
+    return tuple(value), _Blank(value, indices), indices
 
 
 def _mapping_items(value: Mapping[Any, Any]) -> tuple[Any, ...]:
     keys = tuple(value)
-    return tuple(value[key] for key in keys), keys, keys
+    names = tuple(key for key in keys if isinstance(key, str))  # a ModelOutput has its items as attributes too
+    return tuple(value[key] for key in keys), _Blank(value, keys, names), keys
 
 
 def _dataclass_fields(value: Any) -> tuple[Any, ...]:
     names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-    return tuple(getattr(value, name) for name in names), names, names
+    return tuple(getattr(value, name) for name in names), _Blank(value, names, names), names
 
 
-def _mapping_builder(cls: type) -> Callable[[Any, Any], Any]:
-    def build_dict(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
-        # Through __setitem__, which keeps the attributes of a ModelOutput in step with its items.
-        built = _blank(cls)
-        for key, leaf in zip(keys, leaves, strict=True):
-            built[key] = leaf
-        return built
-
-    def build_mapping(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
-        return cls(dict(zip(keys, leaves, strict=True)))
-
-    return build_dict if issubclass(cls, dict) else build_mapping
+def _build_dict(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    """Through __setitem__, which keeps the attributes of a ModelOutput in step with its items."""
+    built = blank.instance()
+    for key, leaf in zip(blank, leaves, strict=True):
+        built[key] = leaf
+    return built
 
 
-def _dataclass_builder(cls: type) -> Callable[[Any, Any], Any]:
-    def build(names: tuple[str, ...], leaves: Iterable[Any]) -> Any:
-        built: Any = object.__new__(cls)  # neither __init__ nor __post_init__ runs a second time; frozen ones can be built
-        for name, leaf in zip(names, leaves, strict=True):
-            object.__setattr__(built, name, leaf)
-        return built
-
-    return build
+def _build_mapping(cls: Any) -> Callable[[Any, Any], Any]:
+    return lambda blank, leaves: cls(dict(zip(blank, leaves, strict=True)))
 
 
-def _blank(cls: Any) -> Any:
-    """An instance on which no __init__ was run."""
-    return cls.__new__(cls)
+def _build_dataclass(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    """Neither __init__ nor __post_init__ runs a second time, and frozen ones can be built."""
+    built = blank.instance()
+    for name, leaf in zip(blank, leaves, strict=True):
+        object.__setattr__(built, name, leaf)
+    return built
 
 
-def _list_builder(cls: type) -> Callable[[Any, Any], Any]:
-    def build(_: int, leaves: Iterable[Any]) -> Any:
-        built = _blank(cls)
-        built.extend(leaves)
-        return built
-
-    return build
+def _build_list(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    built = blank.instance()
+    built.extend(leaves)
+    return built

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from parawrap.errors import GatherError, ShardError
 from parawrap import Batch, Tuplewise, cat, cuda_attrs, recursive_cuda, recursive_to, transpose
+from parawrap.errors import GatherError, ShardError
 
 Output = namedtuple("Output", ["logits", "hidden"])
 Edge = namedtuple("Edge", ["start", "to"])

@@ -1,0 +1,85 @@
+"""The tests of this folder see a broken engine: each breakage here makes an answer wrong."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+
+from parawrap import engine, parallel
+from parawrap.replicas._set import ReplicaSet
+from parawrap.replicas._tensors import Mirror
+from parawrap.shards import ShardPlan
+from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
+
+session_module = importlib.import_module(engine.Session.__module__)
+
+
+def equals_plain() -> bool:
+    """Whether the common comparison passes."""
+    try:
+        assert_same_training_step(mlp().to("sim:0"), rows())
+    except AssertionError:
+        return False
+    return True
+
+
+def follows_a_change() -> bool:
+    """Whether a call after a change of the parameters has the plain answer."""
+    model = mlp().to("sim:0")
+    x = rows()
+    with torch.no_grad(), parallel(model, SIMS):
+        model(x)
+        model[2].bias.add_(1)
+        return torch.allclose(model(x), copy.deepcopy(model)(x.to("sim:0")))
+
+
+def test_the_checks_pass_on_the_engine_as_it_is():
+    """Unbroken, the engine passes both checks."""
+    assert equals_plain()
+    assert follows_a_change()
+
+
+@pytest.mark.parametrize("broken", ["refresh", "stale", "mirror"])
+def test_refresh_that_does_nothing(broken, monkeypatch):
+    """Replicas that are not refreshed answer with old parameters, and the check sees it."""
+    if broken == "refresh":
+        refresh = ReplicaSet.refresh
+        monkeypatch.setattr(ReplicaSet, "refresh", lambda self: None if self._lanes else refresh(self))
+    elif broken == "stale":
+        monkeypatch.setattr(ReplicaSet, "stale", lambda self: not self._lanes)
+    else:
+        monkeypatch.setattr(Mirror, "refresh", lambda self: 0)
+    assert not follows_a_change()
+
+
+def test_scatter_that_drops_a_row(monkeypatch):
+    """A scatter that loses the last row of a shard gives fewer rows, and the check sees it."""
+    scatter = ShardPlan.scatter
+
+    def dropping(self, leaves, devices):
+        shards = scatter(self, leaves, devices)
+        args = tuple(arg[:-1] for arg in shards[0].args)
+        return [shards[0]._replace(args=args), *shards[1:]]
+
+    monkeypatch.setattr(ShardPlan, "scatter", dropping)
+    assert not equals_plain()
+
+
+def test_gather_in_swapped_order(monkeypatch):
+    """A gather that swaps two lanes' outputs gives the rows in another order, and the check sees it."""
+    gather = session_module.gather
+
+    def swapped(outputs, *rest):
+        return gather([outputs[1], outputs[0], *outputs[2:]], *rest)
+
+    monkeypatch.setattr(session_module, "gather", swapped)
+    assert not equals_plain()
+
+
+def test_gradients_that_stay_on_a_device(monkeypatch):
+    """Replicas whose gradients do not come home learn too little, and the check sees it."""
+    monkeypatch.setattr(Mirror, "link", lambda self: setattr(self, "linked", True))
+    assert not equals_plain()

@@ -1,0 +1,212 @@
+"""Training over four devices gives the weights that plain training gives."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import DataParallel, parallel
+from tests.devices.zoo import SIMS, Recurrent, Tied, assert_same_gradients, mlp, rows
+
+HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
+
+
+def batches(steps: int) -> list[torch.Tensor]:
+    """Shuffled rows in batches of uneven sizes, down to one row."""
+    data = rows(200)
+    return [data[torch.randperm(200)[: 1 + (7 * step) % 23]] for step in range(steps)]
+
+
+@pytest.mark.parametrize("make", [mlp, Tied, Recurrent])
+@pytest.mark.parametrize(
+    ("kind", "home"), [("block", "sim:0"), ("block", "cpu"), ("block", "sim:3"), ("DataParallel", "sim:0")]
+)
+def test_sixty_steps(kind, make, home):
+    """After sixty steps on shuffled uneven batches all weights equal those of plain training."""
+    plain = make()
+    model = copy.deepcopy(plain).to(home)
+    mine = torch.optim.Adam(model.parameters(), lr=0.01)
+    theirs = torch.optim.Adam(plain.parameters(), lr=0.01)
+
+    def steps(call: nn.Module) -> None:
+        for step, x in enumerate(batches(60)):
+            for each, optimizer in ((call, mine), (plain, theirs)):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                output = each(x)
+                (output - x.to(output.device)[:, : output.shape[1]].sin().sum(1, keepdim=True)).square().mean().backward()
+                optimizer.step()
+
+    if kind == "block":
+        with parallel(model, SIMS):
+            steps(model)
+    else:
+        wrapped = DataParallel(model)
+        steps(wrapped)
+        wrapped.close()
+    ours = {name: value.cpu() for name, value in model.state_dict().items()}
+    torch.testing.assert_close(ours, plain.state_dict(), rtol=1e-6, atol=1e-8)
+
+
+@HOMES
+def test_mean_loss_inside_the_model(home):
+    """A mean loss computed in the lanes over uneven shards has the plain value and gradients."""
+
+    class Loss(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = Loss(5, 3, dtype=torch.float64).to(home)
+    plain = copy.deepcopy(model)
+    x = rows(10)
+    with parallel(model, SIMS):
+        loss = model(x)
+        loss.backward()
+    expected = plain(x.to(home))
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert_same_gradients(model, plain)
+
+
+@HOMES
+def test_gradients_accumulate(home):
+    """Gradients of several backwards add up."""
+    model = mlp().to(home)
+    plain = copy.deepcopy(model)
+    with parallel(model, SIMS):
+        for x in batches(4):
+            model(x).square().sum().backward()
+            plain(x.to(home)).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@HOMES
+def test_two_forwards_before_one_backward(home):
+    """Two calls, one of them of a few rows, may share one backward."""
+    model = mlp().to(home)
+    plain = copy.deepcopy(model)
+    x, y = rows(9), rows(2)
+    with parallel(model, SIMS):
+        (model(x).square().sum() * model(y).sin().sum()).backward()
+    (plain(x.to(home)).square().sum() * plain(y.to(home)).sin().sum()).backward()
+    assert_same_gradients(model, plain)
+
+
+@HOMES
+def test_model_fed_its_own_output(home):
+    """A model called on its own output learns through both calls."""
+    model = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double().to(home)
+    plain = copy.deepcopy(model)
+    x = rows(9)
+    with parallel(model, SIMS):
+        model(model(x)).square().sum().backward()
+    plain(plain(x.to(home))).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_retain_graph():
+    """A retained graph may be run through again, and adds the same gradients."""
+    model = mlp().to("sim:0")
+    plain = copy.deepcopy(model)
+    x = rows(9)
+    with parallel(model, SIMS):
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for _ in range(2):
+        plain(x.to("sim:0")).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@HOMES
+def test_double_backward(home):
+    """A gradient penalty, a backward through a gradient, gives the plain gradients."""
+    model = mlp().to(home)
+    plain = copy.deepcopy(model)
+    data = rows(9)
+
+    def penalty(call: nn.Module, x: torch.Tensor) -> None:
+        x = x.clone().requires_grad_()
+        output = call(x).sin().sum()
+        (gradient,) = torch.autograd.grad(output, x, create_graph=True)
+        weights = torch.autograd.grad(output, list(call.parameters()), create_graph=True)
+        (gradient.square().sum() + sum(weight.square().sum() for weight in weights)).backward()
+
+    with parallel(model, SIMS):
+        penalty(model, data)
+    penalty(plain, data.to(home))
+    assert_same_gradients(model, plain)
+
+
+def test_autograd_grad_of_some_parameters():
+    """torch.autograd.grad for some of the parameters gives theirs and leaves the others alone."""
+    model = mlp().to("sim:0")
+    x = rows(9)
+    with parallel(model, SIMS):
+        (found,) = torch.autograd.grad(model(x).square().sum(), [model[0].weight])
+    (expected,) = torch.autograd.grad(model(x.to("sim:0")).square().sum(), [model[0].weight])
+    torch.testing.assert_close(found, expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@HOMES
+def test_unused_parameters_get_no_gradient(home):
+    """A parameter that takes no part has no gradient, as plainly."""
+
+    class Half(nn.Sequential):
+        def forward(self, x):
+            return self[0](x)
+
+    model = Half(nn.Linear(5, 3), nn.Linear(3, 2)).double().to(home)
+    with parallel(model, SIMS):
+        model(rows()).sum().backward()
+    assert model[1].weight.grad is None
+    assert model[0].weight.grad is not None
+
+
+def test_a_step_between_forward_and_backward_is_refused_as_plainly():
+    """Weights changed between forward and backward raise, as they do plainly, rather than give a wrong gradient."""
+    model = mlp().to("sim:0")
+    x = rows(9)
+    with parallel(model, SIMS):
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            model[2].weight.add_(1)
+        model(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_backward_after_the_block():
+    """A loss computed in the block may be differentiated after it."""
+    model = mlp().to("sim:0")
+    plain = copy.deepcopy(model)
+    x = rows(9)
+    with parallel(model, SIMS):
+        loss = model(x).square().sum()
+    loss.backward()
+    plain(x.to("sim:0")).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_part_of_a_larger_model():
+    """A parallel part inside a plain model trains with it."""
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.head = mlp(), nn.Linear(3, 2, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.head(self.encoder(x))
+
+    model = Whole().to("sim:0")
+    plain = copy.deepcopy(model)
+    x = rows(9)
+    with parallel(model.encoder, SIMS) as p:
+        model(x).square().sum().backward()
+        assert p.stats().shards == (3, 2, 2, 2)
+    plain(x.to("sim:0")).square().sum().backward()
+    assert_same_gradients(model, plain)

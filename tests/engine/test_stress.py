@@ -1,0 +1,80 @@
+"""Many calls and many blocks leave memory and threads where they were."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import psutil
+import pytest
+import torch
+from torch import nn
+
+from parawrap import parallel
+
+MIB = 2**20
+
+
+def rss():
+    gc.collect()
+    return psutil.Process().memory_info().rss
+
+
+@pytest.mark.stress
+def test_many_calls_in_one_block_keep_memory_flat():
+    """20,000 calls, submits among them, with changing rows, under no_grad: memory does not grow."""
+    model = nn.Linear(4, 2)
+    xs = [torch.randn(rows, 4) for rows in (2, 3, 5, 8)]
+    with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
+
+        def calls(count):
+            for index in range(count):
+                model(xs[index % 4])
+                if index % 100 == 0:
+                    p.submit(xs[0]).result(20)
+
+        calls(2_000)
+        before = rss()
+        calls(18_000)
+        assert rss() - before < 8 * MIB
+        assert p.stats().calls == 20_200
+
+
+@pytest.mark.stress
+def test_many_blocks_keep_threads_and_memory_flat():
+    """200 blocks opened and closed: as many threads as before, and memory does not grow."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    x = torch.randn(8, 64)
+
+    def blocks(count):
+        for _ in range(count):
+            with parallel(model, ["cpu"] * 3) as p:
+                model(x).sum().backward()
+                p.submit(x).result(20)
+
+    blocks(40)
+    threads, before = threading.active_count(), rss()
+    blocks(200)
+    assert threading.active_count() == threads
+    assert rss() - before < 12 * MIB
+
+
+@pytest.mark.stress
+def test_many_errors_keep_memory_flat():
+    """Calls that fail let go of what they held."""
+
+    def fail(x):
+        raise ValueError(len(x))
+
+    x = torch.randn(64, 4096)
+    with parallel(fail, ["cpu"] * 2) as p:
+
+        def calls(count):
+            for _ in range(count):
+                with pytest.raises(ValueError):
+                    p(x.clone())
+
+        calls(50)
+        before = rss()
+        calls(300)
+        assert rss() - before < 16 * MIB

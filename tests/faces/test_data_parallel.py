@@ -1,0 +1,477 @@
+"""DataParallel and data_parallel: what torch.nn.DataParallel documents, on CPU lanes."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset
+
+from parawrap import DataParallel, DeviceListError, DeviceUnavailableError, GatherError, ShardError, data_parallel
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+
+
+class RandomDataset(Dataset):
+    """The dataset of torch's DataParallel tutorial."""
+
+    def __init__(self, size, length):
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+    def __len__(self):
+        return self.len
+
+
+class TutorialModel(nn.Module):
+    """The model of torch's DataParallel tutorial."""
+
+    def __init__(self, input_size, output_size):
+        super().__init__()
+        self.fc = nn.Linear(input_size, output_size)
+        self.inside = []
+
+    def forward(self, input):  # noqa: A002
+        output = self.fc(input)
+        self.inside.append((input.size(), output.size()))
+        return output
+
+
+def test_the_tutorial_runs():
+    """Torch's tutorial: 100 rows of 5 in batches of 30 over two devices; shards and outputs as it prints them."""
+    model = TutorialModel(5, 2)
+    net = DataParallel(model, ["cpu", "cpu"])
+    outside = []
+    for data in DataLoader(dataset=RandomDataset(5, 100), batch_size=30, shuffle=True):
+        output = net(data)
+        outside.append((data.size(), output.size()))
+        assert_close(output, model.fc(data))
+    assert outside == [((30, 5), (30, 2))] * 3 + [((10, 5), (10, 2))]
+    assert model.inside == [((15, 5), (15, 2))] * 6 + [((5, 5), (5, 2))] * 2
+
+
+def test_it_is_a_torch_data_parallel():
+    """Isinstance checks for torch.nn.DataParallel pass, and .module is the module."""
+    module = nn.Linear(4, 2)
+    net = DataParallel(module, TWO)
+    assert isinstance(net, nn.DataParallel)
+    assert net.module is module
+    assert net.device_ids == [torch.device("cpu")] * 2
+    assert net.dim == 0
+
+
+def test_the_state_dict_has_torchs_prefix():
+    """Keys begin with "module."; checkpoints go to and from torch.nn.DataParallel."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    assert list(net.state_dict()) == ["module.weight", "module.bias"]
+    state = nn.DataParallel(nn.Linear(4, 2)).state_dict()
+    net.load_state_dict(state)
+    assert_close(dict(net.state_dict()), dict(state))
+    x = torch.randn(5, 4)
+    assert_close(net(x), nn.functional.linear(x, state["module.weight"], state["module.bias"]))
+
+
+@no_accelerator
+@pytest.mark.parametrize("device_ids", [None, [0], [0, 1]])
+def test_without_an_accelerator_calls_pass_through(device_ids):
+    """As in torch: no lanes, no cut, device_ids is empty."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x, *, k=1):
+            seen.append((len(x), threading.get_ident()))
+            return x * k
+
+    net = DataParallel(Model(), device_ids)
+    assert net.device_ids == []
+    assert net(torch.ones(7), k=3).tolist() == [3.0] * 7
+    assert seen == [(7, threading.get_ident())]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_the_answer_and_gradient_are_the_plain_ones(rows, dim):
+    """Forward and backward equal the plain module's, for every count of rows and either dim."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    net = DataParallel(model, THREE, dim=dim)
+    shape = [3, 3, 4]
+    shape[dim] = rows
+    x = torch.randn(shape)
+    y = net(x)
+    assert_close(y, model(x))
+    y.square().sum().backward()
+    grads = [p.grad.clone() for p in net.parameters()]
+    model.zero_grad()
+    model(x).square().sum().backward()
+    assert_close(grads, [p.grad for p in model.parameters()])
+
+
+def test_keyword_arguments_and_nested_inputs_are_cut():
+    """Tuples, lists and dicts of tensors are scattered; None and numbers go to every device."""
+
+    class Model(nn.Module):
+        def forward(self, pair, *, more, k, none=None):
+            assert none is None
+            return {"sum": pair[0] + pair[1] + more["a"][0] * k, "rows": [pair[0]]}
+
+    a, b, c = torch.randn(3, 7, 2)
+    out = DataParallel(Model(), THREE)((a, b), more={"a": [c]}, k=2.0)
+    assert_close(out, {"sum": a + b + c * 2, "rows": [a]})
+
+
+def test_lists_without_tensors_are_shared():
+    """Torch's rule: a list as long as the batch goes whole to every device, by reference."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x, texts):
+            seen.append(texts)
+            return x
+
+    texts = ["a", "b", "c", "d"]
+    DataParallel(Model(), TWO)(torch.zeros(4, 1), texts)
+    assert [value is texts for value in seen] == [True, True] or seen == [texts, texts]
+
+
+def test_a_scalar_output_becomes_a_vector_with_a_warning_at_the_callers_line():
+    """One value a device, and the warning points at this file."""
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    net = DataParallel(Mean(), TWO)
+    with pytest.warns(UserWarning, match="0-d") as caught:
+        out = net(torch.tensor([1.0, 3.0, 5.0, 7.0]))  # the caller's line
+    assert out.tolist() == [2.0, 6.0]
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(record=True) as again:
+        warnings.simplefilter("always")
+        net(torch.ones(4)).mean()
+    assert len(again) == 1
+
+
+def test_a_scalar_output_in_a_nested_model_warns_at_the_callers_line():
+    """The warning points past parawrap and torch, also where the call goes through another module."""
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    outer = nn.Sequential(DataParallel(Mean(), TWO))
+    with pytest.warns(UserWarning, match="0-d") as caught:
+        outer(torch.ones(4))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
+def test_copies_work_and_are_independent(duplicate):
+    """A copy, made before or after the first call, has its own module and lanes."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        clone = duplicate(net)
+        assert_close(clone(x), net(x))
+        with torch.no_grad():
+            clone.module.weight.zero_()
+        assert not torch.equal(clone(x), net(x))
+
+
+def test_the_four_verbs_can_be_called_alone():
+    """scatter, replicate, parallel_apply and gather, as torch's may be."""
+    net = DataParallel(nn.Linear(4, 2), THREE)
+    x = torch.randn(7, 4)
+    inputs, kwargs = net.scatter((x,), {"k": 1}, net.device_ids)
+    assert [len(part[0]) for part in inputs] == [3, 2, 2]
+    assert kwargs == ({"k": 1},) * 3
+    replicas = net.replicate(net.module, net.device_ids)
+    outputs = net.parallel_apply(replicas, inputs, [{}] * 3)
+    assert_close(net.gather(outputs, net.output_device), net.module(x))
+
+
+def test_overridden_verbs_are_used():
+    """A subclass's scatter, replicate, parallel_apply and gather make up the call, in order."""
+    called = []
+
+    class Mine(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            called.append("scatter")
+            return super().scatter(inputs, kwargs, device_ids)
+
+        def replicate(self, module, device_ids):
+            called.append("replicate")
+            return super().replicate(module, device_ids)
+
+        def parallel_apply(self, replicas, inputs, kwargs):
+            called.append("parallel_apply")
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs, output_device):
+            called.append("gather")
+            return ["mine", super().gather(outputs, output_device)]
+
+    net = Mine(nn.Linear(4, 2), TWO)
+    x = torch.randn(5, 4)
+    tag, out = net(x)
+    assert tag == "mine"
+    assert_close(out, net.module(x))
+    assert called == ["scatter", "replicate", "parallel_apply", "gather"]
+
+
+def test_an_overridden_scatter_with_torchs_own_signature_of_results():
+    """A scatter that returns lists of its own, unbalanced, is honoured (as torch's subclasses do for graphs)."""
+
+    class Mine(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            (x,) = inputs
+            return [(x[:1],), (x[1:],)], [{}, {}]
+
+        def gather(self, outputs, output_device):
+            return outputs
+
+    one, rest = Mine(nn.Identity(), TWO)(torch.arange(5.0))
+    assert (one.tolist(), rest.tolist()) == ([0.0], [1.0, 2.0, 3.0, 4.0])
+
+
+def test_another_module_may_be_put_in():
+    """net.module = other: the next call runs the other one, as in torch."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    x = torch.randn(5, 4)
+    net(x)
+    net.module = nn.Linear(4, 3)
+    assert_close(net(x), net.module(x))
+
+
+def test_another_dim_may_be_set():
+    """net.dim = 1 is honoured by the next call, as in torch."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append(tuple(x.shape))
+            return x
+
+    net = DataParallel(Model(), TWO)
+    net(torch.zeros(4, 6))
+    net.dim = 1
+    net(torch.zeros(4, 6))
+    assert seen == [(2, 6)] * 2 + [(4, 3)] * 2
+
+
+def test_replicate_takes_the_module_it_is_given():
+    """replicate(other, device_ids) replicates the other module, as torch's does."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    other = nn.Linear(4, 2)
+    x = torch.randn(4, 4)
+    outputs = net.parallel_apply(net.replicate(other, net.device_ids), [(x,), (x,)], [{}, {}])
+    assert_close(outputs[0], other(x))
+
+
+def test_replicas_are_kept_from_call_to_call():
+    """Persistent replicas: the same objects run in every call."""
+    ran = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            ran.append(self)
+            return x
+
+    net = DataParallel(Model(), THREE)
+    for _ in range(4):
+        net(torch.zeros(6))
+    assert len({id(module) for module in ran}) == 3
+
+
+def test_train_eval_and_moves_of_dtype_are_followed():
+    """net.eval(), net.double() and zero_grad work through the wrapper as on any module."""
+    net = DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)), TWO)
+    x = torch.randn(6, 4)
+    assert net(x).abs().sum().item() == 0
+    net.eval().double()
+    assert_close(net(x.double()), net.module(x.double()))
+
+
+def test_batch_norm_keeps_the_first_shards_statistics():
+    """As torch documents: in-place updates of buffers on device[0] are recorded."""
+    model = nn.BatchNorm1d(4)
+    first = copy.deepcopy(model)
+    net = DataParallel(model, TWO)
+    x = torch.randn(9, 4)
+    net(x)
+    first(x[:5])
+    assert_close(dict(model.state_dict()), dict(first.state_dict()))
+
+
+def test_hooks_of_the_module_run_on_every_shard_and_of_the_wrapper_once():
+    """As torch warns: hooks on module run len(device_ids) times; on the wrapper once."""
+    model = nn.Linear(4, 2)
+    net = DataParallel(model, THREE)
+    inner, outer = [], []
+    model.register_forward_hook(lambda m, args, out: inner.append(len(out)))
+    net.register_forward_hook(lambda m, args, out: outer.append(len(out)))
+    net(torch.randn(7, 4))
+    assert sorted(inner) == [2, 2, 3]
+    assert outer == [7]
+
+
+def test_the_profiler_sees_data_parallel_forward():
+    """record_function("DataParallel.forward") is around the call, as in torch."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        net(torch.randn(6, 4))
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["DataParallel.forward"] == 1
+    assert counts["aten::linear"] == 2
+
+
+def test_a_parameter_elsewhere_is_refused_in_torchs_words():
+    """Parameters that are not on device_ids[0]: torch's RuntimeError."""
+    net = DataParallel(nn.Linear(4, 2), TWO)
+    net.module.bias = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
+        net(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("device_ids", [[], ()])
+def test_no_device_ids_are_refused(device_ids):
+    """An empty list makes no sense anywhere."""
+    with pytest.raises(DeviceListError, match="empty"):
+        DataParallel(nn.Linear(4, 2), device_ids)
+
+
+@pytest.mark.parametrize("device_ids", [["cpu", "cpu:1"], ["cpu", "cuda:0"], ["cpu", 0]])
+def test_device_ids_that_are_not_there_or_mixed_are_refused(device_ids):
+    """An index that is not there, as in "cpu:1", and types that do not go together."""
+    with pytest.raises((DeviceListError, DeviceUnavailableError)):
+        DataParallel(nn.Linear(4, 2), device_ids)
+
+
+def test_one_device_runs_the_module_itself():
+    """With one device the module is called as it is."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append(self)
+            return x
+
+    model = Model()
+    DataParallel(model, ["cpu"])(torch.zeros(5))
+    assert seen == [model]
+
+
+def test_errors_of_the_model_and_of_the_cut():
+    """The user's error has a note on its lane; rows that disagree and ragged outputs are named."""
+
+    class Model(nn.Module):
+        def forward(self, x, y):
+            if len(x) == 2:
+                raise LookupError("two")
+            return torch.zeros(len(x), len(x))
+
+    net = DataParallel(Model(), TWO)
+    with pytest.raises(LookupError) as caught:
+        net(torch.zeros(5), None)
+    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 2"]
+    with pytest.raises(ShardError, match=r"args\[1\] has 3"):
+        net(torch.zeros(5), torch.zeros(3))
+    with pytest.raises(GatherError, match=r"\(4, 4\)"):
+        net(torch.zeros(7), None)
+
+
+def test_zero_rows_and_no_input_run_once():
+    """A batch of zero rows, and a call without arguments, are one call of the module."""
+    calls = []
+
+    class Model(nn.Module):
+        def forward(self, x=None):
+            calls.append(x)
+            return torch.zeros(0, 2)
+
+    net = DataParallel(Model(), TWO)
+    assert net(torch.zeros(0, 4)).shape == (0, 2)
+    assert net().shape == (0, 2)
+    assert len(calls) == 2
+
+
+def test_it_nests_and_recurses():
+    """A DataParallel inside a DataParallel, and a module that calls its own wrapper, work."""
+    inner = DataParallel(nn.Linear(4, 4), TWO)
+    outer = DataParallel(nn.Sequential(inner, nn.Tanh()), THREE)
+    x = torch.randn(7, 4)
+    assert_close(outer(x), torch.tanh(inner.module(x)))
+
+
+def test_many_threads_may_make_the_first_call():
+    """Eight threads call a fresh wrapper at once; all get their answers, and close() ends every lane."""
+    model = nn.Linear(4, 2)
+    net = DataParallel(model, THREE)
+    barrier = threading.Barrier(8)
+    wrong = []
+
+    def work():
+        x = torch.randn(7, 4)
+        barrier.wait(20)
+        for _ in range(10):
+            if not torch.allclose(net(x), nn.functional.linear(x, model.weight, model.bias), atol=1e-5):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+    net.close()
+
+
+def test_close_ends_the_lanes_and_a_call_starts_them_again():
+    """close() may be called at any time."""
+    net = DataParallel(nn.Linear(4, 2), THREE)
+    x = torch.randn(7, 4)
+    for _ in range(2):
+        assert_close(net(x), net.module(x))
+        net.close()
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+
+
+# -- data_parallel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,)], ids=["tensor", "tuple"])
+def test_data_parallel_evaluates_once(wrap):
+    """One input or a tuple of them; nothing is left afterwards."""
+    model = nn.Linear(4, 2)
+    x = torch.randn(7, 4)
+    assert_close(data_parallel(model, wrap(x), THREE), model(x))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+
+
+def test_data_parallel_takes_module_kwargs_and_no_inputs():
+    """inputs=None and module_kwargs, which are cut like positional ones; -1 is the CPU."""
+
+    class Model(nn.Module):
+        def forward(self, *, x, k):
+            return x * k
+
+    out = data_parallel(Model(), None, TWO, output_device=-1, module_kwargs={"x": torch.ones(5), "k": 2})
+    assert out.tolist() == [2.0] * 5
+
+
+def test_data_parallel_joins_on_its_dim():
+    """Dim is that of inputs and outputs."""
+    x = torch.randn(2, 7)
+    assert_close(data_parallel(nn.Tanh(), x, THREE, None, 1), torch.tanh(x))

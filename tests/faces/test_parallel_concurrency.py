@@ -1,0 +1,515 @@
+"""Promise 6: many threads, nested and crossing blocks, recursion; and nothing is left after close()."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader, Dataset
+
+from parawrap import SessionError, parallel
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def lanes():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+
+
+def in_threads(count, work):
+    """Run work(index) in that many threads that start at once; the first error is raised."""
+    barrier = threading.Barrier(count)
+
+    def begin(index):
+        barrier.wait(20)
+        return work(index)
+
+    with ThreadPoolExecutor(count) as executor:
+        return [future.result(60) for future in [executor.submit(begin, index) for index in range(count)]]
+
+
+def test_sixteen_threads_call_one_model():
+    """Each thread gets its own rows back, forwards and gradients, in one block."""
+    model = mlp()
+
+    def work(index):
+        generator = torch.Generator().manual_seed(index)
+        for _ in range(25):
+            x = torch.randn(1 + index % 7, 4, generator=generator, requires_grad=True)
+            y = model(x)
+            assert_close(y, plain(x))
+            (grad,) = torch.autograd.grad(y.sum(), x)
+            assert_close(grad, torch.autograd.grad(plain(x).sum(), x)[0])
+
+    import copy
+
+    plain = copy.deepcopy(model)
+    with parallel(model, THREE) as p:
+        in_threads(16, work)
+        assert p.stats().calls == 400
+
+
+def test_threads_submit_map_and_call_at_once():
+    """The three ways into the lanes share them."""
+    model = mlp()
+    x = torch.randn(6, 4)
+    plain = model(x)
+
+    def work(index):
+        for _ in range(10):
+            if index % 3 == 0:
+                assert_close(model(x), plain)
+            elif index % 3 == 1:
+                assert_close(p.submit(x).result(20), plain)
+            else:
+                for y in p.map([x] * 3):
+                    assert_close(y, plain)
+
+    with parallel(model, THREE) as p:
+        in_threads(9, work)
+
+
+def test_a_model_in_training_does_not_race():
+    """Threads that train a batch norm at once: every call counts once, and nothing is not a number."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def work(index):
+        for _ in range(10):
+            model(torch.randn(9, 4)).sum().backward()
+
+    with parallel(model, THREE):
+        in_threads(6, work)
+    assert model[1].num_batches_tracked.item() == 60
+    assert torch.isfinite(model[1].running_var).all()
+
+
+def test_threads_open_and_close_blocks_on_models_of_their_own():
+    """Blocks on different models do not get in each other's way."""
+
+    def work(index):
+        model = mlp()
+        x = torch.randn(5, 4)
+        plain = model(x)
+        for _ in range(5):
+            with parallel(model, TWO):
+                assert_close(model(x), plain)
+        assert "forward" not in vars(model)
+
+    in_threads(8, work)
+    assert not lanes()
+
+
+def test_a_block_that_one_thread_leaves_while_another_enters():
+    """The last one out and the next one in meet: the one inside has an open, parallel block."""
+    model = mlp()
+    p = parallel(model, TWO)
+    close = p.close
+    leaving, entered = threading.Event(), threading.Event()
+
+    def slow_close():
+        leaving.set()
+        entered.wait(20)
+        close()
+
+    p.close = slow_close
+
+    def leave():
+        with p:
+            pass
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    try:
+        leaving.wait(2)  # an implementation that does not call close() there is fine too
+        p.close = close
+        with p:
+            entered.set()
+            thread.join(20)
+            model(torch.randn(4, 4))
+            assert p.stats().shards == (2, 2)
+        assert "forward" not in vars(model)
+    finally:
+        entered.set()
+        thread.join(20)
+        close()
+
+
+# -- nested blocks -------------------------------------------------------------------------------------------------------
+
+
+def test_entering_the_same_block_twice_nests():
+    """The model stays parallel until the outermost exit."""
+    model = mlp()
+    with parallel(model, TWO) as p:
+        with p:
+            model(torch.randn(4, 4))
+        assert "forward" in vars(model)
+        model(torch.randn(4, 4))
+        assert p.stats().calls == 2
+    assert "forward" not in vars(model)
+
+
+def test_two_blocks_on_the_same_model_nest():
+    """The inner block's lanes run the call; after it the outer block's do; after both the model is plain."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    with parallel(model, TWO) as outer:
+        with parallel(model, THREE) as inner:
+            assert_close(model(x), plain)
+            assert inner.stats().shards == (3, 2, 2)
+        assert outer.stats().shards == ()
+        assert_close(model(x), plain)
+        assert outer.stats().shards == (4, 3)
+    assert "forward" not in vars(model)
+
+
+def test_blocks_on_a_model_and_its_submodule():
+    """Whichever is opened first, the answer and the gradient are the plain ones."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    for first, second in ((model, model[0]), (model[0], model)):
+        with parallel(first, TWO), parallel(second, THREE):
+            assert_close(model(x), plain)
+            assert_close(model[0](x), nn.functional.linear(x, model[0].weight, model[0].bias))
+        assert "forward" not in vars(model)
+        assert "forward" not in vars(model[0])
+
+
+def test_a_block_on_a_submodule_opened_after_the_first_call():
+    """Replicas that exist already follow the rewriting of a submodule, and its end."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    with parallel(model, TWO):
+        model(x)
+        with parallel(model[0], THREE):
+            assert_close(model(x), plain)
+        assert_close(model(x), plain)
+
+
+def test_blocks_on_two_models():
+    """Models in lanes may feed each other, also where one calls the other."""
+    one, two = mlp(), nn.Linear(3, 4)
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.others = [one, two]
+
+        def forward(self, x):
+            return self.others[1](self.others[0](x))
+
+    both = Both()
+    x = torch.randn(7, 4)
+    plain = both(x)
+    with parallel(one, TWO), parallel(two, THREE), parallel(both, TWO):
+        assert_close(both(x), plain)
+        assert_close(two(one(x)), plain)
+
+
+def test_blocks_on_different_models_close_in_any_order():
+    """Only blocks on one and the same model have an order."""
+    one, two = mlp(), mlp()
+    a, b = parallel(one, TWO), parallel(two, TWO)
+    a.__enter__()
+    b.__enter__()
+    a.close()
+    assert "forward" not in vars(one)
+    two(torch.randn(4, 4))
+    assert b.stats().shards == (2, 2)
+    b.close()
+
+
+def test_blocks_on_one_model_closed_out_of_order_are_refused():
+    """SessionError, nothing is changed, and closing in order then works."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    outer, inner = parallel(model, TWO), parallel(model, THREE)
+    outer.__enter__()
+    inner.__enter__()
+    before = dict(vars(model))
+    with pytest.raises(SessionError, match="close that one first"):
+        outer.__exit__(None, None, None)
+    with pytest.raises(SessionError, match="close that one first"):
+        outer.close()
+    assert {k: id(v) for k, v in vars(model).items()} == {k: id(v) for k, v in before.items()}
+    assert_close(model(x), plain)
+    assert inner.stats().shards == (3, 2, 2)
+    inner.close()
+    assert_close(model(x), plain)
+    assert outer.stats().shards == (4, 3)
+    outer.close()
+    assert "forward" not in vars(model)
+    assert not lanes()
+
+
+# -- calls from lanes ------------------------------------------------------------------------------------------------------
+
+
+class Recursive(nn.Module):
+    """A model that calls itself, by __call__ and through another reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.me = [self]
+
+    def forward(self, x, depth=2):
+        if depth == 0:
+            return self.linear(x)
+        return self(x, depth=depth - 1) + self.me[0](x, depth - 1)
+
+
+def test_a_model_may_call_itself():
+    """Recursion in lanes does not wait for lanes."""
+    model = Recursive()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    with parallel(model, THREE):
+        assert_close(model(x), plain)
+
+
+def test_a_function_may_call_its_own_block():
+    """``p`` inside ``p``'s target runs plainly in its lane, and so do submit and map."""
+
+    def target(x, depth=1):
+        if depth == 0:
+            return x + 1
+        return p(x, 0) + p.submit(x, 0).result(20) + next(iter(p.map([(x, 0)])))
+
+    with parallel(target, THREE) as p:
+        assert p(torch.zeros(7)).tolist() == [3.0] * 7
+
+
+def test_a_thread_pool_inside_forward():
+    """Threads that forward starts may call other modules, and parallel ones."""
+    helper = nn.Linear(4, 4)
+
+    class Threaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper = helper
+
+        def forward(self, x):
+            with ThreadPoolExecutor(2) as executor:
+                return sum(executor.map(self.helper, [x, x * 2]))
+
+    model = Threaded()
+    x = torch.randn(7, 4)
+    plain = model(x)
+    with parallel(model, THREE), parallel(helper, TWO):
+        for _ in range(5):
+            assert_close(model(x), plain)
+
+
+def test_a_thread_inside_forward_that_calls_the_parallel_model_itself():
+    """A thread of the model's own that calls the model again does not wait for ever."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent("""
+                import faulthandler, threading, torch
+                from concurrent.futures import ThreadPoolExecutor
+                from parawrap import parallel
+                faulthandler.dump_traceback_later(8, exit=True)
+
+                class Model(torch.nn.Module):
+                    def forward(self, x, depth=1):
+                        if depth == 0:
+                            return x + 1
+                        with ThreadPoolExecutor(1) as executor:
+                            return executor.submit(model, x, 0).result()
+
+                model = Model()
+                with parallel(model, ["cpu"] * 2):
+                    assert model(torch.zeros(4)).tolist() == [1.0] * 4
+                faulthandler.cancel_dump_traceback_later()
+                print("done")
+            """),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == "done\n", done.stderr[-2000:]
+
+
+def test_close_from_inside_the_model():
+    """The block may be closed by the very call that runs in it, from whichever lane."""
+    closed = threading.Event()
+
+    class Closes(nn.Module):
+        def forward(self, x):
+            if x[0].item() == 2 and not closed.is_set():
+                closed.set()
+                p.close()
+            return x + 1
+
+    model = Closes()
+    p = parallel(model, THREE)
+    with p:
+        assert model(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
+    assert "forward" not in vars(model)
+    assert model(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
+
+
+# -- nothing is left -------------------------------------------------------------------------------------------------------
+
+
+def test_close_leaves_no_thread():
+    """After the block no lane is left, whatever was done in it."""
+    model = mlp()
+    before = set(threading.enumerate())
+    with parallel(model, THREE) as p:
+        model(torch.randn(7, 4))
+        p.submit(torch.randn(7, 4)).result(20)
+        list(p.map(torch.randn(8, 4).split(2)))
+        assert lanes()
+    assert set(threading.enumerate()) == before
+
+
+def test_close_waits_for_what_was_submitted():
+    """Futures sent before the end are done after it."""
+    release = threading.Event()
+
+    def target(x):
+        release.wait(20)
+        return x + 1
+
+    with parallel(target, TWO) as p:
+        futures = [p.submit(torch.zeros(2)) for _ in range(6)]
+        release.set()
+    assert all(future.done() for future in futures)
+    assert [future.result().tolist() for future in futures] == [[1.0, 1.0]] * 6
+
+
+def test_close_leaves_no_replica():
+    """Replicas, outputs and inputs are freed with the block; the model itself can be freed too."""
+    seen: list[weakref.ref] = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            seen.append(weakref.ref(self))
+            return self.linear(x)
+
+    model = Model()
+    with parallel(model, THREE) as p:
+        model(torch.randn(7, 4)).sum().backward()
+        assert len({id(ref()) for ref in seen}) == 3
+    gc.collect()
+    assert {id(ref()) for ref in seen if ref() is not None} == {id(model)}
+    alive = weakref.ref(model)
+    del model, p
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_abandoned_block_ends_its_lanes():
+    """A Parallel that is used without close() and forgotten leaves no thread."""
+    p = parallel(torch.tanh, THREE)
+    p.submit(torch.zeros(4)).result(20)
+    assert lanes()
+    del p
+    gc.collect()
+    assert not lanes()
+
+
+def test_an_output_holds_no_lane():
+    """Outputs and graphs that outlive the block keep no thread alive."""
+    model = mlp()
+    with parallel(model, THREE):
+        y = model(torch.randn(7, 4))
+    assert not lanes()
+    y.sum().backward()
+
+
+# -- forks -----------------------------------------------------------------------------------------------------------------
+
+
+class Rows(Dataset):
+    """Rows made by a model, in the loader's worker."""
+
+    def __init__(self, model) -> None:
+        self.model = model
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        with torch.no_grad():
+            return self.model(torch.full((4, 1), float(index)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_data_loader_worker_calls_the_parallel_model():
+    """In a forked child, which has no lanes, the model runs plainly and gives its answer."""
+    model = nn.Linear(1, 1)
+    with parallel(model, TWO):
+        model(torch.ones(4, 1))  # the lanes have begun
+        loader = DataLoader(Rows(model), batch_size=3, num_workers=1, multiprocessing_context="fork", timeout=30)
+        batches = list(loader)
+        assert_close(torch.cat(batches), torch.stack([Rows(model)[index] for index in range(6)]))
+        assert model(torch.ones(4, 1)).shape == (4, 1)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_forked_child_may_open_a_block_of_its_own():
+    """A child of a process with an open block opens and closes its own."""
+    with parallel(torch.tanh, TWO) as p:
+        p.submit(torch.zeros(4)).result(20)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                with parallel(torch.relu, TWO) as own:
+                    code = 0 if own.submit(torch.ones(4)).result(20).sum().item() == 4 else 2
+                p.close()
+            finally:
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        assert p(torch.zeros(4)).tolist() == [0.0] * 4
+
+
+def test_a_program_that_forgets_to_close_ends():
+    """The interpreter exits cleanly and promptly with a block still open."""
+    code = """
+        import torch
+        from parawrap import parallel
+        model = torch.nn.Linear(4, 4)
+        p = parallel(model, ["cpu"] * 3)
+        p.__enter__()
+        model(torch.randn(7, 4))
+        p.submit(torch.randn(7, 4)).result()
+        print("end")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")

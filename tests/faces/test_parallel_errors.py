@@ -1,0 +1,266 @@
+"""Promise 5: an error of the user's arrives as it is, says where it happened, and leaves the pool usable."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import parallel
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+
+
+class MyError(Exception):
+    """An exception of the user's with arguments of its own."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(code)
+        self.code, self.detail = code, detail
+
+
+class Fails(nn.Module):
+    """Fails for the shards that hold one of these values."""
+
+    def __init__(self, make=lambda value: ValueError(f"row {value}")) -> None:
+        super().__init__()
+        self.make = make
+        self.on: set[int] = set()
+        self.ran: list[int] = []
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x):
+        for value in x.flatten().int().tolist():
+            self.ran.append(value)
+            if value in self.on:
+                raise self.make(value)  # the user's line
+        return self.linear(x)
+
+
+def rows(count):
+    return torch.arange(float(count))[:, None]
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_the_users_exception_arrives_with_a_note(bad):
+    """Type and message are the user's; a note names lane, device and shard."""
+    model = Fails()
+    model.on = {bad}
+    with parallel(model, THREE), pytest.raises(ValueError) as caught:
+        model(rows(3))
+    assert str(caught.value) == f"row {bad}"
+    assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3"]
+
+
+@pytest.mark.parametrize("bad", [0, 2])
+def test_the_traceback_reaches_the_users_line(bad):
+    """The last frame is the line that raised, whichever lane it was."""
+    model = Fails()
+    model.on = {bad}
+    with parallel(model, THREE), pytest.raises(ValueError) as caught:
+        model(rows(3))
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.line is not None
+    assert "the user's line" in last.line
+
+
+def test_an_exception_keeps_its_own_attributes_and_cause():
+    """The very object arrives, with what it carries."""
+    cause = KeyError("why")
+
+    def make(value):
+        error = MyError(value, detail="more")
+        error.__cause__ = cause
+        return error
+
+    model = Fails(make)
+    model.on = {1}
+    with parallel(model, TWO), pytest.raises(MyError) as caught:
+        model(rows(2))
+    assert (caught.value.code, caught.value.detail) == (1, "more")
+    assert caught.value.__cause__ is cause
+
+
+def test_the_first_lane_wins_and_the_others_are_notes():
+    """Several failures: lane order decides, not time; the later ones are told in notes."""
+    model = Fails()
+    model.on = {1, 2}
+    with parallel(model, THREE), pytest.raises(ValueError, match="row 1") as caught:
+        model(rows(3))
+    assert caught.value.__notes__ == [
+        "in lane 1 on cpu, shard 1 of 3",
+        "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
+    ]
+
+
+def test_the_other_lanes_finish():
+    """A failure in one lane does not keep the others from doing their shards."""
+    model = Fails()
+    model.on = {0}
+    with parallel(model, THREE), pytest.raises(ValueError, match="row 0"):
+        model(rows(3))
+    assert sorted(model.ran) == [0, 1, 2]
+
+
+def test_the_pool_is_usable_after_an_error():
+    """The next call works in the same lanes, many times over."""
+    model = Fails()
+    x = rows(3)
+    with parallel(model, THREE) as p:
+        for _ in range(20):
+            model.on = {2}
+            with pytest.raises(ValueError, match="row 2"):
+                model(x)
+            model.on = set()
+            assert torch.allclose(model(x), model.linear(x))
+        assert p.stats().shards == (1, 1, 1)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, AssertionError])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_every_kind_of_exception_arrives(kind, bad):
+    """Also those that are no Exception, and StopIteration, from lane 0 and from others; the pool lives on."""
+    model = Fails(kind)
+    model.on = {bad}
+    with parallel(model, TWO):
+        with pytest.raises(kind):
+            model(rows(2))
+        model.on = set()
+        assert model(rows(2)).shape == (2, 1)
+
+
+def test_an_exception_that_cannot_be_printed_arrives():
+    """An exception whose __str__ fails is not replaced by its own failure."""
+
+    class Unprintable(Exception):
+        def __str__(self):
+            raise AttributeError("no text")
+
+    model = Fails(lambda value: Unprintable())
+    model.on = {0, 1}
+    with parallel(model, TWO), pytest.raises(Unprintable):
+        model(rows(2))
+
+
+def test_one_exception_object_raised_by_all_lanes():
+    """A shared exception object arrives once, with one note."""
+    error = ValueError("shared")
+    model = Fails(lambda value: error)
+    model.on = {0, 1, 2}
+    with parallel(model, THREE), pytest.raises(ValueError, match="shared") as caught:
+        model(rows(3))
+    assert caught.value is error
+    assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3"]
+
+
+def test_an_error_of_a_plain_call_has_no_note():
+    """A call that ran plainly fails plainly."""
+    model = Fails()
+    model.on = {0}
+    with parallel(model, THREE), pytest.raises(ValueError) as caught:
+        model(rows(1))
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_an_error_lets_go_of_the_call():
+    """Once the exception is gone, so are the call's tensors: no reference cycle keeps them."""
+    import gc
+
+    model = Fails()
+    model.on = {1}
+    with parallel(model, TWO):
+        x = rows(2)
+        alive = weakref.ref(x)
+        gc.collect()
+        gc.disable()
+        try:
+            with contextlib.suppress(ValueError):
+                model(x)
+            del x
+            assert alive() is None
+        finally:
+            gc.enable()
+
+
+def test_an_error_of_a_submitted_call_is_in_its_future():
+    """The future raises the user's exception, with a note on the lane."""
+    model = Fails()
+    model.on = {1}
+    with parallel(model, TWO) as p:
+        future = p.submit(rows(2))
+        with pytest.raises(ValueError, match="row 1") as caught:
+            future.result(20)
+        assert "lane 0 on cpu" in caught.value.__notes__[0]
+        model.on = set()
+        assert p.submit(rows(2)).result(20).shape == (2, 1)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
+def test_an_exit_in_a_submitted_call_does_not_end_the_lane(kind):
+    """SystemExit and the like are in the future; the lane lives on."""
+    model = Fails(kind)
+    model.on = {0}
+    with parallel(model, TWO) as p:
+        for _ in range(4):
+            with pytest.raises(kind):
+                p.submit(rows(2)).result(20)
+        model.on = set()
+        assert p.submit(rows(2)).result(20).shape == (2, 1)
+        assert model(rows(2)).shape == (2, 1)
+
+
+def test_a_warning_turned_error_in_a_lane_arrives():
+    """warnings.warn under an error filter raises in the lane and arrives as that warning's class."""
+    import warnings
+
+    def target(x):
+        warnings.warn("careful", DeprecationWarning, stacklevel=1)
+        return x
+
+    with parallel(target, TWO) as p, pytest.raises(DeprecationWarning, match="careful"):
+        p(torch.zeros(4))
+
+
+def test_an_error_in_backward_of_a_lanes_graph_arrives_plainly():
+    """backward() through a parallel call raises the user's error of its backward function."""
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx, _grad):
+            raise MyError(3, detail="backward")
+
+    with parallel(Broken.apply, TWO) as p:
+        y = p(torch.randn(4, 2, requires_grad=True))
+        with pytest.raises(MyError):
+            y.sum().backward()
+        assert p(torch.zeros(4, 2)).shape == (4, 2)
+
+
+def test_an_interrupt_while_waiting_leaves_the_pool_usable():
+    """The caller's own lane is interrupted while another lane is at work: it leaves, and the next call works."""
+    entered, release = threading.Event(), threading.Event()
+
+    def target(x):
+        if release.is_set():
+            return x
+        if x[0].item() == 0:
+            entered.wait(20)
+            release.set()
+            raise KeyboardInterrupt
+        entered.set()
+        return x
+
+    with parallel(target, TWO) as p:
+        with pytest.raises(KeyboardInterrupt):
+            p(torch.arange(2.0))
+        assert p(torch.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 3.0]

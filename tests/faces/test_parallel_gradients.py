@@ -1,0 +1,406 @@
+"""Promise 3: the same gradients as the plain call, in parameters and inputs, and BatchNorm as torch.nn.DataParallel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from parawrap import parallel
+
+TWO = ["cpu"] * 2
+THREE = ["cpu"] * 3
+few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.one, self.two = mlp(), nn.Linear(3, 2)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return self.two(checkpoint(self.one, x, use_reentrant=self.reentrant))
+
+
+class Scaled(nn.Module):
+    """A model in training whose buffer takes part in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.rand(4) + 1)
+
+    def forward(self, x):
+        return self.linear(x) * self.scale
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(torch.tanh(self.encode(x)))
+
+
+class Twice(nn.Module):
+    """A batch-normalised model."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), norm or nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x))
+
+
+def gradients(model, x, *, times=1):
+    """The gradients of the parameters and of the input."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    for _ in range(times):
+        model(x).square().sum().backward()
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()], x.grad
+
+
+MODELS = {
+    "mlp": mlp,
+    "tied": Tied,
+    "layer norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
+    "batch norm in eval": lambda: Twice().eval(),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "spectral_norm in eval": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
+    "buffer": Scaled,
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(reentrant=True),
+    "gru": lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), First(nn.GRU(2, 3, batch_first=True))),
+    "scripted": lambda: torch.jit.script(nn.Linear(4, 3)),
+}
+
+
+class First(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(rows=st.integers(1, 17), lanes=st.integers(1, 5), times=st.integers(1, 2))
+@few
+def test_the_gradients_are_the_plain_ones(name, rows, lanes, times):
+    """Parameters' and inputs' gradients equal the plain ones, also when they are accumulated."""
+    model = MODELS[name]()
+    x = torch.randn(rows, 4)
+    plain = gradients(model, x, times=times)
+    with parallel(model, ["cpu"] * lanes):
+        assert_close(gradients(model, x, times=times), plain)
+
+
+def test_frozen_parameters_get_no_gradient():
+    """requires_grad=False is respected, and toggling it inside the block is seen."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    model[0].requires_grad_(requires_grad=False)
+    with parallel(model, THREE):
+        model(x).sum().backward()
+        assert model[0].weight.grad is None
+        assert model[2].weight.grad is not None
+        model[0].requires_grad_()
+        model[2].requires_grad_(requires_grad=False)
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model[0].weight.grad is not None
+        assert model[2].weight.grad is None
+
+
+def test_a_wholly_frozen_model_gives_no_graph():
+    """Without anything that requires grad the output has no graph."""
+    model = mlp().requires_grad_(requires_grad=False)
+    with parallel(model, TWO):
+        assert not model(torch.randn(6, 4)).requires_grad
+
+
+def test_gradients_of_gradients_are_the_plain_ones():
+    """create_graph=True goes through the parallel call: a gradient penalty equals the plain one."""
+    model = mlp()
+    x = torch.randn(7, 4, requires_grad=True)
+
+    def penalty():
+        model.zero_grad()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        (grad.norm(dim=1) - 1).square().mean().backward()
+        return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    plain = penalty()
+    with parallel(model, THREE):
+        assert_close(penalty(), plain)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint_around_the_parallel_call(reentrant):
+    """torch.utils.checkpoint may wrap the parallel model."""
+    model = mlp()
+    x = torch.randn(7, 4)
+
+    def run():
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        checkpoint(model, leaf, use_reentrant=reentrant).square().sum().backward()
+        return [p.grad.clone() for p in model.parameters()], leaf.grad
+
+    plain = run()
+    with parallel(model, THREE):
+        assert_close(run(), plain)
+
+
+def test_backward_after_the_block():
+    """A graph made inside the block may be walked after it."""
+    model = mlp()
+    x = torch.randn(7, 4)
+    plain = gradients(model, x)[0]
+    model.zero_grad()
+    with parallel(model, THREE):
+        loss = model(x).square().sum()
+    loss.backward()
+    assert_close([p.grad for p in model.parameters()], plain)
+
+
+def test_two_forwards_before_one_backward_with_a_buffer():
+    """A loss over two outputs of a model in training, with a buffer that the backward pass needs."""
+    model = Scaled()
+    x = torch.randn(7, 4)
+
+    def run():
+        model.zero_grad()
+        (model(x).square().sum() + model(-x).sum()).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = run()
+    with parallel(model, THREE):
+        assert_close(run(), plain)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm, None], ids=["batch norm", "sync", "spectral"])
+def test_two_forwards_before_one_backward_with_running_statistics(norm):
+    """As a GAN's discriminator is trained: both outputs' graphs survive until the one backward pass."""
+    if norm is nn.SyncBatchNorm:
+        pytest.skip("SyncBatchNorm has no CPU kernel")
+    model = Twice(norm(4)) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
+    x = torch.randn(9, 4)
+    with parallel(model, THREE):
+        (model(x).square().sum() + model(-x).square().sum()).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_hooks_on_a_parameter_run_once_with_the_whole_gradient():
+    """A tensor hook on a parameter sees the sum over lanes, once."""
+    model = nn.Linear(4, 1, bias=False)
+    x = torch.randn(7, 4)
+    seen = []
+    model.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    with parallel(model, THREE):
+        model(x).sum().backward()
+    assert len(seen) == 1
+    assert_close(seen[0], x.sum(0, keepdim=True))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
+def test_thirty_steps_of_training_equal_plain_training(optimizer):
+    """Thirty optimizer steps through one block give the weights of plain training."""
+    torch.manual_seed(0)
+    plain = mlp()
+    model = copy.deepcopy(plain)
+    batches = [(torch.randn(11, 4), torch.randn(11, 3)) for _ in range(30)]
+
+    def train(net):
+        steps = optimizer(net.parameters(), lr=0.01)
+        for x, y in batches:
+            steps.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            steps.step()
+
+    train(plain)
+    with parallel(model, THREE):
+        train(model)
+    assert_close(dict(model.state_dict()), dict(plain.state_dict()), atol=1e-5, rtol=1e-4)
+
+
+def test_training_a_loss_inside_the_model_equals_plain_training():
+    """A model that returns its mean loss trains the same, rows uneven over lanes."""
+
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, y):
+            return nn.functional.mse_loss(self.net(x), y)
+
+    model = WithLoss()
+    x, y = torch.randn(11, 4), torch.randn(11, 3)
+    model(x, y).backward()
+    plain = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    with parallel(model, THREE):
+        loss = model(x, y)
+        assert loss.ndim == 0
+        loss.backward()
+    assert_close([p.grad for p in model.parameters()], plain)
+
+
+def test_a_functional_call_trains_what_it_was_given():
+    """torch.func.functional_call swaps parameters for one call; the gradient reaches those that were given."""
+    model = nn.Linear(4, 2)
+    x = torch.randn(7, 4)
+    with parallel(model, THREE) as p:
+        model(x)
+        given_ = {"weight": torch.randn(2, 4, requires_grad=True), "bias": torch.zeros(2)}
+        y = torch.func.functional_call(model, given_, (x,))
+        assert_close(y, x @ given_["weight"].T)
+        y.sum().backward()
+        assert p.stats().shards == (3, 2, 2)
+        assert given_["weight"].grad is not None
+        assert model.weight.grad is None
+        assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
+
+
+def test_function_transforms_of_the_model_are_the_plain_ones():
+    """torch.func.grad, vmap and jvp of a parallel model give the plain values."""
+    model = mlp()
+    x = torch.randn(7, 4)
+
+    def transforms():
+        return (
+            torch.func.grad(lambda x: model(x).sum())(x),
+            torch.func.vmap(model)(x),
+            torch.func.jvp(lambda x: model(x), (x,), (x,)),
+        )
+
+    plain = transforms()
+    with parallel(model, THREE):
+        assert_close(transforms(), plain)
+
+
+def test_forward_mode_tangents_go_through():
+    """Forward-mode AD: dual inputs give dual outputs."""
+    import torch.autograd.forward_ad as fw
+
+    model = mlp()
+    x = torch.randn(7, 4)
+
+    def tangent():
+        with fw.dual_level():
+            return fw.unpack_dual(model(fw.make_dual(x, torch.ones_like(x)))).tangent
+
+    plain = tangent()
+    with parallel(model, THREE):
+        assert_close(tangent(), plain)
+
+
+# -- BatchNorm -----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_norm_in_training_keeps_lane_zeros_statistics():
+    """As in torch.nn.DataParallel: the statistics after a step are those of the first shard alone."""
+    model = Twice()
+    first = copy.deepcopy(model)
+    with parallel(model, THREE):
+        for _ in range(3):
+            x = torch.randn(8, 4)
+            model(x)
+            first(x[:3])
+    assert_close(dict(model.state_dict()), dict(first.state_dict()))
+    assert model.norm.num_batches_tracked.item() == 3
+
+
+def test_batch_norm_in_training_normalises_each_shard():
+    """Each lane normalises with its own shard's statistics."""
+    model = Twice()
+    x = torch.randn(8, 4)
+    want = torch.cat([copy.deepcopy(model)(part) for part in x.split([3, 3, 2])])
+    with parallel(model, THREE):
+        assert_close(model(x), want)
+
+
+@pytest.mark.parametrize(
+    "norm", [lambda: nn.BatchNorm1d(4), lambda: nn.BatchNorm1d(4, momentum=None), lambda: nn.BatchNorm1d(4, affine=False)]
+)
+def test_eval_after_training_uses_the_new_statistics_in_every_lane(norm):
+    """After training steps, eval in lanes equals plain eval: the lanes have lane 0's new statistics."""
+    model = Twice(norm())
+    x = torch.randn(9, 4)
+    with parallel(model, THREE):
+        for _ in range(3):
+            model(torch.randn(9, 4) * 3 + 1)
+            model.eval()
+            inside = model(x)
+            model.train()
+            model(torch.randn(9, 4) - 2)
+        model.eval()
+        inside = model(x)
+    assert_close(inside, model(x))
+
+
+def test_statistics_of_a_frozen_norm_in_a_training_model_stay():
+    """A norm in eval mode inside a model in training is not touched."""
+    model = Twice()
+    model.norm.eval()
+    before = model.norm.running_mean.clone()
+    with parallel(model, THREE):
+        model(torch.randn(9, 4)).sum().backward()
+    assert torch.equal(model.norm.running_mean, before)
+
+
+def test_a_buffer_of_the_users_own_is_kept_from_lane_zero():
+    """A buffer that forward updates in place, or replaces, has lane 0's value, and the lanes start from it."""
+
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("added", torch.zeros(()))
+            self.register_buffer("replaced", torch.zeros(2, 2))
+
+        def forward(self, x):
+            before = self.added + self.replaced.sum()
+            self.added += 1
+            self.replaced = self.replaced + 1
+            return x + before
+
+    model = Counts()
+    with parallel(model, THREE):
+        assert model(torch.zeros(7)).tolist() == [0.0] * 7
+        assert model(torch.zeros(7)).tolist() == [5.0] * 7
+        assert model(torch.zeros(7)).tolist() == [10.0] * 7
+    assert model.added.item() == 3
+    assert model.replaced.tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_training_twice_through_scripted_batch_norm_keeps_the_statistics():
+    """A scripted norm in training behaves the same."""
+    model = torch.jit.script(Twice())
+    first = copy.deepcopy(model)
+    x = torch.randn(9, 4)
+    with parallel(model, THREE):
+        for _ in range(3):
+            model(x)
+            first(x[:3])
+        model.eval()
+        inside = model(x)
+    assert_close(dict(model.state_dict()), dict(first.state_dict()))
+    assert_close(inside, model(x))

@@ -1,0 +1,64 @@
+"""check_equal: a parallel output against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.utils import rnn
+
+from parawrap.errors import VerifyError
+from parawrap.shards import check_equal
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (torch.ones(3), torch.ones(3) + 1e-7),
+        ({"a": [torch.zeros(2), None]}, {"a": [torch.zeros(2), None]}),
+        (torch.tensor([float("nan"), float("inf")]), torch.tensor([float("nan"), float("inf")])),
+        (torch.zeros(0, 3), torch.zeros(0, 3)),
+        (torch.tensor([True]), torch.tensor([True])),
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64)),
+        (torch.ones(2, requires_grad=True), torch.ones(2)),
+    ],
+)
+def test_what_is_equal_up_to_rounding_passes(ours, theirs):
+    """Rounding, NaN beside NaN, and values that are no tensors (a time, an id) raise nothing."""
+    check_equal(ours, theirs)
+
+
+def test_a_difference_is_told_with_address_size_and_usual_cause():
+    """Where, how much absolutely and relatively, and what it mostly is."""
+    with pytest.raises(VerifyError, match=r'output\["a"\]\[1\].*max abs 0.5, max rel 0.25.*BatchNorm'):
+        check_equal({"a": [torch.zeros(2), torch.tensor([2.0, 2.5])]}, {"a": [torch.zeros(2), torch.tensor([2.0, 2.0])]})
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64])
+def test_a_difference_of_any_dtype_is_a_verify_error(dtype):
+    """Masks, labels and complex values are compared as well."""
+    with pytest.raises(VerifyError, match="max abs 1"):
+        check_equal(torch.tensor([1, 0]).to(dtype), torch.tensor([0, 0]).to(dtype))
+
+
+def test_a_difference_of_dtype_is_named():
+    """Equal numbers of another dtype are told to be that, not to differ by 0."""
+    with pytest.raises(VerifyError, match=r"float32.*float64|float64.*float32"):
+        check_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))
+
+
+def test_a_difference_of_shape_is_named():
+    """Thinned or repeated rows show as two shapes."""
+    with pytest.raises(VerifyError, match=r"\(4,\).*\(2,\)"):
+        check_equal(torch.zeros(4), torch.zeros(2))
+
+
+def test_a_difference_of_structure_is_named():
+    """Other keys or lengths are told by their place."""
+    with pytest.raises(VerifyError, match=r"output\[0\].*'a'.*'b'"):
+        check_equal([{"a": torch.zeros(1)}], [{"b": torch.zeros(1)}])
+
+
+def test_packed_sequences_are_compared():
+    """A value that is joined in a way of its own is no reason to look away."""
+    with pytest.raises(VerifyError):
+        check_equal(rnn.pack_sequence([torch.ones(2)]), rnn.pack_sequence([torch.zeros(2)]))
