@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_D
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No lane outlives its test, and no test writes into the folder it was started from."""
     monkeypatch.chdir(tmp_path)
     yield

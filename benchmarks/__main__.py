@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib
 import json
 import os
@@ -47,9 +47,10 @@ def _machine() -> str:
 
     from parawrap.backends.cpu import usable_cores
 
-    today = datetime.datetime.now(datetime.UTC).date()
+    today = dt.datetime.now(dt.UTC).date()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return f"{today}, {platform.machine()}, {usable_cores()} cores, {gpu}, torch {torch.__version__}, Python {platform.python_version()}"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{today}, {platform.machine()}, {usable_cores()} cores, {gpu}, {versions}"
 
 
 def _table(rows: list[object]) -> str:

@@ -45,7 +45,7 @@ class Row:
 def take_turns(arms: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1) -> dict[str, Arm]:
     """Time each arm `rounds` times, in turn, `calls` calls at a time; medians, and the middle half of the times."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    for name, work in arms.items():  # warm up
+    for work in arms.values():  # warm up
         for _ in range(calls):
             work()
     order = list(arms)

@@ -10,9 +10,11 @@ import copy
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import torch
+from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from sklearn.metrics import ConfusionMatrixDisplay
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ OUTPUT = Path("demo-output")
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """1,437 images of 8x8 pixels to train on, and 360 to test on."""
-    data = load_digits()
+    data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -55,7 +57,8 @@ def cnn() -> nn.Module:
 def batches(images: Tensor, labels: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The images in a new order each epoch; the last batch is short."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
-    for rows in order.split(BATCH):
+    for start in range(0, len(order), BATCH):
+        rows = order[start : start + BATCH]
         yield images[rows], labels[rows]
 
 
@@ -92,7 +95,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Stream the test images through the lanes, batch by batch."""
     with torch.no_grad(), parallel(model, LANES) as p:
         with p.trace(OUTPUT / "lanes.json") as trace:
-            scores = torch.cat(list(p.map(images.split(24), progress=True)))
+            scores = torch.cat(list(p.map(torch.split(images, 24), progress=True)))
         print(f"evaluated {len(images)} images through map:")
         print(p.stats())
         draw_timeline(p, [(span.lane, span.start, span.end) for span in trace.spans])
@@ -124,7 +127,7 @@ def draw_timeline(p: Parallel[nn.Module], spans: list[tuple[int, int, int]]) -> 
     save(figure, "lanes.png")
 
 
-def save(figure: plt.Figure, name: str) -> None:
+def save(figure: Figure, name: str) -> None:
     """Write a picture and say where it is."""
     OUTPUT.mkdir(exist_ok=True)
     figure.savefig(OUTPUT / name, dpi=120)

@@ -53,7 +53,7 @@ def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableErro
     seen = f"this process sees {kind}:0 to {kind}:{count - 1}" if count > 1 else f"there is only {kind}:0"
     here = seen if count else f"no {kind} is visible"
     return DeviceUnavailableError(
-        f'device {asked!r} is not there: {here}; "auto" takes the best there is, {best_backend().type!r}'
+        f'device {asked!r} is not there: {here}; device="auto" takes the best there is, {best_backend().type!r}'
     )
 
 

@@ -13,6 +13,7 @@ from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, reso
 from parawrap.engine import ReplicaSet, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._warn import warn_caller
+from parawrap.lanes import current_lane
 from parawrap.shards import Cutter, GatherRules, Parameters
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -96,7 +97,7 @@ class DataParallel(torch.nn.DataParallel[T]):
             ShardError, GatherError: of what cannot be cut or joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self._lanes or self._session().must_run_plainly():
+            if not self._lanes or current_lane() is not None or self._session().must_run_plainly():
                 return self.module(*inputs, **kwargs)
             self._refuse_elsewhere()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)

@@ -16,6 +16,7 @@ from parawrap.errors import ShardError
 from parawrap.faces.data_parallel import DataParallel
 from parawrap.faces.moving import recursive_to
 from parawrap.faces.tuples import transpose
+from parawrap.lanes import current_lane
 from parawrap.shards import Cutter, GatherRules
 
 __all__ = ["TupleParallel", "tuple_fn"]
@@ -102,7 +103,7 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        if not self._lanes or self._session().must_run_plainly():
+        if not self._lanes or current_lane() is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._refuse_elsewhere()
         replicas = self.replicate(self.module, self.device_ids[: len(args)])

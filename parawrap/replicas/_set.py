@@ -106,7 +106,7 @@ class ReplicaSet:
             or bool(self._unseen)
             or bool(self._buffers.changed())
             or self._unlinked()
-            or any(replica.wrote() for replica in self._shelled())
+            or any(replica.wrote() or replica.tensors.containers_changed() for replica in self._shelled())
         )
 
     def refresh(self) -> None:
@@ -118,6 +118,8 @@ class ReplicaSet:
         elif self._tree() != self._seen_tree:
             self._rebuild()
             changed = []
+        if any(replica.tensors.containers_changed() for replica in self._shelled()):
+            changed = list(self._names)
         self._refresh_tensors()
         self._fill(changed)
         self._relink()
@@ -198,6 +200,8 @@ class ReplicaSet:
         if not modules:
             return
         for replica in self._shelled():
+            if len(modules) == len(self._names):
+                replica.tensors.forget_containers()
             for module in modules:
                 replica.fill(module, self._names[module])
         self._prune()

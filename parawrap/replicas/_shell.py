@@ -63,6 +63,7 @@ class Replica:
                 elif not _is_compiled(original):
                     self._fill_plain(shell, original)
         self._asked[module] = asked
+        self._buffered = [pair for pairs in self._pairs.values() for pair in pairs if len(pair[0]._buffers)]
 
     def tensors_in_use(self) -> set[int]:
         """The ids of the originals that the shells have, or have copies of."""
@@ -70,9 +71,11 @@ class Replica:
 
     def wrote(self) -> list[torch.Tensor]:
         """The buffers that the lane wrote or replaced, of which it must be given new copies."""
+        if not self._buffered:
+            return []
         replaced = [
             buffer
-            for original, shell in self._buffered()
+            for original, shell in self._buffered
             for name, buffer in original._buffers.items()
             if buffer is not None and _buffer(shell, name) is not self.tensors.buffer(buffer)
         ]
@@ -82,7 +85,7 @@ class Replica:
         """Give the lane new copies of those buffers; the bytes copied."""
         copied = self.tensors.renew_buffers(changed)
         keys = {id(buffer) for buffer in changed}
-        for original, shell in self._buffered():
+        for original, shell in self._buffered:
             for name, buffer in original._buffers.items():
                 if buffer is not None and id(buffer) in keys:
                     _set_buffer(shell, name, self.tensors.buffer(buffer))
@@ -90,7 +93,7 @@ class Replica:
 
     def write_back(self) -> None:
         """Give the buffers that the lane wrote, or replaced, to the original."""
-        for original, shell in self._buffered():
+        for original, shell in self._buffered:
             for name, buffer in original._buffers.items():
                 now = _buffer(shell, name)
                 if buffer is None or now is None:
@@ -102,9 +105,6 @@ class Replica:
                         buffer.copy_(now)
                     else:
                         _set_buffer(original, name, now.detach().to(buffer.device))
-
-    def _buffered(self) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-        return [pair for pairs in self._pairs.values() for pair in pairs if len(pair[0]._buffers)]
 
     def _paired(self, module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
         """The module beside its new shell; a scripted one is followed by what is in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from operator import is_
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class Tensors:
     def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None, buffers: Ledger) -> None:
         self.device = device
         self.home = home
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self.asked: set[int] = set()  # the ids of the originals that were asked for; whoever fills a shell reads it
         self.mirror = mirror
         self._ledger = buffers
@@ -192,7 +194,19 @@ class Tensors:
         leaves, spec = flatten(value)
         if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
             return value
+        self._containers[id(value)] = value, leaves
         return unflatten(spec, [self._brought(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+    def containers_changed(self) -> bool:
+        """Whether an attribute that is a list, tuple or dict of tensors holds others than when it was brought here."""
+        return any(
+            len(now := flatten(value)[0]) != len(leaves) or not all(map(is_, now, leaves))
+            for value, leaves in self._containers.values()
+        )
+
+    def forget_containers(self) -> None:
+        """Before every shell is filled again."""
+        self._containers.clear()
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.mirror is not None

@@ -196,11 +196,9 @@ def test_two_forwards_before_one_backward_with_a_buffer():
         assert_close(run(), plain)
 
 
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm, None], ids=["batch norm", "sync", "spectral"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, None], ids=["batch norm", "spectral"])
 def test_two_forwards_before_one_backward_with_running_statistics(norm):
     """As a GAN's discriminator is trained: both outputs' graphs survive until the one backward pass."""
-    if norm is nn.SyncBatchNorm:
-        pytest.skip("SyncBatchNorm has no CPU kernel")
     model = Twice(norm(4)) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
     x = torch.randn(9, 4)
     with parallel(model, THREE):
