@@ -17,6 +17,7 @@ _MODULES = {
     "cuda": "parawrap.backends.cuda",
     "mps": "parawrap.backends.mps",
 }
+_ANY_ACCELERATOR = "parawrap.backends.accelerator"
 _loaded: dict[str, Backend] = {}
 _loading = threading.Lock()
 
@@ -62,8 +63,6 @@ def _load(kind: str) -> Backend:
         backend = importlib.import_module(_MODULES[kind]).BACKEND
         assert isinstance(backend, Backend)
         return backend
-    from parawrap.backends.accelerator import AcceleratorBackend
-
     try:
         # Asked with an index: torch.device takes "nn" for a device module otherwise, and so does get_device_module.
         module = torch.get_device_module(torch.device(kind, 0))
@@ -71,7 +70,8 @@ def _load(kind: str) -> Backend:
         raise DeviceUnavailableError(_unknown(kind)) from error
     if not hasattr(module, "device_count"):
         raise DeviceUnavailableError(_unknown(kind))
-    return AcceleratorBackend(kind)
+    accelerator: Backend = importlib.import_module(_ANY_ACCELERATOR).AcceleratorBackend(kind)
+    return accelerator
 
 
 def _unknown(kind: str) -> str:

@@ -159,7 +159,10 @@ class Session:
 
         def work() -> Any:
             (shard,) = plan.scatter(leaves, [lane.device])
-            return self.gather([entry.of(replica)(*shard.args, **shard.kwargs)], plan.sizes, self._beside(leaves))
+            output = entry.of(replica)(*shard.args, **shard.kwargs)
+            if lane.index == 0 and self.replicas is not None:
+                self.replicas.write_back()
+            return self.gather([output], plan.sizes, self._beside(leaves))
 
         future = self.pool.submit(lane, work)
         with self._counting:
