@@ -5,10 +5,22 @@ batches through them.
 """
 
 from parawrap.engine._in_place import InPlace
-from parawrap.engine._session import Entry, Session, Ticket
+from parawrap.engine._session import Entry, LanesAwaitThread, Session, Ticket
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._stream import stream
 from parawrap.engine._trace import Trace
-from parawrap.replicas import ReplicaSet
+from parawrap.replicas import ReplicaSet, original_method
 
-__all__ = ["Entry", "InPlace", "LaneStats", "ReplicaSet", "Session", "Stats", "Ticket", "Trace", "stream"]
+__all__ = [
+    "Entry",
+    "InPlace",
+    "LaneStats",
+    "LanesAwaitThread",
+    "ReplicaSet",
+    "Session",
+    "Stats",
+    "Ticket",
+    "Trace",
+    "original_method",
+    "stream",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,13 +14,14 @@ from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
 __all__ = ["InPlace"]
 
+_rewriting = threading.RLock()
 CallEntry = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class InPlace:
     """Puts stand-ins into the module's ``__dict__`` and takes them out again; the class is never touched.
 
-    Not safe to share between threads: whoever owns it holds a lock.
+    Any number of them may be open on one module, in any threads; one lock for all keeps their order.
     """
 
     def __init__(self, module: torch.nn.Module, methods: Sequence[str], call: CallEntry) -> None:
@@ -30,6 +32,10 @@ class InPlace:
 
     def install(self) -> None:
         """Every call of one of the methods goes through `call` from now on, by whichever reference it comes."""
+        with _rewriting:
+            self._install()
+
+    def _install(self) -> None:
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             # module.compile() would trace through the stand-in and run the batch as one.
             self._replace("_compiled_call_impl", None)
@@ -45,8 +51,9 @@ class InPlace:
         Raises:
             SessionError: another block, opened later on the module, is still open; nothing was changed then.
         """
-        restore(self._module, self._replaced)
-        self._replaced = []
+        with _rewriting:
+            restore(self._module, self._replaced)
+            self._replaced = []
 
     def _replace(self, name: str, value: Any) -> None:
         self._replaced.append((name, value, put(self._module, name, value)))

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -16,10 +17,10 @@ from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
 from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
-from parawrap.replicas import Freshness, ReplicaSet, home_of
-from parawrap.shards import Cutter, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
+from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 
-__all__ = ["Entry", "Session", "Ticket"]
+__all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket"]
 
 
 class Entry(NamedTuple):
@@ -42,6 +43,11 @@ class Ticket(NamedTuple):
     future: Future[Any]
     lane: Lane
     rows: int
+    hint: str = ""  # what to tell where it fails
+
+
+class LanesAwaitThread(Exception):  # noqa: N818
+    """Not an error: the call is to run plainly. Never reaches a user."""
 
 
 class Session:
@@ -64,13 +70,15 @@ class Session:
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
-        self.replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
+        self._replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
         home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.output_device = output_device  # None: where the module lies, or what a callable is given
         self.pool = LanePool(self.devices, home)
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
         self._never_cuts = self._stays_on_cpu and len(self.devices) == 1
-        self._verified: set[ShardPlan] | None = set() if verify else None
+        self._futures: WeakSet[Future[Any]] = WeakSet()
+        self._verifies = verify
+        self._verified: WeakSet[ShardPlan] = WeakSet()
         self._refreshing = threading.Lock()
         self._counting = threading.Lock()
         self._calls = self._plain_calls = 0
@@ -81,20 +89,27 @@ class Session:
 
     def scatter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Shard]]:
         """Cut a call into one shard a lane; with fewer rows than lanes, the surplus lanes get none."""
-        plan, leaves = self.cutters[None].plan(args, kwargs, len(self.devices))
-        return plan, plan.scatter(leaves, self.devices)
+        plan, flat = self.cutters[None].plan(args, kwargs, len(self.devices))
+        return plan, plan.scatter(flat, self.devices)
 
-    def replicate(self, lanes: int | None = None) -> list[Any]:
-        """What each of the first lanes runs, brought into line with the original if that has changed."""
+    def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
+        """What each of the first lanes runs, brought into line with the original if that has changed.
+
+        Raises:
+            ReplicaError: one cannot be made.
+            LanesAwaitThread: a lane waits for a thread, which may be this one, and cannot be brought into line.
+        """
         lanes = len(self.devices) if lanes is None else lanes
-        if self.replicas is None:
-            return [self.target] * lanes
+        if self._replicas is None:
+            return [LaneReplica(lane, self.target, _nobodys) for lane in range(lanes)]
         with self._refreshing:
-            if self.replicas.stale():
-                with self.pool.idle():
-                    self.replicas.refresh()
-                self.pool.home = self.replicas.home
-            return self.replicas.modules(lanes)
+            if self._replicas.stale():
+                with self.pool.idle() as alone:
+                    if not alone:
+                        raise LanesAwaitThread
+                    self._replicas.refresh()
+                self.pool.home = self._replicas.home
+            return self._replicas.replicas(lanes)
 
     def apply(self, works: Sequence[Callable[[], Any]], kind: Hashable = None) -> list[Any]:
         """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
@@ -127,22 +142,26 @@ class Session:
     # A call
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Scatter, replicate, apply, gather; or the plain call, where there is nothing to cut or it would be wrong to."""
+        """Scatter, replicate, apply, gather; or the plain call, where nothing is to be cut or it would be wrong to."""
         if current_lane() is not None or not self.pool.alive:
             return entry.plain(*args, **kwargs)  # part of a call, not one: the model called itself; or there are no lanes
         if self._never_cuts or self.must_run_plainly():
             return self._run_plainly(entry, args, kwargs)
-        plan, leaves = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
+        plan, flat = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
         if len(plan.sizes) == 1 and self._stays_on_cpu:
             return self._run_plainly(entry, args, kwargs)
-        expected = self._expected(entry, plan, leaves)
-        shards = plan.scatter(leaves, self.devices)
-        replicas = self.replicate(len(shards))
+        try:
+            replicas = self.replicate(len(plan.sizes))
+        except LanesAwaitThread:
+            return self._run_plainly(entry, args, kwargs)
+        expected = self._expected(entry, plan, flat)
+        shards = plan.scatter(flat, self.devices)
         outputs = self.apply(self._works(entry, replicas, shards), plan)
-        output = self.gather(outputs, plan.sizes, self._beside(leaves), self._originals(shards))
+        output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, shards))
         self._count(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
+            self._verified.add(plan)
         return output
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
@@ -151,28 +170,28 @@ class Session:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
             raise SessionError(msg)
         lane = min(self.pool.lanes, key=_load)
-        plan, leaves = self.cutters[entry.method].whole(args, kwargs)
-        rows = plan.rows
-        if self.must_run_plainly():
-            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, rows)
-        replica = self.replicate()[lane.index]
+        plan, flat = self.cutters[entry.method].whole(args, kwargs)
+        try:
+            replica = None if self._runs_uncut() else self.replicate()[lane.index]
+        except LanesAwaitThread:
+            replica = None
+        if replica is None:
+            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, plan.rows)
 
         def work() -> Any:
-            (shard,) = plan.scatter(leaves, [lane.device])
-            output = entry.of(replica)(*shard.args, **shard.kwargs)
-            if lane.index == 0 and self.replicas is not None:
-                self.replicas.write_back()
-            return self.gather([output], plan.sizes, self._beside(leaves))
+            shards = plan.scatter(flat, [lane.device])
+            return self.gather([work() for work in self._works(entry, [replica], shards)], plan.sizes, self._beside(flat))
 
         future = self.pool.submit(lane, work)
+        self._futures.add(future)
         with self._counting:
             self._calls += 1
-            self._lane_rows[lane.index] += rows
-        return Ticket(future, lane, rows)
+            self._lane_rows[lane.index] += plan.rows
+        return Ticket(future, lane, plan.rows)
 
     def stats(self) -> Stats:
         """The counters as they stand."""
-        fresh = self.replicas.freshness if self.replicas is not None else Freshness()
+        fresh = self._replicas.freshness if self._replicas is not None else Freshness()
         lanes = tuple(
             LaneStats(lane.device, lane.tasks, rows, lane.busy_ns / 1e9)
             for lane, rows in zip(self.pool.lanes, self._lane_rows, strict=True)
@@ -184,41 +203,42 @@ class Session:
         return Trace(self.pool.lanes, path)
 
     def close(self) -> None:
-        """Let the lanes finish, end their threads and let go of the replicas."""
+        """Let the lanes finish, end their threads and let go of the replicas. A call that is under way finishes too."""
         self.pool.close()
-        if self.replicas is not None:
-            self.replicas = ReplicaSet(self.replicas.original, self.devices)
+        with self._refreshing:
+            if self._replicas is not None:
+                self._replicas.forget()
 
-    def _works(self, entry: Entry, replicas: Sequence[Any], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
-        works: list[Callable[[], Any]] = [
-            partial(entry.plain if replica is self.target else entry.of(replica), *shard.args, **shard.kwargs)
-            for replica, shard in zip(replicas, shards, strict=True)
-        ]
-        if self.replicas is not None and replicas[0] is not self.target:
-            works[0] = partial(_then, works[0], self.replicas.write_back)
+    def cancel(self) -> None:
+        """Drop what was submitted and has not begun."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def _works(self, entry: Entry, replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
+        works: list[Callable[[], Any]] = []
+        for replica, shard in zip(replicas, shards, strict=True):
+            call = entry.plain if replica.module is self.target else entry.of(replica.module)
+            works.append(partial(call, *shard.args, **shard.kwargs))
+        if replicas[0].write_back is not None and replicas[0].lane == 0:
+            works[0] = partial(_then, works[0], replicas[0].write_back)
         return works
 
-    def _beside(self, leaves: Sequence[Any]) -> torch.device | None:
+    def _beside(self, flat: FlatCall) -> torch.device | None:
         """Where the plain call of a callable would leave its output: where its first tensor lies."""
         if self.output_device is not None or self.pool.home is not None:
             return self.output_device
-        return next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
-
-    def _originals(self, shards: Sequence[Shard]) -> Originals:
-        """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
-        of_module: Originals = () if self.replicas is None else self.replicas.originals(len(shards))
-        if not any(shard.copies for shard in shards):
-            return of_module
-        lookups = of_module or [_nobodys] * len(shards)
-        return [partial(_found, shard.copies, lookup) for shard, lookup in zip(shards, lookups, strict=True)]
+        return next((leaf.device for leaf in flat.leaves if isinstance(leaf, torch.Tensor)), None)
 
     def must_run_plainly(self) -> bool:
         """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
+        return self._runs_uncut() or self.pool.awaits_a_thread()
+
+    def _runs_uncut(self) -> bool:
         return (
             current_lane() is not None  # a lane does not wait for lanes
             or not self.pool.alive
             or sees_only_its_own_thread()
-            or (self.replicas is not None and not self.replicas.ready())
+            or (self._replicas is not None and not self._replicas.ready())
         )
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -228,15 +248,18 @@ class Session:
         output = entry.plain(*args, **kwargs)
         return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
 
-    def _expected(self, entry: Entry, plan: ShardPlan, leaves: Sequence[Any]) -> tuple[Any] | None:
-        """With verify, the plain output of the first call of a structure; run on copies, so that nothing is done twice."""
-        if self._verified is None or plan in self._verified:
+    def _expected(self, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
+        """With verify, the plain output of the first call of a structure.
+
+        A module runs as a copy with buffers of its own, on copies of the inputs, with random numbers that are drawn again:
+        it leaves no trace. A callable's own side effects are done twice.
+        """
+        if not self._verifies or plan in self._verified:
             return None
-        self._verified.add(plan)
-        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
         home = self.pool.home if self.pool.home is not None else self.devices[0]
-        (shard,) = plan.uncut().scatter(copies, [home])
-        run = entry.plain if self.replicas is None else entry.of(self.replicas.scratch())
+        (shard,) = plan.uncut().scatter(FlatCall(copies, flat.spec), [home])
+        run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         with _same_random_numbers(self.devices):
             return (run(*shard.args, **shard.kwargs),)
 
@@ -252,8 +275,17 @@ def _load(lane: Lane) -> int:
     return lane.inbox.qsize() + lane.busy.locked()
 
 
-def _nobodys(tensor: torch.Tensor) -> None:
+def _originals(replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> Originals:
+    """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
+    of_module = [replica.original_of for replica in replicas]
+    if not any(shard.copies for shard in shards):
+        return of_module
+    return [partial(_found, shard.copies, lookup) for shard, lookup in zip(shards, of_module, strict=True)]
+
+
+def _nobodys(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a target without replicas has copies of."""
+    return None
 
 
 def _found(copies: Mapping[int, torch.Tensor], lookup: Any, tensor: torch.Tensor) -> torch.Tensor | None:

@@ -8,8 +8,11 @@ from concurrent.futures import Future
 from typing import Any
 
 from parawrap.engine._session import Entry, Session, Ticket
+from parawrap.lanes import note
 
 __all__ = ["stream"]
+
+_HINT = "the batch was a list, which map gives to the model as one argument; a tuple is spread: model(*batch)"
 
 
 def stream(
@@ -40,7 +43,12 @@ def stream(
 
 def _landed(flying: deque[Ticket], arrived: Callable[[Ticket], None] | None) -> Any:
     ticket = flying.popleft()
-    result = ticket.future.result()
+    try:
+        result = ticket.future.result()
+    except Exception as error:
+        if ticket.hint:
+            note(error, ticket.hint)
+        raise
     if arrived is not None:
         arrived(ticket)
     return result
@@ -63,7 +71,7 @@ def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator
         except Exception as error:  # noqa: BLE001
             yield _failed(session, error)
             return
-        yield ticket
+        yield ticket._replace(hint=_HINT if isinstance(batch, list) else "")
 
 
 def _failed(session: Session, error: Exception) -> Ticket:

@@ -28,12 +28,12 @@ class Trace:
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         for lane in self._lanes:
-            lane.spans = self.spans
+            lane.recorders = (*lane.recorders, self.spans)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for lane in self._lanes:
-            lane.spans = None
+            lane.recorders = tuple(spans for spans in lane.recorders if spans is not self.spans)
         names = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane.index, "args": {"name": str(lane)}}
             for lane in self._lanes

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from parawrap.engine import original_method
 from parawrap.errors import ShardError
 from parawrap.shards import Parameters
 
@@ -28,7 +29,8 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
     """The parameters of each way into the target; None is the target called as a whole."""
     if not isinstance(target, torch.nn.Module):
         return {None: Parameters(target)}
-    return {None: Parameters(target.forward), **{name: Parameters(getattr(target, name)) for name in methods}}
+    plain = {name: original_method(getattr(target, name)) for name in ("forward", *methods)}
+    return {None: Parameters(plain["forward"]), **{name: Parameters(plain[name]) for name in methods}}
 
 
 def checked_in_dims(

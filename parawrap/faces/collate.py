@@ -20,10 +20,13 @@ import wrapt
 
 from parawrap.errors import ShardError
 from parawrap.faces._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
+from parawrap.shards import balanced
 
 __all__ = ["default_collate", "tp_collate"]
 
 P = ParamSpec("P")
+
+_sizes = functools.lru_cache(maxsize=64)(balanced)  # a DataLoader knows two lengths: of a batch, and of the last one
 
 
 def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any]]:
@@ -104,7 +107,7 @@ class _DefaultCollate:
             except RuntimeError:  # samples of unequal shapes
                 pass
             else:
-                return _cut_batch(batch, _balanced_sizes(len(samples), self._ndevices))
+                return _cut_batch(batch, _sizes(len(samples), self._ndevices))
         return _collate_in_parts(self._ndevices, self._whole, None, (samples,), {})
 
     def __repr__(self) -> str:
@@ -251,17 +254,9 @@ def _cut(samples: Any, ndevices: int) -> list[Any]:
     if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
         msg = f"tp_collate cuts a list of samples, not a {type(samples).__qualname__}: give list(samples)"
         raise ShardError(msg)
-    return _sliced(samples, _balanced_sizes(len(samples), ndevices))
+    return _sliced(samples, _sizes(len(samples), ndevices))
 
 
 def _sliced(sequence: Any, sizes: tuple[int, ...]) -> list[Any]:
     ends = itertools.accumulate(sizes)
     return [sequence[end - size : end] for end, size in zip(ends, sizes, strict=True)]
-
-
-@functools.lru_cache(maxsize=64)  # a DataLoader knows two lengths: of a batch, and of the last one
-def _balanced_sizes(total: int, parts: int) -> tuple[int, ...]:
-    """Sizes that sum to ``total``, differ by at most one, larger first; at most ``parts`` of them and none empty."""
-    parts = max(1, min(parts, total))
-    size, larger = divmod(total, parts)
-    return (size + 1,) * larger + (size,) * (parts - larger)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices
-from parawrap.engine import ReplicaSet, Session
+from parawrap.engine import LanesAwaitThread, ReplicaSet, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._warn import warn_caller
 from parawrap.lanes import current_lane
@@ -67,8 +68,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         torch.nn.Module.__init__(self)  # torch's own __init__ knows indices of accelerators alone
         self.module = module
         self.dim = dim
-        self._engine: Session | None = None
-        self._settings: tuple[Any, ...] = ()
+        self._engine: tuple[tuple[Any, ...], Session] | None = None  # and the settings that it was made for
+        self._changing = threading.RLock()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
         if not self._lanes:
@@ -82,12 +83,17 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def close(self) -> None:
         """End the lanes and let go of the replicas. The next call starts them again."""
-        engine, self._engine = self._engine, None
+        with self._changing:
+            engine, self._engine = self._engine, None
         if engine is not None:
-            engine.close()
+            engine[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_engine": None, "_settings": ()}  # a copy or an unpickled one starts lanes of its own
+        # A copy or an unpickled one starts lanes of its own.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_engine": None, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter, replicate, apply, gather; the plain call where there are no lanes or it runs in a lane already.
@@ -103,30 +109,34 @@ class DataParallel(torch.nn.DataParallel[T]):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             if len(self._lanes) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            try:
+                replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            except LanesAwaitThread:
+                return self.module(*inputs, **kwargs)
             outputs = self.parallel_apply(replicas, args, module_kwargs)
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """A tuple of args and a tuple of kwargs, one entry a shard; a call without rows gives one shard."""
         devices = [_device(device_id) for device_id in device_ids]
-        plan, leaves = self._session().cutters[None].plan(inputs, kwargs or {}, len(devices))
-        shards = plan.scatter(leaves, devices)
+        plan, flat = self._session().cutters[None].plan(inputs, kwargs or {}, len(devices))
+        shards = plan.scatter(flat, devices)
         return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
         """What the first ``len(device_ids)`` lanes run: kept from call to call and refreshed when `module` changed."""
         if module is self.module:
-            return self._session().replicate(len(device_ids))
-        replicas = ReplicaSet(module, [_device(device_id) for device_id in device_ids])
-        replicas.refresh()
-        return cast("list[T]", replicas.modules(len(device_ids)))
+            return [replica.module for replica in self._session().replicate(len(device_ids))]
+        others = ReplicaSet(module, [_device(device_id) for device_id in device_ids])
+        others.refresh()
+        return [replica.module for replica in others.replicas(len(device_ids))]
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with the args and kwargs i in lane i; their outputs, in lane order."""
         calls = zip(replicas, inputs, kwargs, strict=True)
         works = [partial(replica, *args, **named) for replica, args, named in calls]
-        return self._session().apply(works, (len(works), *(getattr(value, "shape", None) for value in inputs[0])))
+        shapes = (value.shape for value in inputs[0] if isinstance(value, torch.Tensor))
+        return self._session().apply(works, (len(works), *shapes))
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
@@ -136,17 +146,23 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _session(self) -> Session:
         """The engine for the module, devices and dim that the attributes name now."""
         settings = (self.module, self.dim, tuple(self.device_ids))
-        if self._engine is None or self._settings != settings:
-            self.close()
-            self._lanes = tuple(_device(device_id) for device_id in self.device_ids)
-            self.src_device_obj = self._lanes[0]
-            self._refuse_elsewhere()
-            cutter = Cutter(self.dim, parameters=Parameters(self.module.forward), lists_are_shared=True)
-            rules = GatherRules(self.dim, reduce=_vector)
-            output = _device(self.output_device)
-            self._engine = Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
-            self._settings = settings
-        return self._engine
+        engine = self._engine
+        if engine is not None and engine[0] == settings:
+            return engine[1]
+        with self._changing:
+            if self._engine is None or self._engine[0] != settings:
+                self.close()
+                self._engine = settings, self._new_session()
+            return self._engine[1]
+
+    def _new_session(self) -> Session:
+        self._lanes = tuple(_device(device_id) for device_id in self.device_ids)
+        self.src_device_obj = self._lanes[0]
+        self._refuse_elsewhere()
+        cutter = Cutter(self.dim, parameters=Parameters(self.module.forward), lists_are_shared=True)
+        rules = GatherRules(self.dim, reduce=_vector, strict=False)
+        output = _device(self.output_device)
+        return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
 
     def _refuse_elsewhere(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):
@@ -204,8 +220,20 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
 
 
 def _names_cpu(device_ids: Any) -> bool:
+    """Whether a list of devices names the CPU; what is a device on no machine is refused."""
     entries = [device_ids] if isinstance(device_ids, (str, int, torch.device)) else device_ids or []
-    return any(not isinstance(entry, int) and str(entry).partition(":")[0] == "cpu" for entry in entries)
+    kinds = set()
+    for entry in entries:
+        if isinstance(entry, torch.device):
+            kinds.add(entry.type)
+        elif isinstance(entry, str) and entry:
+            kinds.add(backend_of(entry.partition(":")[0]).type)
+        elif isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
+            msg = (
+                f"device_ids holds {entry!r}, which is no device: give indices, strings such as 'cuda:0', or torch devices"
+            )
+            raise DeviceListError(msg)
+    return "cpu" in kinds
 
 
 def _output(output_device: DeviceLike) -> torch.device:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
-import optree
 import torch
 
-from parawrap.faces._containers import items_of, rebuilt
+from parawrap.tree import replace_nodes
 
 __all__ = ["Batch", "cuda_attrs", "recursive_cuda", "recursive_to"]
 
 T = TypeVar("T")
-
-_NAMESPACE = "parawrap"  # in which the tree room registers types
 
 
 def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
@@ -90,18 +87,14 @@ class Batch:
 def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Any:
     """Replace each leaf by the result of the first of ``methods`` (name -> arguments) that it has."""
 
-    def call(leaf: Any) -> Any:
-        for name, args in methods.items():
-            if _has_method(leaf, name):
-                return _not_none(getattr(leaf, name)(*args, **kwargs), leaf, name)
-        if isinstance(leaf, (list, Mapping)):  # a subclass that optree does not know
-            return rebuilt(leaf, {key: _call_on_leaves(item, methods, kwargs) for key, item in items_of(leaf).items()})
-        return leaf
-
-    def is_leaf(node: Any) -> bool:
+    def moves(node: Any) -> bool:
         return any(_has_method(node, name) for name in methods)
 
-    return optree.tree_map(call, value, is_leaf=is_leaf, namespace=_NAMESPACE)
+    def call(leaf: Any) -> Any:
+        name = next(name for name in methods if _has_method(leaf, name))
+        return _not_none(getattr(leaf, name)(*methods[name], **kwargs), leaf, name)
+
+    return replace_nodes(value, moves, call)
 
 
 def _has_method(value: Any, name: str) -> bool:

@@ -57,6 +57,9 @@ class Parallel(Generic[TargetT]):
         join: Literal["cat", "list"] = "cat",
         verify: bool = False,
     ) -> None:
+        if not callable(target):
+            msg = f"parallel takes a module or another callable, not {target!r}"
+            raise ShardError(msg)
         self.target = target
         self.devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
@@ -89,6 +92,8 @@ class Parallel(Generic[TargetT]):
             self._write_back()
             session = self._taken_out() if self._depth == 0 else None
         if session is not None:
+            if error is not None:
+                session.cancel()
             session.close()
 
     def close(self) -> None:
@@ -150,8 +155,7 @@ class Parallel(Generic[TargetT]):
         if window < 1:
             msg = f"window={window}: at least one batch is in flight"
             raise ShardError(msg)
-        self._opened()
-        return self._mapped(batches, window, Progress(batches) if progress else None)
+        return self._mapped(self._opened(), batches, window, progress)
 
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then."""
@@ -200,17 +204,21 @@ class Parallel(Generic[TargetT]):
         session = self._session
         return entry.plain(*args, **kwargs) if session is None else session.call(entry, args, kwargs)
 
-    def _mapped(self, batches: Iterable[Any], window: int, progress: Progress | None) -> Iterator[Any]:
+    def _mapped(self, session: Session, batches: Iterable[Any], window: int, progress: bool) -> Iterator[Any]:
         entry = Entry(self.target)
-        if progress is None:
-            yield from stream(self._opened(), entry, batches, window)
+        if not progress:
+            yield from stream(session, entry, batches, window)
             return
-        with progress:
-            yield from stream(self._opened(), entry, batches, window, progress)
+        with Progress(batches) as bar:
+            yield from stream(session, entry, batches, window, bar)
 
     def _rewrite(self) -> None:
         if self._depth == 0 and self._in_place is not None:
-            self._in_place.install()
+            try:
+                self._in_place.install()
+            except BaseException:
+                self._in_place.uninstall()
+                raise
         self._depth += 1
 
     def _write_back(self) -> None:

@@ -61,6 +61,8 @@ class ParallelWrapper(torch.nn.Module):
         asked = kwargs.pop("device", None)
         if asked is None and args and isinstance(args[0], (int, str, torch.device)):
             asked, args = args[0], args[1:]
+        if asked is not None and asked != "auto":
+            resolve_device(asked)  # refused before anything has changed
         if args or kwargs:
             device, *_ = _parse_to(*args, **kwargs)
             asked = device if asked is None else asked

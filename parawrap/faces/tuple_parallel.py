@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast, overload
@@ -11,7 +12,7 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
-from parawrap.engine import Session
+from parawrap.engine import LanesAwaitThread, Session
 from parawrap.errors import ShardError
 from parawrap.faces.data_parallel import DataParallel
 from parawrap.faces.moving import recursive_to
@@ -106,7 +107,12 @@ class TupleParallel(DataParallel[T]):
         if not self._lanes or current_lane() is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._refuse_elsewhere()
-        replicas = self.replicate(self.module, self.device_ids[: len(args)])
+        if not args:
+            return []
+        try:
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+        except LanesAwaitThread:
+            return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         return self.parallel_apply(replicas, args, kwargs)
 
 
@@ -162,11 +168,12 @@ class _InLanes:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
         self._session: Session | None = None
+        self._changing = threading.Lock()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
-        session = self._session_for(len(parts))
-        if session.must_run_plainly():
+        session = self._session_for(len(parts)) if parts else None
+        if session is None or session.must_run_plainly():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = [
@@ -175,15 +182,22 @@ class _InLanes:
         return _together(session.apply([partial(function, *part, **named) for part, named in parts]))
 
     def _session_for(self, parts: int) -> Session:
-        if self._session is None or len(self._session.devices) < parts:
-            if self._on_cpu:
-                self._lanes = best_backend().first(parts)
-            self._session = Session(_nothing, self._lanes, cutters={None: Cutter()}, rules=GatherRules())
-        return self._session
+        with self._changing:
+            if self._session is None or len(self._session.devices) < parts:
+                lanes = best_backend().first(parts) if self._on_cpu else self._lanes
+                self._session = Session(_nothing, lanes, cutters={None: Cutter()}, rules=GatherRules())
+            return self._session
 
 
 def _nothing() -> None:
     """The target of a session of which `apply` alone is used."""
+
+
+def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:
+    """Each part on its lane's device; a copy to the CPU is waited for."""
+    return [
+        recursive_to(part, device, non_blocking=device.type != "cpu") for part, device in zip(parts, devices, strict=False)
+    ]
 
 
 _Part = tuple[tuple[Any, ...], dict[str, Any]]

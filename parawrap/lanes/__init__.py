@@ -5,7 +5,7 @@ Knows threads, devices and torch's thread-local modes; refuses to know modules a
 
 from parawrap.lanes._lane import Lane, Span, Task, current_lane
 from parawrap.lanes._modes import Modes, sees_only_its_own_thread
-from parawrap.lanes._outcome import Outcome, first_failure
+from parawrap.lanes._outcome import Outcome, first_failure, note
 from parawrap.lanes._pool import WAKE_UP_NS, LanePool
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "Task",
     "current_lane",
     "first_failure",
+    "note",
     "sees_only_its_own_thread",
 ]

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parawrap.lanes._outcome import Outcome, capture
@@ -23,7 +23,9 @@ Errand = Callable[[], None]
 
 _here = threading.local()
 PATIENCE_S = 0.05
-# The innermost Python frame of a thread that waits for another one lies in here; one that computes is elsewhere.
+_LONGEST_WAIT_S = 60.0
+# The innermost Python frame of a thread that waits for another one (an event, a future, a queue, a thread's end) lies in
+# here. One that computes is elsewhere, and so is one that waits in C (SimpleQueue.get): that one is given the longest wait.
 _WAITING_ROOMS = (threading.__file__, queue.__file__)
 
 
@@ -45,7 +47,7 @@ class Lane:
         self._owner: int | None = None
         self.tasks = 0
         self.busy_ns = 0
-        self.spans: list[Span] | None = None
+        self.recorders: tuple[list[Span], ...] = ()
         self.inbox: SimpleQueue[Errand | None] = SimpleQueue()
         self.thread: threading.Thread | None = None
 
@@ -64,21 +66,22 @@ class Lane:
             _here.lane = before
             self.tasks += 1
             self.busy_ns += end - start
-            if self.spans is not None:
-                self.spans.append(Span(self.index, start, end))
             if mine:
                 self.release()
+            for spans in self.recorders:
+                spans.append(Span(self.index, start, end))
 
     def take(self) -> bool:
         """Wait until the calling thread has the lane for itself; whoever gets True gives it back with `release`.
 
-        False, and no waiting, where the thread that has it waits for another one, which may be the calling thread: a
-        forward pass that hands work to threads of its own, which call the model again. The lane is then shared, as a
-        plain module is between threads.
+        False where waiting might have no end: the thread that has the lane waits for another one, which may be the calling
+        thread; or it has had it for very long. The lane is then shared, as a plain module is between threads.
         """
         mine = self.busy.acquire(blocking=False)
-        while not mine and not self.stuck():
-            mine = self.busy.acquire(timeout=PATIENCE_S)
+        if not mine:
+            until = monotonic() + _LONGEST_WAIT_S
+            while not mine and not self.stuck() and monotonic() < until:
+                mine = self.busy.acquire(timeout=PATIENCE_S)
         if mine:
             self._owner = threading.get_ident()
         return mine
@@ -89,17 +92,23 @@ class Lane:
         self.busy.release()
 
     def stuck(self) -> bool:
-        """Whether the thread that works in the lane is itself waiting for another thread."""
-        frame = sys._current_frames().get(self._owner) if self._owner is not None else None
-        return frame is not None and frame.f_code.co_filename in _WAITING_ROOMS
+        """Whether the thread that has the lane waits for another thread, is this one, or is no more."""
+        owner = self._owner
+        if owner is None:  # nobody has it, or somebody is about to
+            return False
+        if owner == threading.get_ident():
+            return True
+        frame = sys._current_frames().get(owner)
+        return frame is None or frame.f_code.co_filename in _WAITING_ROOMS
 
     def start(self, threads: int | None) -> None:
         """Start the lane's thread and wait until its figure of intra-op threads stands."""
         ready = threading.Event()
         name = f"parawrap-{self}"
-        self.thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
+        thread.start()
         ready.wait()
+        self.thread = thread
 
 
 def current_lane() -> Lane | None:

@@ -21,6 +21,8 @@ __all__ = ["Modes", "sees_only_its_own_thread"]
 T = TypeVar("T")
 
 _C: Any = torch._C  # what torch tells of the thread's state has no public name and no types
+# torch has it since 2.8; before that, hooks on saved tensors are not seen here.
+_top_hooks: Callable[[bool], object] = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 _function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
 
 
@@ -93,7 +95,7 @@ def sees_only_its_own_thread() -> bool:
         torch.compiler.is_compiling()
         or _C._get_tracing_state() is not None
         or _C._len_torch_dispatch_stack() > 0
-        or _C._autograd._top_saved_tensors_default_hooks(False) is not None
+        or _top_hooks(False) is not None
         or _C._functorch.peek_interpreter_stack() is not None
         or (_C._len_torch_function_stack() > 0 and not _only_default_devices())
     )

@@ -33,7 +33,10 @@ def note(error: BaseException, text: str) -> None:
 
 
 def first_failure(outcomes: Sequence[Outcome], lanes: Sequence[object]) -> BaseException | None:
-    """The error of the first lane in lane order, noting its place; what befell the later lanes becomes notes on it."""
+    """The error of the first lane in lane order, noting its place; what befell the other lanes becomes notes on it.
+
+    An interrupt or an exit comes before any error: it is not a failure of the work.
+    """
     if all(outcome.error is None for outcome in outcomes):
         return None
     failed = [
@@ -41,6 +44,7 @@ def first_failure(outcomes: Sequence[Outcome], lanes: Sequence[object]) -> BaseE
         for index, (lane, outcome) in enumerate(zip(lanes, outcomes, strict=False))
         if outcome.error is not None
     ]
+    failed.sort(key=lambda at: isinstance(at[1], Exception))
     place, first = failed[0]
     note(first, place)
     for other_place, other in failed[1:]:

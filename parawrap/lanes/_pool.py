@@ -21,7 +21,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from time import perf_counter_ns
+from time import monotonic, perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 from parawrap.backends import Backend, backend_of
@@ -104,6 +104,9 @@ class LanePool:
         shares = self._send(tasks, flight, first + 1)
         try:
             self._run_own(first, tasks[first], flight)
+            error = flight.outcomes[first].error
+            if error is not None and not isinstance(error, Exception):
+                _drop(shares, flight)  # Ctrl-C: what has not begun need not
             for share in reversed(shares):  # the lane that was woken last is the last to begin
                 if not share.lane.busy.locked() and share.claim():
                     share.do()
@@ -112,8 +115,7 @@ class LanePool:
                     if share.lane.stuck() and share.claim():
                         share.do()
         except BaseException:
-            for share in shares:
-                share.claim()
+            _drop(shares, flight)
             raise
 
     def _run_own(self, slot: int, task: Task, flight: Flight) -> int:
@@ -157,13 +159,23 @@ class LanePool:
         return future
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
-        """No lane works inside the block: for whoever changes what lanes work with."""
+    def idle(self) -> Iterator[bool]:
+        """For whoever changes what lanes work with: True when no lane works inside the block.
+
+        False when that cannot be had, because a lane waits for another thread, which may be the calling one.
+        """
         with ExitStack() as held:
+            alone = True
             for lane in self.lanes:
                 if lane.take():
                     held.callback(lane.release)
-            yield
+                else:
+                    alone = False
+            yield alone
+
+    def awaits_a_thread(self) -> bool:
+        """Whether a lane works on something that waits for a thread; a call by that thread must not wait for the lane."""
+        return any(lane.busy.locked() and lane.stuck() for lane in self.lanes)
 
     def share_of_cores(self) -> intra_op_threads:
         """Inside the block the calling thread uses as many threads as a lane does, and leaves none of them spinning."""
@@ -185,9 +197,10 @@ class LanePool:
         lanes = self.lanes[: len(tasks)]
         shares = [Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
         with self._gate:  # nothing is put behind the word that ends a lane
-            self._ensure_started(lanes[first:])
-            for share in shares:
-                self._dispatch(share.lane, share)
+            if self.alive:  # closed by another thread in the meantime: the caller runs what there is
+                self._ensure_started(lanes[first:])
+                for share in shares:
+                    self._dispatch(share.lane, share)
         return shares
 
     def _dispatch(self, lane: Lane, errand: Errand) -> None:
@@ -203,7 +216,10 @@ class LanePool:
     def _at(self, lane: Lane, task: Task) -> Task:
         if lane.device.type == "cpu":
             return task
-        return partial(_at_device, self.backend, lane.device, self.backend.stream(lane.device), task)
+        # The home device's stream too, for what the lane brings there; the lane's own last: it is then the current one.
+        devices = dict.fromkeys(d for d in (self.home, lane.device) if d is not None and d.type == lane.device.type)
+        places = [(device, self.backend.stream(device)) for device in sorted(devices, key=lambda d: d == lane.device)]
+        return partial(_at_devices, self.backend, places, task)
 
     def _ensure_started(self, lanes: Sequence[Lane]) -> None:
         if not self.alive:
@@ -217,14 +233,24 @@ class LanePool:
                     lane.start(self.threads)
 
 
-def _at_device(backend: Backend, device: torch.device, stream: object | None, task: Task) -> Any:
-    with backend.activate(device, stream):
+def _drop(shares: Sequence[Share], flight: Flight) -> None:
+    """Have nobody begin what has not begun."""
+    for share in shares:
+        if share.claim():
+            flight.land(share.slot, Outcome())
+
+
+def _at_devices(backend: Backend, places: Sequence[tuple[torch.device, object | None]], task: Task) -> Any:
+    with ExitStack() as active:
+        for device, stream in places:
+            active.enter_context(backend.activate(device, stream))
         return task()
 
 
 def _end(lanes: Sequence[Lane], patience: float | None) -> None:
     for lane in lanes:
         lane.inbox.put(None)
+    until = None if patience is None else monotonic() + patience
     for lane in lanes:
         if lane.thread is not None and lane.thread is not threading.current_thread():
-            lane.thread.join(patience)
+            lane.thread.join(None if until is None else max(0.0, until - monotonic()))

@@ -4,7 +4,17 @@ Knows modules, parameters and buffers; refuses to know threads and calls. A repl
 its parameters; one on another device has copies, written in place when the originals change and never rebuilt for it.
 """
 
-from parawrap.replicas._set import Freshness, ReplicaSet, home_of
-from parawrap.replicas._stand_in import StandIn, put, restore, without_stand_ins
+from parawrap.replicas._set import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.replicas._stand_in import StandIn, original_method, put, restore, without_stand_ins
 
-__all__ = ["Freshness", "ReplicaSet", "StandIn", "home_of", "put", "restore", "without_stand_ins"]
+__all__ = [
+    "Freshness",
+    "LaneReplica",
+    "ReplicaSet",
+    "StandIn",
+    "home_of",
+    "original_method",
+    "put",
+    "restore",
+    "without_stand_ins",
+]

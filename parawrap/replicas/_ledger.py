@@ -18,7 +18,8 @@ def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
     """
     if tensor.is_inference():
         return (object(),)
-    return tensor._version, tensor.data_ptr(), tensor.requires_grad
+    where = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    return tensor._version, where, tensor.requires_grad
 
 
 class Ledger:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -15,7 +16,7 @@ from parawrap.replicas._shell import Replica
 from parawrap.replicas._tensors import Mirror, Tensors
 from parawrap.replicas._watch import Watch, may_be_written_unseen, module_tree
 
-__all__ = ["Freshness", "ReplicaSet", "home_of"]
+__all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
 
 @dataclass(slots=True)
@@ -58,6 +59,19 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return itertools.islice(((name, value) for name, value in attributes if isinstance(value, torch.Tensor)), 1)
 
 
+class LaneReplica(NamedTuple):
+    """What one lane runs.
+
+    `original_of` finds the module's own tensor that a tensor of the lane is a copy of. `write_back` gives buffers that the
+    lane wrote to the module.
+    """
+
+    lane: int
+    module: Any
+    original_of: Callable[[torch.Tensor], torch.Tensor | None]
+    write_back: Callable[[], None] | None = None
+
+
 class ReplicaSet:
     """One module for each lane: the original itself in lane 0 where it lies there, shells in the other lanes.
 
@@ -80,9 +94,14 @@ class ReplicaSet:
         self._probe: torch.Tensor | None = None
         self._ready = False
 
-    def modules(self, lanes: int) -> list[torch.nn.Module]:
+    def replicas(self, lanes: int) -> list[LaneReplica]:
         """What each of the first lanes runs."""
-        return [self.original if replica is None else replica.module for replica in self._lanes[:lanes]]
+        return [
+            LaneReplica(lane, self.original, _itself)
+            if r is None
+            else LaneReplica(lane, r.module, r.tensors.original_of, r.write_back)
+            for lane, r in enumerate(self._lanes[:lanes])
+        ]
 
     def ready(self) -> bool:
         """Whether every parameter has a shape already; a lazy module gets its shapes from its first, plain call."""
@@ -110,7 +129,14 @@ class ReplicaSet:
         )
 
     def refresh(self) -> None:
-        """Bring every replica into line with the module."""
+        """Bring every replica into line with the module; if that fails midway, the next refresh begins anew."""
+        try:
+            self._refresh()
+        except BaseException:
+            self._lanes = []
+            raise
+
+    def _refresh(self) -> None:
         changed = self._watch.changed()
         if not self._lanes or self._moved() or (changed and home_of(self.original) != self._home):
             self._build()
@@ -124,14 +150,13 @@ class ReplicaSet:
         self._fill(changed)
         self._relink()
 
-    def originals(self, lanes: int) -> list[Callable[[torch.Tensor], torch.Tensor | None]]:
-        """For each of the first lanes, what finds the module's own tensor that a tensor of that lane is a copy of."""
-        return [_itself if replica is None else replica.tensors.original_of for replica in self._lanes[:lanes]]
-
-    def write_back(self) -> None:
-        """Keep lane 0's buffer updates where lane 0 ran a replica and not the original."""
-        if self._lanes[0] is not None:
-            self._lanes[0].write_back()
+    def forget(self) -> None:
+        """Let go of the replicas; the next refresh makes them anew."""
+        self._lanes = []
+        self._mirrors = {}
+        self._buffers = Ledger()
+        self._watch = Watch([])
+        self._unseen = []
 
     def scratch(self) -> torch.nn.Module:
         """A replica at home whose buffers nobody else has, for a run that must leave no trace."""
@@ -220,6 +245,7 @@ class ReplicaSet:
         return [(module, type(module)) for module, _ in module_tree(self.original)]
 
     def _look(self) -> None:
+        """Note what the module looks like now, which is what the replicas look like."""
         self._seen_tree = self._tree()
         self._names = dict(module_tree(self.original))
         if self._shelled():

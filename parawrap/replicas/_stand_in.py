@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import wrapt
 
 from parawrap.errors import SessionError
 
-__all__ = ["StandIn", "put", "restore", "without_stand_ins"]
+__all__ = ["StandIn", "original_method", "put", "restore", "without_stand_ins"]
 
 _MISSING: Any = object()
 
@@ -23,6 +24,7 @@ class StandIn(wrapt.FunctionWrapper[..., Any]):
     """
 
     _self_before: Any = _MISSING
+    _self_thread: int = 0
 
     def __copy__(self) -> Any:
         return self.__wrapped__
@@ -39,6 +41,7 @@ def put(module: torch.nn.Module, name: str, value: Any) -> Any:
     before = vars(module).get(name, _MISSING)
     if isinstance(value, StandIn):
         value._self_before = before
+        value._self_thread = threading.get_ident()
     vars(module)[name] = value
     return before
 
@@ -59,21 +62,41 @@ def _under(value: Any) -> Any:
 def restore(module: torch.nn.Module, replaced: Sequence[tuple[str, Any, Any]]) -> None:
     """Undo each (name, value, before). What somebody else has put over a value in the meantime is left to them.
 
+    A block that another thread opened on the same module, and has not closed yet, goes on without this one.
+
     Raises:
-        SessionError: one of them lies under the stand-in of another block; nothing is changed then.
+        SessionError: one of them lies under the stand-in of a block that this thread opened later; nothing is changed then.
     """
     own = vars(module)
+    above = {name: _above(own.get(name), value) for name, value, _ in replaced}
     for name, value, _ in replaced:
-        if isinstance(own.get(name), StandIn) and own[name] is not value:
+        top = above[name]
+        if top is not None and top._self_thread == value._self_thread:
             msg = (
                 f"this block on {type(module).__name__}.{name} is not the innermost one: another was opened on the same "
                 "module after it and is still open; close that one first"
             )
             raise SessionError(msg)
     for name, value, before in reversed(replaced):
-        if own.get(name, _MISSING) is not value:
-            continue
-        if before is _MISSING:
-            del own[name]
-        else:
-            own[name] = before
+        top = above[name]
+        before = value._self_before if isinstance(value, StandIn) else before  # noqa: PLW2901
+        if top is not None:
+            top._self_before = before
+        elif own.get(name, _MISSING) is value:
+            own.pop(name) if before is _MISSING else own.__setitem__(name, before)
+
+
+def _above(top: Any, value: Any) -> StandIn | None:
+    """The stand-in that lies directly on that one; None where there is none."""
+    while isinstance(top, StandIn) and isinstance(value, StandIn) and top is not value:
+        if top._self_before is value:
+            return top
+        top = top._self_before
+    return None
+
+
+def original_method(value: Any) -> Any:
+    """What a method is under all stand-ins."""
+    while isinstance(value, StandIn):
+        value = value.__wrapped__
+    return value

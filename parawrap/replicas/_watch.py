@@ -63,7 +63,7 @@ class Watch:
         )
 
     def changed(self) -> list[torch.nn.Module]:
-        """The modules that have not."""
+        """The modules that changed since they were looked at."""
         found = [module for module, cls in zip(self._modules, self._classes, strict=True) if type(module) is not cls]
         found += [module for module, before in self._scripted.items() if not _same(_scripted_state(module), before)]
         end = 0

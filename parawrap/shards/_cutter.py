@@ -13,7 +13,7 @@ import torch
 
 from parawrap.errors import ShardError
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import CALL_ROOTS, ShardPlan, balanced
+from parawrap.shards._plan import CALL_ROOTS, FlatCall, ShardPlan, balanced
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, sequences
 
@@ -24,6 +24,7 @@ _MOST_PLANS = 1024
 _BROADCAST = -1
 _NUMBER = -2  # or what else a size, a stride or an option is made of
 _BEYOND = -3  # a tensor that has dims, and not the one that rows lie on
+_FOREIGN = -100  # and below, by its length: an array of another library
 _OBJECT = -4  # anything else: a string, say
 _NUMBERS = (int, float, bool, complex, torch.dtype, torch.device)
 
@@ -52,8 +53,8 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self._layouts: dict[TreeSpec, _Layout] = {}
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> tuple[ShardPlan, list[Any]]:
-        """The plan for this call, and the call's leaves, which the plan scatters.
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> tuple[ShardPlan, FlatCall]:
+        """The plan for this call, and the call taken apart, which the plan scatters.
 
         Raises:
             ShardError: rows that disagree, a list that may or may not be meant row by row, a dim out of range.
@@ -68,15 +69,15 @@ class Cutter:
             if len(plans) >= _MOST_PLANS:
                 plans.clear()
             plan = plans[extents, lanes] = self._make(spec, leaves, dims, extents, lanes)
-        return plan, leaves
+        return plan, FlatCall(leaves, spec)
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Any]]:
-        """The plan that hands this call uncut to one lane, and the call's leaves. Rows that disagree do no harm there."""
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
+        """The plan that hands this call uncut to one lane, and the call taken apart. Rows may disagree there."""
         leaves, spec = flatten_call(args, kwargs)
         rows = next(
             (e for leaf, dim in zip(leaves, self._layout(spec).dims, strict=True) if (e := _extent(leaf, dim)) >= 0), 0
         )
-        return ShardPlan(spec, (None,) * len(leaves), (rows,)), leaves
+        return ShardPlan(spec, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
 
     def _make(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int], lanes: int
@@ -128,9 +129,17 @@ class Cutter:
 
         So may a tuple; one of numbers alone is taken for a size or a stride, and what holds only None for nothing.
         """
+        foreign = [index for index, extent in enumerate(extents) if extent == _FOREIGN - rows]
+        if foreign:
+            where, name = addresses(spec, CALL_ROOTS)[foreign[0]], self._name(spec, foreign[0])
+            msg = (
+                f"{where} is no torch tensor and has {rows} rows, as the batch has: it would go whole to every lane. Give "
+                f'torch.from_numpy(...) of it to have it cut, or say in_dims={{"{name or "its name"}": None}}'
+            )
+            raise ShardError(msg)
         for path, node, start in sequences(spec):
             kinds = extents[start : start + node.num_leaves]
-            doubtful = _OBJECT in kinds or (node.type is list and _NUMBER in kinds)
+            doubtful = min(kinds, default=0) <= _OBJECT or (node.type is list and _NUMBER in kinds)
             if not doubtful or len(path) < 2 or node.num_children != rows or any(kind >= 0 for kind in kinds):
                 continue
             name = self._name_at(path)
@@ -201,4 +210,7 @@ def _extent(leaf: Any, dim: int | None) -> int:
         return splitter_of(leaf.value).rows(leaf.value) if dim is not None else _BROADCAST
     if leaf is None:
         return _BROADCAST
-    return _NUMBER if isinstance(leaf, _NUMBERS) else _OBJECT
+    if isinstance(leaf, _NUMBERS):
+        return _NUMBER
+    shape = getattr(leaf, "shape", ())  # of an array of another library
+    return _FOREIGN - shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else _OBJECT

@@ -31,6 +31,7 @@ class GatherRules:
     dim: int = 0
     reduce: Reduce = "mean"
     join: Literal["cat", "list"] = "cat"
+    strict: bool = True  # refuse outputs that do not hold one row, or one group of rows, for each row of the shard
 
     @property
     def keep_single(self) -> bool:
@@ -106,9 +107,13 @@ def _join_leaf(
         if same is not None:
             return same if device is None else same.to(device)
         parts = list(column) if device is None else [leaf.to(device) for leaf in column]
-        return _cat(parts, rules.dim) if first.ndim else _reduce(parts, sizes, rules.reduce)
+        if first.ndim == 0:
+            return _reduce(parts, sizes, rules.reduce)
+        if rules.strict and len(parts) > 1:
+            _refuse_without_rows(parts, sizes, rules.dim)
+        return _cat(parts, rules.dim)
     if isinstance(first, Opaque):
-        values = [_settled(leaf.value, device) for leaf in column]
+        values = [_on_device(leaf.value, device) for leaf in column]
         if len(values) == 1 or all(leaf.value is first.value for leaf in column):
             return values[0]
         return splitter_of(first.value).join(values)
@@ -128,6 +133,20 @@ def _same_tensor(column: Sequence[torch.Tensor], originals: Originals) -> torch.
     if same is None:
         return None
     return same if all(leaf is same or find(leaf) is same for leaf, find in zip(column, originals, strict=True)) else None
+
+
+def _refuse_without_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
+    """What has not a row (or as many as every other) for each row of the shard would be joined into something else."""
+    if any(not -part.ndim <= dim < part.ndim for part in parts):
+        return  # refused in words of its own by `_cat`
+    each = parts[0].shape[dim] // sizes[0]
+    for lane, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        if part.shape[dim] != each * size:
+            msg = (
+                f"lane {lane} had {size} rows and returned shape {tuple(part.shape)}: dim {dim} does not hold the rows. "
+                f"Return the rows there, or {_LIST_CURE}"
+            )
+            raise GatherError(msg)
 
 
 def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
@@ -181,10 +200,10 @@ def _moved(output: Any, device: torch.device) -> Any:
     if isinstance(output, torch.Tensor):
         return output if output.device == device else output.to(device)
     leaves, spec = flatten(output)
-    return unflatten(spec, [_settled(leaf.value if isinstance(leaf, Opaque) else leaf, device) for leaf in leaves])
+    return unflatten(spec, [_on_device(leaf.value if isinstance(leaf, Opaque) else leaf, device) for leaf in leaves])
 
 
-def _settled(value: Any, device: torch.device | None) -> Any:
+def _on_device(value: Any, device: torch.device | None) -> Any:
     """What lies on a device, on that device (None: where it is)."""
     if device is None or not isinstance(value, (torch.Tensor, PackedSequence)):
         return value

@@ -13,7 +13,7 @@ from parawrap.errors import ShardError
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
 
-__all__ = ["CALL_ROOTS", "Shard", "ShardPlan", "balanced"]
+__all__ = ["CALL_ROOTS", "FlatCall", "Shard", "ShardPlan", "balanced"]
 
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
@@ -29,6 +29,13 @@ def balanced(rows: int, parts: int) -> tuple[int, ...]:
         return (1,) * rows or (0,)
     size, larger = divmod(rows, parts)
     return (size + 1,) * larger + (size,) * (parts - larger)
+
+
+class FlatCall(NamedTuple):
+    """One call taken apart. Its structure is equal to its plan's, and carries this call's own attributes of containers."""
+
+    leaves: Sequence[Any]
+    spec: TreeSpec
 
 
 class Shard(NamedTuple):
@@ -59,40 +66,39 @@ class ShardPlan:
         """The plan that hands the same calls whole to one lane."""
         return ShardPlan(self.spec, (None,) * len(self.dims), (self.rows,))
 
-    def scatter(self, leaves: Sequence[Any], devices: Sequence[torch.device]) -> list[Shard]:
+    def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
-        try:
-            columns = [self._column(leaf, dim) for leaf, dim in zip(leaves, self.dims, strict=True)]
-        except (RuntimeError, NotImplementedError) as error:
-            raise ShardError(self._why_uncut(leaves)) from error
+        columns = [self._column(index, leaf) for index, leaf in enumerate(flat.leaves)]
         shards: list[Shard] = []
         for lane, (size, device) in enumerate(zip(self.sizes, devices, strict=False)):
-            settled = [_settled(column[lane], device) for column in columns]
-            args, kwargs = unflatten(self.spec, settled)
-            shards.append(Shard(args, kwargs, size, {} if device.type == "cpu" else self._copies(leaves, settled)))
+            placed = [_on_device(column[lane], device) for column in columns]
+            args, kwargs = unflatten(flat.spec, placed)
+            shards.append(Shard(args, kwargs, size, {} if device.type == "cpu" else self._copies(flat.leaves, placed)))
         return shards
 
-    def _copies(self, leaves: Sequence[Any], settled: Sequence[Any]) -> dict[int, torch.Tensor]:
+    def _copies(self, leaves: Sequence[Any], placed: Sequence[Any]) -> dict[int, torch.Tensor]:
         return {
             id(here): leaf
-            for leaf, here, dim in zip(leaves, settled, self.dims, strict=True)
+            for leaf, here, dim in zip(leaves, placed, self.dims, strict=True)
             if dim is None and isinstance(leaf, torch.Tensor) and here is not leaf
         }
 
-    def _why_uncut(self, leaves: Sequence[Any]) -> str:
-        """Which tensor torch cannot split: of the layouts that have rows, sparse and jagged ones."""
-        odd = next(i for i, leaf in enumerate(leaves) if self.dims[i] is not None and leaf.layout is not torch.strided)
+    def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
         return (
-            f"{addresses(self.spec, CALL_ROOTS)[odd]} of shape {tuple(leaves[odd].shape)} and layout {leaves[odd].layout}, "
-            "cannot be split by torch: in_dims with None for its parameter hands it whole to every lane"
+            f"{addresses(self.spec, CALL_ROOTS)[index]} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be "
+            "split by torch: in_dims with None for its parameter hands it whole to every lane"
         )
 
-    def _column(self, leaf: Any, dim: int | None) -> Sequence[Any]:
+    def _column(self, index: int, leaf: Any) -> Sequence[Any]:
         """The parts of one leaf, in lane order."""
+        dim = self.dims[index]
         if dim is None or len(self.sizes) == 1:
             return (leaf,) * len(self.sizes)
         if isinstance(leaf, torch.Tensor):
-            return _views(leaf, self.sizes, dim)
+            try:
+                return _views(leaf, self.sizes, dim)
+            except (RuntimeError, NotImplementedError) as error:  # of a sparse or jagged layout
+                raise ShardError(self._why_uncut(index, leaf)) from error
         parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
         if len(parts) != len(self.sizes):
             name = type(leaf.value).__name__
@@ -113,7 +119,7 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
     return parts
 
 
-def _settled(leaf: Any, device: torch.device) -> Any:
+def _on_device(leaf: Any, device: torch.device) -> Any:
     """The leaf on its device. A copy to the CPU is waited for; one to an accelerator joins the queue there."""
     if isinstance(leaf, torch.Tensor):
         return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")

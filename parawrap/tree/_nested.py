@@ -32,7 +32,7 @@ __all__ = [
 _NAMESPACE = "parawrap"
 
 # A type is looked at once: it then is a leaf for good, or a node that optree knows. Types are few and live long.
-_settled: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
+_known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
 _learning = threading.Lock()
 _nodes: set[type] = set()
 _TENSOR = frozenset({torch.Tensor})
@@ -48,7 +48,7 @@ class Opaque:
         self.value = value
 
 
-_settled.add(Opaque)
+_known_leaves.add(Opaque)
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
@@ -59,7 +59,7 @@ def flatten(value: object) -> tuple[list[Any], TreeSpec]:
     tree: Any = value
     leaves: list[Any]
     leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-    if not _settled.issuperset(map(type, leaves)) and _learn(set(map(type, leaves)) - _settled):
+    if not _known_leaves.issuperset(map(type, leaves)) and _learn(set(map(type, leaves)) - _known_leaves):
         return flatten(value)
     return leaves, spec
 
@@ -126,6 +126,9 @@ def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
     """The value with every outermost node that is chosen replaced."""
     leaves, spec = optree.tree_flatten(value, is_leaf=chosen, none_is_leaf=True, namespace=_NAMESPACE)
+    strangers = {type(leaf) for leaf in leaves if not chosen(leaf)} - _known_leaves
+    if strangers and _learn(strangers):
+        return replace_nodes(value, chosen, replace)
     return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
 
 
@@ -169,12 +172,12 @@ def _learn(strangers: Iterable[type]) -> bool:
     learnt = False
     with _learning:
         for cls in strangers:
-            if cls in _settled or cls in _nodes:
+            if cls in _known_leaves or cls in _nodes:
                 learnt = learnt or cls in _nodes  # another thread was quicker
                 continue
             recipe = _recipe(cls)
             if recipe is None:
-                _settled.add(cls)
+                _known_leaves.add(cls)
             else:
                 _register(cls, *recipe)
                 learnt = True

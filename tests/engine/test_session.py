@@ -21,7 +21,7 @@ def test_the_four_verbs_make_up_a_call():
     one = session(model)
     x = torch.randn(7, 4)
     plan, shards = one.scatter((x,), {})
-    replicas = one.replicate(len(shards))
+    replicas = [replica.module for replica in one.replicate(len(shards))]
     outputs = one.apply([lambda r=r, s=s: r(*s.args) for r, s in zip(replicas, shards, strict=True)])
     assert plan.sizes == (3, 2, 2)
     assert_close(one.gather(outputs, plan.sizes), one.call(Entry(model), (x,), {}))
@@ -32,7 +32,7 @@ def test_replicas_share_the_parameters_of_a_model_on_their_own_device():
     """Lane 0 runs the original, the others shells whose parameters are the original's."""
     model = nn.Linear(4, 2)
     one = session(model)
-    first, second, third = one.replicate()
+    first, second, third = (replica.module for replica in one.replicate())
     assert first is model
     assert second.weight is model.weight
     assert len({id(second), id(third), id(model)}) == 3
@@ -43,7 +43,7 @@ def test_replicas_share_the_parameters_of_a_model_on_their_own_device():
 def test_replicate_does_nothing_twice():
     """Without a change the same replicas come back and nothing is counted."""
     one = session(nn.BatchNorm1d(4).eval())
-    assert [id(r) for r in one.replicate()] == [id(r) for r in one.replicate()]
+    assert [id(r.module) for r in one.replicate()] == [id(r.module) for r in one.replicate()]
     assert one.stats().refreshes == 0
     one.close()
 

@@ -513,3 +513,59 @@ def test_a_program_that_forgets_to_close_ends():
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_blocks_of_two_threads_on_one_model_may_overlap_in_any_order():
+    """Each thread leaves its own block without an error, and the model is what it was after both."""
+    model = nn.Linear(4, 2)
+    x = torch.randn(6, 4)
+    plain = model(x)
+    entered, left = threading.Event(), threading.Event()
+    failures = []
+
+    def first():
+        try:
+            with parallel(model, TWO):
+                entered.set()
+                left.wait(20)
+                assert_close(model(x), plain)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=first)
+    with parallel(model, TWO):
+        thread.start()
+        entered.wait(20)
+        assert_close(model(x), plain)
+    left.set()
+    thread.join(20)
+    assert failures == []
+    assert "forward" not in vars(model)
+    assert_close(model(x), plain)
+
+
+def test_a_call_that_a_close_overtakes_runs_plainly():
+    """Leaving a block while other threads call the model raises in none of them."""
+    model = nn.Linear(4, 2)
+    x = torch.randn(6, 4)
+    plain = model(x)
+    stop, failures = threading.Event(), []
+
+    def call():
+        while not stop.is_set():
+            try:
+                assert_close(model(x), plain)
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(200):
+        with parallel(model, TWO):
+            model(x)
+    stop.set()
+    for thread in threads:
+        thread.join(20)
+    assert failures == []

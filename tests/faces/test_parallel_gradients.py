@@ -109,7 +109,8 @@ def test_the_gradients_are_the_plain_ones(name, rows, lanes, times):
     x = torch.randn(rows, 4)
     plain = gradients(model, x, times=times)
     with parallel(model, ["cpu"] * lanes):
-        assert_close(gradients(model, x, times=times), plain)
+        # Sums in another order: a norm over few values, which divides by a small deviation, shows it.
+        assert_close(gradients(model, x, times=times), plain, rtol=1e-3, atol=1e-4)
 
 
 def test_frozen_parameters_get_no_gradient():

@@ -6,6 +6,7 @@ import json
 import threading
 from collections import namedtuple
 from concurrent.futures import CancelledError, Future
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -447,9 +448,9 @@ def test_verify_finds_a_number_that_depends_on_the_rows():
 
 
 def test_verify_finds_outputs_of_another_shape():
-    """Rows that are joined where the plain call has none are a VerifyError."""
-    with parallel(lambda x: x.sum(0, keepdim=True), TWO, verify=True) as p, pytest.raises(VerifyError, match="shape"):
-        p(torch.randn(8, 4))
+    """A Gram matrix of the batch has as many columns as the call has rows, not as the shard has."""
+    with parallel(lambda x: (x @ x.T)[:, :3], TWO, verify=True) as p, pytest.raises(VerifyError, match="shape"):
+        p(torch.randn(4, 4))
 
 
 def test_verify_runs_once_a_structure():
@@ -516,3 +517,34 @@ def test_verify_does_not_change_the_input():
     with parallel(lambda x: x.mul_(2), TWO, verify=True) as p:
         p(x)
     assert x.tolist() == [2.0] * 8
+
+
+def test_leaving_by_an_exception_drops_what_was_submitted_and_has_not_begun():
+    """A backlog does not keep an interrupted program alive."""
+    begun, release, ran = threading.Event(), SimpleQueue(), []
+
+    def target(x):
+        begun.set()
+        release.get()
+        ran.append(x)
+        return x
+
+    def interrupted(p, futures):
+        with p:
+            futures += [p.submit(torch.zeros(1)) for _ in range(50)]
+            begun.wait(20)
+            release.put(None)
+            raise KeyboardInterrupt
+
+    futures = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(parallel(target, ["cpu"]), futures)
+    assert sum(future.cancelled() for future in futures) >= 48
+    assert len(ran) <= 2
+
+
+def test_a_list_batch_that_does_not_fit_says_how_batches_are_given():
+    """DataLoader's default collate gives lists: the model's error tells that a tuple would be spread."""
+    with parallel(nn.Linear(3, 1), TWO) as p, pytest.raises(TypeError) as caught:
+        list(p.map([[torch.zeros(2, 3), torch.zeros(2)]]))
+    assert any("tuple is spread" in note for note in caught.value.__notes__)

@@ -359,12 +359,11 @@ def test_closing_twice_does_no_harm():
     assert not used.alive
 
 
-def test_a_closed_pool_refuses_work():
-    """Running and submitting raise, with what to do instead."""
+def test_a_closed_pool_takes_nothing_in():
+    """A call that another thread's close has overtaken is run by its caller; submitting raises, with what to do instead."""
     pool = LanePool([CPU] * 2)
     pool.close()
-    with pytest.raises(SessionError, match="closed"):
-        pool.run([lambda: 1, lambda: 2])
+    assert values(pool.run([lambda: 1, lambda: 2])) == [1, 2]
     with pytest.raises(SessionError, match="closed"):
         pool.submit(pool.lanes[1], lambda: 1)
     assert torch.get_num_threads() >= 1

@@ -38,7 +38,7 @@ def replicas(module, lanes=3):
 def test_shells_have_dictionaries_and_buffers_of_their_own():
     """Setting an attribute or writing a buffer in one shell is seen nowhere else."""
     model = Holds()
-    original, one, two = replicas(model).modules(3)
+    original, one, two = [each.module for each in replicas(model).replicas(3)]
     one.flag = 1
     one.count += 5
     assert original is model
@@ -49,13 +49,13 @@ def test_shells_have_dictionaries_and_buffers_of_their_own():
 
 def test_shared_submodules_stay_shared_in_a_shell():
     """A module under two names is one shell under two names."""
-    _, one = replicas(Holds(), 2).modules(2)
+    _, one = [each.module for each in replicas(Holds(), 2).replicas(2)]
     assert one.child is one.alias
 
 
 def test_bound_methods_are_bound_to_the_shell():
     """An attribute that is the model's own method belongs to the shell in it."""
-    _, one = replicas(Holds(), 2).modules(2)
+    _, one = [each.module for each in replicas(Holds(), 2).replicas(2)]
     assert one.bound() is one
 
 
@@ -83,11 +83,11 @@ def test_a_changed_value_makes_no_new_shell():
     """The shells are the same objects after a refresh, with the new value."""
     model = Holds().eval()
     made = replicas(model)
-    before = [id(module) for module in made.modules(3)]
+    before = [id(module) for module in [each.module for each in made.replicas(3)]]
     model.count.fill_(4)
     made.refresh()
-    assert [id(module) for module in made.modules(3)] == before
-    assert [module.count.item() for module in made.modules(3)] == [4, 4, 4]
+    assert [id(module) for module in [each.module for each in made.replicas(3)]] == before
+    assert [module.count.item() for module in [each.module for each in made.replicas(3)]] == [4, 4, 4]
     assert made.freshness.refreshes == 1
 
 

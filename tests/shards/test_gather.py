@@ -93,8 +93,20 @@ def test_keys_must_agree():
 
 def test_the_order_of_keys_does_not_matter():
     """A dict is joined by its keys."""
-    found = joined({"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)})
-    assert (found["a"].tolist(), found["b"].tolist()) == ([0, 0], [1, 1])
+    found = joined({"a": torch.zeros(2), "b": torch.ones(2)}, {"b": torch.ones(2), "a": torch.zeros(2)})
+    assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
+
+
+@pytest.mark.parametrize("shapes", [((3, 2), (3, 2)), ((1, 2), (1, 2)), ((4, 2), (6, 2)), ((0, 2), (2, 2))])
+def test_outputs_that_hold_no_rows_are_refused(shapes):
+    """A layer dim or a feature dim where the rows should be, or rows left out, would be joined into something else."""
+    with pytest.raises(GatherError, match="does not hold the rows"):
+        joined(*(torch.zeros(shape) for shape in shapes), sizes=(2, 2))
+
+
+def test_several_rows_for_each_row_are_joined():
+    """A model that returns a row for each token of each row is one that treats rows independently."""
+    assert joined(torch.zeros(6, 2), torch.ones(3, 2), sizes=(2, 1)).shape == (9, 2)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +159,7 @@ def test_an_output_without_the_dim_is_refused():
 @pytest.mark.parametrize("value", [None, 3, "text", True, math.nan, torch.float32, (1, 2), [], {}, Output("a")])
 def test_equal_values_collapse_to_one(value):
     """What is no tensor and equal in every lane is the call's; two NaNs are equal."""
-    found = joined([torch.zeros(1), value], [torch.zeros(1), value], [torch.zeros(1), value])[1]
+    found = joined([torch.zeros(2), value], [torch.zeros(2), value], [torch.zeros(2), value])[1]
     assert found == value or (found != found and value != value)
 
 

@@ -363,3 +363,28 @@ def test_a_tensor_that_torch_cannot_split_is_named_with_the_cure(kind):
         assert "in_dims" in str(error)  # noqa: PT017
         return
     assert [shard.args[1].shape[0] for shard in shards] == [2, 2]
+
+
+def test_an_array_of_another_library_as_long_as_the_batch_is_refused():
+    """A numpy array would go whole to every lane, where a tensor in its place would be cut."""
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(ShardError, match="from_numpy"):
+        Cutter().plan((torch.zeros(6, 2), numpy.arange(6.0)), {}, 2)
+    plan, _ = Cutter().plan((torch.zeros(6, 2), numpy.arange(4.0)), {}, 2)
+    assert plan.sizes == (3, 3)
+
+
+def test_attributes_of_containers_are_those_of_the_call():
+    """A plan serves many calls; what a list subclass carries beside its items is each call's own."""
+
+    class Tagged(list):
+        scale = 1.0
+
+    cutter = Cutter()
+    found = []
+    for scale in (2.0, 3.0):
+        value = Tagged([torch.zeros(4)])
+        value.scale = scale
+        plan, flat = cutter.plan((value,), {}, 2)
+        found.append([shard.args[0].scale for shard in plan.scatter(flat, [torch.device("cpu")] * 2)])
+    assert found == [[2.0, 2.0], [3.0, 3.0]]

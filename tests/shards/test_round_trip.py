@@ -123,7 +123,7 @@ def test_every_shard_has_the_rows_that_it_says(call):
     assert plan.rows in (rows, 0, 1)
     assert max(plan.sizes) - min(plan.sizes) <= 1
     for shard in plan.scatter(leaves, [CPU] * lanes):
-        for leaf, cut, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, leaves, strict=True):
+        for leaf, cut, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, leaves.leaves, strict=True):
             if cut is None:
                 assert leaf is original
             else:
