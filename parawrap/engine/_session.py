@@ -143,9 +143,9 @@ class Session:
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, gather; or the plain call, where nothing is to be cut or it would be wrong to."""
-        if current_lane() is not None or not self.pool.alive:
-            return entry.plain(*args, **kwargs)  # part of a call, not one: the model called itself; or there are no lanes
-        if self._never_cuts or self.must_run_plainly():
+        if self._has_no_lanes():
+            return entry.plain(*args, **kwargs)  # part of another call, or beyond the block
+        if self._never_cuts or self._cannot_follow() or self.pool.awaits_a_thread():
             return self._run_plainly(entry, args, kwargs)
         plan, flat = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
         if len(plan.sizes) == 1 and self._stays_on_cpu:
@@ -172,7 +172,8 @@ class Session:
         lane = min(self.pool.lanes, key=_load)
         plan, flat = self.cutters[entry.method].whole(args, kwargs)
         try:
-            replica = None if self._runs_uncut() else self.replicate()[lane.index]
+            uncut = self._has_no_lanes() or self._cannot_follow()
+            replica = None if uncut else self.replicate()[lane.index]
         except LanesAwaitThread:
             replica = None
         if replica is None:
@@ -231,15 +232,14 @@ class Session:
 
     def must_run_plainly(self) -> bool:
         """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
-        return self._runs_uncut() or self.pool.awaits_a_thread()
+        return self._has_no_lanes() or self._cannot_follow() or self.pool.awaits_a_thread()
 
-    def _runs_uncut(self) -> bool:
-        return (
-            current_lane() is not None  # a lane does not wait for lanes
-            or not self.pool.alive
-            or sees_only_its_own_thread()
-            or (self._replicas is not None and not self._replicas.ready())
-        )
+    def _has_no_lanes(self) -> bool:
+        return current_lane() is not None or not self.pool.alive  # a lane does not wait for lanes
+
+    def _cannot_follow(self) -> bool:
+        """Whether something about the caller, or about a module that has yet to take shape, cannot go into lanes."""
+        return sees_only_its_own_thread() or (self._replicas is not None and not self._replicas.ready())
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._counting:

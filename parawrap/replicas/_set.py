@@ -90,18 +90,15 @@ class ReplicaSet:
         self._seen_tree: list[tuple[torch.nn.Module, type]] = []
         self._watch = Watch([])
         self._unseen: list[torch.Tensor] = []
+        self._replicas: list[LaneReplica] = []
+        self._touchable: list[Replica] = []
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
         self._ready = False
 
     def replicas(self, lanes: int) -> list[LaneReplica]:
         """What each of the first lanes runs."""
-        return [
-            LaneReplica(lane, self.original, _itself)
-            if r is None
-            else LaneReplica(lane, r.module, r.tensors.original_of, r.write_back)
-            for lane, r in enumerate(self._lanes[:lanes])
-        ]
+        return self._replicas[:lanes]
 
     def ready(self) -> bool:
         """Whether every parameter has a shape already; a lazy module gets its shapes from its first, plain call."""
@@ -125,7 +122,7 @@ class ReplicaSet:
             or bool(self._unseen)
             or bool(self._buffers.changed())
             or self._unlinked()
-            or any(replica.wrote() or replica.tensors.containers_changed() for replica in self._shelled())
+            or any(replica.touched() for replica in self._touchable)
         )
 
     def refresh(self) -> None:
@@ -156,7 +153,7 @@ class ReplicaSet:
         self._mirrors = {}
         self._buffers = Ledger()
         self._watch = Watch([])
-        self._unseen = []
+        self._unseen, self._replicas, self._touchable = [], [], []
 
     def scratch(self) -> torch.nn.Module:
         """A replica at home whose buffers nobody else has, for a run that must leave no trace."""
@@ -248,6 +245,13 @@ class ReplicaSet:
         """Note what the module looks like now, which is what the replicas look like."""
         self._seen_tree = self._tree()
         self._names = dict(module_tree(self.original))
+        self._replicas = [
+            LaneReplica(lane, self.original, _itself)
+            if replica is None
+            else LaneReplica(lane, replica.module, replica.tensors.original_of, replica.write_back)
+            for lane, replica in enumerate(self._lanes)
+        ]
+        self._touchable = [replica for replica in self._shelled() if replica.may_be_touched()]
         if self._shelled():
             self._watch = Watch(list(self._names))
             self._unseen = [

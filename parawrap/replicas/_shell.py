@@ -69,6 +69,14 @@ class Replica:
         """The ids of the originals that the shells have, or have copies of."""
         return set().union(*self._asked.values())
 
+    def may_be_touched(self) -> bool:
+        """Whether the lane has anything of its own that `touched` looks at."""
+        return bool(self._buffered) or self.tensors.has_containers()
+
+    def touched(self) -> bool:
+        """Whether the lane wrote its buffers, or a container that its tensors came from holds others."""
+        return bool(self.wrote()) or self.tensors.containers_changed()
+
     def wrote(self) -> list[torch.Tensor]:
         """The buffers that the lane wrote or replaced, of which it must be given new copies."""
         if not self._buffered:

@@ -197,6 +197,10 @@ class Tensors:
         self._containers[id(value)] = value, leaves
         return unflatten(spec, [self._brought(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
+    def has_containers(self) -> bool:
+        """Whether tensors were brought here out of a list, tuple or dict."""
+        return bool(self._containers)
+
     def containers_changed(self) -> bool:
         """Whether an attribute that is a list, tuple or dict of tensors holds others than when it was brought here."""
         return any(

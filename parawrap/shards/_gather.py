@@ -82,7 +82,7 @@ def _join(
     spec = specs[0]
     if any(other != spec for other in specs[1:]):
         _refuse_unequal_structures(specs)
-    if spec.num_leaves > len(spec.children()) or spec.type in (list, tuple):
+    if not _TENSOR.issuperset(map(type, flat[0][0])):
         _refuse_ambiguous(spec, [leaves for leaves, _ in flat], sizes)
     joined = []
     for index, column in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
@@ -109,9 +109,10 @@ def _join_leaf(
         parts = list(column) if device is None else [leaf.to(device) for leaf in column]
         if first.ndim == 0:
             return _reduce(parts, sizes, rules.reduce)
-        if rules.strict and len(parts) > 1:
+        joined = _cat(parts, rules.dim)
+        if rules.strict and len(parts) > 1 and joined.shape[rules.dim] != sum(sizes):
             _refuse_without_rows(parts, sizes, rules.dim)
-        return _cat(parts, rules.dim)
+        return joined
     if isinstance(first, Opaque):
         values = [_on_device(leaf.value, device) for leaf in column]
         if len(values) == 1 or all(leaf.value is first.value for leaf in column):
@@ -137,8 +138,6 @@ def _same_tensor(column: Sequence[torch.Tensor], originals: Originals) -> torch.
 
 def _refuse_without_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int], dim: int) -> None:
     """What has not a row (or as many as every other) for each row of the shard would be joined into something else."""
-    if any(not -part.ndim <= dim < part.ndim for part in parts):
-        return  # refused in words of its own by `_cat`
     each = parts[0].shape[dim] // sizes[0]
     for lane, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         if part.shape[dim] != each * size:

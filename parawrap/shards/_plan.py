@@ -68,12 +68,14 @@ class ShardPlan:
 
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
-        columns = [self._column(index, leaf) for index, leaf in enumerate(flat.leaves)]
+        devices = devices[: len(self.sizes)]
+        columns = [self._column(index, leaf, devices) for index, leaf in enumerate(flat.leaves)]
         shards: list[Shard] = []
-        for lane, (size, device) in enumerate(zip(self.sizes, devices, strict=False)):
-            placed = [_on_device(column[lane], device) for column in columns]
+        for lane, size in enumerate(self.sizes):
+            placed = [column[lane] for column in columns]
             args, kwargs = unflatten(flat.spec, placed)
-            shards.append(Shard(args, kwargs, size, {} if device.type == "cpu" else self._copies(flat.leaves, placed)))
+            copies = {} if devices[lane].type == "cpu" else self._copies(flat.leaves, placed)
+            shards.append(Shard(args, kwargs, size, copies))
         return shards
 
     def _copies(self, leaves: Sequence[Any], placed: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -89,8 +91,14 @@ class ShardPlan:
             "split by torch: in_dims with None for its parameter hands it whole to every lane"
         )
 
-    def _column(self, index: int, leaf: Any) -> Sequence[Any]:
-        """The parts of one leaf, in lane order."""
+    def _column(self, index: int, leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
+        """The parts of one leaf, in lane order, each on its lane's device."""
+        parts = self._parts(index, leaf)
+        if isinstance(leaf, torch.Tensor) and devices.count(leaf.device) == len(devices):
+            return parts
+        return [_on_device(part, device) for part, device in zip(parts, devices, strict=True)]
+
+    def _parts(self, index: int, leaf: Any) -> Sequence[Any]:
         dim = self.dims[index]
         if dim is None or len(self.sizes) == 1:
             return (leaf,) * len(self.sizes)
