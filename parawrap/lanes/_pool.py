@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["WAKE_UP_NS", "LanePool"]
 
 WAKE_UP_NS = 30_000
-"""What it takes to wake a thread and be woken by it, roughly: `benchmarks/overhead.py` measures it."""
+"""What it takes to wake a thread, roughly: the row of `benchmarks/overhead.py` in which the model sleeps shows it."""
 
 _MOST_KINDS = 1024
 _EXIT_PATIENCE_S = 5.0
