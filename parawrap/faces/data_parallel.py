@@ -194,6 +194,9 @@ def data_parallel(
         dim: the dim that the rows lie on.
         module_kwargs: keyword inputs, cut like the positional ones.
 
+    Raises:
+        DeviceListError, DeviceUnavailableError, ShardError, GatherError: as for `DataParallel`.
+
     Example:
         >>> import torch
         >>> from parawrap import data_parallel

@@ -123,7 +123,19 @@ class Parallel(Generic[TargetT]):
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Run the call whole, not cut, on the lane with least to do; a future of its output.
 
-        An exception is raised by ``future.result()``. A future that has not begun can be cancelled.
+        An exception is raised by ``future.result()``. A future that has not begun can be cancelled; leaving the block by an
+        exception cancels all of those.
+
+        Raises:
+            SessionError: the block is closed.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> with torch.no_grad(), parallel(torch.nn.Linear(3, 1), ["cpu", "cpu"]) as p:
+            ...     futures = [p.submit(torch.zeros(rows, 3)) for rows in (4, 2)]
+            ...     [len(future.result()) for future in futures]
+            [4, 2]
         """
         return self._opened().submit(Entry(self.target), args, kwargs).future
 
@@ -141,6 +153,7 @@ class Parallel(Generic[TargetT]):
 
         Raises:
             ShardError: a window below 1.
+            SessionError: the block is closed, or ends before the generator does.
 
         Example:
             >>> import torch
@@ -158,7 +171,7 @@ class Parallel(Generic[TargetT]):
         return self._mapped(self._opened(), batches, window, progress)
 
     def stats(self) -> Stats:
-        """What was done since the block was opened; after it ended, what had been done by then."""
+        """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
         with self._lock:
             if self._session is None and self._last_stats is not None:
                 return self._last_stats

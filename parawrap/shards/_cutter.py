@@ -15,7 +15,7 @@ from parawrap.errors import ShardError
 from parawrap.shards._parameters import Parameters
 from parawrap.shards._plan import CALL_ROOTS, FlatCall, ShardPlan, balanced
 from parawrap.shards._split import splitter_of
-from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, sequences
+from parawrap.tree import Opaque, TreeSpec, address, addresses, flatten, flatten_call, replace_nodes, sequences
 
 __all__ = ["Cutter"]
 
@@ -145,7 +145,7 @@ class Cutter:
             name = self._name_at(path)
             if name in self.in_dims:
                 continue
-            where = CALL_ROOTS[path[0]] + "".join(f"[{entry!r}]" for entry in path[1:]).replace("'", '"')
+            where = address(CALL_ROOTS[path[0]], path[1:])
             kind = "list" if node.type is list else "tuple"
             named = name or "its name"
             msg = (

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.errors import GatherError
 from parawrap.shards._split import splitter_of
-from parawrap.tree import Opaque, TreeSpec, addresses, flatten, mismatch, sequences, unflatten
+from parawrap.tree import Opaque, TreeSpec, address, addresses, flatten, mismatch, sequences, unflatten
 
 __all__ = ["GatherRules", "Originals", "Reduce", "gather"]
 
@@ -242,10 +242,9 @@ def _refuse_ambiguous(spec: TreeSpec, flat: Sequence[Sequence[Any]], sizes: Sequ
         if all(leaf is None for leaf in leaves):
             continue
         if node.type is list or not all(isinstance(leaf, (int, float, bool, complex, type(None))) for leaf in leaves):
-            where = _ROOT + "".join(f"[{entry!r}]" for entry in path).replace("'", '"')
             msg = (
-                f"{where} is a list of {sizes[0]} items without a tensor in every lane, and each lane has {sizes[0]} rows: "
-                f"it may hold one item a row or be one value for all rows. Return a tensor, or {_LIST_CURE}"
+                f"{address(_ROOT, path)} is a list of {sizes[0]} items without a tensor in every lane, and each lane has "
+                f"{sizes[0]} rows: it may hold one item a row or be one value for all rows. Return a tensor, or {_LIST_CURE}"
             )
             raise GatherError(msg)
 

@@ -39,6 +39,9 @@ def register_split(
         join: ``join(parts)`` puts parts together, in order; outputs of the class are joined by it.
         rows: ``rows(value)`` counts the rows; `len` by default.
 
+    Raises:
+        ShardError: at a call, for a `split` that returns another number of parts than it was given sizes.
+
     Example:
         >>> import torch
         >>> from parawrap import parallel, register_split

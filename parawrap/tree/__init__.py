@@ -9,6 +9,7 @@ are rebuilt as the type they were.
 from parawrap.tree._nested import (
     Opaque,
     TreeSpec,
+    address,
     addresses,
     flatten,
     flatten_call,
@@ -22,6 +23,7 @@ from parawrap.tree._nested import (
 __all__ = [
     "Opaque",
     "TreeSpec",
+    "address",
     "addresses",
     "flatten",
     "flatten_call",

@@ -19,6 +19,7 @@ from optree import PyTreeSpec as TreeSpec
 __all__ = [
     "Opaque",
     "TreeSpec",
+    "address",
     "addresses",
     "flatten",
     "flatten_call",
@@ -91,6 +92,11 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
         root = roots[entries.pop(0).entry if wrapped else 0]
         found.append(root + "".join(_step(entry) for entry in entries))
     return found
+
+
+def address(root: str, path: Iterable[Any]) -> str:
+    """Where a path of keys and indices leads, such as ``args[0]["mask"]``."""
+    return root + "".join(f"[{_quoted(entry)}]" for entry in path)
 
 
 def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
