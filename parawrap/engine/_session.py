@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 
+from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
 from parawrap.errors import SessionError
@@ -249,19 +249,12 @@ class Session:
         return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
 
     def _expected(self, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
-        """With verify, the plain output of the first call of a structure.
-
-        A module runs as a copy with buffers of its own, on copies of the inputs, with random numbers that are drawn again:
-        it leaves no trace. A callable's own side effects are done twice.
-        """
+        """With verify, the plain output of the first call of a structure."""
         if not self._verifies or plan in self._verified:
             return None
-        copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
         home = self.pool.home if self.pool.home is not None else self.devices[0]
-        (shard,) = plan.uncut().scatter(FlatCall(copies, flat.spec), [home])
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
-        with _same_random_numbers(self.devices):
-            return (run(*shard.args, **shard.kwargs),)
+        return (plain_output(run, plan, flat, home, self.devices),)
 
     def _count(self, sizes: tuple[int, ...]) -> None:
         with self._counting:
@@ -307,10 +300,3 @@ def _done(work: Callable[[], Any]) -> Future[Any]:
     except Exception as error:  # noqa: BLE001
         future.set_exception(error)
     return future
-
-
-def _same_random_numbers(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
-    """What is drawn inside the block is drawn again after it."""
-    kind = devices[0].type
-    indices = sorted({device.index for device in devices if device.index is not None}) if kind not in ("cpu", "mps") else []
-    return torch.random.fork_rng(indices, device_type=kind if indices else "cuda")
