@@ -243,8 +243,9 @@ def _refuse_ambiguous(spec: TreeSpec, flat: Sequence[Sequence[Any]], sizes: Sequ
             continue
         if node.type is list or not all(isinstance(leaf, (int, float, bool, complex, type(None))) for leaf in leaves):
             msg = (
-                f"{address(_ROOT, path)} is a list of {sizes[0]} items without a tensor in every lane, and each lane has as "
-                f"many rows: it may hold one item a row or be one value for all rows. Return a tensor, or {_LIST_CURE}"
+                f"{address(_ROOT, path)} is a list of {sizes[0]} items without a tensor in every lane, and each lane has "
+                f"{sizes[0]} rows: it may hold one item a row or be one value for all rows. Return a tensor, or "
+                f"{_LIST_CURE}"
             )
             raise GatherError(msg)
 
