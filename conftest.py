@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +15,21 @@ import pytest
 # A simulated accelerator becomes torch's accelerator for the whole process: those tests run in a process of their own.
 _ON_DEVICES = ["tests/simdevice", "tests/devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES
+
+
+_PATIENCE_S = 30.0
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """A process that does not end soon after its last test says where every thread hangs, and ends all the same."""
+
+    def end() -> None:
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        os._exit(exitstatus)
+
+    guard = threading.Timer(_PATIENCE_S, end)
+    guard.daemon = True
+    guard.start()
 
 
 @pytest.fixture(autouse=True)

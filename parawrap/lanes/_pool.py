@@ -112,7 +112,8 @@ class LanePool:
                     share.do()
             while not flight.wait(PATIENCE_S):
                 for share in shares:
-                    if share.lane.stuck() and share.claim():
+                    # A pool that was closed meanwhile may never have sent the share.
+                    if (not self.alive or share.lane.stuck()) and share.claim():
                         share.do()
         except BaseException:
             _drop(shares, flight)

@@ -569,3 +569,4 @@ def test_a_call_that_a_close_overtakes_runs_plainly():
     for thread in threads:
         thread.join(20)
     assert failures == []
+    assert not any(thread.is_alive() for thread in threads)
