@@ -21,11 +21,11 @@ _PATIENCE_S = 30.0
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A process that does not end soon after its last test says where every thread hangs, and ends all the same."""
+    """A process that does not end soon after its last test says where every thread hangs, and fails."""
 
     def end() -> None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        os._exit(exitstatus)
+        os._exit(exitstatus or 1)
 
     guard = threading.Timer(_PATIENCE_S, end)
     guard.daemon = True
