@@ -14,6 +14,7 @@ from parawrap.errors import (
     DeviceListError,
     DeviceUnavailableError,
     GatherError,
+    LaunchCancelledError,
     LaunchError,
     LaunchTimeoutError,
     ParawrapError,
@@ -34,21 +35,30 @@ from parawrap.faces.parallel_wrapper import ParallelWrapper
 from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
 from parawrap.faces.tuples import cat, transpose
 from parawrap.faces.tuplewise import Tuplewise
+from parawrap.faces.wrapper import Wrapper, wrapper
+from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 from parawrap.shards import register_split
 
 __all__ = [
     "Batch",
     "DataParallel",
+    "Device",
     "DeviceListError",
     "DeviceUnavailableError",
     "GatherError",
+    "Launch",
+    "LaunchCancelledError",
     "LaunchError",
     "LaunchTimeoutError",
     "Parallel",
     "ParallelWrapper",
     "ParawrapError",
+    "Platform",
     "PlatformError",
+    "Preview",
+    "Rank",
     "RankDiedError",
+    "RankResults",
     "ReplicaError",
     "SessionError",
     "ShapeError",
@@ -57,9 +67,11 @@ __all__ = [
     "Tuplewise",
     "UnsendableError",
     "VerifyError",
+    "Wrapper",
     "__version__",
     "cat",
     "cuda_attrs",
+    "current_rank",
     "data_parallel",
     "default_collate",
     "parallel",
@@ -69,4 +81,5 @@ __all__ = [
     "tp_collate",
     "transpose",
     "tuple_fn",
+    "wrapper",
 ]

@@ -17,11 +17,15 @@ and traceback and gains a note that names the lane, the device and the shard.
     ├── PlatformError (ValueError)              a field of Platform with a value that is not allowed
     └── LaunchError (RuntimeError)              a launch that could not be started or finished
         ├── RankDiedError                       a rank that was killed, or left without a result
-        ├── LaunchTimeoutError                  ranks that were silent for too long
+        ├── LaunchTimeoutError                  ranks that took, or were silent for, too long
+        ├── LaunchCancelledError                the results of a launch that was cancelled
         └── UnsendableError (TypeError)         an argument or a result that cannot be sent to another process
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from signal import Signals
 
 
 class ParawrapError(Exception):
@@ -69,11 +73,37 @@ class LaunchError(ParawrapError, RuntimeError):
 
 
 class RankDiedError(LaunchError):
-    """A rank that was killed by a signal, or left without handing back a result."""
+    """A rank that was killed by a signal, or left without handing back a result.
+
+    Attributes:
+        rank: the global rank.
+        signal: what killed it, None where it left by itself.
+        exit_code: what it left with, None where it was killed.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int | None = None, signal: Signals | None = None, exit_code: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.signal = signal
+        self.exit_code = exit_code
 
 
 class LaunchTimeoutError(LaunchError):
-    """Ranks that were silent for longer than the platform allows."""
+    """Ranks that took longer than ``timeout_min``, or were silent for longer than ``hang_timeout_s``.
+
+    Attributes:
+        stacks: by global rank, what each of its threads was doing.
+    """
+
+    def __init__(self, message: str, *, stacks: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.stacks = dict(stacks or {})
+
+
+class LaunchCancelledError(LaunchError):
+    """The results were asked of a launch that was cancelled."""
 
 
 class UnsendableError(LaunchError, TypeError):

@@ -10,16 +10,15 @@ import functools
 import inspect
 import itertools
 import reprlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, cast
 
-import cloudpickle
 import torch
 import wrapt
 
 from parawrap.errors import ShardError
 from parawrap.faces._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
+from parawrap.faces._decorated import is_global, own_class, sent_by_cloudpickle
 from parawrap.shards import balanced
 
 __all__ = ["default_collate", "tp_collate"]
@@ -139,15 +138,10 @@ def _is_texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
 
 
-def _own_class(self: object) -> type:
-    """For ``__class__``: wrapt would say FunctionType, and cloudpickle send the bare function, which cuts nothing."""
-    return type(self)
-
-
 class _BoundTupleCollate(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
     """A decorated method, bound; made anew by each attribute access, as bound methods are."""
 
-    __class__ = property(_own_class)  # pyright: ignore[reportIncompatibleMethodOverride]
+    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return getattr, (self._owner(), self.__name__)
@@ -167,7 +161,7 @@ class _BoundTupleCollate(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
     """The decorated collate function; lives as long as the function, keeps no state, and so is thread-safe."""
 
-    __class__ = property(_own_class)  # pyright: ignore[reportIncompatibleMethodOverride]
+    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
     __bound_function_wrapper__ = _BoundTupleCollate
 
     def __init__(self, collate: Callable[..., object], ndevices: int) -> None:
@@ -175,7 +169,7 @@ class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_ndevices = ndevices
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        return self.__qualname__ if _is_global(self) else _reduced_by_value(self)
+        return self.__qualname__ if is_global(self) else _reduced_by_value(self)
 
     def __copy__(self) -> _TupleCollate:
         return _TupleCollate(self.__wrapped__, self._self_ndevices)
@@ -188,20 +182,7 @@ def _reduced_by_value(collate: _TupleCollate) -> tuple[Any, ...]:
     return _TupleCollate, (collate.__wrapped__, collate._self_ndevices)
 
 
-def _reduced_for_cloudpickle(collate: _TupleCollate) -> str | tuple[Any, ...]:
-    """As pickle has it, except that cloudpickle promises to send what ``__main__`` defines by value."""
-    return _reduced_by_value(collate) if collate.__module__ == "__main__" else collate.__reduce_ex__(4)
-
-
-cloudpickle.CloudPickler.dispatch_table[_TupleCollate] = _reduced_for_cloudpickle  # pyright: ignore[reportIndexIssue]
-
-
-def _is_global(collate: _TupleCollate) -> bool:
-    """Whether the function's own name leads to its decorated form, as it does after ``@tp_collate(2)`` in a module."""
-    found: Any = sys.modules.get(getattr(collate, "__module__", ""))
-    for name in getattr(collate, "__qualname__", "").split("."):
-        found = getattr(found, name, None)
-    return found is collate
+sent_by_cloudpickle(_TupleCollate, _reduced_by_value)
 
 
 def _check_ndevices(ndevices: object, face: str) -> None:

@@ -13,7 +13,7 @@ __all__ = ["attributes_of", "fill_script", "replicate_script"]
 
 def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     """The module, then each scripted module in it, beside a copy that shares code and, as yet, every attribute."""
-    replica: torch.nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    replica: torch.nn.Module = module._replicate_for_data_parallel()
     pairs = [(module, replica)]
     for name, child in module._modules.items():
         if child is not None:

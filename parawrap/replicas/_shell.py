@@ -120,7 +120,7 @@ class Replica:
             return replicate_script(module)
         if _is_compiled(module):
             return [(module, _recompiled(module, self.shells))]
-        return [(module, module._replicate_for_data_parallel())]  # type: ignore[no-untyped-call]
+        return [(module, module._replicate_for_data_parallel())]
 
     @contextmanager
     def _named(self, name: str, module: torch.nn.Module) -> Iterator[None]:
@@ -138,7 +138,7 @@ class Replica:
     def _fill_plain(self, shell: torch.nn.Module, module: torch.nn.Module) -> None:
         own = vars(shell)
         own.clear()
-        own.update(without_stand_ins(module._replicate_for_data_parallel().__dict__))  # type: ignore[no-untyped-call]
+        own.update(without_stand_ins(module._replicate_for_data_parallel().__dict__))
         own["_parameters"] = {n: p if p is None else self.tensors.parameter(p) for n, p in module._parameters.items()}
         own["_buffers"] = {n: b if b is None else self.tensors.buffer(b) for n, b in module._buffers.items()}
         own["_modules"] = {n: c if c is None else self.shells[c] for n, c in module._modules.items()}

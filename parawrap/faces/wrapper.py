@@ -1,0 +1,273 @@
+"""`wrapper` and `Wrapper`: a function that runs once per rank of a platform when it is called.
+
+This layer knows functions and how they are bound and sent. It refuses to know processes: it asks a launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+
+import wrapt
+
+from parawrap.errors import LaunchError, PlatformError
+from parawrap.faces._decorated import Undecorated, is_global, own_class, sent_by_cloudpickle
+from parawrap.launch import (
+    Job,
+    Launch,
+    Platform,
+    Preview,
+    RankResults,
+    current_rank,
+    inside_a_rank,
+    launch,
+    preview,
+    run_inline,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["Launchable", "Wrapper", "wrapper"]
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+S = TypeVar("S")
+R = TypeVar("R", covariant=True)
+T = TypeVar("T")
+
+
+class Launchable(Protocol[P, R]):
+    """A function decorated by ``@wrapper(platform)``. Without state, so any thread may call it at any time."""
+
+    __wrapped__: Callable[..., Any]
+    platform: Platform
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
+        """Run the function once per rank; wait, and give what each rank returned."""
+        ...
+
+    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
+        """Start the ranks, and give a handle on them without waiting."""
+        ...
+
+    def dry_run(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
+        """What a call would start, without starting it."""
+        ...
+
+    def inline(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
+        """Run the function in this process, as rank 0 of 1, where a debugger can follow it."""
+        ...
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Launchable[P, R]: ...
+    @overload
+    def __get__(self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Launchable[Q, R]: ...
+
+
+def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
+    """Make a function run once per rank of `platform` when it is called, and return what each rank returned.
+
+    Any function will do: global, local, a lambda, a method, one from a notebook's cell. It, its arguments and its results
+    travel by cloudpickle; tensors arrive on the CPU. The decorated function has ``.submit`` (does not wait), ``.dry_run``
+    (tells what would be started), ``.inline`` (runs here, for a debugger) and ``.__wrapped__``, the function itself.
+
+    Inside, ``current_rank()`` tells which rank it is, and torch.distributed works. When a rank fails, the others are ended,
+    and the exception of the rank that failed first is raised here, with its own type; notes give its traceback.
+
+    Raises:
+        PlatformError: `platform` is none.
+        TypeError: what is decorated is not callable.
+
+    When called:
+        UnsendableError: the function, an argument or a result cannot be sent; the message names the part that cannot.
+        RankDiedError: a rank was killed, or left without returning.
+        LaunchTimeoutError: the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
+        LaunchError: called within a rank; or ranks could not be started.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from parawrap import Platform, current_rank, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def total(start, step=1):
+        ...     value = torch.tensor(start + step * current_rank().global_rank)
+        ...     dist.all_reduce(value)
+        ...     return value.item()
+        >>> total(10, step=5)
+        RankResults(25, 25)
+    """
+    _check_platform(platform, "wrapper")
+
+    def decorate(function: Callable[P, T]) -> Launchable[P, T]:
+        bare = getattr(function, "__func__", function)  # a classmethod or staticmethod
+        if not callable(bare):
+            msg = f"wrapper decorates a function, not {function!r}: give it a callable"
+            raise TypeError(msg)
+        return cast("Launchable[P, T]", _Launchable(function, platform))
+
+    return decorate
+
+
+class Wrapper:
+    """Starts tasks that take their rank as arguments. Frozen like its platform, and as safe to share.
+
+    Args:
+        platform: what the tasks run on.
+
+    Raises:
+        PlatformError: `platform` is none.
+
+    Example:
+        >>> from parawrap import Platform, Wrapper
+        >>> def task(global_rank, local_rank, process_group, args):
+        ...     return f"{args[0]} in rank {global_rank}"
+        >>> Wrapper(Platform(device="cpu", n_cpus=2)).start(task, ("example",))
+        RankResults('example in rank 0', 'example in rank 1')
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        _check_platform(platform, "Wrapper")
+        self.platform = platform
+
+    def start(
+        self,
+        task: Callable[[int, int, ProcessGroup | None, tuple[Any, ...] | None], T],
+        args: tuple[Any, ...] | None = None,
+    ) -> RankResults[T]:
+        """Run ``task(global_rank, local_rank, process_group, args)`` in every rank; raises what decorated functions raise.
+
+        Raises:
+            TypeError: `task` is not callable.
+        """
+        if not callable(task):
+            msg = f"Wrapper.start takes a task, not {task!r}: give it a callable"
+            raise TypeError(msg)
+        return _called(Job(self.platform, _Task(task), (args,)))
+
+
+class _Task(Generic[T]):
+    """A task, as a function of its ``args`` alone."""
+
+    def __init__(self, task: Callable[..., T]) -> None:
+        self._task = task
+        self.__qualname__ = getattr(task, "__qualname__", type(task).__qualname__)
+
+    def __call__(self, args: tuple[Any, ...] | None) -> T:
+        rank = current_rank()
+        return self._task(rank.global_rank, rank.local_rank, rank.group, args)
+
+
+class _Calls:
+    """What a decorated function and a decorated method have in common; `_job` differs."""
+
+    platform: Platform
+
+    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        raise NotImplementedError
+
+    def submit(self, *args: Any, **kwargs: Any) -> Launch[Any]:
+        return _launched(self._job(args, kwargs))
+
+    def dry_run(self, *args: Any, **kwargs: Any) -> Preview:
+        return preview(self._job(args, kwargs))
+
+    def inline(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+        job = self._job(args, kwargs)
+        _refuse_in_a_rank(job)
+        return run_inline(job)
+
+
+def _call(_wrapped: object, _instance: object, _args: object, _kwargs: object) -> None:
+    raise AssertionError  # the classes below have a __call__ of their own
+
+
+class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
+    """A decorated method, bound; made anew by each attribute access, as bound methods are."""
+
+    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @property
+    def platform(self) -> Platform:  # type: ignore[override]  # pyright: ignore
+        return cast("Platform", self._self_parent.platform)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+        return _called(self._job(args, kwargs))
+
+    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        """The bare function, with what it is bound to as first argument: bound, it would come out decorated in a rank."""
+        method: Any = self.__wrapped__
+        bound_to = getattr(method, "__self__", None)
+        first = () if bound_to is None else (bound_to,)
+        return Job(
+            self.platform, getattr(method, "__func__", method), (*first, *args), kwargs, Undecorated.of(self._self_parent)
+        )
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        bound_to = getattr(self.__wrapped__, "__self__", None)
+        return getattr, (self._self_owner if bound_to is None else bound_to, self.__name__)
+
+
+class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
+    """The decorated function; lives as long as the function."""
+
+    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
+    __bound_function_wrapper__ = _BoundLaunchable
+
+    def __init__(self, function: Any, platform: Platform) -> None:
+        super().__init__(function, _call)
+        self._self_platform = platform
+
+    @property
+    def platform(self) -> Platform:  # type: ignore[override]  # pyright: ignore
+        return self._self_platform
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+        return _called(self._job(args, kwargs))
+
+    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        return Job(self.platform, self.__wrapped__, args, kwargs, Undecorated.of(self))
+
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
+        return self.__qualname__ if is_global(self) else _reduced_by_value(self)
+
+
+def _reduced_by_value(launchable: _Launchable) -> tuple[Any, ...]:
+    return _Launchable, (launchable.__wrapped__, launchable.platform)
+
+
+sent_by_cloudpickle(_Launchable, _reduced_by_value)
+
+
+def _called(job: Job) -> RankResults[Any]:
+    running = _launched(job)
+    try:
+        return running.results()
+    except BaseException:  # Ctrl-C among them: whoever waits no longer leaves nothing running
+        running.cancel()
+        raise
+
+
+def _launched(job: Job) -> Launch[Any]:
+    _refuse_in_a_rank(job)
+    return launch(job)
+
+
+def _refuse_in_a_rank(job: Job) -> None:
+    if inside_a_rank():
+        rank = current_rank()
+        msg = (
+            f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank starts no ranks. Call "
+            f"{job.name}.__wrapped__(...) to run it in this rank alone"
+        )
+        raise LaunchError(msg)
+
+
+def _check_platform(platform: object, face: str) -> None:
+    if callable(platform):
+        name = getattr(platform, "__qualname__", repr(platform))
+        msg = f"{face} was given {name} where the platform belongs: write @{face}(Platform(...)) above it"
+        raise PlatformError(msg)
+    if not isinstance(platform, Platform):
+        msg = f"{face} takes a Platform, not {platform!r}: write {face}(Platform(device=...))"
+        raise PlatformError(msg)

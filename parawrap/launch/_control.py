@@ -1,0 +1,129 @@
+"""A rank's line to its parent, served by a thread of its own while the function runs.
+
+What it guarantees: a rank that is told to end, or whose parent is gone, is gone too after ``grace_s``, whatever it does.
+
+* Told to end, the main thread gets an exception that no ``except Exception`` catches: ``finally`` blocks run.
+* A main thread that does not even take the signal, because it waits in C for a collective that will never be complete,
+  has nothing to clean up: the process ends within a second.
+* The parent is gone when its end of the line is closed, which the kernel does however it died. A process that the user
+  forked from the parent may hold the line open; so the id of the parent process is looked at too.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+
+from parawrap.launch._wire import Wire
+
+__all__ = ["Control", "ToldToEnd"]
+
+_ROOM = Path(__file__).parent
+_LOOK_S = 0.1
+_DEAF_S = 1.0
+_FORCED = 1
+
+
+class ToldToEnd(BaseException):
+    """Raised in a rank's main thread when the launch ends before the function does."""
+
+
+class Control:
+    """Serves one rank, from its start to its end."""
+
+    def __init__(self, wire: Wire, *, grace_s: float, tells_of_life: bool) -> None:
+        self._wire = wire
+        self._grace_s = grace_s
+        self._tells_of_life = tells_of_life
+        self._parent = os.getppid()
+        self._main = threading.main_thread()
+        self._told = threading.Event()
+        self._heard = threading.Event()
+        self._dismissed = threading.Event()
+        self._interrupts = True
+        self._last_place: tuple[tuple[int, int], ...] = ()
+
+    def start(self) -> None:
+        """Take the signal that tells the rank to end, and serve the line."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
+
+    def function_ended(self) -> None:
+        """From now on the rank only reports and leaves: nothing is left that would have to be told to end."""
+        self._interrupts = False
+
+    def linger(self, seconds: float) -> None:
+        """Wait until the parent needs this process no longer, but not longer than this."""
+        self._dismissed.wait(seconds)
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """Run in the main thread as soon as that runs Python; also when somebody else sends the signal."""
+        self._heard.set()
+        if self._interrupts:
+            self._interrupts = False
+            raise ToldToEnd
+
+    def _serve(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._wire], [], [], _LOOK_S)
+            if readable:
+                message = self._wire.receive()
+                if message is None:
+                    break
+                if message.word == "bye":
+                    self._dismissed.set()
+                elif message.word == "stacks":
+                    self._wire.send("stacks", stacks())
+                elif message.word == "end":
+                    break
+            elif os.getppid() != self._parent:
+                break
+            elif self._tells_of_life:
+                self._tell_of_life()
+        self._end()
+
+    def _end(self) -> None:
+        """End this process: by the main thread's own doing if it can, else from here."""
+        self._dismissed.set()
+        if not self._heard.is_set() and not self._told.is_set():
+            self._told.set()
+            signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
+        users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
+        if users_own or self._heard.wait(_DEAF_S):
+            time.sleep(self._grace_s)
+        os._exit(_FORCED)
+
+    def _tell_of_life(self) -> None:
+        """The main thread lives when it is at another place of its Python code than it was a moment ago."""
+        frame = sys._current_frames().get(self._main.ident or 0)
+        place = []
+        while frame is not None:
+            place.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        if tuple(place) != self._last_place:
+            self._last_place = tuple(place)
+            self._wire.send("alive")
+
+
+def stacks() -> str:
+    """What every thread of this process is doing, but for the one that asks; without what led to the user's function."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(_stack_of(frame).format())
+        for ident, frame in sys._current_frames().items()
+        if ident != mine
+    )
+
+
+def _stack_of(frame: FrameType) -> traceback.StackSummary:
+    stack = traceback.extract_stack(frame)
+    own = [i for i, each in enumerate(stack) if Path(each.filename).parent == _ROOM]
+    return traceback.StackSummary.from_list(stack[own[-1] + 1 :] if own and own[-1] + 1 < len(stack) else stack)

@@ -1,0 +1,91 @@
+"""What kinds of device a rank may run on, and how many of each this machine shows.
+
+Counting must leave the parent as it was: nothing here starts CUDA in the calling process.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from pathlib import Path
+
+import torch
+
+__all__ = ["Device", "cores", "first_neuron_core", "rank_device", "visible"]
+
+
+class Device(enum.StrEnum):
+    """The kind of device that each rank gets one of; also equal to its lower-case name.
+
+    ``AUTO`` stands for the best kind that this machine shows. ``SLURM`` and ``RAY`` name launchers: a ``Platform`` takes
+    them where a device is asked for and turns them into ``launcher=`` at once.
+
+    >>> Device("cpu") is Device.CPU, Device.CPU == "cpu", Device.from_str("GPU")
+    (True, True, <Device.GPU: 'gpu'>)
+    """
+
+    AUTO = "auto"
+    CPU = "cpu"
+    GPU = "gpu"
+    MPS = "mps"
+    NEURON = "neuron"
+    SLURM = "slurm"
+    RAY = "ray"
+
+    @classmethod
+    def from_str(cls, name: str) -> Device:
+        """The kind with this name, in whatever case; ``cuda`` is ``gpu``.
+
+        Raises:
+            ValueError: no such kind.
+
+        >>> Device.from_str("cuda")
+        <Device.GPU: 'gpu'>
+        """
+        lowered = name.lower()
+        return cls("gpu" if lowered == "cuda" else lowered)
+
+
+def visible(kind: Device) -> int:
+    """How many devices of this kind a process started now would see; 0 where there are none."""
+    if kind is Device.GPU:
+        return torch.cuda.device_count()
+    if kind is Device.MPS:
+        return int(torch.backends.mps.is_available())
+    if kind is Device.NEURON:
+        return len(_neuron_cores())
+    return cores()
+
+
+def cores() -> int:
+    """The CPU cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_device(kind: Device, local_rank: int) -> torch.device:
+    """Where a rank puts its tensors. Those of a Neuron rank lie on the host: its one core is all that the process sees."""
+    if kind is Device.GPU:
+        return torch.device("cuda", local_rank)
+    return torch.device("mps" if kind is Device.MPS else "cpu")
+
+
+def first_neuron_core(local_rank: int) -> str:
+    """The NEURON_RT_VISIBLE_CORES of the process with this local rank."""
+    return str(_neuron_cores()[local_rank])
+
+
+def _neuron_cores() -> list[int]:
+    """The NeuronCores that the environment gives to this process; none where there is no Neuron device."""
+    if not any(Path("/dev").glob("neuron*")):
+        return []
+    listed = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
+    if listed:
+        return [core for part in listed.split(",") for core in _span(part)]
+    return list(range(int(os.environ.get("NEURON_RT_NUM_CORES", "0"))))
+
+
+def _span(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)

@@ -1,0 +1,140 @@
+"""What is to be run, packed once for all ranks; and what a launcher would start for it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._groups import meeting_of
+from parawrap.launch._packing import memory_file, pack, unpack
+from parawrap.launch._platform import Platform
+
+__all__ = ["Job", "Preview", "preview", "unpacked_call"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a function on a platform. Frozen; may be launched any number of times.
+
+    Attributes:
+        sent_as: what goes to the ranks in the function's place, and is the function once it was unpacked there.
+    """
+
+    platform: Platform
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    sent_as: Any = None
+
+    @property
+    def name(self) -> str:
+        """What to call the function in messages."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
+    def call(self) -> Any:
+        """Make the call in this process."""
+        return self.function(*self.args, **(self.kwargs or {}))
+
+    def packed(self) -> int:
+        """A file with all that a rank needs to make the call.
+
+        Raises:
+            UnsendableError: the function or an argument cannot be pickled; the message names the part that cannot.
+        """
+        call = {
+            "the platform": _without_callbacks(self.platform),
+            "the function": self.sent_as or self.function,
+            "args": self.args,
+            "kwargs": self.kwargs or {},
+        }
+        file = memory_file("call")
+        try:
+            pack(call, file, "")
+        except BaseException:
+            os.close(file)
+            raise
+        return file
+
+
+def unpacked_call(file: int) -> Job:
+    """The job, in a rank."""
+    call = unpack(file)
+    return Job(call["the platform"], call["the function"], call["args"], call["kwargs"])
+
+
+def _without_callbacks(platform: Platform) -> Platform:
+    """The platform that ranks see: what the parent calls or hands to a queue stays with the parent."""
+    sent = copy.copy(platform)
+    object.__setattr__(sent, "upon_finish", None)
+    object.__setattr__(sent, "slurm_additional_parameters", None)
+    return sent
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a launch would start, without starting it; ``print`` shows it.
+
+    Attributes:
+        launcher: the name of the launcher.
+        function: the name of the function.
+        command: how the ranks would be started.
+        meeting: where the ranks would find each other; None where they form no group.
+        groups: which process groups they would form.
+        ranks: a line for each rank.
+        payload: bytes that each rank would be sent.
+
+    >>> from parawrap import Platform, wrapper
+    >>> @wrapper(Platform(device="cpu", n_cpus=2))
+    ... def train(lr):
+    ...     return lr
+    >>> preview = train.dry_run(0.1)
+    >>> preview.launcher, preview.ranks
+    ('local', ('rank 0: node 0, local rank 0, cpu', 'rank 1: node 0, local rank 1, cpu'))
+    """
+
+    launcher: str
+    function: str
+    command: str
+    meeting: str | None
+    groups: str
+    ranks: tuple[str, ...]
+    payload: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.function} on launcher {self.launcher!r}: {self.command}",
+            f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
+            f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
+            *self.ranks,
+        ]
+        return "\n".join(lines)
+
+
+def preview(job: Job, launcher: str, command: str) -> Preview:
+    """What a launcher of ranks on one node would start; packs the call, so that what cannot be sent is found."""
+    platform = job.platform
+    file = job.packed()
+    try:
+        payload = os.fstat(file).st_size
+    finally:
+        os.close(file)
+    meeting = meeting_of(platform)
+    groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
+    return Preview(
+        launcher=launcher,
+        function=job.name,
+        command=command,
+        meeting=None if meeting is None else str(meeting),
+        groups=f"process groups {groups}" if groups else "one process group",
+        ranks=tuple(f"rank {rank}: {_place(platform, rank)}" for rank in range(platform.world_size)),
+        payload=payload,
+    )
+
+
+def _place(platform: Platform, rank: int) -> str:
+    node, local_rank = divmod(rank, platform.ranks_per_node)
+    return f"node {node}, local rank {local_rank}, {rank_device(Device(platform.device), local_rank)}"

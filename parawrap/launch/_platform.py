@@ -1,0 +1,296 @@
+"""What a launch runs on: a frozen description, validated when it is made.
+
+This file knows which values make sense. It refuses to know how any launcher starts a process.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+
+import torch.distributed as dist
+
+from parawrap.errors import PlatformError
+from parawrap.launch._devices import Device, visible
+from parawrap.launch._registry import LAUNCHERS
+from parawrap.launch._world import surrounding_world
+
+__all__ = ["Platform"]
+
+_SPAWN_METHODS = ("forkserver", "spawn", "fork")
+_PROTOCOLS = ("tcp", "file")
+_BIGGEST_SEED = 2**32 - 1  # numpy takes no larger one
+_BIGGEST_PORT = 65535
+
+
+@dataclass(frozen=True, kw_only=False)
+class Platform:
+    """Where and how the ranks of a launch run. Frozen, so it may be shared by any number of launches and threads.
+
+    Args:
+        name: what the launch is called in process lists, messages and queues.
+        device: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"neuron"``: the kind of which every rank gets one; ``"auto"`` is the
+            best kind that this machine shows.
+        launcher: ``"local"`` starts processes on this machine; ``"env"`` joins the world that torchrun, srun or mpirun put
+            this process in. None looks at the environment and takes ``"env"`` inside such a world, else ``"local"``.
+        partition: the queue, for launchers that have queues.
+        n_nodes: machines. The local launcher has one.
+        n_gpus: accelerators, and so ranks, per node; None is all that are visible.
+        n_cpus: with ``device="cpu"``, ranks per node; else CPU threads per rank (1: an equal share of the cores).
+        ram: memory per node in GB, for launchers that reserve memory.
+        spawn_method: ``"forkserver"`` forks every rank from a warm process that has torch loaded; ``"spawn"`` starts a
+            fresh interpreter per rank; ``"fork"`` forks this process, which torch and CUDA bear badly.
+        ipc_protocol: how ranks find each other: ``"tcp"`` (a store on a free port) or ``"file"`` (in a private folder).
+        master_addr: the address that the store listens on; None is the loopback interface.
+        master_port: its port; 0 is any free one.
+        ipc_groups: ``[]`` puts all ranks into one process group; lists of global ranks make one group each, and
+            ``current_rank().group`` is the rank's own (None for a rank in no list); None makes no group at all.
+        backend: of torch.distributed; None is gloo, and NCCL beside it on GPUs.
+        seed: seeds python, numpy, torch and the accelerators alike in every rank, so that models start out equal; None
+            seeds every rank differently.
+        timeout_min: minutes after which the launch ends in ``LaunchTimeoutError``.
+        slurm_additional_parameters: passed on to submitit by launchers that use it.
+        console_logs: a folder that gets one file per rank, ``rank-0.log`` and so on, with all that the rank wrote.
+        verbose: whether what ranks write is shown here, each line behind its rank.
+        upon_finish: called without arguments, in this process, when the ranks have finished without an error.
+        max_restarts: how often the whole group is started anew when a rank fails.
+        grace_s: seconds that ranks have to clean up once they are told to end.
+        hang_timeout_s: ends the launch in ``LaunchTimeoutError`` when for this many seconds no rank wrote anything and
+            no main thread went on in its Python code.
+
+    Raises:
+        PlatformError: a value that is not allowed; the message names the field, the value, and what is.
+
+    >>> platform = Platform(device="cpu", n_cpus=4)
+    >>> platform.world_size
+    4
+    >>> Platform(device="cpu", n_cpus=0)
+    Traceback (most recent call last):
+    ...
+    parawrap.errors.PlatformError: n_cpus=0: give a number of ranks or threads, at least 1
+    """
+
+    name: str = "parawrap"
+    device: Device | str = Device.AUTO
+    launcher: str | None = None
+    partition: str | None = None
+    n_nodes: int = 1
+    n_gpus: int | None = None
+    n_cpus: int = 1
+    ram: float | None = None
+    spawn_method: Literal["forkserver", "spawn", "fork"] = "forkserver"
+    ipc_protocol: Literal["tcp", "file"] = "tcp"
+    master_addr: str | None = None
+    master_port: int = 0
+    ipc_groups: Sequence[Sequence[int]] | None = field(default_factory=tuple)
+    backend: str | None = None
+    seed: int | None = 0
+    timeout_min: float | None = None
+    slurm_additional_parameters: Mapping[str, Any] | None = None
+    console_logs: str | Path | None = None
+    verbose: bool = True
+    upon_finish: Callable[[], object] | None = None
+    max_restarts: int = 0
+    grace_s: float = 5.0
+    hang_timeout_s: float | None = None
+
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *_args: object, **given: object) -> Self:
+            """Name a field that does not exist as the mistake that it is."""
+            known = [each.name for each in fields(cls)]
+            for name in set(given) - set(known):
+                close = difflib.get_close_matches(name, known, 3, 0.5)
+                msg = f"{name}={given[name]!r}: Platform has no such field: {_either(close or known)}"
+                raise PlatformError(msg)
+            return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_device(self)
+        _check_launcher(self)
+        _check_texts(self)
+        _check_counts(self)
+        _check_times(self)
+        _check_groups(self)
+        _check_visible(self)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """How many ranks run on each node."""
+        if self.device == Device.CPU:
+            return self.n_cpus
+        if self.device == Device.MPS:
+            return 1
+        return visible(Device(self.device)) if self.n_gpus is None else self.n_gpus
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks a launch has in all."""
+        return self.n_nodes * self.ranks_per_node
+
+    @property
+    def requires_ipc(self) -> bool:
+        """Whether ranks share a process group."""
+        return self.ipc_groups is not None
+
+    @property
+    def process_group_backend(self) -> str:
+        """What ``torch.distributed.init_process_group`` is given."""
+        return self.backend or ("cpu:gloo,cuda:nccl" if self.device == Device.GPU else "gloo")
+
+
+def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
+    msg = f"{field_name}={value!r}: {allowed}"
+    raise PlatformError(msg)
+
+
+def _either(names: Sequence[str]) -> str:
+    return f"give {', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else f"did you mean {names[0]}?"
+
+
+def _set(platform: Platform, name: str, value: object) -> None:
+    object.__setattr__(platform, name, value)
+
+
+def _check_device(platform: Platform) -> None:
+    """Settle what device and launcher are; users write launchers where devices belong, and are understood."""
+    kinds = [kind.value for kind in Device]
+    if not isinstance(platform.device, str):
+        _refuse("device", platform.device, _either(kinds))
+    try:
+        kind = Device.from_str(platform.device)
+    except ValueError:
+        _refuse("device", platform.device, _either(kinds))
+    if kind in (Device.SLURM, Device.RAY):
+        if platform.launcher not in (None, kind.value):
+            _refuse(
+                "launcher", platform.launcher, f"device={kind.value!r} names the launcher already: leave one of them out"
+            )
+        _set(platform, "launcher", kind.value)
+        kind = Device.CPU if platform.n_gpus is None else Device.GPU
+    if kind is Device.AUTO:
+        kind = next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
+    _set(platform, "device", kind)
+
+
+def _check_launcher(platform: Platform) -> None:
+    if platform.launcher is not None and platform.launcher not in LAUNCHERS:
+        _refuse("launcher", platform.launcher, _either(sorted(LAUNCHERS)))
+    if _starts_here(platform) and platform.n_nodes != 1 and _is_int(platform.n_nodes):
+        _refuse("n_nodes", platform.n_nodes, "the local launcher starts ranks on this machine only: give 1")
+    if platform.spawn_method not in _SPAWN_METHODS:
+        _refuse("spawn_method", platform.spawn_method, _either(_SPAWN_METHODS))
+    if platform.ipc_protocol not in _PROTOCOLS:
+        _refuse("ipc_protocol", platform.ipc_protocol, _either(_PROTOCOLS))
+    if platform.max_restarts and platform.spawn_method == "fork":
+        _refuse("spawn_method", "fork", "restarted ranks start as fresh interpreters: leave it out with max_restarts")
+    for name in (platform.backend or "").replace(" ", "").split(",") if platform.backend is not None else ():
+        _check_backend(platform.backend, name.rpartition(":")[2])
+
+
+def _starts_here(platform: Platform) -> bool:
+    """Whether the ranks will be processes that this one starts on this machine."""
+    return platform.launcher == "local" or (platform.launcher is None and surrounding_world() is None)
+
+
+def _check_backend(given: object, name: str) -> None:
+    known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+    if name.lower() not in known:
+        _refuse("backend", given, f"this torch has {', '.join(known)}")
+
+
+def _check_texts(platform: Platform) -> None:
+    if not isinstance(platform.name, str) or not platform.name:
+        _refuse("name", platform.name, "give a text that is not empty")
+    for name in ("partition", "master_addr"):
+        value = getattr(platform, name)
+        if value is not None and (not isinstance(value, str) or not value):
+            _refuse(name, value, "give a text that is not empty, or None")
+    if platform.console_logs is not None and not (
+        isinstance(platform.console_logs, (str, Path)) and str(platform.console_logs)
+    ):
+        _refuse("console_logs", platform.console_logs, "give the path of a folder, or None")
+    if not isinstance(platform.verbose, bool):
+        _refuse("verbose", platform.verbose, "give True or False")
+    if platform.upon_finish is not None and not callable(platform.upon_finish):
+        _refuse("upon_finish", platform.upon_finish, "give a callable, or None")
+    if platform.slurm_additional_parameters is not None and not isinstance(platform.slurm_additional_parameters, Mapping):
+        _refuse("slurm_additional_parameters", platform.slurm_additional_parameters, "give a dict, or None")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_counts(platform: Platform) -> None:
+    limits: dict[str, tuple[int, float, str]] = {
+        "n_nodes": (1, float("inf"), "give a number of machines, at least 1"),
+        "n_cpus": (1, float("inf"), "give a number of ranks or threads, at least 1"),
+        "max_restarts": (0, float("inf"), "give a number of restarts, at least 0"),
+        "master_port": (0, _BIGGEST_PORT, f"give a port, at most {_BIGGEST_PORT}, or 0 for any free one"),
+    }
+    if platform.n_gpus is not None:
+        limits["n_gpus"] = (
+            1,
+            float("inf"),
+            "give a number of accelerators per node, at least 1, or None for all there are",
+        )
+    if platform.seed is not None:
+        limits["seed"] = (0, _BIGGEST_SEED, f"give a number from 0 to {_BIGGEST_SEED}, or None for another one each time")
+    if isinstance(platform.master_port, str) and platform.master_port.isdecimal():
+        _set(platform, "master_port", int(platform.master_port))
+    for name, (least, most, allowed) in limits.items():
+        value = getattr(platform, name)
+        if not _is_int(value) or not least <= value <= most:
+            _refuse(name, value, allowed)
+
+
+def _check_times(platform: Platform) -> None:
+    for name, unit in (("timeout_min", "minutes"), ("hang_timeout_s", "seconds"), ("ram", "GB")):
+        value = getattr(platform, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            _refuse(name, value, f"give a number of {unit} above 0, or None")
+    if not _is_number(platform.grace_s) or platform.grace_s < 0:
+        _refuse("grace_s", platform.grace_s, "give a number of seconds, at least 0")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _check_groups(platform: Platform) -> None:
+    groups = platform.ipc_groups
+    if groups is None:
+        return
+    shape = "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
+    if isinstance(groups, (str, bytes)) or not isinstance(groups, Sequence):
+        _refuse("ipc_groups", groups, shape)
+    if not all(isinstance(group, Sequence) and group and all(map(_is_int, group)) for group in groups):
+        _refuse("ipc_groups", groups, shape)
+    ranks = list(chain.from_iterable(groups))
+    twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        _refuse("ipc_groups", groups, f"rank {twice[0]} stands there twice: give each rank one group")
+    _set(platform, "ipc_groups", tuple(map(tuple, groups)))
+
+
+def _check_visible(platform: Platform) -> None:
+    """What depends on the machine: the counts, where ranks start here, and the ranks that groups may name."""
+    kind = Device(platform.device)
+    here = _starts_here(platform)
+    there = visible(kind)
+    if here and there == 0:
+        _refuse(
+            "device", kind.value, f"this machine shows no such device: give {'cpu' if kind is not Device.CPU else 'auto'!r}"
+        )
+    if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
+        _refuse("n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}")
+    if kind is Device.MPS and (platform.n_gpus or 1) != 1:
+        _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
+    missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < platform.world_size]
+    if missing:
+        _refuse("ipc_groups", platform.ipc_groups, f"there is no rank {missing[0]} in a world of {platform.world_size}")

@@ -1,0 +1,206 @@
+"""The three ways to start a rank's process on this machine, each of which hands it one end of a line.
+
+What they guarantee: whatever the way, how the process ended can be read from its status pipe, once, as an exit code or as
+minus the number of the signal that killed it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+import torch
+
+from parawrap.errors import LaunchError, PlatformError
+from parawrap.launch._server import FORK, LOAD, REQUEST, STATUS
+from parawrap.launch._wire import close_in_forked_children, receive_exactly
+from parawrap.launch._worker import PRELOADABLE, run_rank
+
+__all__ = ["Started", "Starter", "interpreter", "starter_named", "status_pipe_of", "stop_server"]
+
+# Variables that libraries read while they are loaded: with another value, a warm process is another one.
+_READ_AT_LOAD = (
+    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
+    "DYLD_", "PYTHON",
+)  # fmt: skip
+
+
+class Started(NamedTuple):
+    """A process that runs: its id, and the pipe from which its end is read. Whoever takes it closes the pipe."""
+
+    pid: int
+    status: int
+
+
+class Starter(Protocol):
+    """Starts ranks. Safe to use from any thread."""
+
+    def start(self, line: socket.socket, grace_s: float) -> Started:
+        """Start one; the caller closes its copy of `line` afterwards."""
+        ...
+
+    def load(self, names: Iterable[str]) -> None:
+        """Take note that ranks import these modules, if that helps the next ones."""
+
+
+def starter_named(method: str) -> Starter:
+    """The starter of a platform's ``spawn_method``.
+
+    Raises:
+        PlatformError: fork was asked for where CUDA runs in this process.
+    """
+    if method == "forkserver":
+        return _server_for_now()
+    if method == "spawn":
+        return _Spawn()
+    if torch.cuda.is_initialized():
+        msg = (
+            "spawn_method='fork': CUDA runs in this process already, and does not work in a fork of it: "
+            "give 'forkserver' or 'spawn', or launch before CUDA is used"
+        )
+        raise PlatformError(msg)
+    return _Fork()
+
+
+def interpreter(script: str) -> list[str]:
+    """A command that runs `script` in a fresh interpreter with this one's import path, and without the user's main file."""
+    return [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}; {script}"]
+
+
+class _Fork:
+    """Forks this very process: at once, and with everything that it has loaded, held and locked."""
+
+    def start(self, line: socket.socket, grace_s: float) -> Started:
+        pid = os.fork()
+        if pid == 0:
+            atexit._clear()  # what the parent does at its end is the parent's affair
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
+            run_rank(line.dup())
+        return Started(pid, status_pipe_of(lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+
+    def load(self, names: Iterable[str]) -> None:
+        pass
+
+
+class _Spawn:
+    """Starts a fresh interpreter for each rank."""
+
+    def start(self, line: socket.socket, grace_s: float) -> Started:
+        script = (
+            "from parawrap.launch._worker import run_rank; from parawrap.launch._wire import line_at_standard_input; "
+            "run_rank(line_at_standard_input())"
+        )
+        process = subprocess.Popen(interpreter(script), stdin=line.fileno(), start_new_session=True)
+        return Started(process.pid, status_pipe_of(process.wait))
+
+    def load(self, names: Iterable[str]) -> None:
+        pass
+
+
+def status_pipe_of(wait: Callable[[], int]) -> int:
+    """A pipe into which a thread writes how a child of this process ended, as soon as it did."""
+    reader, writer = os.pipe()
+
+    def report() -> None:
+        with contextlib.suppress(ChildProcessError, BrokenPipeError):  # somebody else waited for it; nobody wants to know
+            os.write(writer, STATUS.pack(wait()))
+        os.close(writer)
+
+    threading.Thread(target=report, name="parawrap-launch-status", daemon=True).start()
+    return reader
+
+
+class _Server:
+    """The warm process of this parent, seen from the parent."""
+
+    def __init__(self, kind: object) -> None:
+        ours, its = socket.socketpair()
+        with its:
+            script = "from parawrap.launch._server import serve; serve()"
+            self._process = subprocess.Popen(interpreter(script), stdin=its.fileno())
+        self.kind = kind
+        self._socket = ours
+        self._one_at_a_time = threading.Lock()
+        self._loaded: set[str] = set()
+        close_in_forked_children(self)
+
+    def is_usable(self) -> bool:
+        """Whether it lives, in this process."""
+        return self._socket.fileno() >= 0 and self._process.poll() is None
+
+    def start(self, line: socket.socket, grace_s: float) -> Started:
+        status, written = os.pipe()
+        try:
+            with self._one_at_a_time:
+                socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), written])
+                (pid,) = STATUS.unpack(receive_exactly(self._socket, STATUS.size))
+        except (OSError, EOFError) as error:
+            os.close(status)
+            msg = "the warm process that ranks are forked from has gone; launch again to start another"
+            raise LaunchError(msg) from error
+        finally:
+            os.close(written)
+        return Started(pid, status)
+
+    def load(self, names: Iterable[str]) -> None:
+        for name in set(names) - self._loaded:
+            self._loaded.add(name)
+            with self._one_at_a_time, contextlib.suppress(OSError):
+                self._socket.sendall(REQUEST.pack(LOAD, PRELOADABLE.index(name)))
+
+    def close(self) -> None:
+        """Hang up; the process ends by itself."""
+        self._socket.close()
+
+    def stop(self) -> None:
+        """Hang up, and wait for the process's end."""
+        self.close()
+        self._process.wait()
+
+
+_server: _Server | None = None
+_retired: list[_Server] = []
+_starting = threading.Lock()
+
+
+def _server_for_now() -> _Server:
+    """The warm process, started at the first use; another one when variables changed that are read at load."""
+    global _server
+    kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
+    with _starting:
+        if _server is not None and not (_server.is_usable() and _server.kind == kind):
+            _server.close()  # it ends when the ranks have that it still runs
+            _retired.append(_server)
+            _server = None
+        if _server is None:
+            _server = _Server(kind)
+        return _server
+
+
+def stop_server() -> None:
+    """End the warm process; the next launch starts another."""
+    global _server
+    with _starting:
+        stopping = [*_retired, *([] if _server is None else [_server])]
+        _server = None
+        _retired.clear()
+    for server in stopping:
+        server.stop()
+
+
+def _forget_servers() -> None:
+    """In a forked child: they belong to the parent."""
+    global _server
+    _server = None
+    _retired.clear()
+
+
+atexit.register(stop_server)
+os.register_at_fork(after_in_child=_forget_servers)

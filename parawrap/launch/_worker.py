@@ -1,0 +1,202 @@
+"""A rank's life, from a connected socket to the end of its process.
+
+However the process was started (forked from a warm one, from the parent, as a fresh interpreter, by an elastic agent), from
+here on it is the same. This file knows the order of things; what each of them is lies in the files it imports.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from typing import Any, NoReturn
+
+import torch
+
+from parawrap.errors import UnsendableError
+from parawrap.launch import _failures as failures
+from parawrap.launch._control import Control, ToldToEnd
+from parawrap.launch._devices import Device, cores, first_neuron_core
+from parawrap.launch._groups import Meeting, open_store
+from parawrap.launch._job import Job, unpacked_call
+from parawrap.launch._orders import Orders
+from parawrap.launch._packing import memory_file, pack
+from parawrap.launch._platform import Platform
+from parawrap.launch._rank import Rank, being
+from parawrap.launch._settling import Place, settled
+from parawrap.launch._wire import Wire
+
+__all__ = ["PRELOADABLE", "run_rank"]
+
+# What ranks import sooner or later (every torch optimizer does), at a second each, and a warm process may import for them.
+PRELOADABLE = ("torch._dynamo",)
+
+_LINGER_S = 1.0
+_LEFT_BY_ITSELF = 0
+_FAILED = 1
+_OWN_FILES = (__file__, __file__.replace("_worker", "_job"))
+
+_replaced: list[Any] = []
+
+Report = tuple[str, dict[str, Any], int | None]
+
+
+def run_rank(sock: socket.socket, identity: dict[str, int] | None = None) -> NoReturn:
+    """Be the rank at this end of the line, and never return.
+
+    Args:
+        sock: the line to the parent.
+        identity: what the parent needs to tell which rank called, where it did not start the process itself.
+    """
+    wire = Wire(sock)
+    _own_session()
+    wire.send("hello", {"pid": os.getpid(), **(identity or {})}, _streams())
+    message = wire.receive()
+    if message is None:  # the parent is gone, or has given up
+        os._exit(_FAILED)
+    orders: Orders = message.body
+    control = Control(wire, grace_s=orders.grace_s, tells_of_life=orders.tells_of_life)
+    control.start()
+    word, body, file = _report(orders, message.files[0], control)
+    body |= {"loaded": [name for name in PRELOADABLE if name in sys.modules]}
+    wire.send(word, body, () if file is None else (file,))
+    if word == "returned":
+        control.linger(_LINGER_S)
+    _leave(_LEFT_BY_ITSELF if word == "returned" else body.get("code") or _FAILED)
+
+
+def _own_session() -> None:
+    """A session of its own: no Ctrl-C from the parent's terminal, and one group to kill with all that the rank started."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+
+
+def _streams() -> tuple[int, int]:
+    """Turn standard output and error into pipes; gives the ends that the parent reads."""
+    ends = []
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        reader, writer = os.pipe()
+        os.dup2(writer, number)
+        os.close(writer)
+        os.set_inheritable(number, True)
+        ends.append(reader)
+        _replaced.append(getattr(sys, name))  # kept: freed, it would write what a forked parent had not written yet
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+    return ends[0], ends[1]
+
+
+def _report(orders: Orders, payload: int, control: Control) -> Report:
+    """Run the function; how it ended, in the words that the parent is told."""
+    try:
+        try:
+            result = _run(orders, payload)
+        finally:
+            control.function_ended()
+        return "returned", {"at": time.time()}, result
+    except ToldToEnd:
+        return "ended", {"at": time.time()}, None
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        said = "" if error.code is None or isinstance(error.code, int) else str(error.code)
+        return "left", {"at": time.time(), "code": code, "said": said}, None
+    except BaseException as error:  # noqa: BLE001 (a rank must report whatever ended it)
+        return "raised", _description(error), failures.pack_exception(error)
+
+
+def _description(error: BaseException) -> dict[str, Any]:
+    return {
+        "at": time.time(),
+        "summary": failures.summary_of(error),
+        "traceback": failures.traceback_of(error, *_OWN_FILES),
+        "is_echo": failures.is_echo(error),
+    }
+
+
+def _run(orders: Orders, payload: int) -> int:
+    """Settle in, call the function, and pack what it returns; gives the file it is in."""
+    orders.surroundings.take_over()
+    faulthandler.enable()
+    job = _unpacked(payload)
+    with being(_settled(orders, job.platform)):
+        result = job.call()
+        _join_threads()
+        file = memory_file("result")
+        try:
+            pack(result, file, "the result")
+        except UnsendableError:
+            os.close(file)
+            raise
+    return file
+
+
+def _unpacked(payload: int) -> Job:
+    try:
+        return unpacked_call(payload)
+    except BaseException as error:
+        error.add_note("this happened while the rank was unpacking the function and its arguments, before it could call it")
+        raise
+    finally:
+        os.close(payload)
+
+
+def _settled(orders: Orders, platform: Platform) -> Rank:
+    """Make this process, which is the rank's own, the rank: its logging and threads too, which `settled` leaves alone."""
+    place = orders.place
+    logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
+    if platform.device == Device.NEURON:
+        os.environ["NEURON_RT_VISIBLE_CORES"] = first_neuron_core(place.local_rank)
+    torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
+    os.environ |= _variables(place, orders.meeting)
+    store = None
+    if orders.meeting is not None:
+        store = torch.distributed.PrefixStore(f"{place.restart}", open_store(orders.meeting, place.world_size))
+    return settled(place, platform, store)
+
+
+def _variables(place: Place, meeting: Meeting | None) -> dict[str, str]:
+    """What tells libraries of the world, as torchrun tells them."""
+    variables = {
+        "RANK": str(place.global_rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.ranks_per_node),
+        "GROUP_RANK": str(place.node),
+    }
+    if meeting is not None and meeting.host is not None:
+        variables |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return variables
+
+
+def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
+    """Torch's threads: what the user said, else an equal share of the cores, so that ranks do not fight for them."""
+    if platform.device != Device.CPU and platform.n_cpus > 1:
+        return platform.n_cpus
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return int(os.environ["OMP_NUM_THREADS"])
+    return max(1, cores() // ranks_per_node)
+
+
+def _join_threads() -> None:
+    """The function has not returned before the threads that it started have ended, but for daemons."""
+    for thread in threading.enumerate():
+        if not thread.daemon and thread is not threading.main_thread():
+            thread.join()
+
+
+def _leave(code: int) -> NoReturn:
+    """What an interpreter does at its end, without taking torch apart: the kernel does that faster."""
+    for step in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+        try:
+            step()
+        except Exception:  # noqa: BLE001 (an exit handler's own affair, told as the interpreter tells it)
+            traceback.print_exc()
+    os._exit(code)
