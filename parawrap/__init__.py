@@ -9,6 +9,7 @@
 torch.Size([8, 2])
 """
 
+from parawrap import functional
 from parawrap._version import __version__
 from parawrap.errors import (
     DeviceListError,
@@ -74,6 +75,7 @@ __all__ = [
     "current_rank",
     "data_parallel",
     "default_collate",
+    "functional",
     "parallel",
     "recursive_cuda",
     "recursive_to",

@@ -4,12 +4,13 @@ This room knows processes, the line to each of them, how they meet and how they 
 whatever else a rank may do: what runs in it is any function.
 """
 
-from parawrap.launch._devices import Device
+from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job, Preview
 from parawrap.launch._launcher import launch, preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, current_rank, inside_a_rank
 from parawrap.launch._results import Launch, RankResults
+from parawrap.launch._seeds import seed_all
 from parawrap.launch.inline import run_inline
 
 __all__ = [
@@ -24,5 +25,7 @@ __all__ = [
     "inside_a_rank",
     "launch",
     "preview",
+    "rank_device",
     "run_inline",
+    "seed_all",
 ]
