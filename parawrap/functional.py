@@ -108,7 +108,7 @@ def _average(tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if tensor.layout is not torch.strided:  # an embedding's sparse gradient has another size on every rank
             dist.all_reduce(tensor)
-            tensor /= world_size
+            tensor.div_(world_size)
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
