@@ -77,6 +77,13 @@ class Died:
     by_sys_exit: bool = False
     last_words: str = ""
 
+    @classmethod
+    def of(cls, code: int | None, *, at: float, pid: int, last_words: str) -> Died:
+        """From how the process ended: an exit code, or minus the number of a signal; None where nobody knows."""
+        if code is not None and code < 0:
+            return cls(at, pid, signal=signal.Signals(-code), last_words=last_words)
+        return cls(at, pid, exit_code=code, last_words=last_words)
+
     @property
     def summary(self) -> str:
         """What happened, as the end of a sentence that begins with the rank."""

@@ -16,46 +16,33 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from parawrap.launch._charge import Charge, kill_group
 from parawrap.launch._outcomes import Died, Ended, Outcome, Parcel, Raised, Returned, first_failure
-from parawrap.launch._output import Transcript
 from parawrap.launch._platform import Platform
 from parawrap.launch._server import STATUS
-from parawrap.launch._starters import Started
-from parawrap.launch._wire import Message, Wire
+from parawrap.launch._wire import Message
 
-__all__ = ["Charge", "Supervisor"]
+__all__ = ["Supervisor"]
 
 _PIECE = 1 << 16
 _ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itself
 _STACKS_WAIT_S = 1.0
 _LAST_WORDS = 2000
-
-
-@dataclass
-class Charge:
-    """One rank under watch."""
-
-    rank: int
-    wire: Wire
-    transcript: Transcript
-    started: Started
-    outcome: Outcome | None = None
-    streams: dict[int, int] = field(default_factory=dict)
-    stacks: str | None = None
-    told_to_end: bool = False
-
-    @property
-    def is_running(self) -> bool:
-        """Whether its function has not ended yet, as far as is known."""
-        return self.outcome is None
+_NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
 
 
 class Supervisor:
-    """Watches one launch; lives as long as it does."""
+    """Watches one launch; lives as long as it does.
+
+    Attributes:
+        cancelled: whether `cancel` ended it.
+        timed_out: which time limit ended it.
+        broken: why there are no outcomes, where what starts the ranks failed itself.
+        history: how earlier attempts ended.
+    """
 
     def __init__(self, platform: Platform, on_loaded: Callable[[Iterable[str]], None]) -> None:
         self._platform = platform
@@ -67,11 +54,14 @@ class Supervisor:
         self._wishes: list[str] = []
         self._access = threading.Lock()
         self._stacks_in = threading.Condition(self._access)
-        self._kill_at: float | None = None
+        self._up_at: float | None = None
         self._end_at: float | None = None
+        self._kill_at: float | None = None
         self._last_sign = time.monotonic()
         self.cancelled = False
         self.timed_out: str | None = None
+        self.broken: str | None = None
+        self.history: list[str] = []
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wish)
 
     # -- from any thread
@@ -82,18 +72,16 @@ class Supervisor:
 
     def ask_for_stacks(self) -> dict[int, str]:
         """What every thread of every running rank is doing; a rank that gives no answer within a second says so."""
-        deadline = time.monotonic() + _STACKS_WAIT_S
         with self._access:
-            asked = {rank: charge for rank, charge in self._charges.items() if charge.is_running}
-            for charge in asked.values():
+            asked = [charge for charge in self._charges.values() if charge.is_running]
+            for charge in asked:
                 charge.stacks = None
         self._wish("stacks")
         with self._access:
             self._stacks_in.wait_for(
-                lambda: all(charge.stacks is not None or not charge.is_running for charge in asked.values()),
-                max(0.0, deadline - time.monotonic()),
+                lambda: all(charge.stacks is not None or not charge.is_running for charge in asked), _STACKS_WAIT_S
             )
-            return {rank: charge.stacks or _NO_ANSWER for rank, charge in asked.items() if charge.is_running}
+            return {charge.rank: charge.stacks or _NO_ANSWER for charge in asked if charge.is_running}
 
     def outcomes(self) -> dict[int, Outcome]:
         """How each rank ended; complete once `run` has returned."""
@@ -112,68 +100,79 @@ class Supervisor:
     # -- the watch
 
     def watch(self, charge: Charge) -> None:
-        """Take a started rank into charge, before `run`."""
-        self._charges[charge.rank] = charge
+        """Take a started rank into charge."""
+        with self._access:
+            self._charges[charge.rank] = charge
         self._alive.add(charge.rank)
         self._selector.register(charge.wire, selectors.EVENT_READ, partial(self._on_message, charge))
-        self._selector.register(charge.started.status, selectors.EVENT_READ, partial(self._on_status, charge))
+        if charge.status is not None:
+            self._selector.register(charge.status, selectors.EVENT_READ, partial(self._on_status, charge))
 
     def run(self) -> None:
         """Watch until no rank is left."""
-        began = self._last_sign = time.monotonic()
-        limit = self._platform.timeout_min
-        up_at = None if limit is None else began + 60 * limit
+        self._last_sign = time.monotonic()
+        if self._platform.timeout_min is not None:
+            self._up_at = self._last_sign + 60 * self._platform.timeout_min
         try:
-            while self._alive:
-                for key, _ in self._selector.select(self._patience(up_at)):
+            while not self._is_over():
+                for key, _ in self._selector.select(self._patience()):
                     if self._selector.get_map().get(key.fd) is key:  # not closed by one that came before it
                         key.data()
-                self._keep_time(up_at)
+                self._keep_time()
         finally:
             self._close()
 
     def end(self) -> None:
-        """Have every rank end that still runs; those that have returned and wait for the others may go."""
+        """Have every rank end."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._platform.grace_s
             for rank in self._alive:
-                charge = self._charges[rank]
-                charge.told_to_end = charge.is_running
-                charge.wire.send("end" if charge.is_running else "bye")
+                self._charges[rank].tell_to_end()
 
-    def _patience(self, up_at: float | None) -> float | None:
-        """How long nothing may happen until the clock itself makes something happen."""
+    def _is_over(self) -> bool:
+        return not self._alive
+
+    # -- the clock
+
+    def _next_moment(self) -> float | None:
+        """When the clock itself makes something happen: ranks are killed, ended, out of time, or silent for too long."""
+        if self._kill_at is not None:
+            return self._kill_at
+        if self._end_at is not None:
+            return self._end_at
         hang = self._platform.hang_timeout_s
         silent_at = None if hang is None else self._last_sign + hang
-        moments = [each for each in (up_at, silent_at, self._kill_at, self._end_at) if each is not None]
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        return min((each for each in (self._up_at, silent_at) if each is not None), default=None)
 
-    def _keep_time(self, up_at: float | None) -> None:
-        now = time.monotonic()
-        hang = self._platform.hang_timeout_s
+    def _patience(self) -> float | None:
+        moment = self._next_moment()
+        return None if moment is None or moment == float("inf") else max(0.0, moment - time.monotonic())
+
+    def _keep_time(self) -> None:
+        moment = self._next_moment()
+        if moment is None or time.monotonic() < moment:
+            return
         if self._kill_at is not None:
-            if now >= self._kill_at:
-                self._kill()
-        elif self._end_at is not None and now >= self._end_at:
+            self._kill_at = float("inf")
+            self._kill()
+        elif self._end_at is not None:
             self.end()
-        elif up_at is not None and now >= up_at:
-            self._time_out(f"not done after timeout_min={self._platform.timeout_min} minutes")
-        elif hang is not None and now >= self._last_sign + hang:
-            self._time_out(f"silent for hang_timeout_s={hang} seconds")
+        elif moment == self._up_at:
+            self._time_out(f"not done after timeout_min={self._platform.timeout_min:g} minutes")
+        else:
+            self._time_out(f"silent for hang_timeout_s={self._platform.hang_timeout_s:g} seconds")
 
     def _time_out(self, reason: str) -> None:
         """Ask every rank what it is doing, then end them."""
-        if self.timed_out is None:
-            self.timed_out = reason
-            for rank in self._alive:
-                self._charges[rank].stacks = _NO_ANSWER if self._charges[rank].is_running else None
-                self._charges[rank].wire.send("stacks")
-            self._end_at = time.monotonic() + _STACKS_WAIT_S
+        self.timed_out = reason
+        for rank in self._alive:
+            self._charges[rank].stacks = _NO_ANSWER if self._charges[rank].is_running else None
+            self._charges[rank].wire.send("stacks")
+        self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _kill(self) -> None:
-        self._kill_at = float("inf")
         for rank in self._alive:
-            _kill(self._charges[rank].started.pid)
+            self._charges[rank].kill()
 
     # -- what happens
 
@@ -181,7 +180,7 @@ class Supervisor:
         os.read(self._woken, 4096)
         with self._access:
             wishes, self._wishes = self._wishes, []
-        if "cancel" in wishes and self._kill_at is None and self._alive:
+        if "cancel" in wishes and self._kill_at is None and not self._is_over():
             self.cancelled = True
             self.end()
         if "stacks" in wishes:
@@ -199,7 +198,7 @@ class Supervisor:
         elif message.word == "stacks":
             self._on_stacks(charge, message.body)
         else:
-            self._on_loaded(message.body.get("loaded", ()))
+            self._on_loaded(message.body["loaded"])
             self._settle(charge, _outcome_of(message, charge))
 
     def _listen_to(self, charge: Charge, streams: Iterable[int]) -> None:
@@ -228,22 +227,26 @@ class Supervisor:
         with self._access:
             charge.stacks = text
             self._stacks_in.notify_all()
-            complete = all(self._charges[rank].stacks not in (None, _NO_ANSWER) for rank in self._alive)
-        if self._end_at is not None and self.timed_out is not None and complete:
+        if self.timed_out is not None and _NO_ANSWER not in self.stacks().values():
             self._end_at = time.monotonic()
 
     def _on_status(self, charge: Charge) -> None:
         """The process is gone. What it said and wrote may still be on its way; what it started may still run."""
-        data = os.read(charge.started.status, STATUS.size)
+        assert charge.status is not None
+        data = os.read(charge.status, STATUS.size)
         code = STATUS.unpack(data)[0] if len(data) == STATUS.size else None
-        self._selector.unregister(charge.started.status)
-        os.close(charge.started.status)
+        self._selector.unregister(charge.status)
+        os.close(charge.status)
+        charge.status = None
+        self._bury(charge, code)
+
+    def _bury(self, charge: Charge, code: int | None) -> None:
+        """Take note of the end of a rank's process."""
         self._alive.discard(charge.rank)
-        _signal(os.killpg, charge.started.pid)
+        kill_group(charge.pid)
         while charge.wire.fileno() >= 0 and select.select([charge.wire], [], [], 0)[0]:
             self._on_message(charge)
         self._drain(charge)
-        charge.transcript.finish()
         if charge.outcome is None:
             self._settle(charge, self._died(charge, code))
 
@@ -258,29 +261,28 @@ class Supervisor:
     def _died(self, charge: Charge, code: int | None) -> Outcome:
         if charge.told_to_end:
             return Ended(time.time())
-        return Died(
-            time.time(),
-            charge.started.pid,
-            signal=signal.Signals(-code) if code is not None and code < 0 else None,
-            exit_code=code if code is not None and code >= 0 else None,
-            last_words=charge.transcript.last_words(_LAST_WORDS),
-        )
+        last_words = charge.transcript.last_words(_LAST_WORDS)
+        return Died.of(code, at=time.time(), pid=charge.pid, last_words=last_words)
 
     def _settle(self, charge: Charge, outcome: Outcome) -> None:
-        """Take note of how a rank ended, and see to the others."""
-        charge.outcome = outcome
+        """Take note of how a rank's function ended, and see to the others."""
         with self._access:
+            charge.outcome = outcome
             self._stacks_in.notify_all()
         self._last_sign = time.monotonic()
         outcomes = self.outcomes()
         first = first_failure(outcomes)
-        if first is None:
-            if len(outcomes) == len(self._charges) and not any(isinstance(each, Ended) for each in outcomes.values()):
-                self.end()
-        elif isinstance(echo := outcomes[first], Raised) and echo.is_echo:
-            self._end_at = self._end_at or time.monotonic() + _ECHO_WAIT_S
-        else:
+        if first is not None:
+            self._on_failure(outcomes[first])
+        elif len(outcomes) == self._platform.world_size and all(isinstance(each, Returned) for each in outcomes.values()):
             self.end()
+
+    def _on_failure(self, first: Outcome) -> None:
+        """End the others; but where only an echo was heard so far, wait for what it is an echo of."""
+        if not (isinstance(first, Raised) and first.is_echo):
+            self.end()
+        elif self._end_at is None:
+            self._end_at = time.monotonic() + _ECHO_WAIT_S
 
     def _hang_up(self, charge: Charge) -> None:
         self._selector.unregister(charge.wire)
@@ -288,22 +290,22 @@ class Supervisor:
 
     def _close(self) -> None:
         """Leave nothing open, also when the watch itself failed: then the ranks are killed."""
-        for rank in self._alive:
-            _kill(self._charges[rank].started.pid)
+        self._kill()
         for charge in self._charges.values():
             if charge.wire.fileno() >= 0:
-                self._hang_up(charge)
+                self._selector.unregister(charge.wire)
+                charge.wire.close()
             for number in list(charge.streams):
                 self._stop_listening(charge, number)
+            if charge.status is not None:
+                os.close(charge.status)
+            charge.transcript.finish()
         with self._access:
             os.close(self._woken)
             os.close(self._waker)
             self._waker = -1
             self._stacks_in.notify_all()
         self._selector.close()
-
-
-_NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
 
 
 def _outcome_of(message: Message, charge: Charge) -> Outcome:
@@ -314,18 +316,7 @@ def _outcome_of(message: Message, charge: Charge) -> Outcome:
     if message.word == "raised":
         return Raised(at, Parcel(message.files[0]), body["summary"], body["traceback"], body["is_echo"])
     if message.word == "left":
-        return Died(at, charge.started.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
+        return Died(at, charge.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
     if charge.told_to_end:
         return Ended(at)
-    return Died(at, charge.started.pid, signal=signal.SIGTERM)  # somebody else sent it
-
-
-def _kill(pid: int) -> None:
-    """Kill a rank and what it started. The group is its own from its first moment, but for an instant before."""
-    _signal(os.killpg, pid)
-    _signal(os.kill, pid)
-
-
-def _signal(send: Callable[[int, int], None], pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, signal.SIGKILL)
+    return Died(at, charge.pid, signal=signal.SIGTERM)  # somebody else sent it

@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
-from parawrap.errors import LaunchCancelledError, LaunchTimeoutError
-from parawrap.launch._groups import Meeting, meeting_place
+from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
+from parawrap.launch._charge import Charge
+from parawrap.launch._elastic import ElasticSupervisor
+from parawrap.launch._groups import Meeting, meeting_place, private_folder
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._orders import Orders, Surroundings
 from parawrap.launch._outcomes import error_of, first_failure, values_of
@@ -21,7 +23,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch._settling import Place
 from parawrap.launch._starters import Starter, starter_named
-from parawrap.launch._supervisor import Charge, Supervisor
+from parawrap.launch._supervisor import Supervisor
 from parawrap.launch._wire import Wire, close_in_forked_children
 
 __all__ = ["launcher"]
@@ -70,24 +72,18 @@ class _LocalLaunch(Launch[Any]):
 
     def _start(self, job: Job, cleanup: ExitStack) -> Supervisor:
         platform = self._platform
-        starter = starter_named(platform.spawn_method)  # first: a process that starts needs time
+        starter = None if platform.max_restarts else starter_named(platform.spawn_method)  # first: it needs time
         folder = open_log_folder(platform)
         payload = job.packed()
         cleanup.callback(os.close, payload)
-        meeting = cleanup.enter_context(meeting_place(platform))
-        prefixes = [f"[rank {rank}] " if platform.world_size > 1 else "" for rank in range(platform.world_size)]
+        orders = _Orders(platform, cleanup.enter_context(meeting_place(platform)))
         self._transcripts = [
-            Transcript(rank, prefix=prefix, shown=platform.verbose, folder=folder) for rank, prefix in enumerate(prefixes)
+            Transcript(rank, prefix=orders.prefix(rank), shown=platform.verbose, folder=folder)
+            for rank in range(platform.world_size)
         ]
-        supervisor = Supervisor(platform, starter.load)
-        try:
-            for orders in _all_orders(platform, meeting):
-                supervisor.watch(_started(starter, orders, payload, self._transcripts[orders.place.global_rank]))
-        except BaseException:
-            supervisor.end()
-            supervisor.run()
-            raise
-        return supervisor
+        if starter is None:
+            return ElasticSupervisor(platform, cleanup.enter_context(private_folder()), payload, orders, self._transcripts)
+        return _with_ranks(Supervisor(platform, starter.load), starter, orders, payload, self._transcripts)
 
     def _run(self) -> None:
         """The body of the thread that watches."""
@@ -104,7 +100,8 @@ class _LocalLaunch(Launch[Any]):
 
     def _is_success(self) -> bool:
         supervisor = self._supervisor
-        return not (supervisor.cancelled or supervisor.timed_out) and first_failure(supervisor.outcomes()) is None
+        given_up = supervisor.cancelled or supervisor.timed_out or supervisor.broken
+        return not given_up and first_failure(supervisor.outcomes()) is None
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
         if not self._ended.wait(timeout):
@@ -124,10 +121,15 @@ class _LocalLaunch(Launch[Any]):
             return LaunchCancelledError(f"the launch of {self._name} was cancelled: it has no results")
         if supervisor.timed_out is not None:
             return _timeout_error(self._name, supervisor)
+        if supervisor.broken is not None:
+            return LaunchError(supervisor.broken)
         failed = first_failure(outcomes)
-        if failed is not None:
-            return error_of(failed, outcomes, world_size)
-        return values_of(outcomes, world_size)
+        if failed is None:
+            return values_of(outcomes, world_size)
+        error = error_of(failed, outcomes, world_size)
+        for attempt in supervisor.history:
+            error.add_note(attempt)
+        return error
 
     def done(self) -> bool:
         return self._ended.is_set()
@@ -157,18 +159,41 @@ class _LocalLaunch(Launch[Any]):
         return f"<launch of {self._name} on {self._platform.world_size} ranks: {self.state}>"
 
 
-def _all_orders(platform: Platform, meeting: Meeting | None) -> list[Orders]:
-    surroundings = Surroundings.here()
-    return [
-        Orders(
-            place=Place(rank, rank, 0, platform.world_size, platform.world_size),
-            meeting=meeting,
-            surroundings=surroundings,
-            grace_s=platform.grace_s,
-            tells_of_life=platform.hang_timeout_s is not None,
+class _Orders:
+    """The orders of each rank of a launch; gives those of one rank when called."""
+
+    def __init__(self, platform: Platform, meeting: Meeting | None) -> None:
+        self._platform = platform
+        self._meeting = meeting
+        self._surroundings = Surroundings.here()
+
+    def __call__(self, rank: int, restart: int = 0) -> Orders:
+        world_size = self._platform.world_size
+        return Orders(
+            place=Place(rank, rank, 0, world_size, world_size, restart),
+            meeting=self._meeting,
+            surroundings=self._surroundings,
+            grace_s=self._platform.grace_s,
+            tells_of_life=self._platform.hang_timeout_s is not None,
         )
-        for rank in range(platform.world_size)
-    ]
+
+    def prefix(self, rank: int) -> str:
+        """What stands before each line that the rank writes, where there are several."""
+        return f"[rank {rank}] " if self._platform.world_size > 1 else ""
+
+
+def _with_ranks(
+    supervisor: Supervisor, starter: Starter, orders: _Orders, payload: int, transcripts: list[Transcript]
+) -> Supervisor:
+    """The supervisor, with all ranks started and in its charge; or none of them, where one cannot be started."""
+    try:
+        for rank, transcript in enumerate(transcripts):
+            supervisor.watch(_started(starter, orders(rank), payload, transcript))
+    except BaseException:
+        supervisor.end()
+        supervisor.run()
+        raise
+    return supervisor
 
 
 def _started(starter: Starter, orders: Orders, payload: int, transcript: Transcript) -> Charge:
@@ -179,7 +204,7 @@ def _started(starter: Starter, orders: Orders, payload: int, transcript: Transcr
     with its:
         started = starter.start(its, orders.grace_s)
     wire.send("orders", orders, (payload,))
-    return Charge(orders.place.global_rank, wire, transcript, started)
+    return Charge(orders.place.global_rank, wire, transcript, started.pid, started.status)
 
 
 def _timeout_error(name: str, supervisor: Supervisor) -> LaunchTimeoutError:

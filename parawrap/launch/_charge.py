@@ -1,0 +1,63 @@
+"""One rank under watch, as the parent sees it: its line, its output, its process, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from parawrap.launch._outcomes import Outcome
+from parawrap.launch._output import Transcript
+from parawrap.launch._wire import Wire
+
+__all__ = ["Charge", "kill_group"]
+
+
+@dataclass
+class Charge:
+    """One rank, from its start to its end. Belongs to the thread that watches.
+
+    Attributes:
+        pid: of its process, whose process group is its own.
+        status: the pipe that tells how the process ended; None where another process waits for it.
+        streams: what it writes to: 1 is standard output, 2 standard error.
+        stacks: what its threads were doing when it was last asked.
+    """
+
+    rank: int
+    wire: Wire
+    transcript: Transcript
+    pid: int
+    status: int | None = None
+    restart: int = 0
+    outcome: Outcome | None = None
+    streams: dict[int, int] = field(default_factory=dict)
+    stacks: str | None = None
+    told_to_end: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its function has not ended yet, as far as is known."""
+        return self.outcome is None
+
+    def tell_to_end(self) -> None:
+        """Have it end if it still runs; one that has returned and waits for the others may go."""
+        self.told_to_end = self.is_running
+        self.wire.send("end" if self.is_running else "bye")
+
+    def kill(self) -> None:
+        """Kill it and what it started. The group is its own from its first moment, but for an instant before."""
+        kill_group(self.pid)
+        _send(os.kill, self.pid)
+
+
+def kill_group(pid: int) -> None:
+    """Kill whatever is left of a process group."""
+    _send(os.killpg, pid)
+
+
+def _send(send: Callable[[int, int], None], pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, signal.SIGKILL)
