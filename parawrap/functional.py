@@ -261,7 +261,7 @@ def get_dataset_sampler(
     if world_size == 1:
         return None
     if pad:
-        return cast("Sampler[int]", DistributedSampler(dataset, num_replicas=world_size, rank=rank))
+        return cast("Sampler[int]", _Padded(dataset, num_replicas=world_size, rank=rank))
     return _Share(len(dataset), rank, world_size)
 
 
@@ -269,6 +269,14 @@ def _place(global_rank: int | None, platform: Platform | None) -> tuple[int, int
     here: Rank | None = current_rank() if inside_a_rank() else None
     world_size = platform.world_size if platform is not None else here.world_size if here else 1
     return (here.global_rank if here else 0) if global_rank is None else global_rank, world_size
+
+
+class _Padded(DistributedSampler[Any]):
+    """torch's, which shuffles by a generator on the CPU, also where `set_default_device` has named another device."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.device("cpu"):
+            return super().__iter__()
 
 
 class _Share(Sampler[int]):

@@ -178,6 +178,7 @@ class _Agent:
             "--rdzv-backend=c10d",
             f"--rdzv-endpoint={folder / 'rendezvous'}",
             "--rdzv-conf=store_type=file",
+            f"--log-dir={folder / 'logs'}",
             "--no-python",
             *rank,
         ]
