@@ -21,6 +21,7 @@ lint: $(STAMP)
 	$(BIN)/pyright
 
 bench: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python -m benchmarks
 
 docs: $(STAMP)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks [name ...]``: measure, print a table, and write it with the pictures into benchmarks/results/."""
+"""``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import platform
 import sys
 from pathlib import Path
 
-NAMES = ("overhead", "growth", "collate", "importing", "replicas")
+from benchmarks._measure import Row
+
+SUITES = {
+    "engine": ("overhead", "growth", "collate", "importing", "replicas"),
+    "launching": ("launching",),
+}
+TITLES = {"engine": "Engine and faces", "launching": "Launching on one machine"}
 RESULTS = Path(__file__).parent / "results"
 # The same allocator and the same threads for every arm: glibc returns large buffers to the kernel unless told not to, and
 # the comparison would then be one of page faults.
@@ -21,25 +27,36 @@ def main() -> int:
     """Run the named benchmarks, or all."""
     if any(os.environ.get(name) != value for name, value in FIXED.items()):
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **FIXED})
-    names = sys.argv[1:] or NAMES
+    asked = sys.argv[1:] or list(SUITES)
     RESULTS.mkdir(exist_ok=True)
-    rows = []
-    for name in names:
-        print(f"measuring {name} ...", flush=True)
-        module = importlib.import_module(f"benchmarks.{name}")
-        rows += module.rows(RESULTS) if name == "growth" else module.rows()
+    held = True
+    for suite, names in SUITES.items():
+        wanted = [name for name in names if suite in asked or name in asked]
+        if wanted:
+            rows = [row for name in wanted for row in _rows(name)]
+            held &= all(row.held for row in rows)
+            _show(suite, rows, keep=len(wanted) == len(names))
+    return 0 if held else 1
+
+
+def _rows(name: str) -> list[Row]:
+    print(f"measuring {name} ...", flush=True)
+    module = importlib.import_module(f"benchmarks.{name}")
+    rows: list[Row] = module.rows(RESULTS) if name == "growth" else module.rows()
+    return rows
+
+
+def _show(suite: str, rows: list[Row], *, keep: bool) -> None:
+    """Print a suite's table; write it too, where the whole suite was measured."""
     machine = _machine()
-    table = _table(rows)
-    print(f"\n{machine}\n\n{table}")
-    if len(names) == len(NAMES):
-        head = (
-            f"# Engine and faces\n\n{machine}\n\nCommand: `make bench`. Median and middle half of the times, in turn.\n\n"
-        )
-        picture = "\n![growth](growth.png)\n"
-        (RESULTS / "engine.md").write_text(head + table + picture)
+    table = "\n".join([_table(rows), *(f"{row.extra['markdown']}\n" for row in rows if "markdown" in row.extra)])
+    print(f"\n{machine}\n\n{table}", flush=True)
+    if keep:
+        command = f"Command: `make bench` (`python -m benchmarks {suite}`). Median and middle half of the times, in turn."
+        picture = "\n![growth](growth.png)\n" if suite == "engine" else ""
+        (RESULTS / f"{suite}.md").write_text(f"# {TITLES[suite]}\n\n{machine}\n\n{command}\n\n{table}{picture}")
         document = {"machine": machine, "rows": [row.as_json() for row in rows]}
-        (RESULTS / "engine.json").write_text(json.dumps(document, indent=1) + "\n")
-    return 0 if all(row.held for row in rows) else 1
+        (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _machine() -> str:
@@ -53,7 +70,7 @@ def _machine() -> str:
     return f"{today}, {platform.machine()}, {usable_cores()} cores, {gpu}, {versions}"
 
 
-def _table(rows: list[object]) -> str:
+def _table(rows: list[Row]) -> str:
     lines = ["| what | measured | result | wanted | held |", "|---|---|---|---|---|"]
     for row in rows:
         arms = "<br>".join(f"{name}: {arm}" for name, arm in row.arms.items())

@@ -10,7 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_the_task_style_trains_saves_and_evaluates():
-    """ddpw's documented example, moved to digits, trains in two ranks and evaluates every image once."""
+    """The example that ddpw documents moved to digits, trains in two ranks and evaluates every image once."""
     command = [sys.executable, "-W", "error", EXAMPLES / "digits_wrapper.py"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

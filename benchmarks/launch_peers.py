@@ -1,0 +1,142 @@
+"""Five ways to start two gloo ranks on this machine, each doing the same: one all_reduce, or a failure.
+
+``python -m benchmarks.launch_peers PEER SCENARIO`` makes one launch in a fresh process and prints what came of it as JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SCENARIOS = ("fine", "raises", "killed")
+
+
+def one_reduce() -> float:
+    """What every rank does: the smallest thing that needs all of them."""
+    value = torch.ones(2)
+    dist.all_reduce(value)
+    return value[0].item()
+
+
+def task(rank: int, scenario: str) -> float:
+    """Fail in rank 1 while rank 0 waits for it in a collective, or do not."""
+    one_reduce()
+    if rank == 1 and scenario == "raises":
+        raise ValueError(repr(time.time()))
+    if rank == 1 and scenario == "killed":
+        Path(os.environ["KILLED_AT"]).write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return one_reduce()
+
+
+def in_rank(scenario: str) -> float:
+    """The task where a process group is there already."""
+    return task(dist.get_rank(), scenario)
+
+
+def in_own_group(rank: int, port: int, scenario: str) -> None:
+    """The task where the peer leaves the process group to its user."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    task(rank, scenario)
+    dist.destroy_process_group()
+
+
+def under_agent(scenario: str) -> float:
+    """The task under an elastic agent, which says by the environment where to meet."""
+    dist.init_process_group("gloo")
+    try:
+        return in_rank(scenario)
+    finally:
+        dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """A port that is free now; whoever takes it later takes it."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def parawrap(scenario: str) -> Any:
+    import parawrap as pw
+
+    return pw.wrapper(pw.Platform(device="cpu", n_cpus=2, verbose=False))(in_rank)(scenario)
+
+
+def torchrunx(scenario: str) -> Any:
+    import torchrunx as trx
+
+    launcher = trx.Launcher(hostnames=["localhost"], workers_per_host=2, backend="gloo")
+    return launcher.run(in_rank, scenario).results
+
+
+def accelerate(scenario: str) -> Any:
+    import accelerate as hf
+
+    return hf.debug_launcher(in_rank, (scenario,), num_processes=2)
+
+
+def mp_spawn(scenario: str) -> Any:
+    return torch.multiprocessing.spawn(in_own_group, (free_port(), scenario), nprocs=2)
+
+
+def elastic_launch(scenario: str) -> Any:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=0, monitor_interval=0.1, rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0", run_id="benchmark",
+    )  # fmt: skip
+    return elastic_launch(config, under_agent)(scenario)
+
+
+def ddpw(scenario: str) -> Any:
+    import ddpw as ddpw_
+
+    def in_ddpw(global_rank: int, local_rank: int, group: Any, args: Any) -> None:
+        task(global_rank, scenario)
+
+    platform = ddpw_.Platform(device="cpu", n_cpus=2, verbose=False)
+    with contextlib.redirect_stdout(sys.stderr):
+        return ddpw_.Wrapper(platform).start(in_ddpw)
+
+
+PEERS: dict[str, Callable[[str], Any]] = {
+    "parawrap": parawrap,
+    "accelerate debug_launcher": accelerate,
+    "torchrunx": torchrunx,
+    "elastic_launch": elastic_launch,
+    "mp.spawn": mp_spawn,
+    "ddpw": ddpw,
+}
+
+
+def main() -> None:
+    """One launch; how long it took, what it returned or raised, and how long after the failure."""
+    peer, scenario = sys.argv[1:]
+    start = time.time()
+    found: dict[str, Any] = {}
+    try:
+        found["returned"] = repr(PEERS[peer](scenario))
+    except BaseException as error:  # noqa: BLE001 (whatever a peer raises is what is measured)
+        found["raised"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
+        found["keeps_type"] = isinstance(error, ValueError)
+        found["text"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    found["seconds"] = time.time() - start
+    found["ended_at"] = time.time()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

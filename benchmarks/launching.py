@@ -1,0 +1,188 @@
+"""Starting two gloo ranks on this machine: parawrap beside those who do the same, what each returns, and how each fails."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks._measure import Row, take_turns
+from benchmarks.launch_peers import PEERS, SCENARIOS
+from parawrap import Platform, functional, wrapper
+
+PACKAGES = {"accelerate debug_launcher": "accelerate", "torchrunx": "torchrunx", "ddpw": "ddpw"}
+PATIENCE_S = 30
+
+TWO = Platform(device="cpu", n_cpus=2, verbose=False)
+
+
+def rows() -> list[Row]:
+    """Second calls, first calls, failures, averages, and large results."""
+    return [second_call(), first_call(), failures(), averages(), large_results()]
+
+
+def _labelled(peer: str) -> str:
+    package = PACKAGES.get(peer)
+    return f"{peer} {importlib.metadata.version(package)}" if package else peer
+
+
+def second_call() -> Row:
+    """One process calls all of them in turn; each has been called once before."""
+    peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # it starts no CPU ranks
+    arms = take_turns({_labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=9)
+    ours = arms["parawrap"].median_us
+    faster = {name: arm.median_us / ours for name, arm in arms.items() if name != "parawrap"}
+    torchrunx, floor = faster[_labelled("torchrunx")], 1 / faster[_labelled("accelerate debug_launcher")]
+    said = ", ".join(f"{ratio:.1f} times faster than {name}" for name, ratio in faster.items() if ratio > 1)
+    return Row(
+        "second call: a no-op with one all_reduce, 2 ranks",
+        arms,
+        f"{said}; {floor:.1f} times debug_launcher (a plain fork)",
+        "at least 8 times faster than torchrunx; within 4 times of debug_launcher",
+        torchrunx >= 8 and floor <= 4,
+    )
+
+
+def first_call() -> Row:
+    """Fresh processes that have imported torch and the peer, in turn."""
+    arms = take_turns({name: (lambda name=name: _alone(name, "fine")) for name in ("parawrap", "mp.spawn")}, rounds=9)
+    ratio = arms["parawrap"].median_us / arms["mp.spawn"].median_us
+    return Row(
+        "first call, with the start of the parent",
+        arms,
+        f"{ratio:.2f} of mp.spawn's",
+        "no slower than mp.spawn's",
+        ratio <= 1,
+    )
+
+
+def failures() -> Row:
+    """What each returns, and what each makes of a rank that raises or is killed while the other waits for it."""
+    lines = ["| | returned | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
+    waits: dict[str, float] = {}
+    for name in PEERS:
+        found = {scenario: _alone(name, scenario) for scenario in SCENARIOS}
+        told = [_told(scenario, found[scenario]) for scenario in SCENARIOS]
+        if "raised" in found["fine"]:  # ddpw makes no process group on the CPU
+            told = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
+        lines.append(f"| {_labelled(name)} | {' | '.join(told)} |")
+        if name == "parawrap":
+            waits = {scenario: found[scenario]["after"] for scenario in ("raises", "killed")}
+    worst = max(waits.values())
+    return Row(
+        "from a rank's failure to the parent's exception, the other rank blocked in a collective",
+        {},
+        ", ".join(f"{scenario}: {seconds:.2f} s" for scenario, seconds in waits.items()),
+        "under 2 s",
+        worst < 2,
+        extra={"markdown": "\n".join(lines)},
+    )
+
+
+def _told(scenario: str, found: dict[str, Any]) -> str:
+    if "hung" in found:
+        return f"hung: ended after {PATIENCE_S} s; {found['hung']} of its processes were left"
+    if "returned" in found:
+        return f"`{found['returned'][:60]}`" + ("" if scenario == "fine" else ", as if nothing had happened")
+    names = "names the signal" if re.search("SIGKILL|signal 9|Signal 9", found["text"]) else "does not name the signal"
+    what = ("keeps the type" if found["keeps_type"] else "another type") if scenario == "raises" else names
+    after = f", {found['after']:.1f} s later" if found.get("after") is not None else ""
+    return f"`{found['raised'].partition(':')[0]}` ({what}){after}"
+
+
+def _alone(peer: str, scenario: str) -> dict[str, Any]:
+    """One launch in a process of its own, which is ended when it takes too long."""
+    with tempfile.TemporaryDirectory() as folder:
+        killed_at = Path(folder) / "killed"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.launch_peers", peer, scenario],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "KILLED_AT": str(killed_at)},
+            start_new_session=True,
+            text=True,
+        )
+        try:
+            out, _ = process.communicate(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return {"hung": _kill_tree(process)}
+        found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        failed_at = killed_at.read_text() if killed_at.exists() else _raised_at(found.get("text", ""))
+        found["after"] = found["ended_at"] - float(failed_at) if failed_at else None
+        return found
+
+
+def _raised_at(text: str) -> str | None:
+    """The time that the failing rank wrote into its exception."""
+    times = re.findall(r"\b1\d{9}\.\d+\b", text)
+    return times[0] if times else None
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> int:
+    import psutil
+
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGKILL)
+    for member in family:
+        member.kill()
+    process.communicate()
+    return len(family)
+
+
+def averages() -> Row:
+    """Gradients of 300 parameters, averaged together and one by one."""
+    (ours, theirs, equal), _ = wrapper(TWO)(_average_gradients)()
+    ratio = theirs.median_us / ours.median_us
+    return Row(
+        "average_params_grads, 300 parameters of 64x64 and 64, 2 ranks",
+        {"parawrap": ours, "one all_reduce a parameter": theirs},
+        f"{ratio:.1f} times faster; bit-identical on both ranks: {equal}",
+        "at least 4 times faster, bit-identical",
+        ratio >= 4 and equal,
+    )
+
+
+def _average_gradients() -> tuple[Any, Any, bool]:
+    shapes = [(64, 64), (64,)] * 150
+    module = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in shapes])
+    for parameter in module.parameters():
+        parameter.grad = torch.randn_like(parameter) + dist.get_rank()
+
+    def one_by_one() -> None:
+        for parameter in module.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+
+    arms = take_turns({"ours": lambda: functional.average_params_grads(module), "theirs": one_by_one}, rounds=21)
+    functional.average_params_grads(module)
+    flat = torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    return arms["ours"], arms["theirs"], bool(torch.equal(*both))
+
+
+def large_results() -> Row:
+    """A gigabyte from each of two ranks."""
+    start = time.perf_counter()
+    results = wrapper(TWO)(_gigabyte)()
+    seconds = time.perf_counter() - start
+    whole = all(result.nbytes == 2**30 and result[-1] == rank for rank, result in enumerate(results))
+    return Row(
+        "1 GB from each of 2 ranks, made and brought back", {}, f"{seconds:.1f} s, whole: {whole}", "both whole", whole
+    )
+
+
+def _gigabyte() -> torch.Tensor:
+    return torch.full((2**28,), float(dist.get_rank()))
