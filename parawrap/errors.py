@@ -77,12 +77,12 @@ class RankDiedError(LaunchError):
 
     Attributes:
         rank: the global rank.
-        signal: what killed it, None where it left by itself.
+        signal: what killed it (a number, where the signal has no name), None where it left by itself.
         exit_code: what it left with, None where it was killed.
     """
 
     def __init__(
-        self, message: str, *, rank: int | None = None, signal: Signals | None = None, exit_code: int | None = None
+        self, message: str, *, rank: int | None = None, signal: Signals | int | None = None, exit_code: int | None = None
     ) -> None:
         super().__init__(message)
         self.rank = rank

@@ -12,7 +12,10 @@ from typing import Any
 __all__ = ["culprit"]
 
 _MOST_STEPS = 50
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, type)
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
+_REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")
+
+Part = tuple[Any, str]
 
 
 def culprit(value: Any, address: str, refusal: Callable[[Any], Exception | None]) -> tuple[str, Any, Exception | None]:
@@ -35,46 +38,91 @@ def culprit(value: Any, address: str, refusal: Callable[[Any], Exception | None]
     return address, value, reason
 
 
-def _parts(value: Any, address: str) -> Iterator[tuple[Any, str]]:
+def _parts(value: Any, address: str) -> Iterator[Part]:
     """What a pickle of this value would hold, as far as it can be told from outside."""
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
-            yield part, f"{address}[{reprlib.repr(key)}]" if address else str(key)
+            yield part, _within(address, f"[{reprlib.repr(key)}]") if address else str(key)
             yield key, f"the key {reprlib.repr(key)} of {address}"
     elif isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
-            yield part, f"{address}[{i}]"
+            yield part, _within(address, f"[{i}]")
     elif isinstance(value, (set, frozenset)):
         for part in value:
             yield part, f"a member of {address}"
-    elif isinstance(value, functools.partial):
-        yield value.func, f"{address}.func"
-        yield value.args, f"{address}.args"
-        yield value.keywords, f"{address}.keywords"
     elif isinstance(value, types.MethodType):
-        yield value.__self__, f"{address}.__self__"
-        yield value.__func__, f"{address}.__func__"
+        yield value.__self__, _within(address, ".__self__")
+        yield value.__func__, _within(address, ".__func__")
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, address)
-    for name, part in list(getattr(value, "__dict__", {}).items()):
-        yield part, f"{address}.{name}"
-    for name in _slots(value):
-        if hasattr(value, name):
-            yield getattr(value, name), f"{address}.{name}"
+    if isinstance(value, functools.partial):
+        yield value.func, _within(address, ".func")
+        yield value.args, _within(address, ".args")
+        yield value.keywords, _within(address, ".keywords")
+    elif isinstance(value, type):
+        for name, part in list(vars(value).items()):
+            yield part, _within(address, f".{name}")
+    elif not isinstance(value, types.FunctionType):
+        yield from _parts_of_reduction(value, address)
 
 
-def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[tuple[Any, str]]:
-    captured = inspect.getclosurevars(function)
-    for name, part in captured.nonlocals.items():
-        yield part, f"the variable {name!r} that {address} captures"
-    for name, part in captured.globals.items():
-        yield part, f"the global {name!r} that {address} uses"
+def _within(address: str, step: str) -> str:
+    """One step further from an address, which may be a phrase."""
+    is_phrase = address.startswith(("the ", "a member ", "an argument ")) and address not in ("the result", "the function")
+    return f"{step} of {address}" if is_phrase else address + step
+
+
+def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[Part]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield cell.cell_contents, f"the variable {name!r} captured by {address}"
+        except ValueError:  # not assigned yet
+            continue
+    for name in _names_in(function.__code__):
+        if name in function.__globals__:
+            yield function.__globals__[name], f"the global {name!r} used by {address}"
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is not parameter.empty:
             yield parameter.default, f"the default of {address}'s parameter {name!r}"
+    for name, part in vars(function).items():
+        yield part, _within(address, f".{name}")
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for cls in type(value).__mro__:
-        slots = cls.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names that a function's code looks up, that of the functions within it too."""
+    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
+    return set(code.co_names).union(*(_names_in(each) for each in inner))
+
+
+def _parts_of_reduction(value: Any, address: str) -> Iterator[Part]:
+    """By what the object itself says that a pickle of it holds."""
+    try:
+        reduction = value.__reduce_ex__(4)
+    except Exception:  # noqa: BLE001 (it says that it cannot be pickled, in whatever way: it is the culprit itself)
+        return
+    if isinstance(reduction, str):
+        return
+    _, arguments, state, items, pairs = (*reduction, *[None] * 3)[:5]
+    for part in arguments or ():
+        if isinstance(part, dict) and part.keys() == getattr(value, "__dict__", {}).keys():
+            yield from _parts_of_state(part, address)
+        elif part is not type(value):
+            yield part, f"an argument that makes {address}"
+    for each in state if isinstance(state, tuple) else (state,):
+        yield from _parts_of_state(each, address)
+    for i, part in enumerate(items or ()):
+        yield part, _within(address, f"[{i}]")
+    for key, part in pairs or ():
+        yield part, _within(address, f"[{reprlib.repr(key)}]")
+
+
+def _parts_of_state(state: Any, address: str) -> Iterator[Part]:
+    if not isinstance(state, dict):
+        yield state, f"the state of {address}"
+        return
+    for name, part in state.items():
+        if name in _REGISTERED_BY_MODULES and isinstance(part, dict):
+            for child, value in part.items():
+                yield value, _within(address, f"[{child}]" if child.isdecimal() else f".{child}")
+        else:
+            yield part, _within(address, f".{name}")

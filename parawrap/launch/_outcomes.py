@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parawrap.errors import LaunchError, RankDiedError
+from parawrap.launch._failures import add_note
 from parawrap.launch._packing import unpack
 from parawrap.launch._results import RankResults
 
@@ -21,6 +22,9 @@ __all__ = ["Died", "Ended", "Failure", "Outcome", "Parcel", "Raised", "Returned"
 
 _TOLD_AT_MOST = 8
 _LAST_WORDS = 2000
+
+
+Signal = signal.Signals | int
 
 
 class Parcel:
@@ -72,7 +76,7 @@ class Died:
 
     at: float
     pid: int
-    signal: signal.Signals | None = None
+    signal: Signal | None = None
     exit_code: int | None = None
     by_sys_exit: bool = False
     last_words: str = ""
@@ -81,14 +85,14 @@ class Died:
     def of(cls, code: int | None, *, at: float, pid: int, last_words: str) -> Died:
         """From how the process ended: an exit code, or minus the number of a signal; None where nobody knows."""
         if code is not None and code < 0:
-            return cls(at, pid, signal=signal.Signals(-code), last_words=last_words)
+            return cls(at, pid, signal=_signal(-code), last_words=last_words)
         return cls(at, pid, exit_code=code, last_words=last_words)
 
     @property
     def summary(self) -> str:
         """What happened, as the end of a sentence that begins with the rank."""
         if self.signal is not None:
-            return f"was killed by {self.signal.name}"
+            return f"was killed by {getattr(self.signal, 'name', f'signal {self.signal}')}"
         if self.by_sys_exit:
             return f"left by sys.exit({self.exit_code}) and returned nothing"
         if self.exit_code is None:
@@ -101,6 +105,14 @@ class Ended:
     """The launch told it to end before it was done."""
 
     at: float
+
+
+def _signal(number: int) -> Signal:
+    """By its name, where it has one: most real-time signals have none."""
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return number
 
 
 Failure = Raised | Died
@@ -136,7 +148,7 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int) -> Bas
     failure, place = outcomes[rank], f"(node 0, {socket.gethostname()})"
     if isinstance(failure, Raised):
         error = _opened(failure, rank)
-        error.add_note(f"raised in rank {rank} of {world_size} {place}; there:\n{_indented(failure.traceback)}")
+        add_note(error, f"raised in rank {rank} of {world_size} {place}; there:\n{_indented(failure.traceback)}")
     else:
         assert isinstance(failure, Died)
         msg = f"rank {rank} of {world_size} {failure.summary} {place}, process {failure.pid}"
@@ -146,7 +158,7 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int) -> Bas
         if failure.signal is signal.SIGKILL:
             error.add_note("nobody here sent that signal: a kernel out of memory does, and so does kill -9")
     for note in _on_others(rank, outcomes, failure):
-        error.add_note(note)
+        add_note(error, note)
     return error
 
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import io
 import logging
+import os
+import re
 import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import BinaryIO, TextIO, cast
+from typing import Any, TextIO
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
@@ -23,6 +26,7 @@ _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20
 _LONGEST_LINE = 1 << 16
+_LINE_END = re.compile(r"(\r\n|\n|\r)")
 
 
 def open_log_folder(platform: Platform) -> Path | None:
@@ -45,36 +49,33 @@ def open_log_folder(platform: Platform) -> Path | None:
 
 
 class Transcript:
-    """All that one rank wrote, on both streams, in the order in which it arrived. Grows beyond memory onto the disk."""
+    """All that one rank wrote, on both streams, in the order in which it arrived. Grows beyond memory onto the disk.
+
+    Raises:
+        LaunchError: the log file cannot be opened.
+    """
 
     def __init__(self, rank: int, *, prefix: str, shown: bool, folder: Path | None) -> None:
-        self._kept = cast("BinaryIO", tempfile.SpooledTemporaryFile(_IN_MEMORY))  # noqa: SIM115
         self._access = threading.Lock()
-        self._path = None if folder is None else folder / f"rank-{rank}.log"
-        self._file: BinaryIO | None = None if self._path is None else self._path.open("wb")
+        path = None if folder is None else folder / f"rank-{rank}.log"
+        self._file = None if path is None else _Keeper(_opened(path), str(path))
+        self._spool = _Spool()
+        self._kept = _Keeper(self._spool, f"the transcript of rank {rank}")
         self._lines = {1: _Lines(prefix, "stdout"), 2: _Lines(prefix, "stderr")} if shown else {}
 
     def write(self, stream: int, data: bytes) -> None:
         """Take what the rank wrote to this stream: 1 is standard output, 2 standard error."""
-        with self._access:
-            self._kept.write(data)
         if stream in self._lines:
             self._lines[stream].take(data)
         if self._file is not None:
-            try:
-                self._file.write(data)
-                self._file.flush()
-            except OSError as error:  # a full disk costs the file, not the launch
-                _log.warning("%s ends here: %s", self._path, error)
-                self._close_file()
+            self._file.write(data)
+        with self._access:
+            self._kept.write(data)
 
     def text(self) -> str:
         """Everything so far."""
         with self._access:
-            self._kept.seek(0)
-            data = self._kept.read()
-            self._kept.seek(0, 2)
-        return data.decode(errors="replace")
+            return self._spool.everything().decode(errors="replace")
 
     def last_words(self, at_most: int) -> str:
         """The end of it, in whole lines where that can be."""
@@ -86,17 +87,67 @@ class Transcript:
         """Nothing more will come; `text` goes on working."""
         for lines in self._lines.values():
             lines.finish()
-        self._close_file()
+        if self._file is not None:
+            self._file.close()
+
+
+def _opened(path: Path) -> io.FileIO:
+    try:
+        return path.open("wb", buffering=0)
+    except OSError as error:
+        msg = f"console_logs: {path} cannot be written to: {error}; give another folder, or None"
+        raise LaunchError(msg) from error
+
+
+class _Keeper:
+    """A file that takes what it can: a full disk ends what is kept, which is told once, and not the launch."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._ended = False
+
+    def write(self, data: bytes) -> None:
+        if self._ended:
+            return
+        try:
+            while data:
+                data = data[self._file.write(data) or 0 :]
+        except OSError as error:
+            self._ended = True
+            _log.warning("%s ends here: %s", self._name, error)
+
+    def close(self) -> None:
+        self._ended = True
+        with contextlib.suppress(OSError):
+            self._file.close()
 
     def __del__(self) -> None:
-        self._kept.close()
-        self._close_file()
+        self.close()
 
-    def _close_file(self) -> None:
+
+class _Spool(io.BytesIO):
+    """Bytes in memory, and from a certain size on in a file without a name and without a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._file: Any = None
+
+    def write(self, data: Any) -> int:
+        if self._file is None and self.tell() + len(data) > _IN_MEMORY:
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
+        return super().write(data) if self._file is None else int(self._file.write(data))
+
+    def everything(self) -> bytes:
+        if self._file is None:
+            return self.getvalue()
+        size = self._file.seek(0, io.SEEK_END)
+        return self.getvalue() + os.pread(self._file.fileno(), size, 0)
+
+    def close(self) -> None:
+        super().close()
         if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
+            self._file.close()
 
 
 class _Lines:
@@ -107,24 +158,30 @@ class _Lines:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = ""
+        self._returned = False
 
-    def take(self, data: bytes) -> None:
-        pieces = (self._begun + self._decoder.decode(data)).splitlines(keepends=True)
-        self._begun = pieces.pop() if pieces and not pieces[-1].endswith(("\n", "\r")) else ""
-        if len(self._begun) > _LONGEST_LINE:
-            pieces.append(self._begun + "\n")
+    def take(self, data: bytes, *, final: bool = False) -> None:
+        text = self._begun + self._decoder.decode(data, final)
+        if self._returned and text.startswith("\n"):  # the second half of a line end, whose first half was shown before
+            self._write("\n")
+            text = text[1:]
+        *lines, self._begun = _LINE_END.split(text)
+        shown = [line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
+        if self._begun and (final or len(self._begun) > _LONGEST_LINE):
+            shown.append(self._begun + "\n")
             self._begun = ""
-        self._show(pieces)
+        if text:
+            self._returned = text.endswith("\r")
+        self._write("".join(self._prefix + line for line in shown))
 
     def finish(self) -> None:
-        if self._begun:
-            self._show([self._begun + "\n"])
-            self._begun = ""
+        self.take(b"", final=True)
 
-    def _show(self, lines: list[str]) -> None:
+    def _write(self, text: str) -> None:
         target: TextIO | None = getattr(sys, self._stream)  # looked up each time: notebooks and tests put others there
-        if not lines or target is None:
+        if not text or target is None:
             return
         with contextlib.suppress(OSError, ValueError):  # nobody reads on, or it was closed; the transcript has it all
-            target.write("".join(self._prefix + line for line in lines))
+            encoding = getattr(target, "encoding", None) or "utf-8"
+            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()

@@ -22,6 +22,7 @@ import torch
 
 from parawrap.errors import UnsendableError
 from parawrap.launch._culprit import culprit
+from parawrap.launch._exceptions import reduced_exception
 
 __all__ = ["memory_file", "pack", "unpack"]
 
@@ -51,8 +52,9 @@ def pack(value: Any, file: int, address: str) -> int:
     try:
         _Pickler(stream, buffers).dump(value)
     except Exception as error:
-        place, found, reason = culprit(value, address, _is_packable)
-        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {reason or error}"
+        place, found, reason = culprit(value, address, _refusal)
+        why = str(reason or error) or repr(reason or error)
+        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
         raise UnsendableError(msg) from error
     head, spans = _layout(stream.tell(), [each.nbytes for each in buffers])
     with open(file, "wb", closefd=False) as out:
@@ -93,7 +95,7 @@ def _memory_of(file: int) -> memoryview:
     return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): ranks that share the file share its position
 
 
-def _is_packable(value: Any) -> Exception | None:
+def _refusal(value: Any) -> Exception | None:
     """None, or what goes wrong when this value is pickled."""
     try:
         _Pickler(io.BytesIO(), []).dump(value)
@@ -112,6 +114,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduced_tensor(obj)
+        if isinstance(obj, BaseException):
+            return reduced_exception(obj, lambda value: _refusal(value) is None)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         return super().reducer_override(obj)
@@ -130,6 +134,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
+        and not tensor.is_nested
         and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__ or tensor._backward_hooks)
     )
 

@@ -25,6 +25,7 @@ _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
 _BIGGEST_SEED = 2**32 - 1  # numpy takes no larger one
 _BIGGEST_PORT = 65535
+_LONGEST = 1e7  # minutes are 19 years, seconds 115 days; a clock that counts milliseconds in 32 bits knows 24 days
 
 
 @dataclass(frozen=True, kw_only=False)
@@ -111,9 +112,9 @@ class Platform:
 
     def __post_init__(self) -> None:
         _check_device(self)
-        _check_launcher(self)
-        _check_texts(self)
         _check_counts(self)
+        _check_texts(self)
+        _check_launcher(self)
         _check_times(self)
         _check_groups(self)
         _check_visible(self)
@@ -178,9 +179,9 @@ def _check_device(platform: Platform) -> None:
 
 
 def _check_launcher(platform: Platform) -> None:
-    if platform.launcher is not None and platform.launcher not in LAUNCHERS:
+    if platform.launcher is not None and not (isinstance(platform.launcher, str) and platform.launcher in LAUNCHERS):
         _refuse("launcher", platform.launcher, _either(sorted(LAUNCHERS)))
-    if _starts_here(platform) and platform.n_nodes != 1 and _is_int(platform.n_nodes):
+    if _starts_here(platform) and platform.n_nodes != 1:
         _refuse("n_nodes", platform.n_nodes, "the local launcher starts ranks on this machine only: give 1")
     if platform.spawn_method not in _SPAWN_METHODS:
         _refuse("spawn_method", platform.spawn_method, _either(_SPAWN_METHODS))
@@ -188,6 +189,8 @@ def _check_launcher(platform: Platform) -> None:
         _refuse("ipc_protocol", platform.ipc_protocol, _either(_PROTOCOLS))
     if platform.max_restarts and platform.spawn_method == "fork":
         _refuse("spawn_method", "fork", "restarted ranks start as fresh interpreters: leave it out with max_restarts")
+    if platform.backend is not None and not isinstance(platform.backend, str):
+        _check_backend(platform.backend, "")
     for name in (platform.backend or "").replace(" ", "").split(",") if platform.backend is not None else ():
         _check_backend(platform.backend, name.rpartition(":")[2])
 
@@ -252,14 +255,14 @@ def _check_counts(platform: Platform) -> None:
 def _check_times(platform: Platform) -> None:
     for name, unit in (("timeout_min", "minutes"), ("hang_timeout_s", "seconds"), ("ram", "GB")):
         value = getattr(platform, name)
-        if value is not None and not (_is_number(value) and value > 0):
-            _refuse(name, value, f"give a number of {unit} above 0, or None")
-    if not _is_number(platform.grace_s) or platform.grace_s < 0:
-        _refuse("grace_s", platform.grace_s, "give a number of seconds, at least 0")
+        if value is not None and not (_is_number(value) and 0 < value <= _LONGEST):
+            _refuse(name, value, f"give a number of {unit} above 0, at most {_LONGEST:g}, or None")
+    if not (_is_number(platform.grace_s) and 0 <= platform.grace_s <= _LONGEST):
+        _refuse("grace_s", platform.grace_s, f"give a number of seconds, at least 0, at most {_LONGEST:g}")
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_groups(platform: Platform) -> None:
@@ -269,7 +272,10 @@ def _check_groups(platform: Platform) -> None:
     shape = "give None, [] or lists of global ranks, such as [[0, 1], [2, 3]]"
     if isinstance(groups, (str, bytes)) or not isinstance(groups, Sequence):
         _refuse("ipc_groups", groups, shape)
-    if not all(isinstance(group, Sequence) and group and all(map(_is_int, group)) for group in groups):
+    if not all(
+        isinstance(group, Sequence) and not isinstance(group, (str, bytes)) and group and all(map(_is_int, group))
+        for group in groups
+    ):
         _refuse("ipc_groups", groups, shape)
     ranks = list(chain.from_iterable(groups))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -81,12 +79,17 @@ def inside_a_rank() -> bool:
     return _current is not None
 
 
-@contextmanager
-def being(rank: Rank) -> Iterator[Rank]:
-    """Be this rank for as long as the block lasts."""
-    global _current
-    before, _current = _current, rank
-    try:
-        yield rank
-    finally:
-        _current = before
+class being:  # noqa: N801 (reads as a verb: with being(rank))
+    """Be this rank for as long as the block lasts. No generator: those set attributes on exceptions that pass."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> Rank:
+        global _current
+        self._before, _current = _current, self._rank
+        return self._rank
+
+    def __exit__(self, *_: object) -> None:
+        global _current
+        _current = self._before

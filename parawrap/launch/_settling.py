@@ -11,7 +11,7 @@ from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._groups import enter_groups
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank
-from parawrap.launch._seeds import seed_all, seed_each_differently
+from parawrap.launch._seeds import seed
 
 __all__ = ["Place", "settled"]
 
@@ -40,10 +40,7 @@ def settled(place: Place, platform: Platform, store: dist.Store | None, group: d
     device = rank_device(Device(platform.device), place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if platform.seed is None:
-        seed_each_differently()
-    else:
-        seed_all(platform.seed)
+    seed(platform.seed)
     rank = Rank(place.global_rank, place.local_rank, place.node, place.world_size, device, platform, group, place.restart)
     if store is None or group is not None:
         return rank

@@ -30,6 +30,7 @@ __all__ = ["Supervisor"]
 _PIECE = 1 << 16
 _ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itself
 _STACKS_WAIT_S = 1.0
+_LONGEST_WAIT_S = 3600.0  # a selector cannot wait for very long
 _LAST_WORDS = 2000
 _NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
 
@@ -146,7 +147,7 @@ class Supervisor:
 
     def _patience(self) -> float | None:
         moment = self._next_moment()
-        return None if moment is None or moment == float("inf") else max(0.0, moment - time.monotonic())
+        return None if moment is None else min(max(0.0, moment - time.monotonic()), _LONGEST_WAIT_S)
 
     def _keep_time(self) -> None:
         moment = self._next_moment()

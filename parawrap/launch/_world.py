@@ -6,6 +6,7 @@ Each of them is a table of variables. This file knows the tables; it refuses to 
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -41,22 +42,23 @@ class _Table(NamedTuple):
     world_size: str
     local_rank: str
     local_size: str
-    node: str
+    node: str | None  # None: nothing tells, and ranks are taken to fill one node after the other
     job: tuple[str, ...]
 
 
 # srun sets SLURM_STEP_NUM_TASKS in every step; an sbatch script, or a shell from salloc, is a step of one task or of none.
+# Nothing that MPICH sets is the same in all ranks of a job and in no other.
 _TABLES = (
     _Table("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", ("TORCHELASTIC_RUN_ID",)),
     _Table(
         "mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_NODE_RANK", ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        "OMPI_COMM_WORLD_LOCAL_SIZE", None, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
     ),
     _Table(
         "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID",
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
     ),
-    _Table("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_NODE", ("PMI_FD", "PMI_PORT")),
+    _Table("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", None, ()),
 )  # fmt: skip
 
 
@@ -75,14 +77,16 @@ def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
 
 
 def _world(table: _Table, environ: Mapping[str, str]) -> World:
-    rank = int(environ[table.global_rank])
+    rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
+    node = None if table.node is None else _number(environ, table.node, 0)
+    per_node = _ranks_on(node or 0, environ.get(table.local_size, "")) or world_size
     return World(
         name=table.name,
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
-        node=_number(environ, table.node, 0),
-        world_size=int(environ[table.world_size]),
-        ranks_per_node=_number(environ, table.local_size, int(environ[table.world_size])),
+        node=rank // per_node if node is None else node,
+        world_size=world_size,
+        ranks_per_node=per_node,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
         master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", _agreed_port(table, environ)),
@@ -91,23 +95,26 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
 
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
-    value = environ.get(name, "").split("(")[0]  # Slurm writes 2(x3) for two tasks on each of three nodes
+    value = environ.get(name, "")
     return int(value) if value.isdecimal() else default
 
 
+def _ranks_on(node: int, counts: str) -> int | None:
+    """How many ranks a node has; Slurm writes ``2(x3),1`` for two on each of three nodes and one on the fourth."""
+    each: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        each += [int(count)] * int(times or 1)
+    return each[node] if node < len(each) else each[0] if each else None
+
+
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """The first of Slurm's hosts: ``node[07-09,12],other`` is node07 before all others."""
-    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    if not hosts:
-        return None
-    prefix, bracket, rest = hosts.partition("[")
-    if not bracket or "," in prefix:
-        return prefix.split(",")[0]
-    numbers, _, suffix = rest.partition("]")
-    return prefix + numbers.split(",")[0].split("-")[0] + suffix.split(",")[0]
+    """The first of Slurm's hosts: ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
+    hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
 def _agreed_port(table: _Table, environ: Mapping[str, str]) -> int:
-    """A port that every rank of one job computes alike: nobody tells them one."""
-    job = "/".join(environ.get(name, "") for name in table.job)
+    """A port that every rank of one job computes alike: nobody tells them one. On one node, MPICH's have one parent."""
+    job = "/".join(environ.get(name, "") for name in table.job) or str(os.getppid())
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

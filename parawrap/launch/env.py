@@ -145,7 +145,7 @@ class _Exchange:
             self._store.compare_set(_FAILED, "", str(self._world.global_rank))
         finally:
             os.close(file)
-        error.add_note(f"raised in rank {self._world.global_rank} of {self._world.world_size}, this one")
+        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size}, this one")
         return error
 
     def results(self) -> RankResults[Any] | BaseException:

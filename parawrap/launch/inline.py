@@ -15,7 +15,7 @@ from parawrap.launch._groups import leave_groups
 from parawrap.launch._job import Job
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._results import RankResults
-from parawrap.launch._seeds import preserved_generators, seed_all
+from parawrap.launch._seeds import preserved_generators, seed
 
 __all__ = ["run_inline"]
 
@@ -27,9 +27,8 @@ def run_inline(job: Job) -> RankResults[Any]:
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
-    with preserved_generators(), _current_device(device), _lone_group(platform.requires_ipc) as group:
-        if platform.seed is not None:
-            seed_all(platform.seed)
+    with preserved_generators(device), _current_device(device), _lone_group(platform.requires_ipc) as group:
+        seed(platform.seed)
         with being(Rank(0, 0, 0, 1, device, platform, group)):
             result = job.call()
     if platform.upon_finish is not None:

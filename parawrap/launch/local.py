@@ -14,6 +14,7 @@ from typing import Any
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._charge import Charge
 from parawrap.launch._elastic import ElasticSupervisor
+from parawrap.launch._failures import add_note
 from parawrap.launch._groups import Meeting, meeting_place, private_folder
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._orders import Orders, Surroundings
@@ -128,7 +129,7 @@ class _LocalLaunch(Launch[Any]):
             return values_of(outcomes, world_size)
         error = error_of(failed, outcomes, world_size)
         for attempt in supervisor.history:
-            error.add_note(attempt)
+            add_note(error, attempt)
         return error
 
     def done(self) -> bool:

@@ -1,0 +1,56 @@
+"""Exceptions as a pickler may have them: taken apart into class, arguments and attributes, and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["reduced_exception"]
+
+
+def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> tuple[Any, ...]:
+    """How to pickle an exception: by what its builtin base knows of it, and by its attributes.
+
+    No ``__init__``, ``__new__``, ``__reduce__`` or ``__setattr__`` of the user's takes part: those are what fails. What
+    cannot be sent of the arguments and attributes is replaced by its ``repr``.
+    """
+
+    def sendable(value: Any) -> Any:
+        return value if is_sendable(value) else repr(value)
+
+    base = _builtin_base(type(error))
+    reduction = base.__reduce__(error)
+    assert isinstance(reduction, tuple)
+    _, made_from, *known = reduction
+    state = {**dict(_slots(error)), **(known[0] if known and isinstance(known[0], dict) else {}), **error.__dict__}
+    return _rebuilt, (
+        type(error),
+        tuple(map(sendable, made_from)),
+        tuple(map(sendable, error.args)),
+        {name: sendable(value) for name, value in state.items()},
+    )
+
+
+def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins" and issubclass(base, BaseException))
+
+
+def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:
+    for cls in type(error).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            mangled = f"_{cls.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            if hasattr(error, mangled):
+                yield mangled, getattr(error, mangled)
+
+
+def _rebuilt(
+    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
+) -> BaseException:
+    base = _builtin_base(cls)
+    error: BaseException = base.__new__(cls, *made_from)
+    base.__init__(error, *made_from)
+    BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
+    for name, value in state.items():
+        object.__setattr__(error, name, value)
+    return error

@@ -1,0 +1,364 @@
+"""Exceptions that travel: type, args, attributes and notes arrive, whatever the class does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap.errors import LaunchError, RankDiedError
+from parawrap.launch._failures import is_echo, pack_exception, summary_of, traceback_of
+from parawrap.launch._packing import unpack
+
+LOCK = threading.Lock()
+
+
+def sent(error: BaseException) -> BaseException:
+    """What the parent gets."""
+    file = pack_exception(error)
+    try:
+        return unpack(file)
+    finally:
+        os.close(file)
+
+
+class OtherArgs(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+        self.code = code
+
+
+class OneOtherArg(Exception):
+    def __init__(self, code: int) -> None:
+        super().__init__(f"failed with {code}")
+        self.code = code
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__("failed", code)
+        self.code = code
+
+
+class WithLock(Exception):
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = LOCK
+        self.code = 7
+
+
+class LockInArgs(Exception): ...
+
+
+class Unreducible(Exception):
+    def __reduce__(self):
+        msg = "not me"
+        raise RuntimeError(msg)
+
+
+class ForgetsItsNotes(Exception):
+    def __reduce__(self):
+        return ForgetsItsNotes, self.args
+
+
+class OwnOSError(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "No such table", path)
+        self.table = "users"
+
+
+class OwnDecodeError(UnicodeDecodeError):
+    def __init__(self, data: bytes) -> None:
+        super().__init__("utf-8", data, 0, 1, "invalid start byte")
+
+
+class OwnExit(SystemExit):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(code)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Unreadable(RuntimeError):
+    def __str__(self) -> str:
+        raise TypeError
+
+
+class Wrapping(Exception):
+    def __init__(self, inner: Exception) -> None:
+        super().__init__(inner)
+
+
+ALL = [
+    ValueError("plain"),
+    ValueError(),
+    KeyError("missing"),
+    KeyError(("a", 1)),
+    StopIteration(3),
+    KeyboardInterrupt(),
+    SystemExit(3),
+    OwnExit(code=4),
+    OSError(2, "No such file", "data.csv"),
+    PermissionError(13, "denied", "a", None, "b"),
+    OwnOSError("data.csv"),
+    UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
+    OwnDecodeError(b"\xff"),
+    ImportError("no", name="numpie", path="/lib"),
+    SyntaxError("bad", ("f.py", 1, 2, "x = = 1", 1, 3)),
+    json.JSONDecodeError("Expecting value", "{", 1),
+    subprocess.CalledProcessError(2, ["make"], b"out", b"err"),
+    torch.OutOfMemoryError("CUDA out of memory"),
+    dist.DistBackendError("NCCL error"),
+    RankDiedError("gone", rank=1, exit_code=3),
+    OtherArgs(3, "no space"),
+    OneOtherArg(3),
+    KeywordOnly(code=3),
+    WithLock("busy"),
+    LockInArgs("busy", LOCK),
+    Unreducible("odd", 3),
+    ForgetsItsNotes("odd"),
+    Frozen(3),
+    Unreadable("odd"),
+    Wrapping(OtherArgs(3, "inner")),
+    ExceptionGroup("several", [ValueError("v"), KeyError("k")]),
+    ExceptionGroup("several", [OtherArgs(3, "v"), ExceptionGroup("inner", [KeywordOnly(code=1)])]),
+    ExceptionGroup("several", [WithLock("busy"), ValueError("v")]),
+]
+
+
+@pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
+def test_the_type_of_an_exception_arrives(error):
+    """So that `except` catches in the parent what it would catch in the rank."""
+    assert type(sent(error)) is type(error)
+
+
+@pytest.mark.parametrize("error", [each for each in ALL if LOCK not in each.args], ids=lambda error: type(error).__name__)
+def test_what_an_exception_says_arrives(error):
+    """Its args and, where it has one, its text are those that it had."""
+    got = sent(error)
+    assert repr(got.args) == repr(error.args)
+    assert summary_of(got) == summary_of(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "names"),
+    [
+        (OSError(2, "No such file", "data.csv"), ["errno", "strerror", "filename"]),
+        (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
+        (OwnOSError("data.csv"), ["errno", "strerror", "filename", "table"]),
+        (OwnDecodeError(b"\xff"), ["encoding", "object", "start", "end", "reason"]),
+        (SystemExit(3), ["code"]),
+        (OwnExit(code=4), ["code"]),
+        (StopIteration(3), ["value"]),
+        (ImportError("no", name="numpie", path="/lib"), ["msg", "name", "path"]),
+        (SyntaxError("bad", ("f.py", 1, 2, "x = = 1", 1, 3)), ["filename", "lineno", "offset", "text"]),
+        (json.JSONDecodeError("Expecting value", "{", 1), ["msg", "doc", "pos", "lineno"]),
+        (subprocess.CalledProcessError(2, ["make"], b"out"), ["returncode", "cmd", "output"]),
+        (RankDiedError("gone", rank=1, exit_code=3), ["rank", "signal", "exit_code"]),
+        (OtherArgs(3, "no space"), ["code"]),
+        (OneOtherArg(3), ["code"]),
+        (KeywordOnly(code=3), ["code"]),
+        (Frozen(3), ["code"]),
+        (WithLock("busy"), ["code"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_attributes_of_an_exception_arrive(error, names):
+    """Those that its class keeps, and those that cannot be sent cost no other."""
+    got = sent(error)
+    missing = object()
+    assert [getattr(got, name, missing) for name in names] == [getattr(error, name) for name in names]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ValueError("v"),
+        lambda: OtherArgs(3, "v"),
+        lambda: WithLock("v"),
+        lambda: LockInArgs(LOCK),
+        lambda: Unreducible("v"),
+        lambda: ForgetsItsNotes("v"),
+    ],
+    ids=["plain", "other args", "with a lock", "lock in args", "unreducible", "own reduce"],
+)
+def test_the_notes_of_an_exception_arrive(make):
+    """What was added on its way up."""
+    error = make()
+    error.add_note("in epoch 3")
+    assert sent(error).__notes__ == ["in epoch 3"]
+
+
+def test_the_members_of_a_group_arrive_each_with_its_type():
+    """One that cannot be sent whole is rebuilt; the others are not touched."""
+    group = sent(ExceptionGroup("several", [WithLock("busy"), ExceptionGroup("inner", [KeywordOnly(code=1)])]))
+    assert isinstance(group, ExceptionGroup)
+    assert [type(each) for each in group.exceptions] == [WithLock, ExceptionGroup]
+    assert group.subgroup(KeywordOnly) is not None
+
+
+def test_an_exception_with_a_tensor_arrives_with_it():
+    """Values and dtype, detached from what they were computed from."""
+    error = ValueError("nan in loss")
+    error.loss = 2 * torch.ones(2, dtype=torch.float64, requires_grad=True)
+    got = sent(error)
+    assert (got.loss.tolist(), got.loss.dtype) == ([2, 2], torch.float64)
+
+
+def test_a_local_class_arrives():
+    """An exception that was defined where it is raised."""
+
+    class LocalError(KeyError):
+        def __init__(self, *, code):
+            super().__init__(code)
+
+    got = sent(LocalError(code=3))
+    assert (type(got).__qualname__, got.args, isinstance(got, KeyError)) == (LocalError.__qualname__, (3,), True)
+
+
+def test_an_exception_whose_class_cannot_be_sent_is_told_in_words():
+    """The stand-in names type and text."""
+
+    class LockedError(Exception):
+        lock = LOCK
+
+    got = sent(LockedError("no space"))
+    assert isinstance(got, LaunchError)
+    assert "LockedError: no space" in str(got)
+
+
+def test_no_descriptor_is_left_behind():
+    """Neither of the forms that were tried and given up, nor of what arrived."""
+    taken = os.open(os.devnull, os.O_RDONLY)
+    os.close(taken)
+    for error in ALL:
+        sent(error)
+    again = os.open(os.devnull, os.O_RDONLY)
+    os.close(again)
+    assert again == taken
+
+
+# -- texts
+
+
+def failing(error: BaseException) -> BaseException:
+    def inner() -> None:
+        raise error
+
+    try:
+        inner()
+    except BaseException as caught:
+        return caught
+
+
+def test_a_summary_is_the_last_line_of_the_traceback():
+    """Type and text."""
+    assert summary_of(KeyError("k")) == "KeyError: 'k'"
+
+
+@pytest.mark.parametrize(
+    "error", [Unreadable("odd"), ValueError("two\nlines"), SyntaxError("bad", ("f.py", 1, 2, "x =", 1, 3))]
+)
+def test_every_exception_has_a_summary_that_names_it(error):
+    """Also one without a readable text."""
+    assert type(error).__name__ in summary_of(error)
+
+
+def test_a_traceback_tells_where_and_why():
+    """The user's frames, the cause, and what was raised."""
+    cause = failing(KeyError("cause"))
+    error = ValueError("effect")
+    error.__cause__ = cause
+    text = traceback_of(failing(error))
+    assert text.splitlines()[-1] == "ValueError: effect"
+    assert "in inner" in text
+    assert "KeyError: 'cause'" in text
+    assert "direct cause" in text
+
+
+def test_a_traceback_leaves_out_what_led_to_the_users_code():
+    """Frames at its beginning that lie in the named files; if all do, the last one stays."""
+    error = failing(ValueError("v"))
+    assert "in failing" not in traceback_of(error, __file__)
+    assert "in inner" in traceback_of(error, __file__)
+    assert "in failing" in traceback_of(error, "another.py")
+
+
+# -- echoes
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+ECHOES = [
+    RuntimeError(
+        f"{GLOO}pair.cc:537] Read error [127.0.0.1]:6534: Connection reset by peer. This is typically caused by a remote "
+        "worker hanging or bugs in the application. Check the logs of the remote worker before reporting an error."
+    ),
+    RuntimeError(f"{GLOO}pair.cc:534] Connection closed by peer [127.0.0.1]:39837"),
+    RuntimeError(f"{GLOO}pair.cc:601] writev [127.0.1.1]:5151: Broken pipe"),
+    RuntimeError(f"Gloo connectFullMesh failed with [{GLOO}pair.cc:144] connect [127.0.0.1]:3: Connection refused"),
+    RuntimeError(f"{GLOO}pair.cc:298] Socket closed"),
+    dist.DistNetworkError(
+        "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?"
+    ),
+    dist.DistNetworkError("recvValue failed on SocketImpl(fd=3, addr=[localhost]:2): Connection reset by peer"),
+    dist.DistNetworkError("sendBytes failed on SocketImpl(fd=3, addr=[localhost]:2): Broken pipe"),
+    dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+    dist.DistBackendError(
+        "NCCL error in: ../c10d/NCCLUtils.hpp:268, remote process exited or there was a "
+        "network error, NCCL version 2.27.5\nncclRemoteError: A call failed possibly due to a network error or a "
+        "remote process exiting prematurely.\nLast error:\nsocketPollConnect: Connection closed by remote peer node0<53412>"
+    ),
+    dist.DistBackendError(
+        "NCCL error in: ../c10d/NCCLUtils.cpp:77, unhandled system error, NCCL version 2.27.5\n"
+        "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.\n"
+        "Last error:\nsocketStartConnect: Connect to 10.0.0.1<41029> failed : Connection refused"
+    ),
+    ConnectionResetError(104, "Connection reset by peer"),
+    BrokenPipeError(32, "Broken pipe"),
+]
+
+
+@pytest.mark.parametrize("error", ECHOES, ids=lambda error: str(error)[:40])
+def test_what_a_backend_says_of_a_rank_that_is_gone_is_an_echo(error):
+    """The texts of gloo, NCCL and the store."""
+    assert is_echo(error)
+
+
+def test_what_is_raised_from_an_echo_is_an_echo():
+    """Frameworks wrap a broken collective into an error of their own."""
+    error = RuntimeError("training failed in step 5")
+    error.__cause__ = ECHOES[0]
+    assert is_echo(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("bad shape"),
+        ValueError("connection closed by peer"),
+        KeyError("broken pipe"),
+        RuntimeError("The size of tensor a (3) must match the size of tensor b (4) at non-singleton dimension 0"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("ProcessGroupNCCL is only supported with GPUs, no GPUs found!"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+        FileNotFoundError(2, "No such file or directory", "data.csv"),
+        OSError(28, "No space left on device"),
+        NotImplementedError("peer review"),
+        ExceptionGroup("several", [ValueError("v")]),
+        KeyboardInterrupt(),
+        Unreadable("odd"),
+    ],
+    ids=lambda error: repr(error.args)[:40],
+)
+def test_what_the_user_did_is_no_echo(error):
+    """Whatever its text, an exception of another kind is a failure of its own."""
+    assert not is_echo(error)

@@ -1,0 +1,239 @@
+"""Which of several failures is told, and what the exception that tells it says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+
+from parawrap.errors import LaunchError, RankDiedError
+from parawrap.launch import RankResults
+from parawrap.launch._failures import is_echo, pack_exception, summary_of, traceback_of
+from parawrap.launch._outcomes import Died, Ended, Parcel, Raised, Returned, error_of, first_failure, values_of
+from parawrap.launch._packing import memory_file, pack
+
+ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
+
+
+def returned(value=None, at=1.0) -> Returned:
+    file = memory_file("test")
+    pack(value, file, "value")
+    return Returned(at, Parcel(file))
+
+
+def raised(error, at=1.0) -> Raised:
+    return Raised(at, Parcel(pack_exception(error)), summary_of(error), traceback_of(error), is_echo(error))
+
+
+def died(at=1.0, **how) -> Died:
+    return Died(at, 4711, **how)
+
+
+def notes_of(error) -> str:
+    return "\n".join(error.__notes__)
+
+
+class Frozen(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+class Unmakable:
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return open, ("/no/such/file",)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "told"),
+    [
+        ({}, None),
+        ({0: returned(), 1: returned()}, None),
+        ({0: returned(), 1: Ended(1)}, None),
+        ({0: returned(), 1: raised(ValueError())}, 1),
+        ({0: raised(ValueError(), 2), 1: raised(KeyError(), 1)}, 1),
+        ({0: raised(ValueError(), 1), 1: raised(KeyError(), 1)}, 0),
+        ({0: raised(ECHO, 1), 1: raised(KeyError(), 2)}, 1),
+        ({0: raised(ECHO, 2), 1: raised(ECHO, 1)}, 1),
+        ({0: raised(ECHO, 1), 1: Ended(0)}, 0),
+        ({0: raised(ECHO, 1), 1: died(2, signal=signal.SIGKILL)}, 1),
+        ({0: raised(ECHO, 1), 1: died(2, exit_code=0)}, 1),
+        ({0: raised(ValueError(), 1), 1: died(2)}, 0),
+        ({0: raised(ValueError(), 2), 1: died(1)}, 1),
+    ],
+)
+def test_the_earliest_failure_that_is_no_echo_is_told(outcomes, told):
+    """Of failures at the same moment the one of the lowest rank; of nothing but echoes the earliest of them."""
+    assert first_failure(outcomes) == told
+
+
+def test_results_are_in_the_order_of_ranks():
+    """Whatever the order in which they came in."""
+    values = values_of({1: returned("b"), 2: returned("c"), 0: returned("a")}, 3)
+    assert values == ("a", "b", "c")
+    assert isinstance(values, RankResults)
+
+
+def test_a_result_that_cannot_be_made_here_is_told_with_its_rank():
+    """What its class raised, and where it came from."""
+    error = values_of({0: returned(), 1: returned(Unmakable())}, 2)
+    assert isinstance(error, FileNotFoundError)
+    assert "result of rank 1 of 2" in notes_of(error)
+
+
+def test_what_a_rank_raised_is_raised():
+    """Its own type and args, with a note on rank, node, host, and its traceback there."""
+    try:
+        raise KeyError("k")
+    except KeyError as caught:
+        error = error_of(1, {1: raised(caught)}, 2)
+    assert (type(error), error.args) == (KeyError, ("k",))
+    assert "rank 1 of 2 (node 0" in error.__notes__[0]
+    assert socket.gethostname() in error.__notes__[0]
+    assert "test_what_a_rank_raised_is_raised" in error.__notes__[0]
+
+
+def test_notes_of_the_user_come_first():
+    """What the launch adds stands behind them."""
+    own = ValueError("v")
+    own.add_note("in epoch 3")
+    assert error_of(0, {0: raised(own)}, 1).__notes__[0] == "in epoch 3"
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ({"signal": signal.SIGKILL}, "was killed by SIGKILL"),
+        ({"signal": signal.SIGSEGV}, "was killed by SIGSEGV"),
+        ({"exit_code": 3}, "left with exit code 3"),
+        ({"exit_code": 0}, "left with exit code 0"),
+        ({"exit_code": 1, "by_sys_exit": True}, "left by sys.exit(1)"),
+        ({}, "nobody knows"),
+    ],
+)
+def test_a_rank_that_died_is_told_with_how(how, told):
+    """RankDiedError carries rank, signal and exit code, and says them, with the place and the process."""
+    error = error_of(1, {1: died(**how)}, 4)
+    assert isinstance(error, RankDiedError)
+    assert (error.rank, error.signal, error.exit_code) == (1, how.get("signal"), how.get("exit_code"))
+    assert told in str(error)
+    assert "rank 1 of 4" in str(error)
+    assert "4711" in str(error)
+    assert socket.gethostname() in str(error)
+
+
+@pytest.mark.parametrize(
+    ("code", "number"), [(-9, 9), (-11, 11), (-int(signal.SIGRTMIN) - 1, int(signal.SIGRTMIN) + 1), (-64, 64)]
+)
+def test_every_signal_can_kill(code, number):
+    """Real-time signals too, most of which have no name."""
+    death = Died.of(code, at=1.0, pid=4711, last_words="")
+    assert death.signal == number
+    assert str(number) in death.summary or signal.Signals(number).name in death.summary
+
+
+@pytest.mark.parametrize("code", [0, 3, None])
+def test_an_exit_code_is_no_signal(code):
+    """What is not below zero is what the process left with."""
+    assert (Died.of(code, at=1.0, pid=1, last_words="").exit_code, Died.of(code, at=1.0, pid=1, last_words="").signal) == (
+        code, None
+    )  # fmt: skip
+
+
+def test_a_rank_that_was_killed_by_sigkill_is_told_who_does_that():
+    """Users think of the kernel's memory last."""
+    assert "memory" in notes_of(error_of(0, {0: died(signal=signal.SIGKILL)}, 1))
+    assert not hasattr(error_of(0, {0: died(signal=signal.SIGSEGV)}, 1), "__notes__")
+
+
+def test_the_last_words_of_a_dead_rank_are_told():
+    """Each line indented; of very many, the end."""
+    words = "\n".join(f"line {i}" for i in range(10_000))
+    note = notes_of(error_of(0, {0: died(exit_code=1, last_words=words)}, 1))
+    assert note.endswith("\n  | line 9999")
+    assert len(note) < 4000
+
+
+def test_what_the_others_did_is_told_in_one_note():
+    """Whoever raised or died, in rank order; not who returned or was ended."""
+    outcomes = {
+        4: died(4, signal=signal.SIGABRT),
+        3: raised(KeyError("k"), 3),
+        0: raised(ValueError("v"), 1),
+        1: returned(),
+        2: Ended(2),
+    }
+    (_, note) = error_of(0, outcomes, 5).__notes__
+    assert note == "then: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
+
+
+def test_of_very_many_others_only_some_are_told():
+    """A thousand ranks fail at once; nobody wants a thousand lines."""
+    note = error_of(0, {rank: raised(ECHO, rank) for rank in range(20)}, 20).__notes__[1]
+    assert note.count("raised") == 8
+    assert note.endswith("; and 11 more")
+
+
+@pytest.mark.parametrize(
+    ("done", "told"), [([1], "rank 1 had returned already"), ([1, 2], "ranks 1, 2 had returned already")]
+)
+def test_an_echo_tells_who_had_returned_already(done, told):
+    """The usual reason of an echo without a failure: some ranks take no part in a collective."""
+    outcomes = {0: raised(ECHO)} | {rank: returned() for rank in done}
+    assert told in notes_of(error_of(0, outcomes, len(done) + 1))
+
+
+def test_a_failure_that_is_no_echo_does_not_tell_who_had_returned():
+    """It needs no such explanation."""
+    assert "returned already" not in notes_of(error_of(0, {0: raised(ValueError()), 1: returned()}, 2))
+
+
+def test_an_exception_that_cannot_be_made_here_is_told_in_words():
+    """Its summary, its traceback there, and why it cannot be made."""
+    file = memory_file("test")
+    pack(Unmakable("odd"), file, "value")
+    error = error_of(1, {1: Raised(1.0, Parcel(file), "Unmakable: odd", "the traceback", False)}, 2)
+    assert isinstance(error, LaunchError)
+    assert "rank 1 raised Unmakable: odd" in str(error)
+    assert "No such file" in str(error)
+    assert "the traceback" in notes_of(error)
+
+
+def test_an_exception_that_takes_no_notes_is_raised_all_the_same():
+    """Its type is worth more than what there is to add."""
+    file = memory_file("test")
+    pack(Frozen("odd"), file, "value")
+    error = error_of(0, {0: Raised(1.0, Parcel(file), "Frozen: odd", "the traceback", False), 1: raised(ECHO)}, 2)
+    assert (type(error), error.args) == (Frozen, ("odd",))
+
+
+def is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("how", ["opened", "closed", "forgotten", "broken"])
+def test_a_parcel_closes_its_file(how):
+    """Opened, closed unopened, or forgotten; also where its value cannot be made."""
+    file = memory_file("test")
+    pack(Unmakable() if how == "broken" else 3, file, "value")
+    parcel = Parcel(file)
+    assert is_open(file)
+    if how == "broken":
+        with pytest.raises(FileNotFoundError):
+            parcel.open()
+    elif how == "opened":
+        assert parcel.open() == 3
+    elif how == "closed":
+        parcel.close()
+        parcel.close()
+    else:
+        del parcel
+    assert not is_open(file)

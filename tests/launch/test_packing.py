@@ -1,0 +1,618 @@
+"""Packing: what arrives is what was sent, and what cannot be sent is named by its address."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import io
+import os
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from parawrap.errors import LaunchError, UnsendableError
+from parawrap.launch._packing import memory_file, pack, unpack
+
+LOCK = threading.Lock()  # what no process can send to another
+BIG = 1 << 21  # bytes: large enough to be mapped
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.uint16,
+]  # fmt: skip
+
+
+def sent(value: Any) -> Any:
+    """What the other side gets."""
+    file = memory_file("test")
+    try:
+        pack(value, file, "value")
+        return unpack(file)
+    finally:
+        os.close(file)
+
+
+def refusal(value: Any, address: str = "value") -> str:
+    file = memory_file("test")
+    try:
+        with pytest.raises(UnsendableError) as caught:
+            pack(value, file, address)
+    finally:
+        os.close(file)
+    assert isinstance(caught.value, LaunchError)
+    assert isinstance(caught.value, TypeError)
+    return str(caught.value)
+
+
+def address_of(value: Any, address: str = "value") -> str:
+    place, _, _ = refusal(value, address).partition(" cannot be sent to another process: ")
+    return place
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd" if sys.platform == "linux" else "/dev/fd").iterdir()))
+
+
+def assert_same(got: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Like `torch.equal`, and alike in all that describes a tensor."""
+    assert (got.dtype, got.shape, got.stride(), got.requires_grad) == (
+        tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+    )  # fmt: skip
+    assert got.detach().resolve_conj().reshape(-1).tolist() == tensor.detach().resolve_conj().reshape(-1).tolist()
+
+
+# -- tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_of_every_dtype_arrive(dtype):
+    """Values and dtype, in one dimension, none, and with no element."""
+    tensor = torch.tensor([0, 1, 3]).to(dtype)
+    for each in (tensor, tensor[2], tensor[:0], torch.empty(0, 3, dtype=dtype)):
+        assert_same(sent(each), each)
+
+
+base = torch.arange(24.0).reshape(4, 6)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [base.T, base[:, ::2], base[1:3, 2:5], base[0].expand(3, 6), base.permute(1, 0)[2:], base.reshape(2, 2, 6)[1]],
+    ids=["transposed", "strided", "window", "expanded", "permuted", "second half"],
+)
+def test_tensors_that_are_not_contiguous_keep_their_strides(tensor):
+    """The layout in memory is part of what arrives."""
+    assert_same(sent(tensor), tensor)
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), max_size=4),
+    dtype=st.sampled_from(DTYPES[:6]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_view_of_any_tensor_arrives(shape, dtype, data):
+    """Whatever its shape, dtype, order of dimensions and offset."""
+    tensor = torch.arange(int(np.prod(shape))).to(dtype).reshape(shape)
+    tensor = tensor.permute(data.draw(st.permutations(range(tensor.ndim))))
+    for dim in range(tensor.ndim):
+        start = data.draw(st.integers(0, tensor.shape[dim]))
+        tensor = tensor.narrow(dim, start, tensor.shape[dim] - start)
+    assert_same(sent(tensor), tensor)
+
+
+@pytest.mark.parametrize("size", [8, BIG], ids=["small", "mapped"])
+def test_views_that_share_memory_share_it_on_the_other_side(size):
+    """A write to one is seen in the other; the original is not touched."""
+    whole = torch.zeros(size)
+    got = sent({"whole": whole, "part": whole[2:4]})
+    got["part"].fill_(7)
+    assert got["whole"][:5].tolist() == [0, 0, 7, 7, 0]
+    assert whole.sum() == 0
+
+
+def test_one_tensor_sent_twice_is_one_tensor():
+    """Identity within a value is kept."""
+    tensor = torch.ones(3)
+    first, second = sent([tensor, tensor])
+    assert first is second
+
+
+def test_tied_parameters_stay_tied():
+    """One Parameter in two places of a module is one there too, and trains as one."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    got = sent(model)
+    assert got[0].weight is got[1].weight
+    assert isinstance(got[0].weight, nn.Parameter)
+    assert len(list(got.parameters())) == 1
+
+
+def test_a_module_and_its_optimizer_hold_the_same_parameters():
+    """What is sent together stays together: a step of the optimizer moves the module."""
+    model = nn.Linear(2, 1)
+    got, optimizer = sent((model, torch.optim.SGD(model.parameters(), lr=1.0)))
+    got(torch.ones(1, 2)).sum().backward()
+    before = got.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(got.weight, before)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_parameters_stay_parameters(requires_grad):
+    """With or without a gradient, also of integers."""
+    for data in (torch.ones(2), torch.empty(0)) if requires_grad else (torch.ones(2), torch.ones(2, dtype=torch.int64)):
+        got = sent(nn.Parameter(data, requires_grad))
+        assert type(got) is nn.Parameter
+        assert_same(got, nn.Parameter(data, requires_grad))
+
+
+def test_a_tensor_that_was_computed_arrives_without_its_history():
+    """It still requires a gradient, and is a leaf."""
+    got = sent(2 * torch.ones(2, requires_grad=True))
+    assert got.requires_grad
+    assert got.is_leaf
+    assert got.tolist() == [2, 2]
+
+
+def test_a_tensor_from_inference_mode_arrives():
+    """Such tensors are refused by many of torch's functions."""
+    with torch.inference_mode():
+        tensor = torch.arange(3.0)
+    assert sent(tensor).tolist() == [0, 1, 2]
+
+
+def test_a_buffer_stays_a_buffer():
+    """Whether it is saved in a state_dict is known on the other side."""
+    got = sent(nn.Buffer(torch.ones(2), persistent=False))
+    assert isinstance(got, nn.Buffer)
+    assert got.persistent is False
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.tensor([1 + 2j, 3 - 4j]).conj(), torch.tensor([1 + 2j]).conj().imag],
+    ids=["conj", "neg"],
+)
+def test_lazily_computed_tensors_arrive(tensor):
+    """A bit says that it is still to be computed; the values are what counts."""
+    assert sent(tensor).tolist() == tensor.tolist()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.eye(3).to_sparse(),
+        torch.zeros(2, 2).to_sparse(),
+    ],
+)
+def test_sparse_tensors_arrive(tensor):
+    """As sparse as they were."""
+    got = sent(tensor)
+    assert got.layout is tensor.layout
+    assert torch.equal(got.detach().to_dense(), tensor.detach().to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
+def test_compressed_sparse_tensors_arrive():
+    """In the same layout."""
+    got = sent(torch.eye(3).to_sparse_csr())
+    assert got.layout is torch.sparse_csr
+    assert torch.equal(got.to_dense(), torch.eye(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+def test_quantised_tensors_arrive():
+    """With their scale and zero point."""
+    tensor = torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.0]), 0.5, 3, torch.quint8)
+    got = sent(tensor)
+    assert (got.q_scale(), got.q_zero_point(), got.int_repr().tolist()) == (0.5, 3, [3, 4, 5])
+
+
+def test_meta_tensors_arrive():
+    """A shape and a dtype, and no memory."""
+    got = sent(torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16))
+    assert (got.device.type, got.shape, got.dtype) == ("meta", (1 << 20, 1 << 20), torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_tensors_arrive(layout):
+    """Rows of different lengths."""
+    got = sent(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=layout))
+    assert [row.tolist() for row in got.unbind()] == [[1, 1], [0, 0, 0]]
+
+
+def test_attributes_of_a_tensor_arrive():
+    """What a user hung onto a tensor or a parameter."""
+    tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
+    tensor.origin, parameter.frozen = "weights", True
+    got, got_parameter = sent((tensor, parameter))
+    assert (got.tolist(), got.origin) == ([1, 1], "weights")
+    assert (type(got_parameter), got_parameter.frozen) == (nn.Parameter, True)
+
+
+class Image(torch.Tensor):
+    """A tensor subclass such as torchvision's."""
+
+
+def test_tensor_subclasses_stay_what_they_are():
+    """Type, values and attributes."""
+    image = torch.arange(4.0).as_subclass(Image)
+    image.format = "xyxy"
+    got = sent(image)
+    assert (type(got), got.format, got.tolist()) == (Image, "xyxy", [0, 1, 2, 3])
+
+
+def test_storages_arrive():
+    """Also without a tensor around them."""
+    assert list(sent(torch.tensor([1, 2], dtype=torch.uint8).untyped_storage())) == [1, 2]
+
+
+def test_what_arrived_may_be_written_to():
+    """Small or mapped, it is private memory, and belongs to nobody else."""
+    for size in (4, BIG):
+        got = sent((torch.zeros(size), np.zeros(size)))
+        got[0].add_(1)
+        got[1][:] = 2
+        assert (got[0][-1].item(), got[1][-1]) == (1, 2)
+
+
+# -- arrays
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6).reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.arange(6)[::2],
+        np.array(5.0),
+        np.empty((0, 3)),
+        np.array(["a", None, 3], dtype=object),
+        np.array([(1, 2.0)], dtype=[("i", "i4"), ("x", "f8")]),
+        np.array(["2024-01-01"], dtype="datetime64[D]"),
+        np.ma.masked_array([1, 2], [False, True]),
+    ],
+    ids=["c", "fortran", "strided", "0-d", "empty", "objects", "records", "dates", "masked"],
+)
+def test_arrays_arrive(array):
+    """Values, dtype and order in memory."""
+    got = sent(array)
+    assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
+    assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
+
+
+def test_read_only_arrays_stay_read_only():
+    """What nobody may write to here, nobody may write to there."""
+    array = np.arange(3)
+    array.setflags(write=False)
+    assert not sent(array).flags.writeable
+
+
+def test_many_big_values_take_one_descriptor_until_the_last_of_them_is_gone():
+    """However many tensors and arrays one value holds: a thousand results do not exhaust the process."""
+    before = open_files()
+    got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
+    assert open_files() - before == 1
+    del got[1:]
+    assert open_files() - before == 1
+    got.clear()
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("value", [[torch.ones(10)] * 3, {"lock": LOCK}, torch.zeros(BIG)], ids=["small", "refused", "big"])
+def test_no_descriptor_is_left_behind(value):
+    """Neither of what arrived and was let go, nor of what was refused."""
+    before = open_files()
+    for _ in range(5):
+        (refusal if isinstance(value, dict) else sent)(value)
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("size", [16, BIG], ids=["small", "mapped"])
+def test_two_may_read_one_file_at_the_same_time(size):
+    """As ranks do: each gets the whole value, and nobody sees what another writes into his."""
+    file = memory_file("test")
+    pack([torch.arange(size), "text"], file, "value")
+    gate, got = threading.Barrier(4), []
+
+    def read() -> None:
+        gate.wait()
+        value = unpack(file)
+        value[0][0] += 1
+        got.append(value)
+
+    readers = [threading.Thread(target=read) for _ in range(4)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    os.close(file)
+    assert [(value[0][0].item(), value[0][-1].item(), value[1]) for value in got] == [(1, size - 1, "text")] * 4
+
+
+# -- other values
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(
+        allow_nan=False
+    ),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.text() | st.integers(), inner, max_size=4)
+    | st.tuples(inner, inner)
+    | st.lists(inner, max_size=3).map(collections.deque)
+    | st.binary().map(bytearray),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(value=values)
+@settings(max_examples=60, deadline=None)
+def test_any_nested_value_arrives(value):
+    """As what it was, down to the types."""
+    got = sent(value)
+    assert got == value
+    assert repr(got) == repr(value)
+
+
+def test_lambdas_and_closures_arrive():
+    """With what they captured, and what they call."""
+    step = torch.tensor(3)
+
+    def add(x, by=2):
+        return x + by + int(step)
+
+    double, got = sent((lambda x: 2 * x, add))
+    assert (double(4), got(1), got(1, by=0)) == (8, 6, 4)
+
+
+def test_classes_that_no_module_has_arrive():
+    """Local classes, with their methods, and instances of them."""
+
+    class Counter:
+        def __init__(self) -> None:
+            self.count = 0
+
+        def up(self) -> int:
+            self.count += 1
+            return self.count
+
+    cls, counter = sent((Counter, Counter()))
+    assert type(counter) is cls
+    assert [counter.up(), counter.up(), cls().up()] == [1, 2, 1]
+
+
+def test_a_cycle_arrives_as_a_cycle():
+    """A list that holds itself does."""
+    ring: list[Any] = [1]
+    ring.append(ring)
+    got = sent(ring)
+    assert got[1] is got
+
+
+def test_packing_says_how_many_bytes_it_wrote():
+    """All of the file, and not much more than the tensors in it."""
+    file = memory_file("test")
+    written = pack(torch.zeros(BIG, dtype=torch.uint8), file, "value")
+    assert written == os.fstat(file).st_size
+    assert BIG <= written < BIG + 4096
+    os.close(file)
+
+
+# -- what cannot be sent
+
+
+class Holder:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def method(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("__hidden", "name", "part")
+
+    def __init__(self, part: Any = None, hidden: Any = None) -> None:
+        self.part = part
+        self.__hidden = hidden
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    inner: Any
+
+
+class Locked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = LOCK
+
+
+class Key:
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def __repr__(self) -> str:
+        return "Key()"
+
+
+def capturing(part: Any) -> Any:
+    return lambda: part
+
+
+def defaulting(part: Any) -> Any:
+    return lambda x=part, *, y=1: (x, y)
+
+
+def defaulting_by_keyword(part: Any) -> Any:
+    return lambda x=1, *, y=part: (x, y)
+
+
+def generator() -> Any:
+    yield 1
+
+
+def with_attribute(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.origin = LOCK
+    return tensor
+
+
+def ring_with_lock() -> list[Any]:
+    ring: list[Any] = []
+    ring += [ring, {"back": ring, "lock": LOCK}]
+    return ring
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"lock": LOCK}, "value['lock']"),
+        ([1, (2, {"steps": [3, LOCK]})], "value[1][1]['steps'][1]"),
+        ({0: {("a", 1): LOCK}}, "value[0][('a', 1)]"),
+        (Pair(1, LOCK), "value[1]"),
+        (Record(Record(LOCK)), "value.inner.inner"),
+        (Holder(net=Holder(lock=LOCK)), "value.net.lock"),
+        (Slotted(part=[LOCK]), "value.part[0]"),
+        (Slotted(hidden=LOCK), "value._Slotted__hidden"),
+        (capturing(LOCK), "the variable 'part' captured by value"),
+        (capturing({"a": LOCK}), "['a'] of the variable 'part' captured by value"),
+        ([capturing(capturing(LOCK))], "the variable 'part' captured by the variable 'part' captured by value[0]"),
+        (lambda: LOCK, "the global 'LOCK' used by value"),
+        (defaulting(LOCK), "the default of value's parameter 'x'"),
+        (defaulting_by_keyword(LOCK), "the default of value's parameter 'y'"),
+        (functools.partial(print, 1, LOCK), "value.args[1]"),
+        (functools.partial(print, file=LOCK), "value.keywords['file']"),
+        (functools.partial(capturing(LOCK)), "the variable 'part' captured by value.func"),
+        (Holder(lock=LOCK).method, "value.__self__.lock"),
+        ({Key(LOCK): 1}, ".lock of the key Key() of value"),
+        ({1, Key(LOCK)}, ".lock of a member of value"),
+        ([generator()], "value[0]"),
+        ((each for each in ()), "value"),
+        ([io.StringIO, sys.stderr.buffer if hasattr(sys.stderr, "buffer") else sys.__stderr__], "value[1]"),
+        ([torch.ones(1), with_attribute(torch.ones(1))], "value[1].origin"),
+        (nn.Sequential(Locked()), "value[0].lock"),
+        (ring_with_lock(), "value[1]['lock']"),
+        (collections.deque([1, LOCK]), "value[1]"),
+        (collections.defaultdict(capturing(LOCK)), "the variable 'part' captured by an argument that makes value"),
+        (types.SimpleNamespace(lock=LOCK), "value.lock"),
+    ],
+)
+def test_what_cannot_be_sent_is_named_by_its_address(value, place):
+    """The innermost part, on the way that one would write to get there."""
+    assert address_of(value) == place
+
+
+def test_arguments_are_named_as_such():
+    """In a call, the addresses begin with what the user knows."""
+    assert address_of({"args": ({"lock": LOCK},), "kwargs": {}}, "") == "args[0]['lock']"
+    assert address_of({"args": (), "kwargs": {"out": LOCK}}, "") == "kwargs['out']"
+    assert address_of({"the function": lambda: LOCK, "args": ()}, "") == "the global 'LOCK' used by the function"
+
+
+def test_the_message_says_what_it_is_and_why():
+    """Its type, and Python's own reason."""
+    assert refusal([LOCK]) == "value[0] cannot be sent to another process: lock: cannot pickle '_thread.lock' object"
+
+
+def test_the_reason_of_a_class_that_refuses_is_told():
+    """In the words of its author."""
+
+    class Session:
+        def __reduce__(self):
+            msg = "a session stays where it is"
+            raise RuntimeError(msg)
+
+    assert "a session stays where it is" in refusal([Session()])
+    assert "Session" in refusal([Session()])
+
+
+def test_the_original_reason_is_the_cause():
+    """Whoever needs the whole traceback of the pickling has it."""
+    file = memory_file("test")
+    with pytest.raises(UnsendableError) as caught:
+        pack([LOCK], file, "value")
+    os.close(file)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_what_is_left_out_when_pickled_is_not_blamed():
+    """A class that leaves its lock out is fine; what it holds besides is not."""
+
+    class Careful:
+        def __init__(self) -> None:
+            self.lock = LOCK
+            self.rows = [generator()]
+
+        def __getstate__(self):
+            return {"rows": self.rows}
+
+    assert "lock" not in address_of([Careful()])
+
+
+def test_a_class_with_a_part_that_cannot_be_sent_is_named():
+    """A class that goes by value goes with its attributes."""
+
+    class Config:
+        lock = LOCK
+
+    assert address_of({"args": (Config,)}, "").startswith("args[0]")
+
+
+def test_a_function_inside_a_function_is_looked_into():
+    """A global that only an inner function uses is sent along, and named."""
+    assert "'LOCK'" in address_of(lambda: [LOCK for _ in range(3)] and (lambda: LOCK))
+
+
+def test_a_function_that_refers_to_a_variable_without_a_value_is_looked_into():
+    """Python lets a function capture what is never assigned."""
+
+    def outer():
+        def inner():
+            return never, lock
+
+        lock = LOCK
+        if lock is None:
+            never = 1
+        return inner
+
+    assert address_of(outer()) == "the variable 'lock' captured by value"
+
+
+def test_an_attribute_that_cannot_be_read_does_not_hide_the_address():
+    """Properties may raise anything."""
+
+    class Moody:
+        __slots__ = ("lock",)
+
+        def __getattr__(self, name):
+            msg = f"{name} is not there today"
+            raise ValueError(msg)
+
+    assert address_of([Moody()]) == "value[0]"
+
+
+def test_a_value_nested_too_deeply_is_refused():
+    """Python's own limit becomes the same error as all else that cannot be sent."""
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "recursion" in refusal(deep)

@@ -1,0 +1,213 @@
+"""The world that another launcher put this process in, read from what that launcher leaves in the environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from parawrap.launch._world import World, surrounding_world
+
+# What each launcher sets in rank 3 of 4: two nodes, two ranks on each.
+TORCHRUN = {
+    "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "ROLE_RANK": "3",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}  # fmt: skip
+ALLOCATION = {
+    "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[07-08]", "SLURM_NTASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)",
+}  # fmt: skip
+SRUN = ALLOCATION | {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "node[07-08]", "SLURM_RESTART_COUNT": "1",
+}  # fmt: skip
+BATCH_SCRIPT = ALLOCATION | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+SALLOC_SHELL = BATCH_SCRIPT | {
+    "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1",
+    "SLURM_STEP_NODELIST": "node07",
+}  # fmt: skip
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_NODE_RANK": "1", "PMIX_NAMESPACE": "prterun-node07-998@1",
+}  # fmt: skip
+MPICH = {
+    "PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "PMI_FD": "9",
+}  # fmt: skip
+
+
+def ranks_of(environ: dict[str, str]) -> list[World]:
+    """The worlds that all four ranks of this job read, each told its own numbers."""
+    worlds = []
+    for rank in range(4):
+        own = {"RANK": rank, "OMPI_COMM_WORLD_RANK": rank, "SLURM_PROCID": rank, "PMI_RANK": rank}
+        own |= {"LOCAL_RANK": rank % 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank % 2, "SLURM_LOCALID": rank % 2}
+        own |= {"MPI_LOCALRANKID": rank, "OMPI_COMM_WORLD_NODE_RANK": rank % 2, "PMI_FD": 6 + 3 * rank}
+        own |= {"GROUP_RANK": rank // 2, "SLURM_NODEID": rank // 2}
+        world = surrounding_world(environ | {name: str(value) for name, value in own.items() if name in environ})
+        assert world is not None
+        worlds.append(world)
+    return worlds
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"), [(TORCHRUN, "torchrun"), (SRUN, "srun"), (OPEN_MPI, "mpirun"), (MPICH, "mpiexec")]
+)
+def test_each_launcher_is_recognised(environ, name):
+    """Its name is for messages."""
+    assert [world.name for world in ranks_of(environ)] == [name] * 4
+
+
+@pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI], ids=["torchrun", "srun", "mpirun"])
+def test_every_rank_reads_its_place(environ):
+    """Two ranks on each of two nodes: the number in the world, on the node, and of the node."""
+    worlds = ranks_of(environ)
+    assert [(world.global_rank, world.local_rank, world.node) for world in worlds] == [
+        (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)
+    ]  # fmt: skip
+    assert {(world.world_size, world.ranks_per_node) for world in worlds} == {(4, 2)}
+
+
+def test_every_rank_of_mpich_on_one_machine_reads_its_place():
+    """One node: the local rank is the global one."""
+    worlds = ranks_of(MPICH)
+    assert [(world.global_rank, world.local_rank, world.node) for world in worlds] == [(i, i, 0) for i in range(4)]
+    assert {(world.world_size, world.ranks_per_node) for world in worlds} == {(4, 4)}
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "2"},
+        {"RANK": "", "WORLD_SIZE": "2"},
+        {"RANK": "first", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2"},
+        ALLOCATION,
+        BATCH_SCRIPT,
+        SALLOC_SHELL,
+        SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
+    ],
+)
+def test_a_process_that_is_alone_is_in_no_world(environ):
+    """Half a table, an sbatch script without a step, salloc's shell, and worlds of one that nobody asked for."""
+    assert surrounding_world(environ) is None
+
+
+def test_a_torchrun_of_one_is_a_world():
+    """Whoever starts torchrun means it."""
+    world = surrounding_world({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert world is not None
+    assert (world.world_size, world.ranks_per_node) == (1, 1)
+
+
+def test_torchrun_within_a_slurm_step_is_torchrun():
+    """The innermost launcher is the one that counts."""
+    assert [world.name for world in ranks_of(SRUN | TORCHRUN)] == ["torchrun"] * 4
+
+
+def test_mpirun_within_an_allocation_meets_on_the_allocations_first_node():
+    """Open MPI tells no host; Slurm does."""
+    assert {world.master_addr for world in ranks_of(BATCH_SCRIPT | OPEN_MPI)} == {"node07"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node07", "node07"),
+        ("node07,node08", "node07"),
+        ("node[07-09,12],x", "node07"),
+        ("node[12,07-09]", "node12"),
+        ("a,node[07-09]", "a"),
+        ("a,b,node[1-2]", "a"),
+        ("gpu-a[1-2]-ib,other", "gpu-a1-ib"),
+        ("gpu-a[3]", "gpu-a3"),
+        ("node[007-010]", "node007"),
+        ("login.cluster.org,node[1-2]", "login.cluster.org"),
+        ("rack[0-1]node[1-3]", "rack0node1"),
+        ("rack[2,4]node[08-09]-ib,x[1-2]", "rack2node08-ib"),
+    ],
+)
+def test_slurms_ranks_meet_on_the_first_host(nodes, first):
+    """Whatever Slurm's short forms for lists of hosts are."""
+    assert {world.master_addr for world in ranks_of(SRUN | {"SLURM_STEP_NODELIST": nodes})} == {first}
+
+
+def test_the_steps_hosts_come_before_the_jobs():
+    """A step may run on some nodes of the job only."""
+    assert ranks_of(SRUN | {"SLURM_JOB_NODELIST": "head,node[07-08]"})[0].master_addr == "node07"
+
+
+@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH], ids=["srun", "mpirun", "mpiexec"])
+def test_a_named_master_is_taken(environ):
+    """MASTER_ADDR and MASTER_PORT are the user's word."""
+    worlds = ranks_of(environ | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
+    assert {(world.master_addr, world.master_port) for world in worlds} == {("head", 1234)}
+
+
+@pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH], ids=["srun", "mpirun", "mpiexec"])
+def test_all_ranks_of_a_job_agree_on_a_port(environ):
+    """Nobody tells them one, so each computes it: alike, and where a user may listen."""
+    (port,) = {world.master_port for world in ranks_of(environ)}
+    assert 1024 < port < 65536
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "others"),
+    [
+        (SRUN, "SLURM_JOB_ID", range(4712, 4732)),
+        (SRUN, "SLURM_STEP_ID", range(1, 21)),
+        (OPEN_MPI, "PMIX_NAMESPACE", [f"prterun-node07-{pid}@1" for pid in range(20)]),
+    ],
+)
+def test_jobs_that_run_beside_each_other_get_other_ports(environ, variable, others):
+    """Two jobs, or two steps of one job, on one node do not meet."""
+    ports = {ranks_of(environ | {variable: str(other)})[0].master_port for other in others}
+    assert len(ports) == 20
+
+
+@pytest.mark.parametrize(
+    ("per_node", "world_size", "ranks_per_node"), [("2(x2)", "4", 2), ("4", "4", 4), ("1(x4)", "4", 1)]
+)
+def test_slurms_counts_per_node_are_understood(per_node, world_size, ranks_per_node):
+    """Slurm writes 2(x3) for two tasks on each of three nodes."""
+    world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": world_size})
+    assert world is not None
+    assert world.ranks_per_node == ranks_per_node
+
+
+@pytest.mark.parametrize(("per_node", "world_size"), [("3,1", "4"), ("1,3", "4"), ("2(x2),1", "5")])
+def test_unequal_nodes_are_not_taken_for_one_machine(per_node, world_size):
+    """A world whose ranks were all on one node would talk over its loopback interface only."""
+    world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": world_size})
+    assert world is not None
+    assert world.ranks_per_node < world.world_size
+
+
+@pytest.mark.parametrize(("environ", "restart"), [(TORCHRUN, 2), (SRUN, 1), (OPEN_MPI, 0), (MPICH, 0)])
+def test_restarts_are_counted_where_the_launcher_counts_them(environ, restart):
+    """Torchrun counts restarts, Slurm requeues."""
+    assert {world.restart for world in ranks_of(environ)} == {restart}
+
+
+@pytest.mark.parametrize(
+    ("environ", "hosts"),
+    [
+        (TORCHRUN, [False] * 4),
+        ({name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_USE_AGENT_STORE"}, [True] + [False] * 3),
+        (SRUN, [True] + [False] * 3),
+        (OPEN_MPI, [True] + [False] * 3),
+    ],
+)
+def test_rank_0_opens_the_store_unless_an_agent_has(environ, hosts):
+    """Torchrun's agent keeps a store already; else there has to be exactly one."""
+    assert [world.hosts_store for world in ranks_of(environ)] == hosts
+
+
+def test_the_environment_of_this_process_is_what_counts(monkeypatch):
+    """Also when it was changed after the import."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    world = surrounding_world()
+    assert world is not None
+    assert world.global_rank == 1
