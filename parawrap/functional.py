@@ -5,6 +5,7 @@ They ask `current_rank` and torch.distributed where they are, and work in a proc
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sized
 from itertools import groupby
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset, DistributedSampler, Sampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
 from parawrap.errors import PlatformError
 from parawrap.launch import Device, Platform, Rank, current_rank, inside_a_rank, rank_device, seed_all
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 _BUCKET_BYTES = 64 << 20
+_NONE, _DENSE, _SPARSE = range(3)  # what a parameter has for a gradient
 
 
 def seed_generators(seed: int, offset: int = 0) -> None:
@@ -88,12 +90,26 @@ def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
     """Zeros, where another rank has a gradient and this one has none: every rank must send the same tensors."""
     if not parameters:
         return
-    missing = [parameter.grad is None for parameter in parameters]
-    there = torch.tensor([not each for each in missing], dtype=torch.uint8, device=parameters[0].device)
-    dist.all_reduce(there, dist.ReduceOp.MAX)
-    for parameter, lacks, exists in zip(parameters, missing, there.tolist(), strict=True):
-        if lacks and exists:
-            parameter.grad = torch.zeros_like(parameter)
+    kinds = torch.tensor([_gradient_kind(each) for each in parameters], dtype=torch.uint8, device=parameters[0].device)
+    here = kinds.tolist()
+    dist.all_reduce(kinds, dist.ReduceOp.MAX)
+    for parameter, kind, most in zip(parameters, here, kinds.tolist(), strict=True):
+        if kind < most:
+            parameter.grad = _no_rows_of(parameter) if most == _SPARSE else torch.zeros_like(parameter)
+
+
+def _no_rows_of(parameter: nn.Parameter) -> Tensor:
+    """What a sparse embedding's gradient is where no row of it was used."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        rows, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
+    )
+
+
+def _gradient_kind(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return _NONE
+    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
 
 
 def _average(tensors: list[Tensor]) -> None:
@@ -155,8 +171,9 @@ def _moved(value: Any, device: torch.device | str | int) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, (list, tuple)):
+        items = [_moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
@@ -174,7 +191,7 @@ def to(
     module: nn.Module,
     local_rank: int | None = None,
     sync_modules: bool = True,
-    device: Device | torch.device | str | None = None,
+    device: Device | torch.device | str | int | None = None,
     **ddp_kwargs: Any,
 ) -> nn.Module:
     """Move a module to this rank's device, and make it train with the other ranks.
@@ -187,11 +204,14 @@ def to(
         module: on any device.
         local_rank: the device's index; the rank's own by default.
         sync_modules: False only moves.
-        device: a kind such as ``"gpu"``, or a torch device; the rank's own by default.
+        device: a kind such as ``"gpu"``, or whatever names a torch device; the rank's own by default.
         **ddp_kwargs: for DistributedDataParallel.
 
     Returns:
         `module` itself, or what wraps it.
+
+    Raises:
+        PlatformError: this machine shows no device of that kind.
 
     Example:
         >>> import torch
@@ -215,18 +235,18 @@ def to(
     return DistributedDataParallel(module, **{"device_ids": ids, **ddp_kwargs})
 
 
-def _target(local_rank: int | None, device: Device | torch.device | str | None) -> torch.device:
-    if isinstance(device, torch.device):
-        return device
+def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:
+    if isinstance(device, (int, torch.device)):
+        return torch.device(device)
     rank = current_rank() if inside_a_rank() else None
-    index = local_rank if local_rank is not None else rank.local_rank if rank else 0
+    index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
         kind = Device(rank.platform.device) if rank else Device(Platform().device)
-    elif device in [each.value for each in Device] or device.lower() in ("cuda", "gpu"):
-        kind = Device.from_str(device)
+    elif device.lower() in (*Device, "cuda"):
+        kind = Device(Platform(device=device).device)
     else:
-        return torch.device(device)
-    return rank_device(Device(Platform(device=kind).device) if kind is Device.AUTO else kind, index)
+        return torch.device(device.lower())
+    return rank_device(kind, index)
 
 
 def get_dataset_sampler(
@@ -243,7 +263,7 @@ def get_dataset_sampler(
             gives every row exactly once, in order, to exactly one rank: for evaluation. Ranks may then differ by one row.
 
     Raises:
-        TypeError: the dataset has no length.
+        TypeError: the dataset is a stream, or has no length.
         PlatformError: `global_rank` is not in the platform's world.
 
     Example:
@@ -255,8 +275,9 @@ def get_dataset_sampler(
     if not 0 <= rank < world_size:
         msg = f"global_rank={rank}: there is no such rank in a world of {world_size}"
         raise PlatformError(msg)
-    if not isinstance(dataset, Sized):
-        msg = f"{type(dataset).__qualname__} has no length, and ranks cannot share it: split the stream by current_rank()"
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        name = type(dataset).__qualname__
+        msg = f"{name} has no length, or is a stream, which no sampler can share: split it by current_rank()"
         raise TypeError(msg)
     if world_size == 1:
         return None
@@ -267,8 +288,10 @@ def get_dataset_sampler(
 
 def _place(global_rank: int | None, platform: Platform | None) -> tuple[int, int]:
     here: Rank | None = current_rank() if inside_a_rank() else None
-    world_size = platform.world_size if platform is not None else here.world_size if here else 1
-    return (here.global_rank if here else 0) if global_rank is None else global_rank, world_size
+    world_size = platform.world_size if platform else here.world_size if here else _world_size()
+    if global_rank is None:
+        global_rank = here.global_rank if here else dist.get_rank() if world_size > 1 and dist.is_initialized() else 0
+    return global_rank, world_size
 
 
 class _Padded(DistributedSampler[Any]):

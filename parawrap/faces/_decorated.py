@@ -7,7 +7,6 @@ nothing any more when it arrives is no use, so the classes here say what they ar
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
@@ -28,10 +27,18 @@ own_class = property(_type_of)
 
 def is_global(decorated: Any) -> bool:
     """Whether the function's own name leads to its decorated form, as it does after ``@decorator`` in a module."""
-    found: Any = sys.modules.get(getattr(decorated, "__module__", ""))
-    for name in getattr(decorated, "__qualname__", "").split("."):
+    return (
+        _looked_up(sys.modules.get(getattr(decorated, "__module__", "")), getattr(decorated, "__qualname__", ""))
+        is decorated
+    )
+
+
+def _looked_up(module: Any, qualname: str) -> Any:
+    """What a qualified name leads to, without binding it to the class that holds it; None where it leads nowhere."""
+    found = module
+    for name in qualname.split("."):
         found = inspect.getattr_static(found, name, None)
-    return found is decorated
+    return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
 
 
 def sent_by_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -> None:
@@ -55,23 +62,36 @@ class Undecorated:
 
     @classmethod
     def of(cls, decorated: Any) -> Undecorated | None:
-        """None where another process would not find the function by its name."""
+        """None where another process would not find the function by its name, or is not to look for it."""
         module = getattr(decorated, "__module__", None)
-        if module in (None, "__main__") or not is_global(decorated):
+        if module in (None, "__main__") or not is_global(decorated) or _goes_by_value(module):
             return None
-        try:
-            importable = importlib.util.find_spec(module) is not None
-        except (ImportError, ValueError):
-            importable = False
-        return cls(decorated) if importable else None
+        return cls(decorated) if _is_importable(module) else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _found, self._place
 
 
+def _goes_by_value(module: str) -> bool:
+    """Whether the user told cloudpickle so, of the module or of a package that it is in."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return any(module == each or module.startswith(f"{each}.") for each in by_value)
+
+
+def _is_importable(module: str) -> bool:
+    """Whether the import path leads to it. That it was loaded here says nothing: that may have been by a file's path."""
+    path: Any = None
+    parts = module.split(".")
+    for i in range(len(parts)):
+        name = ".".join(parts[: i + 1])
+        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+        spec = next((spec for find in finders if find and (spec := find(name, path))), None)
+        if spec is None:
+            return False
+        path = spec.submodule_search_locations
+    return True
+
+
 def _found(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
-    for name in qualname.split("."):
-        found = inspect.getattr_static(found, name)
-    bare = found.__wrapped__
+    bare = _looked_up(importlib.import_module(module), qualname).__wrapped__
     return getattr(bare, "__func__", bare)  # of a classmethod or staticmethod

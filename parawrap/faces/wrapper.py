@@ -5,8 +5,9 @@ This layer knows functions and how they are bound and sent. It refuses to know p
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import wrapt
 
@@ -143,36 +144,33 @@ class Wrapper:
         if not callable(task):
             msg = f"Wrapper.start takes a task, not {task!r}: give it a callable"
             raise TypeError(msg)
-        return _called(Job(self.platform, _Task(task), (args,)))
+        return _called(Job(self.platform, _as_function(task, has_args=args is not None), args or ()))
 
 
-class _Task(Generic[T]):
-    """A task, as a function of its ``args`` alone."""
+def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
+    """A task, as a function of what is in its ``args``."""
 
-    def __init__(self, task: Callable[..., T]) -> None:
-        self._task = task
-        self.__qualname__ = getattr(task, "__qualname__", type(task).__qualname__)
-
-    def __call__(self, args: tuple[Any, ...] | None) -> T:
+    def run(*args: Any) -> T:
         rank = current_rank()
-        return self._task(rank.global_rank, rank.local_rank, rank.group, args)
+        return task(rank.global_rank, rank.local_rank, rank.group, args if has_args else None)
+
+    run.__qualname__ = getattr(task, "__qualname__", type(task).__qualname__)
+    return run
 
 
 class _Calls:
     """What a decorated function and a decorated method have in common; `_job` differs."""
 
-    platform: Platform
-
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         raise NotImplementedError
 
-    def submit(self, *args: Any, **kwargs: Any) -> Launch[Any]:
+    def submit(self, /, *args: Any, **kwargs: Any) -> Launch[Any]:
         return _launched(self._job(args, kwargs))
 
-    def dry_run(self, *args: Any, **kwargs: Any) -> Preview:
+    def dry_run(self, /, *args: Any, **kwargs: Any) -> Preview:
         return preview(self._job(args, kwargs))
 
-    def inline(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+    def inline(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
         job = self._job(args, kwargs)
         _refuse_in_a_rank(job)
         return run_inline(job)
@@ -188,24 +186,34 @@ class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type
     __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
-    def platform(self) -> Platform:  # type: ignore[override]  # pyright: ignore
+    def platform(self) -> Platform:
         return cast("Platform", self._self_parent.platform)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
         return _called(self._job(args, kwargs))
 
+    def __repr__(self) -> str:
+        return _shown(self)
+
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """The bare function, with what it is bound to as first argument: bound, it would come out decorated in a rank."""
+        """The bare function, and what it is bound to: a bound method would come out decorated in a rank."""
         method: Any = self.__wrapped__
-        bound_to = getattr(method, "__self__", None)
-        first = () if bound_to is None else (bound_to,)
-        return Job(
-            self.platform, getattr(method, "__func__", method), (*first, *args), kwargs, Undecorated.of(self._self_parent)
-        )
+        function = getattr(method, "__func__", method)
+        return Job(self.platform, function, args, kwargs, Undecorated.of(self._self_parent), self._bound_to())
+
+    def _bound_to(self) -> tuple[Any, ...]:
+        bound_to = getattr(self.__wrapped__, "__self__", None)
+        return () if bound_to is None else (bound_to,)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        bound_to = getattr(self.__wrapped__, "__self__", None)
-        return getattr, (self._self_owner if bound_to is None else bound_to, self.__name__)
+        return getattr, (*(self._bound_to() or (self._self_owner,)), self.__name__)
+
+    def __copy__(self) -> _BoundLaunchable:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        (owner,) = self._bound_to() or (self._self_owner,)
+        return getattr(copy.deepcopy(owner, memo), self.__name__)
 
 
 class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
@@ -219,17 +227,32 @@ class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
         self._self_platform = platform
 
     @property
-    def platform(self) -> Platform:  # type: ignore[override]  # pyright: ignore
+    def platform(self) -> Platform:
         return self._self_platform
 
-    def __call__(self, *args: Any, **kwargs: Any) -> RankResults[Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
         return _called(self._job(args, kwargs))
+
+    def __repr__(self) -> str:
+        return _shown(self)
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         return Job(self.platform, self.__wrapped__, args, kwargs, Undecorated.of(self))
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         return self.__qualname__ if is_global(self) else _reduced_by_value(self)
+
+    def __copy__(self) -> _Launchable:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Launchable:
+        return self
+
+
+def _shown(launchable: _Launchable | _BoundLaunchable) -> str:
+    platform = launchable.platform
+    name = getattr(launchable.__wrapped__, "__qualname__", repr(launchable.__wrapped__))
+    return f"<{name} on {platform.world_size} ranks of {platform.device}>"
 
 
 def _reduced_by_value(launchable: _Launchable) -> tuple[Any, ...]:
@@ -266,7 +289,8 @@ def _refuse_in_a_rank(job: Job) -> None:
 def _check_platform(platform: object, face: str) -> None:
     if callable(platform):
         name = getattr(platform, "__qualname__", repr(platform))
-        msg = f"{face} was given {name} where the platform belongs: write @{face}(Platform(...)) above it"
+        how = f"@{face}(Platform(...)) above it" if face == "wrapper" else f"{face}(Platform(...)).start({name})"
+        msg = f"{face} was given {name} where the platform belongs: write {how}"
         raise PlatformError(msg)
     if not isinstance(platform, Platform):
         msg = f"{face} takes a Platform, not {platform!r}: write {face}(Platform(device=...))"

@@ -13,6 +13,7 @@ __all__ = ["culprit"]
 
 _MOST_STEPS = 50
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
+_PLACES = ("the result", "the function")
 _REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")
 
 Part = tuple[Any, str]
@@ -68,7 +69,7 @@ def _parts(value: Any, address: str) -> Iterator[Part]:
 
 def _within(address: str, step: str) -> str:
     """One step further from an address, which may be a phrase."""
-    is_phrase = address.startswith(("the ", "a member ", "an argument ")) and address not in ("the result", "the function")
+    is_phrase = address.startswith(("the ", "a member ", "an argument ")) and not address.startswith(_PLACES)
     return f"{step} of {address}" if is_phrase else address + step
 
 

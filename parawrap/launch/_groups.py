@@ -23,7 +23,16 @@ import torch.distributed as dist
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 
-__all__ = ["Meeting", "enter_groups", "leave_groups", "meeting_of", "meeting_place", "open_store", "private_folder"]
+__all__ = [
+    "Meeting",
+    "enter_groups",
+    "leave_groups",
+    "meeting_of",
+    "meeting_place",
+    "open_store",
+    "own_group",
+    "private_folder",
+]
 
 _BACKLOG = 4096
 _LOOPBACK = "127.0.0.1"
@@ -118,10 +127,10 @@ def enter_groups(
     )
     if not platform.ipc_groups:
         return cast("dist.ProcessGroup", dist.group.WORLD)
-    return _own_group(platform.ipc_groups, rank)
+    return own_group(platform.ipc_groups, rank)
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
     """Every rank enters every new_group, as torch.distributed asks, in the same order."""
     mine: dist.ProcessGroup | None = None
     for ranks in groups:

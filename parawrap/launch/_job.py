@@ -21,6 +21,7 @@ class Job:
     """One call of a function on a platform. Frozen; may be launched any number of times.
 
     Attributes:
+        bound_to: what a method is bound to, its first argument; empty for a function.
         sent_as: what goes to the ranks in the function's place, and is the function once it was unpacked there.
     """
 
@@ -29,6 +30,7 @@ class Job:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
     sent_as: Any = None
+    bound_to: tuple[Any, ...] = ()
 
     @property
     def name(self) -> str:
@@ -37,7 +39,7 @@ class Job:
 
     def call(self) -> Any:
         """Make the call in this process."""
-        return self.function(*self.args, **(self.kwargs or {}))
+        return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
 
     def packed(self) -> int:
         """A file with all that a rank needs to make the call.
@@ -48,6 +50,7 @@ class Job:
         call = {
             "the platform": _without_callbacks(self.platform),
             "the function": self.sent_as or self.function,
+            "the object": self.bound_to,
             "args": self.args,
             "kwargs": self.kwargs or {},
         }
@@ -63,7 +66,7 @@ class Job:
 def unpacked_call(file: int) -> Job:
     """The job, in a rank."""
     call = unpack(file)
-    return Job(call["the platform"], call["the function"], call["args"], call["kwargs"])
+    return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 
 def _without_callbacks(platform: Platform) -> Platform:

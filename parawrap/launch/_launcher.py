@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import importlib
+from typing import Any, Protocol, cast
 
 from parawrap.launch._job import Job, Preview
 from parawrap.launch._platform import Platform
-from parawrap.launch._registry import launcher_named
+from parawrap.launch._registry import LAUNCHERS
 from parawrap.launch._results import Launch
 from parawrap.launch._world import surrounding_world
 
@@ -40,4 +41,5 @@ def preview(job: Job) -> Preview:
 
 
 def _launcher_for(platform: Platform) -> Launcher:
-    return launcher_named(platform.launcher or ("local" if surrounding_world() is None else "env"))
+    name = platform.launcher or ("local" if surrounding_world() is None else "env")
+    return cast("Launcher", importlib.import_module(LAUNCHERS[name]).launcher)

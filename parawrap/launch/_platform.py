@@ -134,6 +134,11 @@ class Platform:
         return self.n_nodes * self.ranks_per_node
 
     @property
+    def leaves_counts_open(self) -> bool:
+        """Whether it takes as many ranks as a world has that is there already."""
+        return self.n_nodes == 1 and (self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None)
+
+    @property
     def requires_ipc(self) -> bool:
         """Whether ranks share a process group."""
         return self.ipc_groups is not None
@@ -297,6 +302,8 @@ def _check_visible(platform: Platform) -> None:
         _refuse("n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
-    missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < platform.world_size]
+    world = surrounding_world()
+    size = platform.world_size if here or world is None or not platform.leaves_counts_open else world.world_size
+    missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]
     if missing:
-        _refuse("ipc_groups", platform.ipc_groups, f"there is no rank {missing[0]} in a world of {platform.world_size}")
+        _refuse("ipc_groups", platform.ipc_groups, f"there is no rank {missing[0]} in a world of {size}")

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._groups import enter_groups
+from parawrap.launch._groups import enter_groups, own_group
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank
 from parawrap.launch._seeds import seed
@@ -35,13 +35,15 @@ def settled(place: Place, platform: Platform, store: dist.Store | None, group: d
         place: which one.
         platform: of the launch.
         store: where the ranks meet; None forms no group.
-        group: the process group that is there already, where there is one; no other is made then.
+        group: the process group that is there already, where there is one; only those of ``ipc_groups`` are made then.
     """
     device = rank_device(Device(platform.device), place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     seed(platform.seed)
     rank = Rank(place.global_rank, place.local_rank, place.node, place.world_size, device, platform, group, place.restart)
+    if group is not None and platform.ipc_groups:
+        return replace(rank, group=own_group(platform.ipc_groups, place.global_rank))
     if store is None or group is not None:
         return rank
     one_machine = place.ranks_per_node == place.world_size

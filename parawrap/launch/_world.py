@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 __all__ = ["World", "surrounding_world"]
 
-_PORTS = range(20000, 60000)
+_PORTS = range(20000, 32768)  # below those that Linux gives to whoever asks for any
 
 
 class World(NamedTuple):

@@ -7,15 +7,18 @@ calls in the same order. Results, and the first failure, reach all of them throu
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import pickle
 import time
+import traceback
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, LaunchTimeoutError, PlatformError
+from parawrap.errors import LaunchError, LaunchTimeoutError, PlatformError, RankDiedError
 from parawrap.launch import _failures as failures
 from parawrap.launch._devices import Device
 from parawrap.launch._groups import leave_groups
@@ -30,10 +33,12 @@ from parawrap.launch._world import World, surrounding_world
 
 __all__ = ["launcher"]
 
-_PIECE = 1 << 24
+_PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
 _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
 _FAILED = "failed"
+_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
+_log = logging.getLogger("parawrap.launch")
 
 _calls = count()
 _stores: dict[tuple[str, int], dist.Store] = {}
@@ -45,12 +50,13 @@ class _Env:
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
         platform = _fitted(job.platform, world)
-        return _Past(job.name, platform, _run(Job(platform, job.function, job.args, job.kwargs), world))
+        return _Past(job.name, platform, _run(replace(job, platform=platform), world))
 
     def preview(self, job: Job) -> Preview:
         world = _world()
-        fitted = Job(_fitted(job.platform, world), job.function, job.args, job.kwargs, job.sent_as)
-        return preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started")
+        fitted = replace(job, platform=_fitted(job.platform, world))
+        made = preview(fitted, "env", f"in the {world.world_size} processes that {world.name} started")
+        return replace(made, meeting=made.meeting and f"tcp {world.master_addr}:{world.master_port}")
 
 
 launcher = _Env()
@@ -70,13 +76,15 @@ def _fitted(platform: Platform, world: World) -> Platform:
     Raises:
         PlatformError: it asks for another number of ranks than there are.
     """
-    is_open = platform.n_nodes == 1 and (platform.n_cpus == 1 if platform.device == Device.CPU else platform.n_gpus is None)
-    if not is_open and platform.world_size != world.world_size:
+    if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
             f"the platform asks for {platform.world_size} ranks and {world.name} started {world.world_size}: "
             f"start as many, or leave the counts out of the platform"
         )
         raise PlatformError(msg)
+    for name, nothing in _NOT_OURS.items():
+        if getattr(platform, name) != nothing:
+            _log.warning("%s=%r is left to %s, which started the ranks", name, getattr(platform, name), world.name)
     fitted = copy.copy(platform)
     per_node = world.ranks_per_node if world.world_size % world.ranks_per_node == 0 else world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
@@ -92,16 +100,32 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException:
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
     try:
-        meeting = dist.PrefixStore("groups", store) if own_group else None
-        with being(settled(place, job.platform, meeting, group)):
-            result = job.call()
-        exchange.tell_result(result)
+        exchange.tell_result(_as_rank(place, job, dist.PrefixStore("groups", store) if own_group else None, group))
         return exchange.results()
-    except Exception as error:  # noqa: BLE001 (the others have to hear of it)
-        return exchange.tell_error(error)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        msg = f"rank {world.global_rank} of {world.world_size} left by sys.exit({error.code!r}) and returned nothing"
+        return exchange.tell_error(RankDiedError(msg, rank=world.global_rank, exit_code=code))
+    except BaseException as error:  # noqa: BLE001 (the others have to hear of it)
+        told = exchange.tell_error(error)
+        # Others may wait for this rank in a collective until it hangs up, which takes the last reference to the group: its
+        # process goes on, and the frames of a traceback hold on to the group.
+        traceback.clear_frames(error.__traceback__)
+        return told
     finally:
         if own_group:
             leave_groups()
+
+
+def _as_rank(place: Place, job: Job, store: dist.Store | None, group: dist.ProcessGroup | None) -> Any:
+    """Make the call as a rank, and end the groups that were made within a world whose own group is the user's."""
+    rank = settled(place, job.platform, store, group)
+    try:
+        with being(rank):
+            return job.call()
+    finally:
+        if group is not None and rank.group not in (None, group):
+            dist.destroy_process_group(rank.group)
 
 
 def _store_of(world: World) -> dist.Store:
@@ -131,7 +155,7 @@ class _Exchange:
         finally:
             os.close(file)
 
-    def tell_error(self, error: Exception) -> BaseException:
+    def tell_error(self, error: BaseException) -> BaseException:
         """Tell the others, unless one of them has failed before: then that is the error."""
         if isinstance(error, _Heard):
             return error.error

@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, assert_type
+from pathlib import Path
+from signal import Signals
+from typing import Any, Literal, assert_type
 
 import torch
+from torch.distributed import ProcessGroup
+from torch.utils.data import Sampler
 
 import parawrap
 from parawrap import (
     Batch,
     DataParallel,
+    Device,
+    Launch,
+    LaunchError,
+    LaunchTimeoutError,
     Parallel,
     ParallelWrapper,
     ParawrapError,
+    Platform,
+    PlatformError,
+    Preview,
+    Rank,
+    RankDiedError,
+    RankResults,
     ShardError,
     TupleParallel,
     Tuplewise,
+    UnsendableError,
+    Wrapper,
     cat,
     cuda_attrs,
+    current_rank,
     data_parallel,
     default_collate,
+    functional,
     parallel,
     recursive_cuda,
     recursive_to,
@@ -29,6 +47,7 @@ from parawrap import (
     tp_collate,
     transpose,
     tuple_fn,
+    wrapper,
 )
 
 
@@ -165,3 +184,138 @@ def errors_are_what_they_say() -> None:
         as_root: ParawrapError = error
         raise as_root from as_value_error
     assert_type(parawrap.__version__, str)
+
+
+def every_field_of_a_platform(log: Path) -> None:
+    platform = Platform("training", Device.CPU, n_cpus=2, ipc_groups=[[0], [1]], console_logs=log, upon_finish=log.unlink)
+    Platform(device="gpu", n_gpus=None, spawn_method="spawn", ipc_protocol="file", ipc_groups=None, seed=None)
+    assert_type(platform.world_size, int)
+    assert_type(platform.ranks_per_node, int)
+    assert_type(platform.requires_ipc, bool)
+    assert_type(Device.from_str("cuda"), Device)
+    Platform(device=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Platform(spawn_method="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Platform(ipc_groups=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    Platform(devices="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    platform.n_cpus = 3  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+TWO = Platform(device="cpu", n_cpus=2)
+
+
+@wrapper(TWO)
+def train(a: int, b: float = 0.5, *, name: str = "") -> str:
+    return f"{name}{a + b}"
+
+
+class Trainer:
+    """Has decorated methods."""
+
+    @wrapper(TWO)
+    def method(self, steps: int) -> list[float]:
+        return [0.0] * steps
+
+    @staticmethod
+    @wrapper(TWO)
+    def of_nothing(steps: int) -> bytes:
+        return bytes(steps)
+
+
+def a_launch_knows_what_its_function_takes_and_returns() -> None:
+    results = train(1, b=2.0)
+    assert_type(results, RankResults[str])
+    assert_type(results[0], str)
+    assert_type(train.submit(1, name="x"), Launch[str])
+    assert_type(train.submit(1).results(timeout=2.0), RankResults[str])
+    assert_type(train.inline(1), RankResults[str])
+    assert_type(train.dry_run(1), Preview)
+    assert_type(train.platform, Platform)
+    for result in results:
+        assert_type(result, str)
+    assert_type(wrapper(TWO)(lambda: 3)(), RankResults[int])
+
+
+def what_a_function_does_not_take_is_an_error() -> None:
+    train("1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    train.submit(1, c=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    train.dry_run(1, 2, "x")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    train.inline(None)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    wrapper("cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    wrapper(TWO)(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def methods_launch_without_their_self(trainer: Trainer) -> None:
+    assert_type(trainer.method(3), RankResults[list[float]])
+    assert_type(trainer.method.submit(steps=3), Launch[list[float]])
+    assert_type(Trainer.method(trainer, 3), RankResults[list[float]])
+    assert_type(Trainer.of_nothing(3), RankResults[bytes])
+    trainer.method("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    trainer.method(trainer, 3)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
+    Trainer.of_nothing("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_launch_tells_how_it_goes(launch: Launch[int]) -> None:
+    assert_type(launch.done(), bool)
+    assert_type(launch.cancel(), None)
+    assert_type(launch.state, Literal["running", "finished", "failed", "cancelled"])
+    assert_type(launch.logs(0), str)
+    assert_type(launch.stacks(), dict[int, str])
+    as_object: Launch[object] = launch
+    as_tuple: tuple[int, ...] = launch.results()
+    assert as_object is launch
+    assert as_tuple
+
+
+def task(global_rank: int, local_rank: int, process_group: ProcessGroup | None, args: tuple[Any, ...] | None) -> float:
+    return global_rank / 2
+
+
+def tasks_take_their_place_as_arguments() -> None:
+    assert_type(Wrapper(TWO).start(task, ("example",)), RankResults[float])
+    assert_type(Wrapper(TWO).start(task), RankResults[float])
+    assert_type(Wrapper(TWO).platform, Platform)
+    Wrapper(TWO).start(len)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Wrapper(TWO).start(task, [1])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Wrapper(task)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_rank_knows_its_place() -> None:
+    rank = current_rank()
+    assert_type(rank, Rank)
+    assert_type(
+        (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart), tuple[int, int, int, int, int]
+    )
+    assert_type(rank.device, torch.device)
+    assert_type(rank.group, ProcessGroup | None)
+    assert_type(rank.platform, Platform)
+    rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def the_helpers_of_a_rank(model: torch.nn.Linear, data: torch.utils.data.TensorDataset) -> None:
+    functional.seed_generators(7, offset=current_rank().global_rank)
+    functional.average_params_grads(model, params=True, grads=False)
+    functional.optimiser_to(torch.optim.Adam(model.parameters()), torch.device("cpu"))
+    assert_type(functional.has_batch_norm(model), bool)
+    assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Module)
+    assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
+    assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
+    assert_type(functional.device(model), torch.device)
+    functional.set_default_device(0, TWO)
+    functional.get_dataset_sampler(data, 0, TWO, False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def errors_of_a_launch_tell_what_they_know(
+    died: RankDiedError, late: LaunchTimeoutError, unsendable: UnsendableError
+) -> None:
+    assert_type(died.rank, int | None)
+    assert_type(died.signal, Signals | int | None)
+    assert_type(died.exit_code, int | None)
+    assert_type(late.stacks, dict[int, str])
+    as_type_error: TypeError = unsendable
+    as_launch_errors: list[LaunchError] = [died, late, unsendable]
+    as_value_error: type[ValueError] = PlatformError
+    assert isinstance(as_type_error, LaunchError)
+    assert as_launch_errors
+    assert issubclass(as_value_error, ParawrapError)
