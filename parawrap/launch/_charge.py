@@ -23,6 +23,7 @@ class Charge:
         pid: of its process, whose process group is its own.
         status: the pipe that tells how the process ended; None where another process waits for it.
         streams: what it writes to: 1 is standard output, 2 standard error.
+        is_stuck: whether it waits in torch.distributed, after others have returned, for very long.
         stacks: what its threads were doing when it was last asked.
     """
 
@@ -36,6 +37,7 @@ class Charge:
     streams: dict[int, int] = field(default_factory=dict)
     stacks: str | None = None
     told_to_end: bool = False
+    is_stuck: bool = False
 
     @property
     def is_running(self) -> bool:

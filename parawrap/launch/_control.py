@@ -20,14 +20,19 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
+
+import torch
 
 from parawrap.launch._wire import Wire
 
 __all__ = ["Control", "ToldToEnd"]
 
 _ROOM = Path(__file__).parent
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _LOOK_S = 0.1
 _DEAF_S = 1.0
+_IDLE = 0.02  # of the time, whoever only waits uses at most this share of a processor
 _FORCED = 1
 
 
@@ -38,17 +43,20 @@ class ToldToEnd(BaseException):
 class Control:
     """Serves one rank, from its start to its end."""
 
-    def __init__(self, wire: Wire, *, grace_s: float, tells_of_life: bool) -> None:
+    def __init__(self, wire: Wire, *, grace_s: float, tells_of_life: bool, stuck_s: float) -> None:
         self._wire = wire
         self._grace_s = grace_s
         self._tells_of_life = tells_of_life
+        self._stuck_s = stuck_s
+        self._others_left = False
+        self._is_stuck = False
         self._parent = os.getppid()
         self._main = threading.main_thread()
         self._told = threading.Event()
         self._heard = threading.Event()
         self._dismissed = threading.Event()
         self._interrupts = True
-        self._last_place: tuple[tuple[int, int], ...] = ()
+        self._main_thread = _MainThread()
 
     def start(self) -> None:
         """Take the signal that tells the rank to end, and serve the line."""
@@ -79,14 +87,16 @@ class Control:
                     break
                 if message.word == "bye":
                     self._dismissed.set()
+                elif message.word == "left":
+                    self._others_left = True
                 elif message.word == "stacks":
                     self._wire.send("stacks", stacks())
                 elif message.word == "end":
                     break
             elif os.getppid() != self._parent:
                 break
-            elif self._tells_of_life:
-                self._tell_of_life()
+            elif self._tells_of_life or self._others_left:
+                self._look_at_main_thread()
         self._end()
 
     def _end(self) -> None:
@@ -100,16 +110,66 @@ class Control:
             time.sleep(self._grace_s)
         os._exit(_FORCED)
 
-    def _tell_of_life(self) -> None:
-        """The main thread lives when it is at another place of its Python code than it was a moment ago."""
-        frame = sys._current_frames().get(self._main.ident or 0)
-        place = []
-        while frame is not None:
-            place.append((id(frame), frame.f_lasti))
-            frame = frame.f_back
-        if tuple(place) != self._last_place:
-            self._last_place = tuple(place)
+    def _look_at_main_thread(self) -> None:
+        """Tell the parent of life, where it wants to know; and of being stuck, where other ranks have left."""
+        moved = self._main_thread.has_moved()
+        if moved and self._tells_of_life:
             self._wire.send("alive")
+        is_stuck = self._others_left and self._main_thread.waits_for_others(self._stuck_s)
+        if is_stuck != self._is_stuck:
+            self._is_stuck = is_stuck
+            self._wire.send("stuck" if is_stuck else "moves", stacks())
+
+
+class _MainThread:
+    """What can be seen of the main thread from another one: where it is in its Python code, and what it has computed."""
+
+    def __init__(self) -> None:
+        self._ident = threading.main_thread().ident or 0
+        self._seen: _Look | None = None
+        self._wait_began: _Look | None = None
+
+    def has_moved(self) -> bool:
+        """Whether it is at another place than when last asked, or has used its processor in between."""
+        last, now = self._seen, self._look()
+        self._seen = now
+        began = self._wait_began
+        if not now.in_distributed:
+            self._wait_began = None
+        elif began is None or began.before_distributed != now.before_distributed:
+            self._wait_began = now
+        return last is None or (last.place, last.processor_s) != (now.place, now.processor_s)
+
+    def waits_for_others(self, seconds: float) -> bool:
+        """Whether it has been in one call of torch.distributed for so long, and has done next to nothing there."""
+        if self._seen is None or self._wait_began is None:
+            return False
+        waited = self._seen.at - self._wait_began.at
+        return waited >= seconds and self._seen.processor_s - self._wait_began.processor_s <= _IDLE * waited
+
+    def _look(self) -> _Look:
+        frame = sys._current_frames().get(self._ident)
+        frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
+        in_distributed = [each.f_code.co_filename.startswith(_DISTRIBUTED) for each in frames]
+        outside = in_distributed.index(False) if False in in_distributed else len(frames)
+        place = tuple((id(each), each.f_lasti) for each in frames)
+        return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
+
+    def _processor_s(self) -> float:
+        """What the main thread alone has used. On CUDA nothing can be told from it: whoever waits for the GPU spins."""
+        if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
+
+
+class _Look(NamedTuple):
+    """One look at the main thread."""
+
+    at: float
+    processor_s: float
+    place: tuple[tuple[int, int], ...]
+    before_distributed: tuple[tuple[int, int], ...]  # the place, without the frames within torch.distributed
+    in_distributed: bool
 
 
 def stacks() -> str:

@@ -57,3 +57,4 @@ class Orders:
     surroundings: Surroundings
     grace_s: float
     tells_of_life: bool
+    stuck_s: float

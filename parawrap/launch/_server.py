@@ -112,7 +112,7 @@ class _Server:
             self._requests.close()
             for file in (self._woken, self._waker, child.status, *(each.status for each in self._children.values())):
                 os.close(file)
-            run_rank(socket.socket(fileno=line))
+            run_rank(socket.socket(fileno=line), has_guardian=True)
         finally:  # whatever happens, this process never goes on as a second server
             traceback.print_exc()
             os._exit(1)
@@ -130,6 +130,7 @@ class _Server:
             if pid == 0:
                 return
             child = self._children.pop(pid)
+            _kill_group(pid)
             with contextlib.suppress(BrokenPipeError):
                 os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
             os.close(child.status)
@@ -150,5 +151,10 @@ class _Server:
             select.select([self._woken], [], [], 0.05)
             self._reap()
         for pid in self._children:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            _kill_group(pid)
+
+
+def _kill_group(pid: int) -> None:
+    """A rank, or what a rank that is gone has started and left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)

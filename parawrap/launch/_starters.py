@@ -98,10 +98,21 @@ class _Spawn:
             "run_rank(line_at_standard_input())"
         )
         process = subprocess.Popen(interpreter(script), stdin=line.fileno(), start_new_session=True)
-        return Started(process.pid, status_pipe_of(process.wait))
+        return Started(process.pid, status_pipe_of(lambda: _end_of(process)))
 
     def load(self, names: Iterable[str]) -> None:
         pass
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> int:
+    """How it ended. Where the parent ignores its children nobody can know, though Popen says 0.
+
+    Raises:
+        ChildProcessError: nobody can know.
+    """
+    process.returncode = 0
+    process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
+    return process.returncode
 
 
 def status_pipe_of(wait: Callable[[], int]) -> int:
@@ -141,8 +152,11 @@ class _Server:
             with self._one_at_a_time:
                 socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), written])
                 (pid,) = STATUS.unpack(receive_exactly(self._socket, STATUS.size))
-        except (OSError, EOFError) as error:
+        except BaseException as error:
             os.close(status)
+            self.close()  # whatever interrupted this, an answer that is still to come would be taken for the next one's
+            if not isinstance(error, (OSError, EOFError)):
+                raise
             msg = "the warm process that ranks are forked from has gone; launch again to start another"
             raise LaunchError(msg) from error
         finally:

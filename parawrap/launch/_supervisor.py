@@ -41,6 +41,7 @@ class Supervisor:
     Attributes:
         cancelled: whether `cancel` ended it.
         timed_out: which time limit ended it.
+        stuck: whether it was ended because its ranks waited for such as had returned.
         broken: why there are no outcomes, where what starts the ranks failed itself.
         history: how earlier attempts ended.
     """
@@ -61,6 +62,7 @@ class Supervisor:
         self._last_sign = time.monotonic()
         self.cancelled = False
         self.timed_out: str | None = None
+        self.stuck = False
         self.broken: str | None = None
         self.history: list[str] = []
         self._selector.register(self._woken, selectors.EVENT_READ, self._on_wish)
@@ -167,8 +169,9 @@ class Supervisor:
         """Ask every rank what it is doing, then end them."""
         self.timed_out = reason
         for rank in self._alive:
-            self._charges[rank].stacks = _NO_ANSWER if self._charges[rank].is_running else None
-            self._charges[rank].wire.send("stacks")
+            if self._charges[rank].is_running:
+                self._charges[rank].stacks = _NO_ANSWER
+                self._charges[rank].wire.send("stacks")
         self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _kill(self) -> None:
@@ -198,6 +201,10 @@ class Supervisor:
             self._last_sign = time.monotonic()
         elif message.word == "stacks":
             self._on_stacks(charge, message.body)
+        elif message.word in ("stuck", "moves"):
+            charge.is_stuck = message.word == "stuck"
+            charge.stacks = message.body if charge.is_stuck else None
+            self._end_stuck()
         else:
             self._on_loaded(message.body["loaded"])
             self._settle(charge, _outcome_of(message, charge))
@@ -275,7 +282,18 @@ class Supervisor:
         first = first_failure(outcomes)
         if first is not None:
             self._on_failure(outcomes[first])
-        elif len(outcomes) == self._platform.world_size and all(isinstance(each, Returned) for each in outcomes.values()):
+        elif len(outcomes) < self._platform.world_size:
+            for rank in self._alive:
+                self._charges[rank].wire.send("left")
+            self._end_stuck()
+        elif all(isinstance(each, Returned) for each in outcomes.values()):
+            self.end()
+
+    def _end_stuck(self) -> None:
+        """Where all that still run wait for ranks that have returned, none will ever go on."""
+        running = [self._charges[rank] for rank in self._alive if self._charges[rank].is_running]
+        if running and all(charge.is_stuck for charge in running) and self._kill_at is None:
+            self.stuck = True
             self.end()
 
     def _on_failure(self, first: Outcome) -> None:

@@ -31,6 +31,7 @@ from parawrap.launch._packing import memory_file, pack
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._settling import Place, settled
+from parawrap.launch._watchdog import start_watchdog
 from parawrap.launch._wire import Wire
 
 __all__ = ["PRELOADABLE", "run_rank"]
@@ -48,21 +49,25 @@ _replaced: list[Any] = []
 Report = tuple[str, dict[str, Any], int | None]
 
 
-def run_rank(sock: socket.socket, identity: dict[str, int] | None = None) -> NoReturn:
+def run_rank(sock: socket.socket, identity: dict[str, int] | None = None, *, has_guardian: bool = False) -> NoReturn:
     """Be the rank at this end of the line, and never return.
 
     Args:
         sock: the line to the parent.
         identity: what the parent needs to tell which rank called, where it did not start the process itself.
+        has_guardian: whether the process that this one was forked from ends it when the parent is gone.
     """
     wire = Wire(sock)
+    parent = os.getppid()
     _own_session()
     wire.send("hello", {"pid": os.getpid(), **(identity or {})}, _streams())
     message = wire.receive()
     if message is None:  # the parent is gone, or has given up
         os._exit(_FAILED)
     orders: Orders = message.body
-    control = Control(wire, grace_s=orders.grace_s, tells_of_life=orders.tells_of_life)
+    if not has_guardian:
+        start_watchdog(parent, orders.grace_s)
+    control = Control(wire, grace_s=orders.grace_s, tells_of_life=orders.tells_of_life, stuck_s=orders.stuck_s)
     control.start()
     word, body, file = _report(orders, message.files[0], control)
     body |= {"loaded": [name for name in PRELOADABLE if name in sys.modules]}

@@ -35,6 +35,9 @@ _HOW = {
     "fork": "forked from this process",
 }
 
+# Seconds that all ranks but those that have returned may wait in torch.distributed, without a move.
+STUCK_S = 20.0
+
 _numbers = count(1)
 _running: weakref.WeakSet[_LocalLaunch] = weakref.WeakSet()
 
@@ -101,7 +104,7 @@ class _LocalLaunch(Launch[Any]):
 
     def _is_success(self) -> bool:
         supervisor = self._supervisor
-        given_up = supervisor.cancelled or supervisor.timed_out or supervisor.broken
+        given_up = supervisor.cancelled or supervisor.timed_out or supervisor.broken or supervisor.stuck
         return not given_up and first_failure(supervisor.outcomes()) is None
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
@@ -122,6 +125,8 @@ class _LocalLaunch(Launch[Any]):
             return LaunchCancelledError(f"the launch of {self._name} was cancelled: it has no results")
         if supervisor.timed_out is not None:
             return _timeout_error(self._name, supervisor)
+        if supervisor.stuck:
+            return _stuck_error(self._name, supervisor)
         if supervisor.broken is not None:
             return LaunchError(supervisor.broken)
         failed = first_failure(outcomes)
@@ -176,6 +181,7 @@ class _Orders:
             surroundings=self._surroundings,
             grace_s=self._platform.grace_s,
             tells_of_life=self._platform.hang_timeout_s is not None,
+            stuck_s=STUCK_S,
         )
 
     def prefix(self, rank: int) -> str:
@@ -202,10 +208,25 @@ def _started(starter: Starter, orders: Orders, payload: int, transcript: Transcr
     ours, its = socket.socketpair()
     wire = Wire(ours)
     close_in_forked_children(wire)  # before the start, which may be a fork of this process
-    with its:
-        started = starter.start(its, orders.grace_s)
+    try:
+        with its:
+            started = starter.start(its, orders.grace_s)
+    except BaseException:
+        wire.close()
+        raise
     wire.send("orders", orders, (payload,))
     return Charge(orders.place.global_rank, wire, transcript, started.pid, started.status)
+
+
+def _stuck_error(name: str, supervisor: Supervisor) -> LaunchError:
+    stacks = supervisor.stacks()
+    returned = ", ".join(str(rank) for rank in supervisor.outcomes() if rank not in stacks)
+    told = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(stacks.items()))
+    msg = (
+        f"{name} can get no further: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
+        f"collective, every rank of the group has to take part. What they were doing:\n{told}"
+    )
+    return LaunchError(msg)
 
 
 def _timeout_error(name: str, supervisor: Supervisor) -> LaunchTimeoutError:

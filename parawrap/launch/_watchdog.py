@@ -1,0 +1,52 @@
+"""A rank's shadow: kills the rank and all that it started, some time after the parent is gone.
+
+Where ranks come from the warm process, that one does it. A rank that the parent starts itself has only its own threads to
+look for the parent, and none of them runs while C code keeps Python's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+__all__ = ["start_watchdog"]
+
+_LOOK_S = 0.25
+
+
+def start_watchdog(parent: int, grace_s: float) -> None:
+    """Fork the shadow of this process, which must not have threads of Python's yet.
+
+    Args:
+        parent: the process without which the rank is not to live.
+        grace_s: seconds that the rank then has to end by itself.
+    """
+    rank = os.getpid()
+    if os.fork() == 0:
+        try:
+            os.closerange(0, os.sysconf("SC_OPEN_MAX"))  # it holds nothing open that others wait for the end of
+            _watch(rank, parent, grace_s)
+        finally:
+            os._exit(0)
+
+
+def _watch(rank: int, parent: int, grace_s: float) -> None:
+    while os.getppid() == rank and _lives(parent):
+        time.sleep(_LOOK_S)
+    until = time.monotonic() + grace_s
+    while os.getppid() == rank and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(rank, signal.SIGKILL)  # itself among them: the group is the rank's
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another one by now
+        return False
+    return True
