@@ -6,7 +6,6 @@ Runs in a process of its own, whose standard input is a line to the parent.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -15,7 +14,7 @@ import time
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main as torchrun
 
-from parawrap.launch._wire import Wire, line_at_standard_input
+from parawrap.launch._wire import Wire, is_readable, line_at_standard_input
 
 __all__ = ["serve"]
 
@@ -38,7 +37,7 @@ def serve(arguments: list[str], grace_s: float) -> None:
 def _end_with_parent(wire: Wire, grace_s: float) -> None:
     """When the parent hangs up or is gone: the signal at which torchrun ends its ranks and itself; later, by force."""
     parent = os.getppid()
-    while not select.select([wire], [], [], _LOOK_S)[0] and os.getppid() == parent:
+    while not is_readable(wire, _LOOK_S) and os.getppid() == parent:
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace_s)

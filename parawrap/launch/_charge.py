@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from parawrap.launch._leftovers import kill_group
 from parawrap.launch._outcomes import Outcome
 from parawrap.launch._output import Transcript
 from parawrap.launch._wire import Wire
 
-__all__ = ["Charge", "kill_group"]
+__all__ = ["Charge"]
 
 
 @dataclass
@@ -52,14 +52,5 @@ class Charge:
     def kill(self) -> None:
         """Kill it and what it started. The group is its own from its first moment, but for an instant before."""
         kill_group(self.pid)
-        _send(os.kill, self.pid)
-
-
-def kill_group(pid: int) -> None:
-    """Kill whatever is left of a process group."""
-    _send(os.killpg, pid)
-
-
-def _send(send: Callable[[int, int], None], pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        send(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.pid, signal.SIGKILL)

@@ -12,7 +12,6 @@ What it guarantees: a rank that is told to end, or whose parent is gone, is gone
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-from parawrap.launch._wire import Wire
+from parawrap.launch._wire import Wire, close_in_forked_children, is_readable
 
 __all__ = ["Control", "ToldToEnd"]
 
@@ -61,7 +60,13 @@ class Control:
     def start(self) -> None:
         """Take the signal that tells the rank to end, and serve the line."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
+        close_in_forked_children(self._wire)  # what the function forks is no rank: it has nothing to say to the parent
+        os.register_at_fork(after_in_child=self._let_go_of_sigterm)
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
+
+    def _let_go_of_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def function_ended(self) -> None:
         """From now on the rank only reports and leaves: nothing is left that would have to be told to end."""
@@ -80,8 +85,7 @@ class Control:
 
     def _serve(self) -> None:
         while True:
-            readable, _, _ = select.select([self._wire], [], [], _LOOK_S)
-            if readable:
+            if is_readable(self._wire, _LOOK_S):
                 message = self._wire.receive()
                 if message is None:
                     break

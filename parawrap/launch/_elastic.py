@@ -16,7 +16,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from parawrap.launch._charge import Charge, kill_group
+from parawrap.launch._charge import Charge
+from parawrap.launch._leftovers import kill_group
 from parawrap.launch._orders import Orders
 from parawrap.launch._outcomes import Died, Ended, Outcome, Raised, Returned, first_failure
 from parawrap.launch._output import Transcript
@@ -64,7 +65,7 @@ class ElasticSupervisor(Supervisor):
         self._selector.register(self._agent.status, selectors.EVENT_READ, self._on_agent_end)
 
     def _is_over(self) -> bool:
-        return self._agent.has_ended and not self._alive
+        return self._agent.has_ended and super()._is_over()
 
     def end(self) -> None:
         super().end()

@@ -21,6 +21,7 @@ import traceback
 import warnings
 from typing import NamedTuple, NoReturn
 
+from parawrap.launch._leftovers import end_groups, kill_group
 from parawrap.launch._wire import line_at_standard_input, receive_exactly
 from parawrap.launch._worker import PRELOADABLE, run_rank
 
@@ -45,6 +46,7 @@ def serve() -> None:
     """Serve the requests that arrive at standard input, a socket, until the parent hangs up."""
     with line_at_standard_input() as requests:
         warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forking beside the threads of a BLAS
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started this may have blocked some
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's affair
         _Server(requests).run()
 
@@ -130,7 +132,6 @@ class _Server:
             if pid == 0:
                 return
             child = self._children.pop(pid)
-            _kill_group(pid)
             with contextlib.suppress(BrokenPipeError):
                 os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
             os.close(child.status)
@@ -146,15 +147,11 @@ class _Server:
 
     def _end_ranks(self) -> None:
         """The parent is gone. Ranks see that too and end themselves; one that cannot within its grace is killed."""
+        ranks = list(self._children)
         deadline = time.monotonic() + max((child.grace_s for child in self._children.values()), default=0)
         while self._children and time.monotonic() < deadline:
             select.select([self._woken], [], [], 0.05)
             self._reap()
         for pid in self._children:
-            _kill_group(pid)
-
-
-def _kill_group(pid: int) -> None:
-    """A rank, or what a rank that is gone has started and left."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+            kill_group(pid)
+        end_groups(ranks)

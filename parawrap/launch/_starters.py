@@ -173,6 +173,11 @@ class _Server:
         """Hang up; the process ends by itself."""
         self._socket.close()
 
+    def retire(self) -> None:
+        """Hang up; it ends when the ranks have that it still runs, and is waited for."""
+        self.close()
+        threading.Thread(target=self._process.wait, name="parawrap-launch-retired", daemon=True).start()
+
     def stop(self) -> None:
         """Hang up, and wait for the process's end."""
         self.close()
@@ -190,8 +195,8 @@ def _server_for_now() -> _Server:
     kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
     with _starting:
         if _server is not None and not (_server.is_usable() and _server.kind == kind):
-            _server.close()  # it ends when the ranks have that it still runs
             _retired.append(_server)
+            _server.retire()
             _server = None
         if _server is None:
             _server = _Server(kind)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
 import threading
@@ -19,11 +18,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from parawrap.launch._charge import Charge, kill_group
+from parawrap.launch._charge import Charge
+from parawrap.launch._leftovers import LOOK_S, Leftovers
 from parawrap.launch._outcomes import Died, Ended, Outcome, Parcel, Raised, Returned, first_failure
 from parawrap.launch._platform import Platform
 from parawrap.launch._server import STATUS
-from parawrap.launch._wire import Message
+from parawrap.launch._wire import Message, is_readable
 
 __all__ = ["Supervisor"]
 
@@ -51,6 +51,7 @@ class Supervisor:
         self._on_loaded = on_loaded
         self._charges: dict[int, Charge] = {}
         self._alive: set[int] = set()
+        self._leftovers = Leftovers()
         self._selector = selectors.DefaultSelector()
         self._woken, self._waker = os.pipe()
         self._wishes: list[str] = []
@@ -133,7 +134,7 @@ class Supervisor:
                 self._charges[rank].tell_to_end()
 
     def _is_over(self) -> bool:
-        return not self._alive
+        return not self._alive and not self._leftovers
 
     # -- the clock
 
@@ -147,11 +148,12 @@ class Supervisor:
         silent_at = None if hang is None else self._last_sign + hang
         return min((each for each in (self._up_at, silent_at) if each is not None), default=None)
 
-    def _patience(self) -> float | None:
-        moment = self._next_moment()
-        return None if moment is None else min(max(0.0, moment - time.monotonic()), _LONGEST_WAIT_S)
+    def _patience(self) -> float:
+        moment, longest = self._next_moment(), LOOK_S if self._leftovers else _LONGEST_WAIT_S
+        return longest if moment is None else min(max(0.0, moment - time.monotonic()), longest)
 
     def _keep_time(self) -> None:
+        self._leftovers.look()
         moment = self._next_moment()
         if moment is None or time.monotonic() < moment:
             return
@@ -251,8 +253,8 @@ class Supervisor:
     def _bury(self, charge: Charge, code: int | None) -> None:
         """Take note of the end of a rank's process."""
         self._alive.discard(charge.rank)
-        kill_group(charge.pid)
-        while charge.wire.fileno() >= 0 and select.select([charge.wire], [], [], 0)[0]:
+        self._leftovers.take(charge.pid)
+        while charge.wire.fileno() >= 0 and is_readable(charge.wire, 0):
             self._on_message(charge)
         self._drain(charge)
         if charge.outcome is None:

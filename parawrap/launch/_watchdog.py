@@ -11,6 +11,8 @@ import os
 import signal
 import time
 
+from parawrap.launch._leftovers import end_groups
+
 __all__ = ["start_watchdog"]
 
 _LOOK_S = 0.25
@@ -33,13 +35,18 @@ def start_watchdog(parent: int, grace_s: float) -> None:
 
 
 def _watch(rank: int, parent: int, grace_s: float) -> None:
+    """While both live, nothing is to be done; what a rank leaves behind, the parent sees to as long as it lives."""
     while os.getppid() == rank and _lives(parent):
         time.sleep(_LOOK_S)
+    if _lives(parent):
+        return
     until = time.monotonic() + grace_s
     while os.getppid() == rank and time.monotonic() < until:
         time.sleep(_LOOK_S)
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(rank, signal.SIGKILL)  # itself among them: the group is the rank's
+        os.kill(rank, signal.SIGKILL)
+    os.setpgid(0, 0)  # out of the group that now ends
+    end_groups([rank])
 
 
 def _lives(pid: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import select
 import socket
 import struct
 import threading
@@ -16,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Message", "Wire", "close_in_forked_children", "line_at_standard_input", "receive_exactly"]
+__all__ = ["Message", "Wire", "close_in_forked_children", "is_readable", "line_at_standard_input", "receive_exactly"]
 
 _HEAD = struct.Struct("<QB")
 _MOST_FILES = 8
@@ -72,6 +73,16 @@ class Wire:
     def close(self) -> None:
         """Hang up; the other end sees the end of the line."""
         self._socket.close()
+
+
+def is_readable(line: Wire | socket.socket | int, timeout_s: float) -> bool:
+    """Whether something, or the end of the line, is there to be received; waits for it as long as asked.
+
+    Not by ``select``, which knows no descriptors beyond 1023.
+    """
+    poll = select.poll()
+    poll.register(line, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
 
 
 def receive_exactly(sock: socket.socket, length: int) -> bytes:

@@ -79,6 +79,8 @@ def run_rank(sock: socket.socket, identity: dict[str, int] | None = None, *, has
 
 def _own_session() -> None:
     """A session of its own: no Ctrl-C from the parent's terminal, and one group to kill with all that the rank started."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the thread that started this may have blocked some
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpid() != os.getsid(0):
         os.setsid()
@@ -183,6 +185,8 @@ def _variables(place: Place, meeting: Meeting | None) -> dict[str, str]:
 
 def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
     """Torch's threads: what the user said, else an equal share of the cores, so that ranks do not fight for them."""
+    if platform.spawn_method == "fork":  # OpenMP's threads did not survive the fork, and it would wait for them
+        return 1
     if platform.device != Device.CPU and platform.n_cpus > 1:
         return platform.n_cpus
     if os.environ.get("OMP_NUM_THREADS", "").isdecimal():

@@ -108,7 +108,7 @@ class _LocalLaunch(Launch[Any]):
         return not given_up and first_failure(supervisor.outcomes()) is None
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
-        if not self._ended.wait(timeout):
+        if not self._has_ended(timeout):
             msg = f"the ranks of {self._name} still run after {timeout} seconds; they go on: ask again, or cancel()"
             raise TimeoutError(msg)
         with self._reading:
@@ -142,7 +142,11 @@ class _LocalLaunch(Launch[Any]):
 
     def cancel(self) -> None:
         self._supervisor.cancel()
-        self._ended.wait()
+        self._has_ended(None)
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        """Waits for it; but ``upon_finish``, which runs in the thread that watches, comes after the end."""
+        return threading.current_thread() is self._watch or self._ended.wait(timeout)
 
     @property
     def state(self) -> State:
