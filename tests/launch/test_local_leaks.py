@@ -1,0 +1,202 @@
+"""Promise 4 in the long run: nothing stays behind, however many launches there were and however they ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from parawrap import wrapper
+from tests.launch.processes import (
+    PATIENCE_S,
+    SOON_S,
+    assert_gone,
+    eventually,
+    is_gone,
+    ranks,
+    run_script,
+    running_script,
+    said_in,
+)
+
+LAUNCHES = """
+import contextlib, gc, json, os, sys, tempfile, threading, time
+from pathlib import Path
+import psutil, torch, torch.distributed as dist
+from parawrap import LaunchError, Platform, current_rank, wrapper
+
+me = psutil.Process()
+folder = tempfile.gettempdir()
+fields = dict(device="cpu", n_cpus=2, verbose=False)
+
+def found():
+    gc.collect()
+    return {
+        "processes": sorted(each.pid for each in me.children(recursive=True)),
+        "descriptors": {name: os.readlink(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")
+                        if os.path.lexists(f"/proc/self/fd/{name}")},
+        "threads": sorted(each.name for each in threading.enumerate()),
+        "temporary": sorted(map(str, Path(folder).rglob("*"))),
+        "shared": sorted(os.listdir("/dev/shm")),
+        "maps": Path("/proc/self/maps").read_text().count("memfd:parawrap"),
+        "memory": me.memory_info().rss,
+    }
+
+def works(how):
+    total = torch.ones(1 << 18)  # a megabyte: its file is mapped
+    dist.all_reduce(total)
+    rank = current_rank().global_rank
+    if rank == 1 and how == "raises":
+        raise ValueError
+    if rank == 1 and how == "dies":
+        os._exit(3)
+    if how != "returns":
+        time.sleep(60)
+    return total
+
+def launch(i):
+    how = ("returns", "returns", "returns", "raises", "returns", "dies", "returns", "cancelled")[i % 8]
+    platform = Platform(**fields, ipc_protocol=("tcp", "file")[i // 8 % 2])
+    running = wrapper(platform)(works).submit(how)
+    if how == "cancelled":
+        running.cancel()
+    with contextlib.suppress(ValueError, LaunchError):
+        assert [each.sum().item() for each in running.results(timeout=30)] == [float(1 << 19)] * 2
+        assert how == "returns"
+
+for i in range(16):
+    launch(i)
+before = found()
+began = time.monotonic()
+for i in range(200):
+    launch(i)
+seconds = time.monotonic() - began
+print(json.dumps([before, found(), seconds]))
+"""
+
+
+@pytest.fixture(scope="module")
+def two_hundred(tmp_path_factory):
+    """What a parent held before and after 200 launches: some returned, some raised, some died, some were cancelled."""
+    folder = tmp_path_factory.mktemp("launches")
+    private = tmp_path_factory.mktemp("private")
+    before, after, _ = json.loads(run_script(folder, LAUNCHES, env={**os.environ, "TMPDIR": str(private)}))
+    return before, after
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("what", ["processes", "threads", "temporary", "shared", "maps"])
+def test_nothing_stays_of_two_hundred_launches(what, two_hundred):
+    """Processes, threads, temporary files, shared memory and mapped files are those from before."""
+    before, after = two_hundred
+    assert after[what] == before[what]
+
+
+@pytest.mark.stress
+def test_no_descriptor_stays_of_two_hundred_launches(two_hundred):
+    """As many files are open as before."""
+    before, after = two_hundred
+    assert len(after["descriptors"]) == len(before["descriptors"]), after["descriptors"]
+
+
+@pytest.mark.stress
+def test_memory_stays_flat_over_two_hundred_launches(two_hundred):
+    """What 200 launches leave in memory is little."""
+    before, after = two_hundred
+    assert after["memory"] - before["memory"] < 24 << 20
+
+
+def test_warm_processes_that_are_of_no_use_any_more_are_reaped(monkeypatch):
+    """Another environment needs another warm process; those from before do not add up, not even as zombies."""
+    launchable = wrapper(ranks())(lambda: 1)
+    for number in ("1", "2", "1"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        launchable()
+    monkeypatch.undo()
+
+    def children():
+        launchable()  # a launch may tidy up
+        return len(psutil.Process().children()) == 1
+
+    eventually(children, "only the warm process", SOON_S)
+
+
+@pytest.mark.parametrize("end", ["returns", "dies"])
+def test_shared_memory_that_a_rank_forgot_is_freed(end):
+    """Python's resource tracker does that at the end of a process, and ranks let it."""
+
+    def forgets():
+        from multiprocessing import shared_memory
+
+        names = [shared_memory.SharedMemory(create=True, size=100).name for _ in range(3)]
+        print(*names, flush=True)
+        if end == "dies":
+            os._exit(3)
+
+    shared = Path("/dev/shm")
+    before = set(shared.iterdir())
+    for _ in range(3):
+        launch = wrapper(ranks())(forgets).submit()
+        eventually(launch.done, "the end")
+        assert len(launch.logs(0).split()) >= 3
+    eventually(lambda: set(shared.iterdir()) <= before, "the end of the shared memory", SOON_S)
+
+
+FORKING = """
+import os, signal, sys, time
+from parawrap import Platform, wrapper
+
+method, folder, end = sys.argv[1:]
+
+@wrapper(Platform(device="cpu", n_cpus=2, spawn_method=method, grace_s=1))
+def waits():
+    say(folder)
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.01)
+    return 1
+
+launch = waits.submit()
+while len([name for name in os.listdir(folder) if name.endswith(".pid")]) < 2:
+    time.sleep(0.01)
+if os.fork() == 0:
+    if end == "exit":
+        sys.exit()
+    say(folder)
+    time.sleep(600)
+if end == "exit":
+    os.wait()
+    open(folder + "/go", "w").close()
+    print(launch.results(timeout=20))
+time.sleep(600 if end == "kill" else 0)
+"""
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_fork_of_the_parent_keeps_no_rank_alive(method, tmp_path):
+    """The parent forks while a launch runs, and is killed: its ranks end, though the fork lives on."""
+    with running_script(tmp_path, FORKING, method, tmp_path, "kill") as parent:
+        said_in(tmp_path, 3)
+        family = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
+        forks = [pid for pid in family if (tmp_path / f"{pid}.pid").exists()]
+        fork = max(forks, key=lambda pid: psutil.Process(pid).create_time())
+        try:
+            parent.kill()
+            parent.wait()
+            assert_gone([pid for pid in family if pid != fork])
+            assert not is_gone(fork)
+        finally:
+            for pid in family:
+                if not is_gone(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_a_fork_of_the_parent_that_ends_ends_no_rank(tmp_path):
+    """What the parent does at its end, a fork of it does not do."""
+    with running_script(tmp_path, FORKING, "forkserver", tmp_path, "exit", stdin=subprocess.DEVNULL) as parent:
+        said, _ = parent.communicate(timeout=PATIENCE_S)
+    assert said == "RankResults(1, 1)\n"

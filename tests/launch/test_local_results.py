@@ -1,0 +1,974 @@
+"""Promises 1, 2, 4, 7, 8 and 9 on this machine: what launches, what comes back, and what ranks find and write."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+import re
+import resource
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, wrapper
+from tests.launch.processes import PATIENCE_S, SOON_S, assert_gone, eventually, ranks, run_script, said_in, say_function
+
+METHODS = ["forkserver", "spawn", "fork"]
+LOCK = threading.Lock()
+OFFSET = 5
+
+
+def summed(value):
+    """The sum over all ranks."""
+    total = torch.tensor(float(value))
+    dist.all_reduce(total)
+    return total.item()
+
+
+# -- what launches
+
+
+@wrapper(ranks())
+def guarded(number):
+    with LOCK:
+        return number + OFFSET + current_rank().global_rank
+
+
+class Model:
+    def __init__(self, bias):
+        self.bias = bias
+
+    @wrapper(ranks())
+    def method(self, number):
+        return number + self.bias + current_rank().global_rank
+
+    @classmethod
+    @wrapper(ranks())
+    def of_class(cls, number):
+        return cls.__name__, number + current_rank().global_rank
+
+    @staticmethod
+    @wrapper(ranks())
+    def static(number):
+        return number + current_rank().global_rank
+
+    def __call__(self, number):
+        return number + self.bias + current_rank().global_rank
+
+
+def closures():
+    bias = 5
+
+    def closure(number):
+        return number + bias + current_rank().global_rank
+
+    def recursive(number):
+        return recursive(number - 1) + 1 if number else bias + current_rank().global_rank
+
+    return closure, recursive
+
+
+def generic(number, /, bias=0, *more, scale=1, **rest):
+    return scale * (number + bias + sum(more) + sum(rest.values())) + current_rank().global_rank
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [
+        lambda: wrapper(ranks())(lambda number: number + 5 + current_rank().global_rank)(1),
+        lambda: wrapper(ranks())(closures()[0])(1),
+        lambda: wrapper(ranks())(closures()[1])(1),
+        lambda: guarded(1),
+        lambda: Model(5).method(1),
+        lambda: wrapper(ranks())(Model(5))(1),
+        lambda: wrapper(ranks())(Model(5).__call__)(1),
+        lambda: Model.static(6),
+        lambda: wrapper(ranks())(generic)(1, 2, 3),
+        lambda: wrapper(ranks())(generic)(1, scale=2, other=2),
+    ],
+    ids=["lambda", "closure", "recursive", "global_lock", "method", "callable", "bound", "static", "positional", "keyword"],
+)
+def test_any_function_launches(launch):
+    """It runs once per rank with the arguments of the call, and what each rank returned comes back in rank order."""
+    results = launch()
+    assert type(results) is RankResults
+    assert results == (6, 7)
+
+
+def test_a_classmethod_launches():
+    """It gets its class."""
+    assert Model.of_class(1) == (("Model", 1), ("Model", 2))
+
+
+def test_results_come_in_rank_order(tmp_path):
+    """Whichever rank returns first."""
+
+    def returns(folder):
+        rank = current_rank().global_rank
+        while rank < 3 and not Path(folder, str(rank + 1)).exists():  # the last rank first
+            time.sleep(0.01)
+        Path(folder, str(rank)).touch()
+        return rank
+
+    assert wrapper(ranks(4))(returns)(tmp_path) == (0, 1, 2, 3)
+
+
+GUARD = 'if __name__ == "__main__": '
+
+
+@pytest.mark.parametrize(
+    ("method", "guard"),
+    [("forkserver", ""), ("forkserver", GUARD), ("spawn", ""), ("fork", "")],
+    ids=["forkserver", "forkserver_guarded", "spawn", "fork"],
+)
+def test_functions_and_classes_of_a_script_launch(method, guard, tmp_path):
+    """What ``__main__`` defines goes to the ranks and back, with or without a guard, and the script runs once."""
+    text = f"""
+    from parawrap import Platform, current_rank, wrapper
+
+    print("script")
+    SCALE = 3
+
+    class Point:
+        def __init__(self, x):
+            self.x = x
+
+    class Failure(Exception):
+        pass
+
+    def scaled(x):
+        return SCALE * x
+
+    @wrapper(Platform(device="cpu", n_cpus=2, spawn_method="{method}"))
+    def function(point):
+        return Point(scaled(point.x) + current_rank().global_rank), Failure("text")
+
+    def main():
+        for point, failure in function(Point(2)):
+            print(type(point) is Point, point.x, type(failure) is Failure, failure)
+
+    {guard}main()
+    """
+    assert run_script(tmp_path, text).splitlines() == ["script", "True 6 True text", "True 7 True text"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_spawn_method_forms_a_world(method):
+    """Ranks have their number, and a group in which collectives work."""
+
+    def place():
+        rank = current_rank()
+        return rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart, summed(rank.global_rank + 1)
+
+    assert wrapper(ranks(3, spawn_method=method))(place)() == tuple((r, r, 0, 3, 0, 6.0) for r in range(3))
+
+
+def test_a_task_gets_its_ranks_and_arguments():
+    """``Wrapper.start`` calls ``task(global_rank, local_rank, process_group, args)``."""
+
+    def task(global_rank, local_rank, process_group, args):
+        value = torch.tensor(args[0])
+        dist.all_reduce(value, group=process_group)
+        return global_rank, local_rank, value.item()
+
+    assert Wrapper(ranks()).start(task, (4,)) == ((0, 0, 8), (1, 1, 8))
+    assert Wrapper(ranks(ipc_groups=None)).start(lambda *given: given) == ((0, 0, None, None), (1, 1, None, None))
+
+
+# -- what comes back
+
+
+def test_values_of_every_kind_come_back():
+    """Scalars, nested containers, arrays and tensors of many kinds are what they were."""
+
+    def values():
+        base = torch.arange(12.0).reshape(3, 4)
+        return {
+            "none": None,
+            "nested": [(1, "a"), {2: {3.5}}],
+            "array": np.arange(6, dtype=np.int16).reshape(2, 3),
+            "strided": base.t()[1:],
+            "half": torch.ones(2, dtype=torch.bfloat16),
+            "complex": torch.tensor([1 + 2j]).conj(),
+            "bool": torch.tensor([True, False]),
+            "empty": torch.empty(0, 3),
+            "scalar": torch.tensor(3),
+            "sparse": torch.eye(3).to_sparse(),
+            "grad": torch.ones(2, requires_grad=True),
+            "computed": torch.ones(2, requires_grad=True) * 2,
+            "parameter": torch.nn.Parameter(torch.ones(2)),
+            "module": torch.nn.Linear(2, 1),
+            "device": torch.device("cpu"),
+            "dtype": torch.float16,
+            "generator": torch.Generator().manual_seed(3).initial_seed(),
+        }
+
+    here = values()
+    for there in wrapper(ranks())(values)():
+        assert there.keys() == here.keys()
+        assert (there["none"], there["nested"], there["device"], there["dtype"]) == (
+            None, here["nested"], here["device"], here["dtype"]
+        )  # fmt: skip
+        assert np.array_equal(there["array"], here["array"])
+        assert there["array"].dtype == np.int16
+        for name in ("strided", "half", "complex", "bool", "empty", "scalar", "grad", "computed", "parameter"):
+            assert torch.equal(there[name], here[name])
+            assert there[name].dtype == here[name].dtype
+        assert torch.equal(there["sparse"].to_dense(), torch.eye(3))
+        assert there["strided"].stride() == here["strided"].stride()
+        assert there["grad"].requires_grad
+        assert type(there["parameter"]) is torch.nn.Parameter
+        assert there["module"](torch.ones(1, 2)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "big"])
+def test_tensors_that_share_memory_still_do(size):
+    """A tensor and its view are one memory on both ways, and may be written to."""
+
+    def shares(both):
+        whole, part = both
+        part += 1
+        return whole, whole[1:3], {"again": whole}
+
+    whole = torch.zeros(size)
+    for got, view, more in wrapper(ranks())(shares)((whole, whole[:2])):
+        assert got[:4].tolist() == [1.0, 1.0, 0.0, 0.0]
+        view.fill_(7)
+        assert got[:4].tolist() == [1.0, 7.0, 7.0, 0.0]
+        assert more["again"].data_ptr() == got.data_ptr()
+    assert not whole.any()
+
+
+def test_results_of_two_ranks_are_apart():
+    """Writing into one rank's result changes no other's."""
+    first, second = wrapper(ranks())(torch.zeros)(1 << 20)
+    first.fill_(1)
+    assert not second.any()
+
+
+BIG = 256 << 20
+
+
+def test_big_results_come_back():
+    """256 MB per rank arrive whole."""
+
+    def big():
+        return torch.full((BIG // 4,), current_rank().global_rank + 1.0)
+
+    results = wrapper(ranks())(big)()
+    assert [each.numel() for each in results] == [BIG // 4] * 2
+    assert [(each.min().item(), each.max().item()) for each in results] == [(1.0, 1.0), (2.0, 2.0)]
+
+
+def test_big_results_and_many_small_ones_come_back_with_few_descriptors(tmp_path):
+    """Under ``ulimit -n 1024``: 256 MB per rank, then 5,000 tensors per rank, kept, while nothing stays open for them."""
+    text = f"""
+    import os, torch
+    from parawrap import Platform, current_rank, wrapper
+
+    @wrapper(Platform(device="cpu", n_cpus=2))
+    def big():
+        return torch.full(({BIG // 4},), current_rank().global_rank + 1.0)
+
+    @wrapper(Platform(device="cpu", n_cpus=2))
+    def many():
+        return [torch.full((200,), float(i)) for i in range(5000)]
+
+    print([(each.min().item(), each.max().item()) for each in big()])
+    kept = [many() for _ in range(2)]
+    print(all(tensor[-1] == i for each in kept for rank in each for i, tensor in enumerate(rank)))
+    print(len(os.listdir("/proc/self/fd")) < 64)
+    """
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+
+    assert run_script(tmp_path, text, preexec_fn=limit).splitlines() == ["[(1.0, 1.0), (2.0, 2.0)]", "True", "True"]
+
+
+def test_big_arguments_reach_every_rank_unshared():
+    """What one rank writes into its argument, no other rank sees, nor the parent."""
+
+    def writes(array):
+        array += current_rank().global_rank
+        dist.barrier()
+        return array[0].item(), array.sum().item()
+
+    array = torch.ones(1 << 21)
+    assert wrapper(ranks())(writes)(array) == ((1.0, float(1 << 21)), (2.0, float(1 << 22)))
+    assert array.sum() == 1 << 21
+
+
+# -- groups, and where ranks meet
+
+
+@pytest.mark.parametrize(
+    ("groups", "sums", "members"),
+    [
+        ([], [6.0] * 4, [4] * 4),
+        ([[0, 1], [2, 3]], [1.0, 1.0, 5.0, 5.0], [2] * 4),
+        ([[0, 2]], [2.0, None, 2.0, None], [2, None, 2, None]),
+        ([[3, 1, 0]], [4.0, 4.0, None, 4.0], [3, 3, None, 3]),
+        ([[1]], [None, 1.0, None, None], [None, 1, None, None]),
+    ],
+)
+def test_groups_are_those_of_the_platform(groups, sums, members):
+    """Each rank's group is its own list, a collective in it sees that list alone, and a rank in no list has None."""
+
+    def total():
+        rank = current_rank()
+        world = summed(1)
+        if rank.group is None:
+            return None, None, world
+        value = torch.tensor(float(rank.global_rank))
+        dist.all_reduce(value, group=rank.group)
+        return value.item(), dist.get_world_size(rank.group), world
+
+    expected = [(value, size, 4.0) for value, size in zip(sums, members, strict=True)]
+    assert list(wrapper(ranks(4, ipc_groups=groups))(total)()) == expected
+
+
+def test_no_group_is_made_where_none_is_wanted():
+    """With ``ipc_groups=None`` torch.distributed is not initialised."""
+    assert wrapper(ranks(ipc_groups=None))(lambda: (current_rank().group, dist.is_initialized()))() == ((None, False),) * 2
+
+
+@pytest.mark.parametrize("groups", [[], [[0], [1]]])
+def test_ranks_can_meet_in_a_file(groups, tmp_path, monkeypatch):
+    """``ipc_protocol="file"`` makes the same world, in a private folder that is gone afterwards."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def looks(folder):
+        (place,) = Path(folder).glob("parawrap-*")
+        return place.stat().st_mode & 0o777, summed(1)
+
+    platform = ranks(ipc_protocol="file", ipc_groups=groups)
+    assert wrapper(platform)(looks)(str(tmp_path)) == ((0o700, 2.0),) * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("protocol", ["tcp", "file"])
+def test_nothing_listens_but_on_loopback(protocol, tmp_path):
+    """Neither the parent nor a rank can be reached from another machine while a launch runs."""
+    say = say_function()
+
+    def waits(folder):
+        dist.barrier()
+        say(folder)
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+
+    launch = wrapper(ranks(ipc_protocol=protocol))(waits).submit(tmp_path)
+    processes = [psutil.Process(), *map(psutil.Process, said_in(tmp_path, 2))]
+    listening = {
+        (each.pid, connection.laddr.ip)
+        for each in processes
+        for connection in each.net_connections("inet")
+        if connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    }
+    talking = {
+        connection.raddr.ip.removeprefix("::ffff:")
+        for each in processes
+        for connection in each.net_connections("inet")
+        if connection.raddr
+    }
+    (tmp_path / "go").touch()
+    launch.results(timeout=PATIENCE_S)
+    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1"}
+    assert talking == {"127.0.0.1"}
+    assert protocol == "file" or os.getpid() in {pid for pid, _ in listening}
+
+
+def test_a_port_in_use_is_told():
+    """The message has the address, why, and the cure; nothing stays of the attempt."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"cannot meet at 127.0.0.1:{port}.*in use.*leave master_port out"):
+            wrapper(ranks(master_port=port))(lambda: None)()
+
+
+def test_a_port_of_the_users_is_used_again_and_again():
+    """A named port may be taken by one launch after the other, at once."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launchable = wrapper(ranks(master_port=port))(lambda: (os.environ["MASTER_PORT"], summed(1)))
+    for _ in range(3):
+        assert launchable() == ((str(port), 2.0),) * 2
+
+
+# -- what ranks find
+
+
+def drawn():
+    return random.random(), torch.rand(1).item(), np.random.rand()
+
+
+def test_seeds_are_equal_across_ranks_and_launches():
+    """With a seed, every rank draws what a process with that seed draws."""
+    random.seed(3)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    here = drawn()
+    assert wrapper(ranks(seed=3))(drawn)() == (here, here)
+    assert wrapper(ranks(seed=4))(drawn)()[0] != here
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_without_a_seed_every_rank_draws_its_own(method):
+    """``seed=None``: no generator draws the same in two ranks, nor in two launches."""
+    launchable = wrapper(ranks(seed=None, spawn_method=method))(drawn)
+    draws = [*launchable(), *launchable()]
+    for generator in zip(*draws, strict=True):
+        assert len(set(generator)) == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_find_the_surroundings_of_the_call(method, tmp_path, monkeypatch):
+    """Environment, folder, import path and command line are the parent's, as they are when the call is made."""
+    (tmp_path / "beside.py").write_text("VALUE = 'imported'")
+
+    def looks():
+        import beside
+
+        return beside.VALUE, os.environ.get("MINE"), os.environ.get("GONE"), Path.cwd(), sys.argv, Path.cwd().exists()
+
+    launchable = wrapper(ranks(1, spawn_method=method))(looks)
+    monkeypatch.setenv("GONE", "not yet")
+    monkeypatch.setenv("MINE", "first")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["script.py", "--lr", "0.1"])
+    assert launchable() == (("imported", "first", "not yet", tmp_path, ["script.py", "--lr", "0.1"], True),)
+    monkeypatch.setenv("MINE", "zweit\u00e9\udc80")
+    monkeypatch.delenv("GONE")
+    (tmp_path / "deeper").mkdir()
+    monkeypatch.chdir(tmp_path / "deeper")
+    monkeypatch.setattr(sys, "argv", [""])
+    assert launchable() == (("imported", "zweit\u00e9\udc80", None, tmp_path / "deeper", [""], True),)
+
+
+def test_ranks_see_modules_as_they_are_now(tmp_path, monkeypatch):
+    """A module that was edited between two launches is imported anew."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def looks():
+        import changing
+
+        return changing.VALUE
+
+    for value in (1, 22):
+        (tmp_path / "changing.py").write_text(f"VALUE = {value}")
+        assert wrapper(ranks())(looks)() == (value, value)
+
+
+def test_a_folder_that_is_gone_does_not_matter(tmp_path, monkeypatch):
+    """A parent whose folder was removed can still launch."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert wrapper(ranks())(lambda: 1)() == (1, 1)
+
+
+def test_variables_tell_libraries_of_the_world():
+    """Ranks find the variables that torchrun sets."""
+
+    def looks():
+        return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
+
+    assert wrapper(ranks())(looks)() == (["0", "0", "2", "2", "127.0.0.1"], ["1", "1", "2", "2", "127.0.0.1"])
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_torch_threads_of_ranks_share_the_cores(method, monkeypatch):
+    """Each rank computes with its share, at least one thread, and can: a parallel sum does not hang after the fork."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    torch.rand(1 << 22).sum()  # starts this process's own threads
+
+    def threads():
+        total = torch.ones(1 << 22).sum().item()
+        return torch.get_num_threads(), total
+
+    for count in (1, 2, 2 * cores):
+        launch = wrapper(ranks(count, spawn_method=method))(threads).submit()
+        try:
+            found = launch.results(timeout=SOON_S)
+        finally:
+            launch.cancel()
+        share = 1 if method == "fork" else max(1, cores // count)  # OpenMP's threads do not survive a fork
+        assert found == ((share, float(1 << 22)),) * count
+
+
+def test_the_users_number_of_threads_wins(monkeypatch):
+    """OMP_NUM_THREADS is kept, also when it changes between launches."""
+    for number in ("3", "1"):
+        monkeypatch.setenv("OMP_NUM_THREADS", number)
+        assert wrapper(ranks())(torch.get_num_threads)() == (int(number),) * 2
+
+
+def test_a_rank_may_start_workers():
+    """A DataLoader with worker processes works in a rank."""
+
+    def loads():
+        from torch.utils.data import DataLoader
+
+        return [batch.sum().item() for batch in DataLoader(torch.arange(8.0), batch_size=4, num_workers=2)]
+
+    assert wrapper(ranks())(loads)() == ([6.0, 22.0],) * 2
+
+
+def test_a_rank_launches_nothing():
+    """The decorated function, called within a rank, is a LaunchError that names the way out, and ``__wrapped__`` works."""
+
+    def recurses(bare):
+        inner = wrapper(ranks())(lambda: "inner")
+        if bare:
+            return inner.__wrapped__()
+        for call in (inner, inner.submit, inner.inline):
+            with contextlib.suppress(LaunchError):
+                call()
+                return call
+        return inner()
+
+    launchable = wrapper(ranks())(recurses)
+    assert launchable(bare=True) == ("inner", "inner")
+    with pytest.raises(LaunchError, match=r"launched within rank \d of 2: a rank starts no ranks.*__wrapped__"):
+        launchable(bare=False)
+
+
+# -- the handle
+
+
+def test_submit_gives_a_handle(tmp_path):
+    """It does not wait; state, done, logs and results follow the launch, as often as they are asked."""
+
+    def waits(folder):
+        print("in rank", current_rank().global_rank, flush=True)
+        while not Path(folder, "go").exists():
+            time.sleep(0.01)
+        return current_rank().global_rank
+
+    launch = wrapper(ranks())(waits).submit(tmp_path)
+    assert (launch.state, launch.done()) == ("running", False)
+    eventually(lambda: [launch.logs(rank) for rank in (0, 1)] == ["in rank 0\n", "in rank 1\n"], "both lines")
+    with pytest.raises(TimeoutError, match=r"still run after 0\.01 seconds"):
+        launch.results(timeout=0.01)
+    assert "running" in repr(launch)
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=PATIENCE_S) == (0, 1)
+    assert launch.results() is launch.results()
+    assert (launch.state, launch.done()) == ("finished", True)
+    assert launch.logs(1) == "in rank 1\n"
+    for rank in (-1, 2):
+        with pytest.raises(IndexError, match=f"no rank {rank} in a world of 2"):
+            launch.logs(rank)
+
+
+def test_a_failed_launch_says_so_before_it_is_asked():
+    """Its state is "failed", whether its results were asked for or not, and each time they are, it raises."""
+    launch = wrapper(ranks())(lambda: 1 / 0).submit()
+    eventually(launch.done, "the end")
+    assert launch.state == "failed"
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            launch.results()
+    assert launch.state == "failed"
+
+
+def test_launches_at_once_do_not_collide():
+    """Eight launches, from eight threads: each has its own world, and its own results."""
+
+    def total(number):
+        return number, summed(number)
+
+    launchable = wrapper(ranks())(total)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(launchable, range(8)))
+    assert results == [((number, 2.0 * number),) * 2 for number in range(8)]
+
+
+def test_launches_overlap():
+    """Submitted launches run side by side: each waits for the other to have begun."""
+
+    def meets(mine, other):
+        Path(mine).touch()
+        while not Path(other).exists():
+            time.sleep(0.01)
+        return mine
+
+    launchable = wrapper(ranks(1))(meets)
+    launches = [launchable.submit(*names) for names in (("a", "b"), ("b", "a"))]
+    assert [launch.results(timeout=PATIENCE_S) for launch in launches] == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
+    """Threads of servers often block all signals: ranks still run, are told to end, clean up, and are reaped."""
+    text = f"""
+    import os, signal, threading, time
+    from parawrap import LaunchCancelledError, Platform, wrapper
+
+    platform = Platform(device="cpu", n_cpus=2, spawn_method="{method}", grace_s=15)
+
+    @wrapper(platform)
+    def returns():
+        return 1
+
+    @wrapper(platform)
+    def waits():
+        try:
+            print("begun", flush=True)
+            time.sleep(600)
+        finally:
+            print("cleaned up", flush=True)
+
+    def launches():
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        print(returns.submit().results(timeout=10), flush=True)
+        launch = waits.submit()
+        while "begun" not in launch.logs(0):
+            time.sleep(0.01)
+        threading.Timer(10, os._exit, [1]).start()
+        launch.cancel()
+        print(launch.state, flush=True)
+        os._exit(0)
+
+    threading.Thread(target=launches).start()
+    """
+    lines = run_script(tmp_path, text).splitlines()
+    assert lines[0] == "RankResults(1, 1)"
+    assert "[rank 0] cleaned up" in lines
+    assert lines[-1] == "cancelled"
+
+
+def test_dry_run_starts_nothing():
+    """It tells launcher, ranks, groups and size, finds what cannot be sent, and leaves no process."""
+    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    preview = wrapper(ranks(4, ipc_groups=[[0, 1], [2, 3]]))(lambda data: data).dry_run(torch.zeros(1 << 18))
+    assert preview.launcher == "local"
+    assert len(preview.ranks) == 4
+    assert preview.payload > 1 << 20
+    assert "[0, 1], [2, 3]" in str(preview)
+    assert "127.0.0.1" in str(preview)
+    assert {each.pid for each in psutil.Process().children(recursive=True)} == before
+    with pytest.raises(TypeError, match=r"args\[0\] cannot be sent"):
+        wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
+
+
+# -- upon_finish
+
+
+def test_upon_finish_is_called_once():
+    """In the parent, after the ranks have finished, and before the results are there."""
+    calls = []
+    launch = wrapper(ranks(upon_finish=lambda: calls.append(os.getpid())))(lambda: 1).submit()
+    assert launch.results(timeout=PATIENCE_S) == (1, 1)
+    launch.results()
+    assert calls == [os.getpid()]
+
+
+@pytest.mark.parametrize("end", ["raises", "exits", "cancelled", "hangs"])
+def test_upon_finish_is_not_called_after_a_failure(end):
+    """Nor after an exception, a death, a cancel or a time limit."""
+    calls = []
+
+    def fails():
+        if end == "raises":
+            raise ValueError
+        if end == "exits":
+            os._exit(1)
+        time.sleep(600)
+
+    limit = {"hang_timeout_s": 0.3} if end == "hangs" else {}
+    launch = wrapper(ranks(upon_finish=lambda: calls.append(1), **limit))(fails).submit()
+    if end == "cancelled":
+        launch.cancel()
+    with pytest.raises((ValueError, LaunchError)):
+        launch.results(timeout=PATIENCE_S)
+    assert calls == []
+
+
+def test_the_error_of_upon_finish_is_raised():
+    """It comes out of the call, and the launch counts as failed."""
+
+    def fails():
+        raise LookupError("in upon_finish")
+
+    launch = wrapper(ranks(upon_finish=fails))(lambda: 1).submit()
+    with pytest.raises(LookupError, match="in upon_finish"):
+        launch.results(timeout=PATIENCE_S)
+    assert launch.state == "failed"
+
+
+@pytest.mark.parametrize(
+    "use",
+    ["launch.results(timeout=5)", "launch.cancel() or launch.results(timeout=5)", "works()"],
+    ids=["results", "cancel", "launch"],
+)
+def test_upon_finish_may_use_launches(use, tmp_path):
+    """It can ask its own launch for the results, cancel it to no effect, or launch the next."""
+    text = f"""
+    import os, threading
+    from parawrap import Platform, wrapper
+
+    ready = threading.Event()
+
+    def finish():
+        ready.wait()
+        print({use}, flush=True)
+
+    @wrapper(Platform(device="cpu", n_cpus=2))
+    def works():
+        return 1
+
+    launch = wrapper(Platform(device="cpu", n_cpus=2, upon_finish=finish))(works.__wrapped__).submit()
+    ready.set()
+    threading.Timer(15, os._exit, [1]).start()
+    print(launch.results(timeout=10), flush=True)
+    os._exit(0)
+    """
+    assert run_script(tmp_path, text).splitlines() == ["RankResults(1, 1)"] * 2
+
+
+# -- output
+
+
+def lines_of(capfd):
+    out, err = capfd.readouterr()
+    return sorted(out.splitlines()), sorted(err.splitlines())
+
+
+def writes():
+    print("out", current_rank().global_rank)
+    print("err", current_rank().global_rank, file=sys.stderr)
+    os.write(1, b"raw\n")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_lines_are_shown_behind_their_rank(method, capfd):
+    """On the stream that they were written to, also what C code writes."""
+    wrapper(ranks(verbose=True, spawn_method=method))(writes)()
+    out, err = lines_of(capfd)
+    assert out == ["[rank 0] out 0", "[rank 0] raw", "[rank 1] out 1", "[rank 1] raw"]
+    assert err == ["[rank 0] err 0", "[rank 1] err 1"]
+
+
+def test_one_rank_needs_no_prefix(capfd):
+    """The lines of a single rank are shown as they are."""
+    wrapper(ranks(1, verbose=True))(writes)()
+    assert lines_of(capfd) == (["out 0", "raw"], ["err 0"])
+
+
+def test_quiet_launches_show_nothing(capfd):
+    """With ``verbose=False`` nothing is shown, and everything is kept."""
+    launch = wrapper(ranks())(writes).submit()
+    launch.results(timeout=PATIENCE_S)
+    assert lines_of(capfd) == ([], [])
+    assert sorted(launch.logs(1).splitlines()) == ["err 1", "out 1", "raw"]
+
+
+@pytest.mark.parametrize("text", ["a\u2028b", "a\x0cb", "a\x1cb", "a\x85b", "é €", "a\tb"])
+def test_only_newlines_end_lines(text, capfd):
+    """A line of a rank gets its prefix once, whatever stands in it."""
+    wrapper(ranks(verbose=True))(print)(text)
+    out, _ = capfd.readouterr()
+    assert sorted(out.split("\n")) == ["", f"[rank 0] {text}", f"[rank 1] {text}"]
+
+
+def test_a_progress_bar_is_shown_as_it_goes(capfd):
+    """What ends in a carriage return is shown at once, and a last line without a newline is not lost."""
+
+    def draws():
+        sys.stdout.write("50%\r")
+        sys.stdout.write("100%\r\n")
+        sys.stdout.write("end")
+
+    wrapper(ranks(1, verbose=True))(draws)()
+    out = capfd.readouterr()[0]
+    assert out.replace("\r\n", "\n") == "50%\r100%\nend\n"
+
+
+def test_lines_of_ranks_never_mix(capfd):
+    """2,000 lines of each of two ranks, written in pieces, are each whole."""
+
+    def pours():
+        rank = current_rank().global_rank
+        for i in range(2000):
+            os.write(1, f"{rank} {i}".encode())
+            os.write(1, b" end\n")
+
+    wrapper(ranks(verbose=True))(pours)()
+    lines = capfd.readouterr()[0].splitlines()
+    for rank in (0, 1):
+        mine = [line for line in lines if line.startswith(f"[rank {rank}] ")]
+        assert mine == [f"[rank {rank}] {rank} {i} end" for i in range(2000)]
+    assert len(lines) == 4000
+
+
+def test_output_beyond_memory_is_kept():
+    """8 MB of output come back whole from ``logs``."""
+    launch = wrapper(ranks(1))(lambda: print("x" * (8 << 20))).submit()
+    launch.results(timeout=PATIENCE_S)
+    assert launch.logs(0) == "x" * (8 << 20) + "\n"
+
+
+def test_the_first_rank_logs_more_than_the_others(capfd):
+    """Rank 0 logs from INFO on, the others from WARNING on."""
+
+    def logs():
+        logger = logging.getLogger("mine")
+        logger.debug("debug")
+        logger.info("info")
+        logger.warning("warning")
+
+    wrapper(ranks(verbose=True))(logs)()
+    assert lines_of(capfd)[1] == [
+        "[rank 0] INFO:mine:info",
+        "[rank 0] WARNING:mine:warning",
+        "[rank 1] WARNING:mine:warning",
+    ]
+
+
+def test_console_logs_get_a_file_per_rank(tmp_path):
+    """All that a rank wrote is in its file, also of a quiet launch, in a folder that is made; each launch begins anew."""
+    folder = tmp_path / "deep" / "logs"
+    launchable = wrapper(ranks(console_logs=folder))(lambda text: print(text, current_rank().global_rank))
+    for text in ("first", "second"):
+        launchable(text)
+        assert {path.name: path.read_text() for path in folder.iterdir()} == {
+            "rank-0.log": f"{text} 0\n",
+            "rank-1.log": f"{text} 1\n",
+        }
+
+
+@pytest.mark.parametrize("obstacle", ["file", "below_a_file", "log_is_a_folder"])
+def test_a_log_folder_that_cannot_be_written_to_is_told(obstacle, tmp_path):
+    """LaunchError names the folder and the reason, before any rank runs the function."""
+    (tmp_path / "file").touch()
+    (tmp_path / "logs" / "rank-1.log").mkdir(parents=True)
+    folder = {"file": "file", "below_a_file": "file/logs", "log_is_a_folder": "logs"}[obstacle]
+    ran = tmp_path / "ran"
+    with pytest.raises(LaunchError, match=re.escape(str(tmp_path / folder))):
+        wrapper(ranks(console_logs=tmp_path / folder))(lambda: ran.touch())()
+    assert not ran.exists()
+
+
+def test_a_full_disk_costs_the_log_file_and_not_the_launch(tmp_path, caplog):
+    """The launch goes on, and a warning says where the file ends."""
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    launch = wrapper(ranks(console_logs=tmp_path))(lambda: print("text")).submit()
+    assert launch.results(timeout=PATIENCE_S) == (None, None)
+    assert launch.logs(0) == "text\n"
+    assert (tmp_path / "rank-1.log").read_text() == "text\n"
+    assert "rank-0.log ends here" in caplog.text
+
+
+def test_a_parent_that_cannot_show_a_character_shows_the_rest(tmp_path):
+    """Its encoding lacks a character: that one is shown otherwise, and no line is lost."""
+    text = """
+    from parawrap import Platform, wrapper
+
+    @wrapper(Platform(device="cpu", n_cpus=1))
+    def writes():
+        print("before")
+        print("caf\\u00e9")
+        print("after", flush=True)
+
+    writes()
+    """
+    said = run_script(tmp_path, text, env={**os.environ, "PYTHONIOENCODING": "ascii"}).splitlines()
+    assert said[0] == "before"
+    assert said[1].startswith("caf")
+    assert said[2:] == ["after"]
+
+
+@pytest.mark.parametrize(
+    ("closed", "method"),
+    [((0,), "forkserver"), ((0, 1, 2), "spawn"), ((1, 2), "fork"), ((0, 1, 2), "fork")],
+    ids=["stdin-forkserver", "all-spawn", "outputs-fork", "all-fork"],
+)
+def test_a_parent_with_closed_streams_can_launch(closed, method, tmp_path):
+    """Whichever of its standard streams are closed, ranks run, write, are heard and talk to each other."""
+    text = f"""
+    import json, os, sys
+    for number in {closed!r}:
+        os.close(number)
+    import torch, torch.distributed as dist
+    from parawrap import Platform, current_rank, wrapper
+
+    @wrapper(Platform(device="cpu", n_cpus=2, spawn_method="{method}"))
+    def works():
+        print("out")
+        os.write(2, b"err")
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item(), sys.stdin is None or sys.stdin.read()
+
+    launch = works.submit()
+    results = launch.results(timeout=20)
+    with open("found", "w") as file:
+        json.dump([results, sorted(launch.logs(1).split())], file)
+    """
+    run_script(tmp_path, text)
+    results, words = json.loads((tmp_path / "found").read_text())
+    assert [total for total, _ in results] == [2.0, 2.0]
+    assert sorted("".join(words)) == sorted("outerr")
+
+
+# -- many descriptors
+
+
+@contextlib.contextmanager
+def many_descriptors():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(4096, hard)), hard))
+    with contextlib.ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(Path(os.devnull).open())
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
+    """With more than 1,024 descriptors in use, launches run, ranks are told to end, and what they forked is ended."""
+    say = say_function()
+
+    def fails(folder):
+        if current_rank().global_rank == 1:
+            pid = os.fork()
+            if pid == 0:
+                while True:
+                    time.sleep(600)
+            say(folder, pid)
+            os._exit(3)
+        try:
+            time.sleep(600)
+        finally:
+            Path(folder, "cleaned").touch()
+
+    with many_descriptors():
+        assert wrapper(ranks(spawn_method=method))(lambda: summed(1))() == (2.0, 2.0)
+        with pytest.raises(LaunchError, match="rank 1 of 2 left with exit code 3"):
+            wrapper(ranks(spawn_method=method))(fails)(tmp_path)
+    assert (tmp_path / "cleaned").exists()
+    assert_gone(said_in(tmp_path, 1))
+
+
+def test_a_platform_may_be_shared_by_threads_and_functions():
+    """One platform object serves any number of functions."""
+    platform = Platform(device="cpu", n_cpus=2, verbose=False)
+    assert wrapper(platform)(lambda: 1)() == wrapper(platform)(lambda: 1)() == (1, 1)

@@ -1,0 +1,90 @@
+"""Promise 2 in a notebook: what a cell defines launches."""
+
+from __future__ import annotations
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+CELLS = [
+    """
+from parawrap import Platform, current_rank, wrapper
+import torch, torch.distributed as dist
+
+STEP = 10
+
+class Answer:
+    def __init__(self, value):
+        self.value = value
+
+def helper(value):
+    return STEP * value
+""",
+    """
+@wrapper(Platform(device="cpu", n_cpus=2))
+def function(start):
+    rank = current_rank().global_rank
+    total = torch.tensor(start + rank)
+    dist.all_reduce(total)
+    print("in rank", rank, flush=True)
+    return Answer(helper(total.item()))
+
+results = function(3)
+print([type(each) is Answer for each in results], [each.value for each in results])
+""",
+    """
+STEP = 100
+print([each.value for each in function(0)])
+""",
+    """
+class Failure(Exception):
+    pass
+
+@wrapper(Platform(device="cpu", n_cpus=2))
+def fails():
+    raise Failure("in the cell")
+
+try:
+    fails()
+except Failure as error:
+    print("caught", error)
+""",
+]
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """What each cell of an executed notebook printed."""
+    folder = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
+    path = folder / "launches.ipynb"
+    nbformat.write(notebook, path)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, str(folder / name.lower()))
+        client = NotebookClient(
+            nbformat.read(path, as_version=4),
+            timeout=60,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(folder)}},
+        )
+        executed = client.execute()
+    return [
+        sorted("".join(output.text for output in cell.outputs if output.output_type == "stream").splitlines())
+        for cell in executed.cells
+    ]
+
+
+def test_a_function_of_a_cell_launches(outputs):
+    """Its results come back, of classes of the cell too, and what ranks print is shown under the cell."""
+    assert outputs[1] == ["[True, True] [70, 70]", "[rank 0] in rank 0", "[rank 1] in rank 1"]
+
+
+def test_a_cell_sees_what_later_cells_changed(outputs):
+    """A global that was changed reaches the next launch."""
+    assert "[100, 100]" in outputs[2]
+
+
+def test_an_exception_of_a_cell_can_be_caught(outputs):
+    """Its class is the notebook's own."""
+    assert outputs[3] == ["caught in the cell"]
