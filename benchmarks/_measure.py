@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 
-__all__ = ["Arm", "Row", "take_turns"]
+__all__ = ["Arm", "Row", "arm_of", "take_turns"]
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ def take_turns(arms: Mapping[str, Callable[[], object]], *, rounds: int, calls: 
             for _ in range(calls):
                 work()
             times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: _arm(values) for name, values in times.items()}
+    return {name: arm_of(values) for name, values in times.items()}
 
 
-def _arm(values: list[float]) -> Arm:
+def arm_of(values: list[float]) -> Arm:
+    """From times in microseconds."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return Arm(median, low, high)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -122,9 +123,20 @@ PEERS: dict[str, Callable[[str], Any]] = {
 }
 
 
+MODULES = {
+    "parawrap": "parawrap",
+    "accelerate debug_launcher": "accelerate",
+    "torchrunx": "torchrunx",
+    "elastic_launch": "torch.distributed.launcher.api",
+    "mp.spawn": "torch.multiprocessing",
+    "ddpw": "ddpw",
+}
+
+
 def main() -> None:
     """One launch; how long it took, what it returned or raised, and how long after the failure."""
     peer, scenario = sys.argv[1:]
+    importlib.import_module(MODULES[peer])
     start = time.time()
     found: dict[str, Any] = {}
     try:

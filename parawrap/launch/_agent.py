@@ -5,6 +5,7 @@ Runs in a process of its own, whose standard input is a line to the parent.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -23,6 +24,7 @@ _LOOK_S = 0.5
 
 def serve(arguments: list[str], grace_s: float) -> None:
     """Be the agent; tells the parent the exit codes of the ranks that failed last."""
+    gc.enable()
     wire = Wire(line_at_standard_input())
     # Ranks meet at the parent's store. With this the agent opens none of its own, which would listen on every interface.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

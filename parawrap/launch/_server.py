@@ -64,8 +64,8 @@ class _Server:
         os.set_blocking(self._waker, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        gc.collect()
         gc.freeze()  # what is here now is never collected in a rank, and so never copied for it
+        gc.enable()
 
     def run(self) -> None:
         """Until the parent has hung up and the last rank has ended, or the parent is gone."""
@@ -141,7 +141,6 @@ class _Server:
         for name in self._wanted:
             if name not in sys.modules:
                 importlib.import_module(name)
-                gc.collect()
                 gc.freeze()
         self._wanted.clear()
 

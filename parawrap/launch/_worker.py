@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -57,6 +58,7 @@ def run_rank(sock: socket.socket, identity: dict[str, int] | None = None, *, has
         identity: what the parent needs to tell which rank called, where it did not start the process itself.
         has_guardian: whether the process that this one was forked from ends it when the parent is gone.
     """
+    gc.enable()
     wire = Wire(sock)
     parent = os.getppid()
     _own_session()
