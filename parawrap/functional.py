@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _BUCKET_BYTES = 64 << 20
-_NONE, _DENSE, _SPARSE = range(3)  # what a parameter has for a gradient
 
 
 def seed_generators(seed: int, offset: int = 0) -> None:
@@ -87,15 +86,25 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
 
 
 def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
-    """Zeros, where another rank has a gradient and this one has none: every rank must send the same tensors."""
+    """Have every rank send the same tensors: zeros where only others have a gradient, dense ones where any rank's is."""
     if not parameters:
         return
-    kinds = torch.tensor([_gradient_kind(each) for each in parameters], dtype=torch.uint8, device=parameters[0].device)
-    here = kinds.tolist()
-    dist.all_reduce(kinds, dist.ReduceOp.MAX)
-    for parameter, kind, most in zip(parameters, here, kinds.tolist(), strict=True):
-        if kind < most:
-            parameter.grad = _no_rows_of(parameter) if most == _SPARSE else torch.zeros_like(parameter)
+    flags = torch.tensor(
+        [_has_dense_and_sparse(each) for each in parameters], dtype=torch.uint8, device=parameters[0].device
+    )
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    for parameter, (dense, sparse) in zip(parameters, flags.tolist(), strict=True):
+        if parameter.grad is None and (dense or sparse):
+            parameter.grad = torch.zeros_like(parameter) if dense else _no_rows_of(parameter)
+        elif dense and parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.to_dense()
+
+
+def _has_dense_and_sparse(parameter: nn.Parameter) -> tuple[bool, bool]:
+    if parameter.grad is None:
+        return False, False
+    is_dense = parameter.grad.layout is torch.strided
+    return is_dense, not is_dense
 
 
 def _no_rows_of(parameter: nn.Parameter) -> Tensor:
@@ -104,12 +113,6 @@ def _no_rows_of(parameter: nn.Parameter) -> Tensor:
     return torch.sparse_coo_tensor(
         rows, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
     )
-
-
-def _gradient_kind(parameter: nn.Parameter) -> int:
-    if parameter.grad is None:
-        return _NONE
-    return _DENSE if parameter.grad.layout is torch.strided else _SPARSE
 
 
 def _average(tensors: list[Tensor]) -> None:
@@ -225,7 +228,7 @@ def to(
     """
     target = _target(local_rank, device)
     module = module.to(target)
-    if not sync_modules or _world_size() == 1:
+    if not sync_modules or _world_size() == 1 or isinstance(module, DistributedDataParallel):
         return module
     if target.type == "cuda" and has_batch_norm(module):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)

@@ -6,6 +6,7 @@ This layer knows functions and how they are bound and sent. It refuses to know p
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
@@ -19,6 +20,7 @@ from parawrap.launch import (
     Platform,
     Preview,
     RankResults,
+    below_a_rank,
     current_rank,
     inside_a_rank,
     launch,
@@ -78,7 +80,7 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
 
     Raises:
         PlatformError: `platform` is none.
-        TypeError: what is decorated is not callable.
+        TypeError: what is decorated is not callable, or gives a coroutine or a generator.
 
     When called:
         UnsendableError: the function, an argument or a result cannot be sent; the message names the part that cannot.
@@ -104,6 +106,9 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
         bare = getattr(function, "__func__", function)  # a classmethod or staticmethod
         if not callable(bare):
             msg = f"wrapper decorates a function, not {function!r}: give it a callable"
+            raise TypeError(msg)
+        if inspect.iscoroutinefunction(bare) or inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
+            msg = f"{bare.__qualname__} gives a coroutine or a generator, which no rank can send: return values"
             raise TypeError(msg)
         return cast("Launchable[P, T]", _Launchable(function, platform))
 
@@ -144,6 +149,10 @@ class Wrapper:
         if not callable(task):
             msg = f"Wrapper.start takes a task, not {task!r}: give it a callable"
             raise TypeError(msg)
+        if args is not None and not isinstance(args, (tuple, list)):
+            msg = f"Wrapper.start takes the task's arguments as a tuple, not {args!r}: write ({args!r},)"
+            raise TypeError(msg)
+        _check_arguments(task, (0, 0, None, args), {})
         return _called(Job(self.platform, _as_function(task, has_args=args is not None), args or ()))
 
 
@@ -165,12 +174,15 @@ class _Calls:
         raise NotImplementedError
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Launch[Any]:
+        """Start the ranks, and give a handle on them without waiting."""
         return _launched(self._job(args, kwargs))
 
     def dry_run(self, /, *args: Any, **kwargs: Any) -> Preview:
+        """What a call would start, without starting it."""
         return preview(self._job(args, kwargs))
 
     def inline(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
+        """Run the function in this process, as rank 0 of 1, where a debugger can follow it."""
         job = self._job(args, kwargs)
         _refuse_in_a_rank(job)
         return run_inline(job)
@@ -273,10 +285,26 @@ def _called(job: Job) -> RankResults[Any]:
 
 def _launched(job: Job) -> Launch[Any]:
     _refuse_in_a_rank(job)
+    _check_arguments(job.function, (*job.bound_to, *job.args), job.kwargs or {})
     return launch(job)
 
 
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise Python's own TypeError for arguments that do not fit, before any rank is started."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # builtins that do not tell
+        return
+    signature.bind(*args, **kwargs)
+
+
 def _refuse_in_a_rank(job: Job) -> None:
+    if below_a_rank() and not inside_a_rank():
+        msg = (
+            f"{job.name} was launched in a process that a rank had started: a rank starts no ranks. If that process ran "
+            f"the main script again, as spawned workers do, put what the script does under if __name__ == '__main__':"
+        )
+        raise LaunchError(msg)
     if inside_a_rank():
         rank = current_rank()
         msg = (

@@ -8,7 +8,7 @@ from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job, Preview
 from parawrap.launch._launcher import launch, preview
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import Rank, current_rank, inside_a_rank
+from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._results import Launch, RankResults
 from parawrap.launch._seeds import seed_all
 from parawrap.launch.inline import run_inline
@@ -21,6 +21,7 @@ __all__ = [
     "Preview",
     "Rank",
     "RankResults",
+    "below_a_rank",
     "current_rank",
     "inside_a_rank",
     "launch",

@@ -25,14 +25,14 @@ import torch
 
 from parawrap.launch._wire import Wire, close_in_forked_children, is_readable
 
-__all__ = ["Control", "ToldToEnd"]
+__all__ = ["FORCED", "Control", "ToldToEnd"]
 
 _ROOM = Path(__file__).parent
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _LOOK_S = 0.1
 _DEAF_S = 1.0
 _IDLE = 0.02  # of the time, whoever only waits uses at most this share of a processor
-_FORCED = 1
+FORCED = 1  # the exit code of a rank that its own control ended
 
 
 class ToldToEnd(BaseException):
@@ -110,9 +110,9 @@ class Control:
             self._told.set()
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
         users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
-        if users_own or self._heard.wait(_DEAF_S):
+        if users_own or self._heard.wait(_DEAF_S) or not self._main_thread.is_in_distributed():
             time.sleep(self._grace_s)
-        os._exit(_FORCED)
+        os._exit(FORCED)
 
     def _look_at_main_thread(self) -> None:
         """Tell the parent of life, where it wants to know; and of being stuck, where other ranks have left."""
@@ -143,6 +143,10 @@ class _MainThread:
         elif began is None or began.before_distributed != now.before_distributed:
             self._wait_began = now
         return last is None or (last.place, last.processor_s) != (now.place, now.processor_s)
+
+    def is_in_distributed(self) -> bool:
+        """Whether it is in a call of torch.distributed."""
+        return self._look().in_distributed
 
     def waits_for_others(self, seconds: float) -> bool:
         """Whether it has been in one call of torch.distributed for so long, and has done next to nothing there."""

@@ -11,8 +11,8 @@ import selectors
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -103,9 +103,9 @@ class ElasticSupervisor(Supervisor):
         rank, restart = hello.body["rank"], hello.body["restart"]
         if restart > self._attempt:
             self._begin_attempt(restart)
-        charge = Charge(rank, wire, self._transcripts[rank], hello.body["pid"], restart=restart)
+        charge = Charge(rank, wire, self._transcripts[rank], hello.body["pid"])
         self.watch(charge)
-        self._listen_to(charge, hello.files)
+        self._on_hello(charge, hello.files)
         wire.send("orders", self._orders(rank, restart), (self._payload,))
 
     def _begin_attempt(self, restart: int) -> None:
@@ -115,6 +115,7 @@ class ElasticSupervisor(Supervisor):
                 self._hang_up(charge)
         self.history.append(_told(self._attempt, self.outcomes()))
         self._attempt = restart
+        self._last_sign = time.monotonic()
         self._end_at = None
         with self._access:
             self._charges.clear()
@@ -146,14 +147,14 @@ class ElasticSupervisor(Supervisor):
                 outcome = self._charges[rank].outcome if rank in self._charges else None
                 if isinstance(outcome, Died) and not outcome.by_sys_exit:
                     known = Died.of(code, at=outcome.at, pid=outcome.pid, last_words=outcome.last_words)
-                    self._charges[rank].outcome = replace(known)
+                    self._charges[rank].outcome = known
 
     def _on_agent_end(self) -> None:
         self._selector.unregister(self._agent.status)
         while self._agent.wire in self._selector.get_map():
             self._on_agent_message()
         code = self._agent.reap()
-        if code and first_failure(self.outcomes()) is None and not self._is_success():
+        if first_failure(self.outcomes()) is None and not self._is_success():
             self.broken = f"the elastic agent ended with {code}; it wrote:\n{self._agent.last_words()}"
 
     def _close(self) -> None:

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _BACKLOG = 4096
+_LONGEST_TEMP = 70
 _LOOPBACK = "127.0.0.1"
 
 
@@ -82,15 +83,18 @@ def meeting_place(platform: Platform) -> Iterator[Meeting | None]:
 
 
 def _listen(meeting: Meeting) -> socket.socket:
-    family = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][0]
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = None
     try:
+        family = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((meeting.host, meeting.port))
         listener.listen(_BACKLOG)
     except OSError as error:
-        listener.close()
-        msg = f"the ranks cannot meet at {meeting.host}:{meeting.port}: {error}; leave master_port out to take a free one"
+        if listener is not None:
+            listener.close()
+        place = f"{meeting.host}:{meeting.port}"
+        msg = f"the ranks cannot meet at {place}: {error}; leave master_addr and master_port out for a free port here"
         raise LaunchError(msg) from error
     return listener
 
@@ -98,7 +102,8 @@ def _listen(meeting: Meeting) -> socket.socket:
 @contextmanager
 def private_folder() -> Iterator[Path]:
     """A new folder that no other user may enter, gone at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="parawrap-"))  # made with mode 0700
+    # Made with mode 0700. The path of a socket within may have a hundred characters.
+    folder = Path(tempfile.mkdtemp(prefix="parawrap-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_TEMP else None))
     try:
         yield folder
     finally:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._groups import meeting_of
-from parawrap.launch._packing import memory_file, pack, unpack
+from parawrap.launch._packing import OfMain, memory_file, pack, unpack
 from parawrap.launch._platform import Platform
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
@@ -49,10 +50,11 @@ class Job:
         """
         call = {
             "the platform": _without_callbacks(self.platform),
-            "the function": self.sent_as or self.function,
+            "the function": self.function if self.sent_as is None else self.sent_as,
             "the object": self.bound_to,
             "args": self.args,
             "kwargs": self.kwargs or {},
+            "of main": OfMain(),
         }
         file = memory_file("call")
         try:
@@ -64,8 +66,13 @@ class Job:
 
 
 def unpacked_call(file: int) -> Job:
-    """The job, in a rank."""
+    """The job, in a rank.
+
+    What the user's script defines gets its place in this process's ``__main__``: torch.save, all_gather_object and others
+    who know only names look for it there.
+    """
     call = unpack(file)
+    vars(sys.modules["__main__"]).update(call["of main"])
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 

@@ -22,22 +22,22 @@ class Leftovers:
     """The groups of ranks that are gone, until their last members are. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self._killed_at: dict[int, float] = {}
+        self._kill_at: dict[int, float] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._killed_at)
+        return bool(self._kill_at)
 
     def take(self, pid: int) -> None:
         """Tell whatever is left of this rank's group to end."""
         if _signal_group(pid, signal.SIGTERM):
-            self._killed_at[pid] = time.monotonic() + _PATIENCE_S
+            self._kill_at[pid] = time.monotonic() + _PATIENCE_S
 
     def look(self) -> None:
         """Drop the groups that are gone, and kill those whose time is up."""
-        for pid, killed_at in list(self._killed_at.items()):
-            is_due = time.monotonic() >= killed_at
+        for pid, kill_at in list(self._kill_at.items()):
+            is_due = time.monotonic() >= kill_at
             if not _signal_group(pid, signal.SIGKILL if is_due else 0) or is_due:
-                del self._killed_at[pid]
+                del self._kill_at[pid]
 
 
 def end_groups(pids: Iterable[int]) -> None:

@@ -148,6 +148,8 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int) -> Bas
     failure, place = outcomes[rank], f"(node 0, {socket.gethostname()})"
     if isinstance(failure, Raised):
         error = _opened(failure, rank)
+        if failure.is_echo and (returned := _that_returned(outcomes)):
+            add_note(error, returned)
         add_note(error, f"raised in rank {rank} of {world_size} {place}; there:\n{_indented(failure.traceback)}")
     else:
         assert isinstance(failure, Died)
@@ -179,12 +181,16 @@ def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> 
         elif other != rank and isinstance(outcome, Died):
             said.append(f"rank {other} {outcome.summary}")
     more = len(said) - _TOLD_AT_MOST
-    notes = ["then: " + "; ".join(said[:_TOLD_AT_MOST]) + (f"; and {more} more" if more > 0 else "")] if said else []
-    returned = [str(other) for other, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
-    if _is_echo(failure) and returned:
-        ranks = f"rank {returned[0]} had" if len(returned) == 1 else f"ranks {', '.join(returned)} had"
-        notes.append(f"{ranks} returned already: in a collective, every rank of the group has to take part")
-    return notes
+    return ["then: " + "; ".join(said[:_TOLD_AT_MOST]) + (f"; and {more} more" if more > 0 else "")] if said else []
+
+
+def _that_returned(outcomes: Mapping[int, Outcome]) -> str | None:
+    """A note on ranks that others may have waited for in vain."""
+    returned = [str(rank) for rank, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+    if not returned:
+        return None
+    ranks = f"rank {returned[0]} had" if len(returned) == 1 else f"ranks {', '.join(returned)} had"
+    return f"{ranks} returned already: in a collective, every rank of the group has to take part"
 
 
 def _indented(text: str) -> str:

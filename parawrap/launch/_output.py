@@ -72,6 +72,14 @@ class Transcript:
         with self._access:
             self._kept.write(data)
 
+    def record(self, text: str) -> None:
+        """Keep what the rank did not write itself, without showing it."""
+        data = f"{text}\n".encode()
+        if self._file is not None:
+            self._file.write(data)
+        with self._access:
+            self._kept.write(data)
+
     def text(self) -> str:
         """Everything so far."""
         with self._access:
@@ -181,7 +189,7 @@ class _Lines:
         target: TextIO | None = getattr(sys, self._stream)  # looked up each time: notebooks and tests put others there
         if not text or target is None:
             return
-        with contextlib.suppress(OSError, ValueError):  # nobody reads on, or it was closed; the transcript has it all
+        with contextlib.suppress(Exception):  # nobody reads on, or it was closed; the transcript has it all
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()

@@ -14,6 +14,7 @@ import os
 import pickle
 import struct
 import tempfile
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch._culprit import culprit
 from parawrap.launch._exceptions import reduced_exception
 
-__all__ = ["memory_file", "pack", "unpack"]
+__all__ = ["OfMain", "memory_file", "pack", "unpack"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -43,6 +44,8 @@ def memory_file(name: str) -> int:
 
 def pack(value: Any, file: int, address: str) -> int:
     """Write a value into an open file, from its start; returns the bytes written.
+
+    A dict with an `OfMain` as its last value gets there what of ``__main__`` has gone into the file by value.
 
     Raises:
         UnsendableError: it cannot be pickled; the message names the part that cannot, from `address` on.
@@ -104,16 +107,28 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
+class OfMain:
+    """Stands for the functions and classes of ``__main__`` that were pickled before it, by their names."""
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with the memory of tensors put aside instead of copied into the pickle. For one value only."""
 
     def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._of_main: dict[str, Any] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduced_tensor(obj)
+        if isinstance(obj, OfMain):
+            return dict, (self._of_main,)
+        if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+            msg = "DistributedDataParallel belongs to the process group of its rank: send model.module"
+            raise pickle.PicklingError(msg)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
+            self._of_main[obj.__qualname__] = obj
         if isinstance(obj, BaseException):
             return reduced_exception(obj, lambda value: _refusal(value) is None)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":

@@ -6,6 +6,7 @@ This file knows which values make sense. It refuses to know how any launcher sta
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -23,6 +24,7 @@ __all__ = ["Platform"]
 
 _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
+_NO_BACKENDS = ("undefined", "fake")  # torch lists them beside the real ones
 _BIGGEST_SEED = 2**32 - 1  # numpy takes no larger one
 _BIGGEST_PORT = 65535
 _LONGEST = 1e7  # minutes are 19 years, seconds 115 days; a clock that counts milliseconds in 32 bits knows 24 days
@@ -33,7 +35,7 @@ class Platform:
     """Where and how the ranks of a launch run. Frozen, so it may be shared by any number of launches and threads.
 
     Args:
-        name: what the launch is called in process lists, messages and queues.
+        name: what the launch is called by launchers that have queues.
         device: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"neuron"``: the kind of which every rank gets one; ``"auto"`` is the
             best kind that this machine shows.
         launcher: ``"local"`` starts processes on this machine; ``"env"`` joins the world that torchrun, srun or mpirun put
@@ -57,7 +59,8 @@ class Platform:
         slurm_additional_parameters: passed on to submitit by launchers that use it.
         console_logs: a folder that gets one file per rank, ``rank-0.log`` and so on, with all that the rank wrote.
         verbose: whether what ranks write is shown here, each line behind its rank.
-        upon_finish: called without arguments, in this process, when the ranks have finished without an error.
+        upon_finish: called without arguments, in this process, when the ranks have finished without an error. What it
+            raises is logged.
         max_restarts: how often the whole group is started anew when a rank fails.
         grace_s: seconds that ranks have to clean up once they are told to end.
         hang_timeout_s: ends the launch in ``LaunchTimeoutError`` when for this many seconds no rank wrote anything and
@@ -149,6 +152,12 @@ class Platform:
         return self.backend or ("cpu:gloo,cuda:nccl" if self.device == Device.GPU else "gloo")
 
 
+if not TYPE_CHECKING:  # __new__ would hide the fields from help() and completion
+    Platform.__signature__ = inspect.signature(Platform.__init__).replace(
+        parameters=list(inspect.signature(Platform.__init__).parameters.values())[1:]
+    )
+
+
 def _refuse(field_name: str, value: object, allowed: str) -> NoReturn:
     msg = f"{field_name}={value!r}: {allowed}"
     raise PlatformError(msg)
@@ -164,7 +173,7 @@ def _set(platform: Platform, name: str, value: object) -> None:
 
 def _check_device(platform: Platform) -> None:
     """Settle what device and launcher are; users write launchers where devices belong, and are understood."""
-    kinds = [kind.value for kind in Device]
+    kinds = [kind.value for kind in Device if kind not in (Device.SLURM, Device.RAY) or kind.value in LAUNCHERS]
     if not isinstance(platform.device, str):
         _refuse("device", platform.device, _either(kinds))
     try:
@@ -172,6 +181,8 @@ def _check_device(platform: Platform) -> None:
     except ValueError:
         _refuse("device", platform.device, _either(kinds))
     if kind in (Device.SLURM, Device.RAY):
+        if kind.value not in LAUNCHERS:
+            _refuse("device", platform.device, f"there is no launcher of that name: {_either(kinds)}")
         if platform.launcher not in (None, kind.value):
             _refuse(
                 "launcher", platform.launcher, f"device={kind.value!r} names the launcher already: leave one of them out"
@@ -206,7 +217,7 @@ def _starts_here(platform: Platform) -> bool:
 
 
 def _check_backend(given: object, name: str) -> None:
-    known = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+    known = [each for each in dist.Backend.backend_list if each not in _NO_BACKENDS and dist.is_backend_available(each)]
     if name.lower() not in known:
         _refuse("backend", given, f"this torch has {', '.join(known)}")
 
@@ -304,6 +315,8 @@ def _check_visible(platform: Platform) -> None:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
     world = surrounding_world()
     size = platform.world_size if here or world is None or not platform.leaves_counts_open else world.world_size
+    if kind is Device.CPU and platform.n_gpus is not None:
+        _refuse("n_gpus", platform.n_gpus, "with device='cpu' there are no GPUs, and n_cpus is the number of ranks")
     missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]
     if missing:
         _refuse("ipc_groups", platform.ipc_groups, f"there is no rank {missing[0]} in a world of {size}")

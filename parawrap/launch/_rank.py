@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from parawrap.launch._platform import Platform
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Rank", "being", "current_rank", "inside_a_rank"]
+__all__ = ["IN_RANK", "Rank", "being", "below_a_rank", "current_rank", "inside_a_rank"]
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,17 @@ class Rank:
     node: int
     world_size: int
     device: torch.device
-    platform: Platform
+    platform: Platform = field(repr=False)
     group: ProcessGroup | None = field(default=None, repr=False)
     restart: int = 0
 
+    def __getstate__(self) -> dict[str, object]:
+        """A process group stays with its process."""
+        return {**vars(self), "group": None}
+
+
+IN_RANK = "PARAWRAP_IN_RANK"
+"""The variable by which a process that a rank starts knows that it is no rank, though it has inherited RANK and so on."""
 
 _current: Rank | None = None
 
@@ -72,6 +80,11 @@ def current_rank() -> Rank:
         )
         raise LaunchError(msg)
     return _current
+
+
+def below_a_rank() -> bool:
+    """Whether this process was started by a rank, or by a process that was."""
+    return os.environ.get(IN_RANK, str(os.getpid())) != str(os.getpid())
 
 
 def inside_a_rank() -> bool:

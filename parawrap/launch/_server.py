@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import importlib
 import os
@@ -30,6 +31,7 @@ __all__ = ["FORK", "LOAD", "REQUEST", "STATUS", "serve"]
 STATUS = struct.Struct("<i")  # as subprocess has it: an exit code, or minus a signal's number
 REQUEST = struct.Struct("<cd")  # FORK with the rank's grace in seconds, or LOAD with an index into PRELOADABLE
 FORK, LOAD = b"f", b"l"
+_FILES = 2  # with FORK: the line and the status pipe
 
 _LOOK_S = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -90,7 +92,9 @@ class _Server:
             if not head:
                 return False
             word, number = REQUEST.unpack(head + receive_exactly(self._requests, REQUEST.size - len(head)))
-            if word == FORK:
+            if word == FORK and len(files) != _FILES:  # they were lost: this process may open no more
+                self._refuse(errno.EMFILE, files)
+            elif word == FORK:
                 self._fork(files[0], _Child(files[1], number))
             else:
                 self._wanted.append(PRELOADABLE[int(number)])
@@ -99,12 +103,22 @@ class _Server:
         return True
 
     def _fork(self, line: int, child: _Child) -> None:
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._refuse(error.errno or errno.EAGAIN, [line, child.status])
+            return
         if pid == 0:
             self._become_rank(line, child)
         os.close(line)
         self._children[pid] = child
         self._requests.sendall(STATUS.pack(pid))
+
+    def _refuse(self, number: int, files: list[int]) -> None:
+        """Answer that no rank was forked, by minus the number of the error."""
+        for file in files:
+            os.close(file)
+        self._requests.sendall(STATUS.pack(-number))
 
     def _become_rank(self, line: int, child: _Child) -> NoReturn:
         try:
@@ -131,7 +145,9 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            child = self._children.pop(pid)
+            child = self._children.pop(pid, None)
+            if child is None:  # not a rank of ours
+                continue
             with contextlib.suppress(BrokenPipeError):
                 os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
             os.close(child.status)
@@ -140,7 +156,8 @@ class _Server:
         """With nothing else to do, import what the last ranks had to import for themselves."""
         for name in self._wanted:
             if name not in sys.modules:
-                importlib.import_module(name)
+                with contextlib.suppress(Exception):  # then the ranks find out why for themselves
+                    importlib.import_module(name)
                 gc.freeze()
         self._wanted.clear()
 

@@ -13,8 +13,9 @@ import socket
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 
@@ -30,6 +31,9 @@ _READ_AT_LOAD = (
     "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
     "DYLD_", "PYTHON",
 )  # fmt: skip
+
+
+_STOP_S = 60.0
 
 
 class Started(NamedTuple):
@@ -74,7 +78,8 @@ def interpreter(script: str) -> list[str]:
 
     Garbage is not collected until `script` says so: while torch is imported, a sixth of the time would go into that.
     """
-    return [sys.executable, "-P", "-c", f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; {script}"]
+    path = [each for each in sys.path if isinstance(each, str)]  # Python itself passes over all others
+    return [sys.executable, "-P", "-c", f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; {script}"]
 
 
 class _Fork:
@@ -83,13 +88,22 @@ class _Fork:
     def start(self, line: socket.socket, grace_s: float) -> Started:
         pid = os.fork()
         if pid == 0:
-            atexit._clear()  # what the parent does at its end is the parent's affair
-            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
-            run_rank(line.dup())
+            _become_rank(line)
         return Started(pid, status_pipe_of(lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
 
     def load(self, names: Iterable[str]) -> None:
         pass
+
+
+def _become_rank(line: socket.socket) -> NoReturn:
+    """In a fork of this process, which is never to go on as the program that was forked."""
+    try:
+        atexit._clear()  # what the parent does at its end is the parent's affair
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
+        run_rank(line.dup())
+    finally:
+        traceback.print_exc()
+        os._exit(1)
 
 
 class _Spawn:
@@ -138,7 +152,7 @@ class _Server:
         ours, its = socket.socketpair()
         with its:
             script = "from parawrap.launch._server import serve; serve()"
-            self._process = subprocess.Popen(interpreter(script), stdin=its.fileno())
+            self._process = subprocess.Popen(interpreter(script), stdin=its.fileno(), start_new_session=True)
         self.kind = kind
         self._socket = ours
         self._one_at_a_time = threading.Lock()
@@ -153,18 +167,28 @@ class _Server:
         status, written = os.pipe()
         try:
             with self._one_at_a_time:
-                socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), written])
-                (pid,) = STATUS.unpack(receive_exactly(self._socket, STATUS.size))
-        except BaseException as error:
+                pid = self._asked_to_fork(line, written, grace_s)
+            if pid < 0:
+                msg = f"no process can be forked for a rank: {os.strerror(-pid)}"
+                raise LaunchError(msg)
+        except BaseException:
             os.close(status)
+            raise
+        finally:
+            os.close(written)
+        return Started(pid, status)
+
+    def _asked_to_fork(self, line: socket.socket, status: int, grace_s: float) -> int:
+        """The pid of a new rank, or minus the number of an error."""
+        try:
+            socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), status])
+            return int(STATUS.unpack(receive_exactly(self._socket, STATUS.size))[0])
+        except BaseException as error:
             self.close()  # whatever interrupted this, an answer that is still to come would be taken for the next one's
             if not isinstance(error, (OSError, EOFError)):
                 raise
             msg = "the warm process that ranks are forked from has gone; launch again to start another"
             raise LaunchError(msg) from error
-        finally:
-            os.close(written)
-        return Started(pid, status)
 
     def load(self, names: Iterable[str]) -> None:
         for name in set(names) - self._loaded:
@@ -184,7 +208,15 @@ class _Server:
     def stop(self) -> None:
         """Hang up, and wait for the process's end."""
         self.close()
-        self._process.wait()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:  # it was stopped, or its ranks do not end
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """In a forked child: it is somebody else's child."""
+        self._process.returncode = 0
 
 
 _server: _Server | None = None
@@ -219,9 +251,12 @@ def stop_server() -> None:
 
 def _forget_servers() -> None:
     """In a forked child: they belong to the parent."""
-    global _server
+    global _server, _starting
+    for server in (*_retired, *([] if _server is None else [_server])):
+        server.forget()
     _server = None
     _retired.clear()
+    _starting = threading.Lock()  # another thread may have held it
 
 
 atexit.register(stop_server)

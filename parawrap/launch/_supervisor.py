@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from parawrap.launch._charge import Charge
+from parawrap.launch._control import FORCED
 from parawrap.launch._leftovers import LOOK_S, Leftovers
 from parawrap.launch._outcomes import Died, Ended, Outcome, Parcel, Raised, Returned, first_failure
 from parawrap.launch._platform import Platform
@@ -28,6 +29,7 @@ from parawrap.launch._wire import Message, is_readable
 __all__ = ["Supervisor"]
 
 _PIECE = 1 << 16
+_PIECES_IN_A_PIPE = 16  # it holds a mebibyte at the most
 _ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itself
 _STACKS_WAIT_S = 1.0
 _LONGEST_WAIT_S = 3600.0  # a selector cannot wait for very long
@@ -145,7 +147,8 @@ class Supervisor:
         if self._end_at is not None:
             return self._end_at
         hang = self._platform.hang_timeout_s
-        silent_at = None if hang is None else self._last_sign + hang
+        all_began = sum(charge.greeted for charge in self._charges.values()) == self._platform.world_size
+        silent_at = self._last_sign + hang if hang is not None and all_began else None
         return min((each for each in (self._up_at, silent_at) if each is not None), default=None)
 
     def _patience(self) -> float:
@@ -173,7 +176,7 @@ class Supervisor:
         for rank in self._alive:
             if self._charges[rank].is_running:
                 self._charges[rank].stacks = _NO_ANSWER
-                self._charges[rank].wire.send("stacks")
+                self._charges[rank].ask_for_stacks()
         self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _kill(self) -> None:
@@ -191,14 +194,14 @@ class Supervisor:
             self.end()
         if "stacks" in wishes:
             for rank in self._alive:
-                self._charges[rank].wire.send("stacks")
+                self._charges[rank].ask_for_stacks()
 
     def _on_message(self, charge: Charge) -> None:
         message = charge.wire.receive()
         if message is None:
             self._hang_up(charge)
         elif message.word == "hello":
-            self._listen_to(charge, message.files)
+            self._on_hello(charge, message.files)
         elif message.word == "alive":
             self._last_sign = time.monotonic()
         elif message.word == "stacks":
@@ -210,6 +213,11 @@ class Supervisor:
         else:
             self._on_loaded(message.body["loaded"])
             self._settle(charge, _outcome_of(message, charge))
+
+    def _on_hello(self, charge: Charge, streams: Iterable[int]) -> None:
+        charge.greeted = True
+        self._last_sign = time.monotonic()
+        self._listen_to(charge, streams)
 
     def _listen_to(self, charge: Charge, streams: Iterable[int]) -> None:
         for number, file in enumerate(streams, start=1):
@@ -234,6 +242,7 @@ class Supervisor:
         os.close(file)
 
     def _on_stacks(self, charge: Charge, text: str) -> None:
+        charge.asked = False
         with self._access:
             charge.stacks = text
             self._stacks_in.notify_all()
@@ -264,20 +273,24 @@ class Supervisor:
         """Whatever the pipes still hold. Not until their end: a process that the rank let loose may hold them open."""
         for number, file in list(charge.streams.items()):
             with contextlib.suppress(BlockingIOError):
-                while data := os.read(file, _PIECE):
-                    charge.transcript.write(number, data)
+                for _ in range(_PIECES_IN_A_PIPE):
+                    charge.transcript.write(number, os.read(file, _PIECE))
             self._stop_listening(charge, number)
 
     def _died(self, charge: Charge, code: int | None) -> Outcome:
-        if charge.told_to_end:
+        if charge.told_to_end and _is_our_doing(charge, code):
             return Ended(time.time())
         last_words = charge.transcript.last_words(_LAST_WORDS)
         return Died.of(code, at=time.time(), pid=charge.pid, last_words=last_words)
 
     def _settle(self, charge: Charge, outcome: Outcome) -> None:
         """Take note of how a rank's function ended, and see to the others."""
+        if isinstance(outcome, Raised):
+            charge.transcript.record(outcome.traceback)
         with self._access:
             charge.outcome = outcome
+            if self.timed_out is None:
+                charge.stacks = None  # they tell of what is over
             self._stacks_in.notify_all()
         self._last_sign = time.monotonic()
         outcomes = self.outcomes()
@@ -286,7 +299,7 @@ class Supervisor:
             self._on_failure(outcomes[first])
         elif len(outcomes) < self._platform.world_size:
             for rank in self._alive:
-                self._charges[rank].wire.send("left")
+                self._charges[rank].tell_of_others()
             self._end_stuck()
         elif all(isinstance(each, Returned) for each in outcomes.values()):
             self.end()
@@ -327,6 +340,11 @@ class Supervisor:
             self._waker = -1
             self._stacks_in.notify_all()
         self._selector.close()
+
+
+def _is_our_doing(charge: Charge, code: int | None) -> bool:
+    """Whether a rank that was told to end can have ended this way because of that."""
+    return code in (None, FORCED, -signal.SIGTERM) or (charge.killed and code == -signal.SIGKILL)
 
 
 def _outcome_of(message: Message, charge: Charge) -> Outcome:

@@ -7,6 +7,7 @@ file whose descriptor is attached. Any thread may send; one thread receives.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import pickle
 import select
@@ -21,6 +22,7 @@ __all__ = ["Message", "Wire", "close_in_forked_children", "is_readable", "line_a
 
 _HEAD = struct.Struct("<QB")
 _MOST_FILES = 8
+_log = logging.getLogger("parawrap.launch")
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -62,7 +64,10 @@ class Wire:
             head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
             if not head:
                 return None
-            length, _ = _HEAD.unpack(head + receive_exactly(self._socket, _HEAD.size - len(head)))
+            length, count = _HEAD.unpack(head + receive_exactly(self._socket, _HEAD.size - len(head)))
+            if len(files) != count:
+                _log.error("descriptors were lost on their way: this process may open no more (see ulimit -n)")
+                raise EOFError
             word, body = pickle.loads(receive_exactly(self._socket, length))
         except (OSError, EOFError):
             for file in files:

@@ -30,7 +30,7 @@ from parawrap.launch._job import Job, unpacked_call
 from parawrap.launch._orders import Orders
 from parawrap.launch._packing import memory_file, pack
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import Rank, being
+from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._settling import Place, settled
 from parawrap.launch._watchdog import start_watchdog
 from parawrap.launch._wire import Wire
@@ -62,7 +62,10 @@ def run_rank(sock: socket.socket, identity: dict[str, int] | None = None, *, has
     wire = Wire(sock)
     parent = os.getppid()
     _own_session()
-    wire.send("hello", {"pid": os.getpid(), **(identity or {})}, _streams())
+    streams = _streams()
+    wire.send("hello", {"pid": os.getpid(), **(identity or {})}, streams)
+    for stream in streams:
+        os.close(stream)
     message = wire.receive()
     if message is None:  # the parent is gone, or has given up
         os._exit(_FAILED)
@@ -179,6 +182,7 @@ def _variables(place: Place, meeting: Meeting | None) -> dict[str, str]:
         "WORLD_SIZE": str(place.world_size),
         "LOCAL_WORLD_SIZE": str(place.ranks_per_node),
         "GROUP_RANK": str(place.node),
+        IN_RANK: str(os.getpid()),
     }
     if meeting is not None and meeting.host is not None:
         variables |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -198,9 +202,7 @@ def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
 
 def _join_threads() -> None:
     """The function has not returned before the threads that it started have ended, but for daemons."""
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.main_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # wakes the idle workers of thread pools too
 
 
 def _leave(code: int) -> NoReturn:
@@ -210,4 +212,4 @@ def _leave(code: int) -> NoReturn:
             step()
         except Exception:  # noqa: BLE001 (an exit handler's own affair, told as the interpreter tells it)
             traceback.print_exc()
-    os._exit(code)
+    os._exit(code & 0xFF or int(code != 0))

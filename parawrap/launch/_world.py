@@ -21,6 +21,7 @@ class World(NamedTuple):
 
     Attributes:
         name: what started it, for messages.
+        ranks_per_node: 0 where nothing tells.
         hosts_store: whether rank 0 of this world has to open the store itself (torchrun's agent has opened one already).
     """
 
@@ -79,14 +80,14 @@ def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
 def _world(table: _Table, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
     node = None if table.node is None else _number(environ, table.node, 0)
-    per_node = _ranks_on(node or 0, environ.get(table.local_size, "")) or world_size
+    per_node = _ranks_on(node or 0, environ.get(table.local_size, ""))
     return World(
         name=table.name,
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
-        node=rank // per_node if node is None else node,
+        node=rank // (per_node or world_size) if node is None else node,
         world_size=world_size,
-        ranks_per_node=per_node,
+        ranks_per_node=per_node or 0,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
         master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", _agreed_port(table, environ)),

@@ -10,6 +10,7 @@ import copy
 import logging
 import os
 import pickle
+import sys
 import time
 import traceback
 from dataclasses import replace
@@ -26,7 +27,7 @@ from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._outcomes import Outcome, Parcel, Raised, Returned, error_of, values_of
 from parawrap.launch._packing import memory_file, pack
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import being
+from parawrap.launch._rank import IN_RANK, being
 from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch._settling import Place, settled
 from parawrap.launch._world import World, surrounding_world
@@ -86,7 +87,9 @@ def _fitted(platform: Platform, world: World) -> Platform:
         if getattr(platform, name) != nothing:
             _log.warning("%s=%r is left to %s, which started the ranks", name, getattr(platform, name), world.name)
     fitted = copy.copy(platform)
-    per_node = world.ranks_per_node if world.world_size % world.ranks_per_node == 0 else world.world_size
+    per_node = world.ranks_per_node or world.world_size
+    if world.world_size % per_node:  # unequal nodes
+        per_node = world.world_size
     object.__setattr__(fitted, "n_nodes", world.world_size // per_node)
     object.__setattr__(fitted, "n_cpus" if platform.device == Device.CPU else "n_gpus", per_node)
     return fitted
@@ -97,6 +100,8 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException:
     store = dist.PrefixStore(f"parawrap/{world.restart}/{next(_calls)}", _store_of(world))
     exchange = _Exchange(store, world, job.platform)
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
+    os.environ[IN_RANK] = str(os.getpid())
+    hook = sys.excepthook  # torch.distributed puts its own there with each group, and leaves it
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
     try:
@@ -115,6 +120,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | BaseException:
     finally:
         if own_group:
             leave_groups()
+            sys.excepthook = hook
 
 
 def _as_rank(place: Place, job: Job, store: dist.Store | None, group: dist.ProcessGroup | None) -> Any:

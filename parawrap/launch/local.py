@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import socket
 import threading
-import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -18,7 +19,7 @@ from parawrap.launch._failures import add_note
 from parawrap.launch._groups import Meeting, meeting_place, private_folder
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._orders import Orders, Surroundings
-from parawrap.launch._outcomes import error_of, first_failure, values_of
+from parawrap.launch._outcomes import Returned, error_of, first_failure, values_of
 from parawrap.launch._output import Transcript, open_log_folder
 from parawrap.launch._platform import Platform
 from parawrap.launch._results import Launch, RankResults, State
@@ -35,11 +36,14 @@ _HOW = {
     "fork": "forked from this process",
 }
 
+_LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message stops nobody else for longer
+
 # Seconds that all ranks but those that have returned may wait in torch.distributed, without a move.
 STUCK_S = 20.0
 
+_log = logging.getLogger("parawrap.launch")
 _numbers = count(1)
-_running: weakref.WeakSet[_LocalLaunch] = weakref.WeakSet()
+_running: set[_LocalLaunch] = set()
 
 
 class _Local:
@@ -49,9 +53,9 @@ class _Local:
         return _LocalLaunch(job)
 
     def preview(self, job: Job) -> Preview:
-        return preview(
-            job, "local", f"{job.platform.world_size} processes on this machine, {_HOW[job.platform.spawn_method]}"
-        )
+        platform = job.platform
+        how = "a fresh interpreter each, from an elastic agent" if platform.max_restarts else _HOW[platform.spawn_method]
+        return preview(job, "local", f"{platform.world_size} processes on this machine, {how}")
 
 
 launcher = _Local()
@@ -71,8 +75,20 @@ class _LocalLaunch(Launch[Any]):
             self._supervisor = self._start(job, cleanup)
             self._cleanup = cleanup.pop_all()
         self._watch = threading.Thread(target=self._run, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
+        self._begin_watch()
+
+    def _begin_watch(self) -> None:
+        """Have the ranks watched by the thread; or ended, where it cannot be started or the start is interrupted."""
         _running.add(self)
-        self._watch.start()
+        try:
+            self._watch.start()
+        except BaseException:
+            if self._watch.ident is None:
+                self._supervisor.end()
+                self._run()
+            else:
+                self.cancel()
+            raise
 
     def _start(self, job: Job, cleanup: ExitStack) -> Supervisor:
         platform = self._platform
@@ -95,12 +111,19 @@ class _LocalLaunch(Launch[Any]):
             with self._cleanup:
                 self._supervisor.run()
             if self._platform.upon_finish is not None and self._is_success():
-                self._platform.upon_finish()
+                self._finish(self._platform.upon_finish)
         except BaseException as error:  # noqa: BLE001 (raised where the results are asked for)
             self._ending = error
         finally:
             _running.discard(self)
             self._ended.set()
+
+    def _finish(self, upon_finish: Callable[[], object]) -> None:
+        """What it raises is told, and costs nobody the results."""
+        try:
+            upon_finish()
+        except Exception:  # noqa: BLE001 (whatever it raises)
+            _log.exception("upon_finish failed after all ranks of %s had returned; their results are there", self._name)
 
     def _is_success(self) -> bool:
         supervisor = self._supervisor
@@ -127,9 +150,11 @@ class _LocalLaunch(Launch[Any]):
             return _timeout_error(self._name, supervisor)
         if supervisor.stuck:
             return _stuck_error(self._name, supervisor)
-        if supervisor.broken is not None:
-            return LaunchError(supervisor.broken)
         failed = first_failure(outcomes)
+        if failed is None and (supervisor.broken is not None or len(outcomes) < world_size):
+            return LaunchError(
+                supervisor.broken or f"only {len(outcomes)} of {world_size} ranks of {self._name} ever began"
+            )
         if failed is None:
             return values_of(outcomes, world_size)
         error = error_of(failed, outcomes, world_size)
@@ -210,6 +235,7 @@ def _with_ranks(
 def _started(starter: Starter, orders: Orders, payload: int, transcript: Transcript) -> Charge:
     """Start one rank and tell it who it is."""
     ours, its = socket.socketpair()
+    ours.settimeout(_LINE_TIMEOUT_S)
     wire = Wire(ours)
     close_in_forked_children(wire)  # before the start, which may be a fork of this process
     try:
@@ -224,7 +250,7 @@ def _started(starter: Starter, orders: Orders, payload: int, transcript: Transcr
 
 def _stuck_error(name: str, supervisor: Supervisor) -> LaunchError:
     stacks = supervisor.stacks()
-    returned = ", ".join(str(rank) for rank in supervisor.outcomes() if rank not in stacks)
+    returned = ", ".join(str(rank) for rank, outcome in supervisor.outcomes().items() if isinstance(outcome, Returned))
     told = "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(stacks.items()))
     msg = (
         f"{name} can get no further: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
