@@ -152,8 +152,10 @@ class Wrapper:
         if args is not None and not isinstance(args, (tuple, list)):
             msg = f"Wrapper.start takes the task's arguments as a tuple, not {args!r}: write ({args!r},)"
             raise TypeError(msg)
+        job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
+        _refuse_in_a_rank(job)
         _check_arguments(task, (0, 0, None, args), {})
-        return _called(Job(self.platform, _as_function(task, has_args=args is not None), args or ()))
+        return _called(job)
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
@@ -295,7 +297,11 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # builtins that do not tell
         return
-    signature.bind(*args, **kwargs)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        msg = f"{getattr(function, '__name__', function)}() {error}"
+        raise TypeError(msg) from None
 
 
 def _refuse_in_a_rank(job: Job) -> None:

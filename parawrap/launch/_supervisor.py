@@ -289,7 +289,7 @@ class Supervisor:
             charge.transcript.record(outcome.traceback)
         with self._access:
             charge.outcome = outcome
-            if self.timed_out is None:
+            if self.timed_out is None and not self.stuck:
                 charge.stacks = None  # they tell of what is over
             self._stacks_in.notify_all()
         self._last_sign = time.monotonic()

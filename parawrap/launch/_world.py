@@ -87,7 +87,7 @@ def _world(table: _Table, environ: Mapping[str, str]) -> World:
         local_rank=_number(environ, table.local_rank, rank),
         node=rank // (per_node or world_size) if node is None else node,
         world_size=world_size,
-        ranks_per_node=per_node or 0,
+        ranks_per_node=1 if world_size == 1 else per_node or 0,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
         master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", _agreed_port(table, environ)),

@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchError, Platform, RankResults, Wrapper, current_rank, wrapper
+from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
 from tests.launch.processes import PATIENCE_S, SOON_S, assert_gone, eventually, ranks, run_script, said_in, say_function
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -395,7 +396,9 @@ def test_a_port_in_use_is_told():
     """The message has the address, why, and the cure; nothing stays of the attempt."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"cannot meet at 127.0.0.1:{port}.*in use.*leave master_port out"):
+        with pytest.raises(
+            LaunchError, match=f"cannot meet at 127.0.0.1:{port}.*in use.*leave master_addr and master_port out"
+        ):
             wrapper(ranks(master_port=port))(lambda: None)()
 
 
@@ -701,16 +704,16 @@ def test_upon_finish_is_not_called_after_a_failure(end):
     assert calls == []
 
 
-def test_the_error_of_upon_finish_is_raised():
-    """It comes out of the call, and the launch counts as failed."""
+def test_the_error_of_upon_finish_is_told_and_costs_nobody_the_results(caplog):
+    """It is logged, with its traceback, and the launch counts as finished."""
 
     def fails():
         raise LookupError("in upon_finish")
 
     launch = wrapper(ranks(upon_finish=fails))(lambda: 1).submit()
-    with pytest.raises(LookupError, match="in upon_finish"):
-        launch.results(timeout=PATIENCE_S)
-    assert launch.state == "failed"
+    assert launch.results(timeout=PATIENCE_S) == (1, 1)
+    assert launch.state == "finished"
+    assert "LookupError: in upon_finish" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -972,3 +975,64 @@ def test_a_platform_may_be_shared_by_threads_and_functions():
     """One platform object serves any number of functions."""
     platform = Platform(device="cpu", n_cpus=2, verbose=False)
     assert wrapper(platform)(lambda: 1)() == wrapper(platform)(lambda: 1)() == (1, 1)
+
+
+def test_the_scripts_own_classes_can_be_pickled_by_name_in_a_rank(tmp_path):
+    """What `__main__` defines stands in a rank's `__main__`: torch.save and all_gather_object find it there."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import dataclasses, io
+import torch
+import torch.distributed as dist
+from parawrap import Platform, wrapper
+
+class Net(torch.nn.Linear):
+    pass
+
+@dataclasses.dataclass
+class Config:
+    lr: float
+
+@wrapper(Platform(device="cpu", n_cpus=2))
+def train(config):
+    torch.save({"model": Net(1, 1), "config": config}, io.BytesIO())
+    gathered = [None, None]
+    dist.all_gather_object(gathered, config)
+    return gathered
+
+print(train(Config(0.5))[1] == [Config(0.5), Config(0.5)])
+"""
+    )
+    found = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
+    assert (found.stdout, found.returncode) == ("True\n", 0), found.stderr
+
+
+def test_a_process_that_a_rank_starts_launches_nothing():
+    """It inherits the variables of the rank's world, and is told that it is no part of that."""
+
+    def starts_another():
+        code = "from parawrap import *; wrapper(Platform(device='cpu'))(len)([])"
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+
+    (told,) = wrapper(ranks(1))(starts_another)()
+    assert "LaunchError: len was launched in a process that a rank had started" in told
+    assert "__main__" in told
+
+
+def test_a_model_that_belongs_to_a_process_group_is_not_sent():
+    """The error says what to return instead."""
+    with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
+        wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
+
+
+def test_an_idle_thread_pool_keeps_no_rank_from_returning():
+    """Its workers are woken, as at the end of any program."""
+
+    def works():
+        import concurrent.futures
+
+        globals()["_kept"] = pool = concurrent.futures.ThreadPoolExecutor(1)
+        return pool.submit(lambda: 7).result()
+
+    assert wrapper(ranks())(works).submit().results(timeout=PATIENCE_S) == (7, 7)

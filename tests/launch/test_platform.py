@@ -83,7 +83,7 @@ def test_an_allowed_value_is_kept(field, values):
     [
         ("name", [""], "not empty"),
         ("name", [3, None], "text"),
-        ("device", ["tpu", "", 0, None, torch.device("cpu")], "cpu, gpu, mps, neuron"),
+        ("device", ["tpu", "", 0, None, torch.device("cpu")], "cpu, gpu, mps or neuron"),
         ("launcher", [["local"]], "env or local"),  # unhashable
         ("launcher", ["kubernetes", "Local", 1], "env or local"),
         ("partition", [""], "not empty"),
@@ -201,20 +201,12 @@ def test_auto_is_mps_before_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", ["slurm", "ray", "SLURM", "Ray"])
 @pytest.mark.parametrize("also", [False, True])
-def test_a_launcher_that_is_not_there_yet_is_refused_with_those_that_are(name, also):
-    """Users write launchers where devices belong; they hear which launchers there are."""
+def test_a_launcher_that_is_not_there_yet_is_refused_with_what_there_is(name, also):
+    """Users write launchers where devices belong; they hear in the words they used that there is no such launcher."""
     with pytest.raises(PlatformError) as caught:
         Platform(device=name, launcher=name.lower() if also else None)
-    assert str(caught.value).startswith(f"launcher={name.lower()!r}: ")
-    assert "env" in str(caught.value)
-    assert "local" in str(caught.value)
-
-
-def test_a_device_that_names_another_launcher_than_the_launcher_is_refused():
-    """Two launchers for one launch: the message names both."""
-    message = refusal(device="slurm", launcher="local")
-    assert message.startswith("launcher='local': ")
-    assert "slurm" in message
+    assert str(caught.value).startswith(f"device={name!r}: there is no launcher of that name: ")
+    assert "cpu, gpu" in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "neuron"])
