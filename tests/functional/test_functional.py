@@ -200,6 +200,21 @@ def test_a_sparse_gradient_that_one_rank_lacks_is_averaged_with_zeros():
         assert mean.tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
+def test_a_gradient_that_is_dense_on_one_rank_and_sparse_on_another_loses_nothing():
+    """Where any rank's gradient is dense, all ranks send dense ones."""
+
+    def average():
+        weight = nn.Parameter(torch.zeros(3, 1))
+        if current_rank().global_rank == 0:
+            weight.grad = torch.tensor([[1.0], [10.0], [100.0]])
+        else:
+            weight.grad = torch.sparse_coo_tensor([[0]], [[1.0]], (3, 1), check_invariants=False)
+        functional.average_params_grads(nn.ParameterList([weight]))
+        return weight.grad.flatten().tolist()
+
+    assert on(2, average, timeout_min=0.05) == ([1.0, 5.0, 50.0], [1.0, 5.0, 50.0])
+
+
 def test_a_gradient_that_a_rank_lacks_counts_as_zeros():
     """A parameter with a gradient on some ranks only gets the mean with zeros; one with none anywhere keeps none."""
     cases = [[0], [1], [0, 1], []]

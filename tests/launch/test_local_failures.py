@@ -907,3 +907,34 @@ def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(tmp_path):
         parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
     assert_gone(pids)
+
+
+def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tmp_path):
+    """It is asked once, until it answers: a line that nobody reads fills up."""
+    say = say_function()
+
+    def stops(folder):
+        say(folder, os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    launch = wrapper(ranks(1, grace_s=0.2))(stops).submit(tmp_path)
+    (pid,) = said_in(tmp_path, 1)
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    for _ in range(1000):
+        launch._supervisor._wish("stacks")
+    launch.cancel()
+    assert launch.state == "cancelled"
+    assert_gone([pid])
+
+
+def test_a_rank_that_died_before_another_raised_is_told(tmp_path):
+    """The death is the failure to tell, or a note on it: being told to end afterwards does not erase it."""
+
+    def fails():
+        if current_rank().global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.001)
+        raise ValueError("after the death")
+
+    error, _ = failure_of(fails)
+    assert isinstance(error, RankDiedError) or "rank 0 was killed by SIGKILL" in notes_of(error)
