@@ -37,6 +37,7 @@ __all__ = ["launcher"]
 _PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
 _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
+_LONGEST_READ_S = 60.0
 _FAILED = "failed"
 _NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
@@ -239,9 +240,6 @@ class _Exchange:
             until = time.monotonic() + _LONGEST_READ_S
             while self._store.add("readers", 0) < world.world_size and time.monotonic() < until:
                 time.sleep(_LOOK_S)
-
-
-_LONGEST_READ_S = 60.0
 
 
 class _Heard(Exception):  # noqa: N818 (carries an error, is none)
