@@ -19,7 +19,7 @@ from pathlib import Path
 from parawrap.launch._charge import Charge
 from parawrap.launch._leftovers import kill_group
 from parawrap.launch._orders import Orders
-from parawrap.launch._outcomes import Died, Ended, Outcome, Raised, Returned, first_failure
+from parawrap.launch._outcomes import Died, Ended, Outcome, Raised, first_failure
 from parawrap.launch._output import Transcript
 from parawrap.launch._platform import Platform
 from parawrap.launch._server import STATUS
@@ -69,12 +69,8 @@ class ElasticSupervisor(Supervisor):
 
     def end(self) -> None:
         super().end()
-        if not self._is_success():
+        if not self.all_returned():
             self._agent.hang_up()
-
-    def _is_success(self) -> bool:
-        outcomes = self.outcomes()
-        return len(outcomes) == self._platform.world_size and all(isinstance(each, Returned) for each in outcomes.values())
 
     def _kill(self) -> None:
         super()._kill()
@@ -154,7 +150,7 @@ class ElasticSupervisor(Supervisor):
         while self._agent.wire in self._selector.get_map():
             self._on_agent_message()
         code = self._agent.reap()
-        if first_failure(self.outcomes()) is None and not self._is_success():
+        if first_failure(self.outcomes()) is None and not self.all_returned():
             self.broken = f"the elastic agent ended with {code}; it wrote:\n{self._agent.last_words()}"
 
     def _close(self) -> None:

@@ -1,12 +1,12 @@
 """Exceptions on their way from a rank to the parent: kept in type, with the traceback they had there as text.
 
 A pickled exception loses its traceback, and many cannot be pickled: their ``__init__`` takes other arguments than they
-keep, or they hold a lock. Here they are rebuilt from their class, ``args`` and attributes, without any ``__init__`` of the
-user's; of an attribute that cannot be sent, the ``repr`` arrives.
+keep, or they hold a lock. The pickler (`_exceptions`) has them rebuilt from class, ``args`` and attributes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import traceback
@@ -15,7 +15,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._packing import memory_file, pack, unpack
+from parawrap.launch._packing import packed, unpack
 
 __all__ = ["add_note", "is_echo", "pack_exception", "summary_of", "traceback_of"]
 
@@ -30,17 +30,13 @@ _LONGEST_CHAIN = 20
 
 def pack_exception(error: BaseException) -> int:
     """A file that holds the exception, or, where it cannot even be rebuilt in this process, a stand-in that tells of it."""
-    file = memory_file("exception")
-    try:
-        pack(error, file, type(error).__qualname__)
-        if type(unpack(file)) is type(error):
-            return file
-    except Exception:  # noqa: BLE001 (whatever a class does on its way)
-        pass
-    os.close(file)
-    file = memory_file("exception")
-    pack(LaunchError(f"an exception that cannot be sent: {summary_of(error)}"), file, "the stand-in")
-    return file
+    with contextlib.suppress(Exception):  # whatever a class does on its way
+        file = packed(error, "exception", type(error).__qualname__)
+        with contextlib.suppress(Exception):
+            if type(unpack(file)) is type(error):
+                return file
+        os.close(file)
+    return packed(LaunchError(f"an exception that cannot be sent: {summary_of(error)}"), "exception", "the stand-in")
 
 
 def summary_of(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from typing import Any
 
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._groups import meeting_of
-from parawrap.launch._packing import OfMain, memory_file, pack, unpack
+from parawrap.launch._packing import OfMain, packed, unpack
 from parawrap.launch._platform import Platform
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
+
+_log = logging.getLogger("parawrap.launch")
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,15 @@ class Job:
             "kwargs": self.kwargs or {},
             "of main": OfMain(),
         }
-        file = memory_file("call")
+        return packed(call, "call", "")
+
+    def finish(self) -> None:
+        """Call ``upon_finish``, after all ranks have returned. What it raises is told, and costs nobody the results."""
         try:
-            pack(call, file, "")
-        except BaseException:
-            os.close(file)
-            raise
-        return file
+            if self.platform.upon_finish is not None:
+                self.platform.upon_finish()
+        except Exception:  # noqa: BLE001 (whatever it raises)
+            _log.exception("upon_finish failed after all ranks of %s had returned; their results are there", self.name)
 
 
 def unpacked_call(file: int) -> Job:

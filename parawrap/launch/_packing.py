@@ -25,7 +25,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch._culprit import culprit
 from parawrap.launch._exceptions import reduced_exception
 
-__all__ = ["OfMain", "memory_file", "pack", "unpack"]
+__all__ = ["OfMain", "memory_file", "pack", "packed", "unpack"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -42,8 +42,19 @@ def memory_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def pack(value: Any, file: int, address: str) -> int:
-    """Write a value into an open file, from its start; returns the bytes written.
+def packed(value: Any, name: str, address: str) -> int:
+    """A new file that holds a value; raises what `pack` raises, and leaves no file then."""
+    file = memory_file(name)
+    try:
+        pack(value, file, address)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def pack(value: Any, file: int, address: str) -> None:
+    """Write a value into an open file, from its start.
 
     A dict with an `OfMain` as its last value gets there what of ``__main__`` has gone into the file by value.
 
@@ -66,7 +77,6 @@ def pack(value: Any, file: int, address: str) -> int:
         for (offset, _), buffer in zip(spans, buffers, strict=True):
             out.seek(offset)
             out.write(buffer)
-        return out.seek(0, io.SEEK_END)
 
 
 def unpack(file: int) -> Any:

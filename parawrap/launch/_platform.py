@@ -27,10 +27,10 @@ _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # torch lists them beside the real ones
 _BIGGEST_SEED = 2**32 - 1  # numpy takes no larger one
 _BIGGEST_PORT = 65535
-_LONGEST = 1e7  # minutes are 19 years, seconds 115 days; a clock that counts milliseconds in 32 bits knows 24 days
+_LONGEST = 1e7  # minutes are 19 years, seconds 115 days: nobody means more
 
 
-@dataclass(frozen=True, kw_only=False)
+@dataclass(frozen=True)
 class Platform:
     """Where and how the ranks of a launch run. Frozen, so it may be shared by any number of launches and threads.
 

@@ -93,6 +93,11 @@ class Supervisor:
         """How each rank ended; complete once `run` has returned."""
         return {rank: charge.outcome for rank, charge in self._charges.items() if charge.outcome is not None}
 
+    def all_returned(self) -> bool:
+        """Whether every rank has returned."""
+        outcomes = self.outcomes().values()
+        return len(outcomes) == self._platform.world_size and all(isinstance(each, Returned) for each in outcomes)
+
     def stacks(self) -> dict[int, str]:
         """The stacks that were taken when the time was up."""
         return {rank: charge.stacks for rank, charge in self._charges.items() if charge.stacks is not None}
@@ -301,7 +306,7 @@ class Supervisor:
             for rank in self._alive:
                 self._charges[rank].tell_of_others()
             self._end_stuck()
-        elif all(isinstance(each, Returned) for each in outcomes.values()):
+        elif self.all_returned():
             self.end()
 
     def _end_stuck(self) -> None:

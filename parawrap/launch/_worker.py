@@ -21,14 +21,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from parawrap.errors import UnsendableError
 from parawrap.launch import _failures as failures
 from parawrap.launch._control import Control, ToldToEnd
 from parawrap.launch._devices import Device, cores, first_neuron_core
 from parawrap.launch._groups import Meeting, open_store
 from parawrap.launch._job import Job, unpacked_call
 from parawrap.launch._orders import Orders
-from parawrap.launch._packing import memory_file, pack
+from parawrap.launch._packing import packed
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._settling import Place, settled
@@ -141,13 +140,7 @@ def _run(orders: Orders, payload: int) -> int:
     with being(_settled(orders, job.platform)):
         result = job.call()
         _join_threads()
-        file = memory_file("result")
-        try:
-            pack(result, file, "the result")
-        except UnsendableError:
-            os.close(file)
-            raise
-    return file
+        return packed(result, "result", "the result")
 
 
 def _unpacked(payload: int) -> Job:

@@ -25,7 +25,7 @@ from parawrap.launch._devices import Device
 from parawrap.launch._groups import leave_groups
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._outcomes import Outcome, Parcel, Raised, Returned, error_of, values_of
-from parawrap.launch._packing import memory_file, pack
+from parawrap.launch._packing import memory_file, packed
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, being
 from parawrap.launch._results import Launch, RankResults, State
@@ -51,8 +51,11 @@ class _Env:
 
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
-        platform = _fitted(job.platform, world)
-        return _Past(job.name, platform, _run(replace(job, platform=platform), world))
+        fitted = replace(job, platform=_fitted(job.platform, world))
+        ending = _run(fitted, world)
+        if isinstance(ending, RankResults):
+            fitted.finish()
+        return _Past(fitted.platform, ending)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
@@ -155,9 +158,8 @@ class _Exchange:
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
 
     def tell_result(self, result: Any) -> None:
-        file = memory_file("result")
+        file = packed(result, "result", "the result")
         try:
-            pack(result, file, "the result")
             self._tell("returned", {"at": time.time()}, file)
         finally:
             os.close(file)
@@ -253,12 +255,9 @@ class _Heard(Exception):  # noqa: N818 (carries an error, is none)
 class _Past(Launch[Any]):
     """A call that has ended already. What its ranks wrote went where this process writes."""
 
-    def __init__(self, name: str, platform: Platform, ending: RankResults[Any] | BaseException) -> None:
-        self._name = name
+    def __init__(self, platform: Platform, ending: RankResults[Any] | BaseException) -> None:
         self._platform = platform
         self._ending = ending
-        if isinstance(ending, RankResults) and platform.upon_finish is not None:
-            platform.upon_finish()
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
         if isinstance(self._ending, BaseException):

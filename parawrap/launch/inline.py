@@ -31,8 +31,7 @@ def run_inline(job: Job) -> RankResults[Any]:
         seed(platform.seed)
         with being(Rank(0, 0, 0, 1, device, platform, group)):
             result = job.call()
-    if platform.upon_finish is not None:
-        platform.upon_finish()
+    job.finish()
     return RankResults([result])
 
 

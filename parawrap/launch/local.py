@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
 from typing import Any
@@ -41,7 +39,6 @@ _LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message stop
 # Seconds that all ranks but those that have returned may wait in torch.distributed, without a move.
 STUCK_S = 20.0
 
-_log = logging.getLogger("parawrap.launch")
 _numbers = count(1)
 _running: set[_LocalLaunch] = set()
 
@@ -65,6 +62,7 @@ class _LocalLaunch(Launch[Any]):
     """Holds the ranks of one call, and the thread that watches them; both are gone when it is done."""
 
     def __init__(self, job: Job) -> None:
+        self._job = job
         self._platform = job.platform
         self._name = job.name
         self._ended = threading.Event()
@@ -110,20 +108,13 @@ class _LocalLaunch(Launch[Any]):
         try:
             with self._cleanup:
                 self._supervisor.run()
-            if self._platform.upon_finish is not None and self._is_success():
-                self._finish(self._platform.upon_finish)
+            if self._is_success():
+                self._job.finish()
         except BaseException as error:  # noqa: BLE001 (raised where the results are asked for)
             self._ending = error
         finally:
             _running.discard(self)
             self._ended.set()
-
-    def _finish(self, upon_finish: Callable[[], object]) -> None:
-        """What it raises is told, and costs nobody the results."""
-        try:
-            upon_finish()
-        except Exception:  # noqa: BLE001 (whatever it raises)
-            _log.exception("upon_finish failed after all ranks of %s had returned; their results are there", self._name)
 
     def _is_success(self) -> bool:
         supervisor = self._supervisor

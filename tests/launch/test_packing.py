@@ -404,11 +404,11 @@ def test_a_cycle_arrives_as_a_cycle():
     assert got[1] is got
 
 
-def test_packing_says_how_many_bytes_it_wrote():
-    """All of the file, and not much more than the tensors in it."""
+def test_a_file_is_not_much_larger_than_the_tensors_in_it():
+    """Their memory is written once, beside a small pickle."""
     file = memory_file("test")
-    written = pack(torch.zeros(BIG, dtype=torch.uint8), file, "value")
-    assert written == os.fstat(file).st_size
+    pack(torch.zeros(BIG, dtype=torch.uint8), file, "value")
+    written = os.fstat(file).st_size
     assert BIG <= written < BIG + 4096
     os.close(file)
 
