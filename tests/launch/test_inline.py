@@ -224,7 +224,7 @@ def test_upon_finish_is_not_called_after_a_failure():
 
 def test_what_upon_finish_raises_is_told_and_costs_nobody_the_results(caplog):
     """It is logged, as it is by every launcher."""
-    assert inline(lambda: 1, upon_finish=lambda: 1 / 0) == (1,)
+    assert inline(lambda: 1, upon_finish=lambda: 1 / 0) == 1
     assert "ZeroDivisionError" in caplog.text
 
 
