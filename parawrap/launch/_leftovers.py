@@ -15,7 +15,7 @@ from collections.abc import Iterable
 __all__ = ["LOOK_S", "Leftovers", "end_groups", "kill_group"]
 
 LOOK_S = 0.02
-_PATIENCE_S = 1.0
+_PATIENCE_S = 10.0  # more than a Python that has only just been started needs on a crowded machine
 
 
 class Leftovers:

@@ -725,6 +725,23 @@ def test_what_a_rank_started_ends_with_it(end, tmp_path):
     assert_gone(children or [int(path.stem) for path in tmp_path.glob("*.pid")])
 
 
+def test_what_a_rank_started_has_time_to_clean_up(tmp_path):
+    """A process that ignores being told, as Python's resource tracker does, is not killed while it may still be at work."""
+    cleans = f"""
+import pathlib, time
+time.sleep(3)
+pathlib.Path({str(tmp_path)!r}, "clean").touch()
+"""
+
+    def starts():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        subprocess.Popen([sys.executable, "-c", cleans])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    wrapper(ranks(1))(starts)()
+    assert (tmp_path / "clean").exists()
+
+
 def test_a_warm_process_that_was_killed_is_replaced():
     """The next launch starts another."""
     launchable = wrapper(ranks())(lambda: os.getppid())
