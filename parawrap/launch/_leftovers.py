@@ -11,10 +11,12 @@ import os
 import signal
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = ["LOOK_S", "Leftovers", "end_groups", "kill_group"]
 
 LOOK_S = 0.02
+_HAS_PROC = Path("/proc/self/stat").exists()
 _PATIENCE_S = 10.0  # more than a Python that has only just been started needs on a crowded machine
 
 
@@ -23,6 +25,7 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._kill_at: dict[int, float] = {}
+        self._living: dict[int, set[int]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._kill_at)
@@ -36,8 +39,15 @@ class Leftovers:
         """Drop the groups that are gone, and kill those whose time is up."""
         for pid, kill_at in list(self._kill_at.items()):
             is_due = time.monotonic() >= kill_at
-            if not _signal_group(pid, signal.SIGKILL if is_due else 0) or is_due:
+            if not _signal_group(pid, signal.SIGKILL if is_due else 0) or is_due or not self._lives(pid):
                 del self._kill_at[pid]
+                self._living.pop(pid, None)
+
+    def _lives(self, group: int) -> bool:
+        """Whether a member still runs. All processes are looked through only when those known to be members have ended."""
+        known = {pid for pid in self._living.get(group, ()) if _runs_in(group, pid)}
+        self._living[group] = known or _members(group)
+        return bool(self._living[group])
 
 
 def end_groups(pids: Iterable[int]) -> None:
@@ -56,8 +66,24 @@ def kill_group(pid: int) -> None:
 
 
 def _signal_group(pid: int, number: int) -> bool:
-    """Whether there was anybody to send it to. A group whose members are all dead, and not waited for yet, has nobody."""
+    """Whether there was anybody to send it to; on Linux also one who is dead and not waited for yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
         return True
+    return False
+
+
+def _members(group: int) -> set[int]:
+    """The members of a group that are not dead; without ``/proc``, the group itself stands for them."""
+    processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()] if _HAS_PROC else []
+    return {pid for pid in processes if _runs_in(group, pid)} if _HAS_PROC else {group}
+
+
+def _runs_in(group: int, pid: int) -> bool:
+    """Whether that process is in the group and is not dead: init may take its time to wait for orphans."""
+    if not _HAS_PROC:
+        return False
+    with contextlib.suppress(OSError):
+        state, _, its_group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
+        return int(its_group) == group and state not in "ZX"
     return False

@@ -56,7 +56,8 @@ def test_what_all_attempts_wrote_is_in_the_logs(tmp_path):
 
     @wrapper(elastic(console_logs=tmp_path / "logs", verbose=False))
     def train():
-        print(f"attempt {current_rank().restart}")
+        print(f"attempt {current_rank().restart}", flush=True)
+        dist.barrier()  # a rank that fails ends the others, also before they have written
         if current_rank().restart == 0:
             raise ValueError
 
