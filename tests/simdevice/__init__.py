@@ -11,6 +11,25 @@ copy between them is counted, and backward runs on a worker thread per device::
         model(torch.ones(3, 4).to("sim:1"))
         assert simdevice.stats().h2d_bytes == 48
 
+Each device has streams, spelled as CUDA's are (``torch.sim.Stream``, ``Event``, ``stream``, ``current_stream``,
+``wait_stream``, ``record_stream`` ...), and code that orders its work on them wrongly fails, in every run::
+
+    side = sim.Stream("sim:1")
+    x = torch.ones(3, device="sim:1")
+    with sim.stream(side):
+        x.add_(1)                           # on another stream than the ones: side.wait_stream(...) is missing
+    assert simdevice.stats().races == ()    # names the two operators, their streams and what each did
+
+Two things find it out:
+
+* A race detector. Every use of device memory must come after the uses it conflicts with: by the order of one
+  stream, by an event, or because the host waited in between. Memory that another stream uses when it is freed
+  must have been told so by ``record_stream``, or the streams be ordered by the next allocation. Only what an
+  operator touches counts: two streams may write parts of one tensor that share no element.
+* Late copies. Copies between devices, and those with ``non_blocking=True`` from or to pinned memory, happen as
+  late as the program allows: before the next kernel of their stream, or of one that waits for it, or when the
+  host waits. They take what they find by then. Memory that is fresh or was freed holds NaN (all bits set).
+
 Good to know:
 
 * Install before the first backward pass of the process, the CPU's included: torch creates the worker threads
@@ -18,11 +37,15 @@ Good to know:
 * Installing cannot be undone. From then on ``torch.accelerator.current_accelerator()`` is ``sim``, even
   where there is a real accelerator.
 * Operators run the CPU's kernels, so results equal the CPU's up to rounding (attention and recurrent layers
-  take another path), and random numbers come from the CPU's generator. Everything is synchronous: one
-  stream per device, always idle.
-* Sparse, nested and quantized tensors are not simulated.
+  take another path), and random numbers come from the CPU's generator. Kernels run when they are issued, in
+  the thread that issues them; only the copies above come later.
+* What the host does to pinned memory is not watched: it shows in the numbers alone. So does a race that a
+  wait of the host in another thread happens to order.
+* The default stream is one like the others: nothing orders it with them. Priorities, graphs, timing beyond
+  the host's clock, peer access, and events between processes are not simulated; nor are sparse, nested and
+  quantized tensors.
 
-The C++ half (``sim.cpp``) is compiled once per version of torch, of Python and of itself, and kept under
+The C++ half (``native``) is compiled once per version of torch, of Python and of itself, and kept under
 ``$XDG_CACHE_HOME/parawrap-tests`` (``~/.cache/parawrap-tests``).
 """
 
@@ -45,7 +68,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import Protocol, cast
+from typing import Protocol, Self, cast
 
 import torch
 from torch.utils import backend_registration
@@ -54,7 +77,7 @@ __all__ = ["Stats", "available", "install", "reset_stats", "stats"]
 
 _NAME = "sim"
 _EXTENSION = "parawrap_simdevice"
-_SOURCE = Path(__file__).with_name("sim.cpp")
+_NATIVE = Path(__file__).with_name("native")
 _CFLAGS = ["-O1", "-g0"]
 _BUILD_TIMEOUT = 600.0
 _BUILD_SCRIPT = "import json, sys, torch.utils.cpp_extension as e; e.load(**json.loads(sys.argv[1]))"
@@ -64,14 +87,18 @@ _Device = torch.device | str | int | None
 
 
 class _Extension(Protocol):
-    """What sim.cpp gives to Python."""
+    """What binding.cpp gives to Python."""
+
+    device_type: int
 
     def start(self, count: int) -> None: ...
     def device_count(self) -> int: ...
     def current_device(self) -> int: ...
     def set_device(self, index: int) -> None: ...
+    def current_stream_id(self, device: int) -> int: ...
     def read_counters(self) -> dict[str, int]: ...
     def read_memory(self) -> list[tuple[int, int]]: ...
+    def read_races(self) -> list[str]: ...
     def reset_counters(self) -> None: ...
 
 
@@ -81,10 +108,11 @@ class Stats:
 
     ``h2d``, ``d2h`` and ``d2d`` number the copies from host to device, from device to host and from one
     device to another; the ``_bytes`` fields say how many bytes arrived by them. Copies within one device and
-    copies of no element are not counted. ``scalar_reads`` numbers the calls like ``item()``, which on an
-    accelerator wait for the device. ``operators`` numbers the kernels run. ``live`` and ``live_bytes``
-    describe the memory now allocated on all devices, ``live_by_device`` and ``live_bytes_by_device`` that on
-    each; a reset leaves them.
+    copies of no element are not counted. ``late`` numbers the copies that were put off. ``scalar_reads``
+    numbers the calls like ``item()``, which on an accelerator wait for the device. ``operators`` numbers the
+    kernels run. ``live`` and ``live_bytes`` describe the memory now allocated on all devices,
+    ``live_by_device`` and ``live_bytes_by_device`` that on each; a reset leaves them. ``races`` says what the
+    race detector found, a sentence each, and no more than twenty.
     """
 
     h2d: int
@@ -93,10 +121,12 @@ class Stats:
     d2h_bytes: int
     d2d: int
     d2d_bytes: int
+    late: int
     scalar_reads: int
     operators: int
     live_by_device: tuple[int, ...]
     live_bytes_by_device: tuple[int, ...]
+    races: tuple[str, ...]
 
     @property
     def live(self) -> int:
@@ -118,7 +148,7 @@ def install(count: int = 4) -> ModuleType:
     """Give torch ``count`` devices of type ``sim`` and return their module, ``torch.sim``.
 
     A second call in one process returns the same module; one that asks for another number of devices raises
-    ValueError. The first call ever compiles the device, which takes some twenty seconds.
+    ValueError. The first call ever compiles the device, which takes about a minute.
     """
     with _install_lock:
         if (module := _installed()) is None:
@@ -143,6 +173,7 @@ def stats() -> Stats:
         **extension.read_counters(),
         live_by_device=tuple(blocks for blocks, _ in memory),
         live_bytes_by_device=tuple(nbytes for _, nbytes in memory),
+        races=tuple(extension.read_races()),
     )
 
 
@@ -184,6 +215,13 @@ def _index(device: _Device, extension: _Extension) -> int:
 
 def _device_module(extension: _Extension) -> ModuleType:
     """Return the module torch asks about the devices: what torch.cuda is to CUDA, as far as it goes."""
+    module = ModuleType(f"torch.{_NAME}", "The simulated devices of parawrap's tests.")
+    vars(module).update(_of_devices(extension), **_of_streams(extension), _parawrap_extension=extension)
+    return module
+
+
+def _of_devices(extension: _Extension) -> dict[str, Callable[..., object]]:
+    """Return the functions of torch.sim that are about devices, memory and random numbers."""
 
     class DeviceGuard:
         """Makes a device the current one for the length of a with block."""
@@ -208,10 +246,6 @@ def _device_module(extension: _Extension) -> ModuleType:
     def set_device(device: _Device) -> None:
         extension.set_device(_index(device, extension))
 
-    def synchronize(device: _Device = None) -> None:
-        with DeviceGuard(device):
-            pass
-
     def memory_allocated(device: _Device = None) -> int:
         return extension.read_memory()[_index(device, extension)][1]
 
@@ -221,12 +255,11 @@ def _device_module(extension: _Extension) -> ModuleType:
     def set_rng_state(new_state: torch.Tensor, device: _Device = _NAME) -> None:
         torch.set_rng_state(new_state)
 
-    functions: dict[str, Callable[..., object]] = {
+    return {
         "device": DeviceGuard,
         "device_count": extension.device_count,
         "current_device": extension.current_device,
         "set_device": set_device,
-        "synchronize": synchronize,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "init": lambda: None,
@@ -239,9 +272,61 @@ def _device_module(extension: _Extension) -> ModuleType:
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "_is_in_bad_fork": lambda: False,
     }
-    module = ModuleType(f"torch.{_NAME}", "The simulated devices of parawrap's tests.")
-    vars(module).update(functions, _parawrap_extension=extension)
-    return module
+
+
+def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
+    """Return the classes and functions of torch.sim that are about streams and events."""
+
+    class Stream(torch.Stream):
+        """A stream of the current device, or of another; new ones are handed out from a pool of 32 per device."""
+
+        def __new__(cls, device: _Device = None, priority: int = 0, **numbers: int) -> Self:
+            if numbers:
+                return super().__new__(cls, priority=priority, **numbers)
+            return super().__new__(cls, torch.device(_NAME, _index(device, extension)), priority=priority)
+
+    def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
+        return torch.Event(_NAME, enable_timing=enable_timing)  # no class: torch compares events of its own only
+
+    def numbered(stream_id: int, device: _Device) -> Stream:
+        index = _index(device, extension)
+        return Stream(stream_id=stream_id, device_index=index, device_type=extension.device_type)
+
+    def current_stream(device: _Device = None) -> Stream:
+        return numbered(extension.current_stream_id(_index(device, extension)), device)
+
+    def default_stream(device: _Device = None) -> Stream:
+        return numbered(0, device)
+
+    def set_stream(stream: torch.Stream) -> None:
+        torch.accelerator.set_stream(stream)
+
+    @contextlib.contextmanager
+    def use_stream(stream: torch.Stream | None) -> Iterator[None]:
+        """Make a stream current on its device, and its device the current one, for the length of a with block."""
+        if stream is None:
+            yield
+            return
+        device, previous = extension.current_device(), current_stream(stream.device)
+        set_stream(stream)
+        try:
+            yield
+        finally:
+            set_stream(previous)
+            extension.set_device(device)
+
+    def synchronize(device: _Device = None) -> None:
+        torch.accelerator.synchronize(_index(device, extension))
+
+    return {
+        "Stream": Stream,
+        "Event": event,
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "stream": use_stream,
+        "synchronize": synchronize,
+    }
 
 
 # ---------------------------------------------------------------- building
@@ -287,6 +372,10 @@ def _ninja_directory() -> str | None:
     return None
 
 
+def _native_files(pattern: str) -> list[Path]:
+    return sorted(_NATIVE.glob(pattern))
+
+
 def _library() -> Path:
     """Return where the extension is kept: in a folder of its own for all that makes it differ."""
     parts = [
@@ -297,7 +386,7 @@ def _library() -> Path:
         platform.platform(),
         _compiler(),
         *_CFLAGS,
-        hashlib.sha256(_SOURCE.read_bytes()).hexdigest(),
+        *(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in _native_files("*")),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -332,7 +421,7 @@ def _build(library: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
         arguments = {
             "name": _EXTENSION,
-            "sources": [str(_SOURCE)],
+            "sources": [str(path) for path in _native_files("*.cpp")],
             "extra_cflags": _CFLAGS,
             "build_directory": folder,
             "is_python_module": False,

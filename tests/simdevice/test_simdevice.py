@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -18,19 +17,11 @@ from torch import Tensor, nn
 from . import _exclusive, available, install, reset_stats, stats
 
 
-@pytest.fixture(scope="module", autouse=True)
-def sim() -> ModuleType:
-    """Install four devices; where that is impossible skip, or fail if the run was told to require them."""
-    if (reason := available()) is not None:
-        if "sim" in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):
-            pytest.fail(f"the simulated device is required, but {reason}")
-        pytest.skip(reason)
-    module = install(4)
-    try:
-        torch.autograd.backward(torch.ones(1, device="sim:3", requires_grad=True).sum())
-    except RuntimeError as error:
-        pytest.fail(f"installed after the first backward pass of this process, which is too late: {error}")
-    return module
+@pytest.fixture(autouse=True)
+def _no_races(sim: ModuleType) -> Iterator[None]:
+    """Fail a test that leaves a race behind: these use one stream per device."""
+    yield
+    assert stats().races == ()
 
 
 def conv_net() -> nn.Module:

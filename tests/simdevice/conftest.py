@@ -1,0 +1,35 @@
+"""The tests in this folder run on four simulated devices, installed before anything else runs backward."""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+import pytest
+import torch
+
+from . import available, install, reset_stats
+
+
+@pytest.fixture(scope="session", name="installed")
+def _installed() -> ModuleType:
+    """Install four devices; where that is impossible skip, or fail if the run was told to require them."""
+    if (reason := available()) is not None:
+        if "sim" in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):
+            pytest.fail(f"the simulated device is required, but {reason}")
+        pytest.skip(reason)
+    module = install(4)
+    try:
+        torch.autograd.backward(torch.ones(1, device="sim:3", requires_grad=True).sum())
+    except RuntimeError as error:
+        pytest.fail(f"installed after the first backward pass of this process, which is too late: {error}")
+    return module
+
+
+@pytest.fixture(autouse=True)
+def sim(installed: ModuleType) -> ModuleType:
+    """Torch's module of the devices, which have nothing left to do and nothing counted."""
+    for index in range(installed.device_count()):
+        installed.synchronize(index)
+    reset_stats()
+    return installed
