@@ -4,17 +4,21 @@ Knows torch's device types; refuses to know modules, calls and processes. ``_bas
 ``_registry.py`` maps a name to the module that is imported on first use; every other file is a leaf.
 """
 
-from parawrap.backends._base import Backend, Traits
+from parawrap.backends._base import Backend, Stream, Traits
 from parawrap.backends._registry import backend_of, best_backend, register_backend
 from parawrap.backends._resolve import DeviceLike, Devices, resolve_device, resolve_devices
+from parawrap.backends._streams import bring, record_use
 
 __all__ = [
     "Backend",
     "DeviceLike",
     "Devices",
+    "Stream",
     "Traits",
     "backend_of",
     "best_backend",
+    "bring",
+    "record_use",
     "register_backend",
     "resolve_device",
     "resolve_devices",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Backend", "Traits"]
+__all__ = ["Backend", "Stream", "Traits"]
 
 
 class Traits(NamedTuple):
@@ -19,11 +20,22 @@ class Traits(NamedTuple):
     cores: int
 
 
+class Stream(Protocol):
+    """A queue of work on one device: torch.cuda.Stream, torch.xpu.Stream, torch.Stream."""
+
+    def record_event(self) -> Any: ...
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+
+
 class Backend(ABC):
     """One kind of device. Stateless and safe to share between threads; one instance lives as long as the process."""
 
     type: str
     """torch's name of the kind, as in ``torch.device(type)``."""
+
+    compiles_each_shape: bool = False
+    """Whether a call of a new shape costs a compilation."""
 
     @abstractmethod
     def count(self) -> int:
@@ -41,13 +53,29 @@ class Backend(ABC):
         """The devices for that many lanes, when a user gives a number."""
         return tuple(self.device(index) for index in range(lanes))
 
-    def stream(self, device: torch.device) -> object | None:
+    def stream(self, device: torch.device) -> Stream | None:
         """The stream that the calling thread is queueing work on; None when the kind has no streams."""
         return None
 
-    def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:
+    def new_stream(self, device: torch.device) -> Stream | None:
+        """Another stream, which runs beside all others of the device; None when the kind has no streams."""
+        return None
+
+    def is_capturing(self) -> bool:
+        """Whether what the calling thread queues is recorded, not run: a graph that other threads cannot add to."""
+        return False
+
+    def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
         """Make `device` the thread's current one, and queue its work on `stream`, inside the block."""
         return contextlib.nullcontext()
+
+    def flush(self, value: object) -> None:
+        """Have the devices begin to compute the tensors in `value`, where the kind waits to be told."""
+        return
+
+    def forked_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        """What is drawn at random inside the block, on the CPU and on these devices, is drawn again after it."""
+        return torch.random.fork_rng(())
 
     def intra_op_threads(self, lanes: int) -> int | None:
         """How many threads an operator may use in each of so many lanes; None when lanes do not share the CPU."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from parawrap.backends._base import Backend
+from parawrap.backends._base import Backend, Stream
 from parawrap.backends._registry import not_there
 
 __all__ = ["AcceleratorBackend"]
@@ -36,19 +37,28 @@ class AcceleratorBackend(Backend):
             raise not_there(self.type, index, count)
         return torch.device(self.type, index)
 
-    def stream(self, device: torch.device) -> object | None:
+    def stream(self, device: torch.device) -> Stream | None:
         current_stream = getattr(self.module, "current_stream", None)
-        return current_stream(device) if current_stream is not None else None
+        return None if current_stream is None else cast("Stream", current_stream(device))
+
+    def new_stream(self, device: torch.device) -> Stream | None:
+        stream = getattr(self.module, "Stream", None)
+        return None if stream is None else cast("Stream", stream(device))
+
+    def is_capturing(self) -> bool:
+        asked = getattr(self.module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
 
     @contextlib.contextmanager
-    def _on(self, device: torch.device, stream: Any) -> Any:
-        # The caller's stream of this device: what the caller queued before the call is then done before the lane's work,
-        # and what it queues after the call comes after, without a single event.
+    def _on(self, device: torch.device, stream: Stream) -> Iterator[None]:
         with self.module.device(device), self.module.stream(stream):
             yield
 
-    def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:
+    def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
         if stream is None:
             on: AbstractContextManager[object] = self.module.device(device)
             return on
         return self._on(device, stream)
+
+    def forked_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(sorted({device.index for device in devices}), device_type=self.type)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from parawrap.backends._base import Backend
+from parawrap.backends._base import Backend, Stream
 from parawrap.backends._registry import not_there
 
 __all__ = ["BACKEND", "MpsBackend"]
@@ -26,7 +26,7 @@ class MpsBackend(Backend):
             raise not_there(self.type, index, self.count())
         return torch.device("mps", 0)
 
-    def activate(self, device: torch.device, stream: object | None) -> AbstractContextManager[object]:
+    def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
 
 

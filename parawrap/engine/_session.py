@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -12,13 +12,16 @@ from weakref import WeakSet
 
 import torch
 
+from parawrap.backends import record_use
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
+from parawrap.engine._work import Work
 from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
+from parawrap.tree import flatten
 
 __all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket"]
 
@@ -111,14 +114,18 @@ class Session:
                 self.pool.home = self._replicas.home
             return self._replicas.replicas(lanes)
 
-    def apply(self, works: Sequence[Callable[[], Any]], kind: Hashable = None) -> list[Any]:
+    def apply(
+        self, works: Sequence[Callable[[], Any]], kind: Hashable = None, sources: Iterable[torch.device] = ()
+    ) -> list[Any]:
         """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
+
+        `sources` are the devices, other than the module's, that the works take something from.
 
         Raises:
             BaseException: the error of the first lane that failed, with a note on lane, device and shard. The other
                 lanes have finished by then.
         """
-        outcomes = self.pool.run(works, kind)
+        outcomes = self.pool.run(works, kind, sources)
         error = first_failure(outcomes, self.pool.lanes)
         if error is not None:
             try:
@@ -134,8 +141,10 @@ class Session:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
         if self._stays_on_cpu:
             device = None  # where they are
-        elif device is None:
-            device = self.output_device or self.pool.home or self.devices[0]
+        else:
+            device = device or self.output_device or self.pool.home or self.devices[0]
+            for output in outputs:
+                record_use(flatten(output)[0])
         with self.pool.share_of_cores():
             return gather(outputs, sizes, self.rules, device, originals)
 
@@ -145,19 +154,19 @@ class Session:
         """Scatter, replicate, apply, gather; or the plain call, where nothing is to be cut or it would be wrong to."""
         if self._has_no_lanes():
             return entry.plain(*args, **kwargs)  # part of another call, or beyond the block
-        if self._never_cuts or self._cannot_follow() or self.pool.awaits_a_thread():
+        if self._never_cuts or self._is_at_hand(args, kwargs) or self._cannot_follow() or self.pool.awaits_a_thread():
             return self._run_plainly(entry, args, kwargs)
         plan, flat = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
-        if len(plan.sizes) == 1 and self._stays_on_cpu:
+        if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat.leaves)):
             return self._run_plainly(entry, args, kwargs)
         try:
             replicas = self.replicate(len(plan.sizes))
         except LanesAwaitThread:
             return self._run_plainly(entry, args, kwargs)
         expected = self._expected(entry, plan, flat)
-        shards = plan.scatter(flat, self.devices)
-        outputs = self.apply(self._works(entry, replicas, shards), plan)
-        output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, shards))
+        works = self._works(entry, replicas, plan, flat)
+        outputs = self.apply(works, plan, self._sources(flat))
+        output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, works))
         self._count(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
@@ -169,7 +178,7 @@ class Session:
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
             raise SessionError(msg)
-        lane = min(self.pool.lanes, key=_load)
+        lane = self.pool.least_loaded()
         plan, flat = self.cutters[entry.method].whole(args, kwargs)
         try:
             uncut = self._has_no_lanes() or self._cannot_follow()
@@ -179,11 +188,12 @@ class Session:
         if replica is None:
             return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, plan.rows)
 
-        def work() -> Any:
-            shards = plan.scatter(flat, [lane.device])
-            return self.gather([work() for work in self._works(entry, [replica], shards)], plan.sizes, self._beside(flat))
+        (work,) = self._works(entry, [replica], plan, flat)
 
-        future = self.pool.submit(lane, work)
+        def run() -> Any:
+            return self.gather([work.run_placed()], plan.sizes, self._beside(flat))
+
+        future = self.pool.submit(lane, run, work.place, self._sources(flat))
         self._futures.add(future)
         with self._counting:
             self._calls += 1
@@ -215,13 +225,15 @@ class Session:
         for future in list(self._futures):
             future.cancel()
 
-    def _works(self, entry: Entry, replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
-        works: list[Callable[[], Any]] = []
-        for replica, shard in zip(replicas, shards, strict=True):
+    def _works(self, entry: Entry, replicas: Sequence[LaneReplica], plan: ShardPlan, flat: FlatCall) -> list[Work]:
+        works = []
+        for replica, piece in zip(replicas, plan.cut(flat), strict=True):
             call = entry.plain if replica.module is self.target else entry.of(replica.module)
-            works.append(partial(call, *shard.args, **shard.kwargs))
-        if replicas[0].write_back is not None and replicas[0].lane == 0:
-            works[0] = partial(_then, works[0], replicas[0].write_back)
+            afterwards = replica.write_back if replica.lane == 0 else None
+            works.append(Work(call, piece, self.devices[replica.lane], afterwards))
+        if not self._stays_on_cpu and _records_gradients(flat):
+            for work in works:
+                work.place()  # torch warns of gradients that reach tensors of the caller by other streams
         return works
 
     def _beside(self, flat: FlatCall) -> torch.device | None:
@@ -229,6 +241,31 @@ class Session:
         if self.output_device is not None or self.pool.home is not None:
             return self.output_device
         return next((leaf.device for leaf in flat.leaves if isinstance(leaf, torch.Tensor)), None)
+
+    def _sources(self, flat: FlatCall) -> set[torch.device]:
+        """Where the call's tensors lie, beside where the module does."""
+        if self._stays_on_cpu:
+            return set()
+        return {leaf.device for leaf in flat.leaves if isinstance(leaf, torch.Tensor)} - {self.pool.home}
+
+    def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
+        return (
+            len(self.devices) == 1
+            and not kwargs
+            and all(isinstance(arg, torch.Tensor) for arg in args)
+            and self._lies_in_lane_0(args)
+        )
+
+    def _lies_in_lane_0(self, leaves: Sequence[Any]) -> bool:
+        """Whether the first lane runs the module itself, and these and the output lie beside it."""
+        device = self.devices[0]
+        return (
+            self._replicas is not None
+            and self._replicas.is_on(device)
+            and self.output_device in (None, device)
+            and all(leaf.device == device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        )
 
     def must_run_plainly(self) -> bool:
         """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
@@ -239,7 +276,11 @@ class Session:
 
     def _cannot_follow(self) -> bool:
         """Whether something about the caller, or about a module that has yet to take shape, cannot go into lanes."""
-        return sees_only_its_own_thread() or (self._replicas is not None and not self._replicas.ready())
+        return (
+            sees_only_its_own_thread()
+            or (self._replicas is not None and not self._replicas.ready())
+            or self.pool.backend.is_capturing()
+        )
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._counting:
@@ -264,16 +305,16 @@ class Session:
                 self._lane_rows[lane] += size
 
 
-def _load(lane: Lane) -> int:
-    return lane.inbox.qsize() + lane.busy.locked()
+def _records_gradients(flat: FlatCall) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat.leaves)
 
 
-def _originals(replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> Originals:
+def _originals(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
     """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
     of_module = [replica.original_of for replica in replicas]
-    if not any(shard.copies for shard in shards):
+    if not any(work.copies for work in works):
         return of_module
-    return [partial(_found, shard.copies, lookup) for shard, lookup in zip(shards, of_module, strict=True)]
+    return [partial(_found, work.copies, lookup) for work, lookup in zip(works, of_module, strict=True)]
 
 
 def _nobodys(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -284,12 +325,6 @@ def _nobodys(tensor: torch.Tensor) -> torch.Tensor | None:
 def _found(copies: Mapping[int, torch.Tensor], lookup: Any, tensor: torch.Tensor) -> torch.Tensor | None:
     copied = copies.get(id(tensor))
     return lookup(tensor) if copied is None else copied
-
-
-def _then(work: Callable[[], Any], afterwards: Callable[[], None]) -> Any:
-    value = work()
-    afterwards()
-    return value
 
 
 def _done(work: Callable[[], Any]) -> Future[Any]:

@@ -1,4 +1,8 @@
-"""One call on its way through the lanes: its shares, and the outcomes that the caller waits for."""
+"""One call on its way through the lanes: its shares, and the outcomes that the caller waits for.
+
+A lane's thread may come to its next line long after the caller went on. What it then still held of the call, a graph above
+all, would outlive it: so a share lets go of its work, and the flight of its outcomes, before anybody is told.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,17 @@ class Flight:
 
     def land(self, slot: int, outcome: Outcome) -> None:
         self.outcomes[slot] = outcome
+        del outcome
         with self._counting:
             self._left -= 1
             last = self._left == 0
         if last:
             self._landed.release()
+
+    def take(self) -> list[Outcome]:
+        """The outcomes, which the flight no longer has."""
+        outcomes, self.outcomes = self.outcomes, []
+        return outcomes
 
     def wait(self, patience: float) -> bool:
         """Whether all outcomes are there, after waiting at most so many seconds."""
@@ -53,8 +63,13 @@ class Share:
 
     def do(self) -> None:
         """Do what was claimed."""
-        self._flight.land(self.slot, self.lane.occupy(self.work))
+        self._flight.land(self.slot, self.lane.occupy(self._taken()))
 
     def __call__(self) -> None:
         if self.claim():
             self.do()
+
+    def _taken(self) -> Task:
+        work = self.work
+        del self.work
+        return work

@@ -45,6 +45,7 @@ class Lane:
         self.device = device
         self.busy = threading.Lock()
         self._owner: int | None = None
+        self.given = 0
         self.tasks = 0
         self.busy_ns = 0
         self.recorders: tuple[list[Span], ...] = ()

@@ -17,12 +17,14 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import monotonic, perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
@@ -31,10 +33,8 @@ from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
+from parawrap.lanes._streams import LaneFuture, LaneStreams, Mark, Moment, moment_of
 from parawrap.lanes._threads import intra_op_threads
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["WAKE_UP_NS", "LanePool"]
 
@@ -62,6 +62,7 @@ class LanePool:
         self.lanes = tuple(Lane(index, device) for index, device in enumerate(devices))
         self.home = home
         self.backend: Backend = backend_of(devices[0].type)
+        self._streams = {lane: LaneStreams(self.backend, lane.device) for lane in self.lanes}
         self.threads = self.backend.intra_op_threads(len(devices))
         self._gate = threading.Lock()
         self._short: set[Hashable] = set()
@@ -78,20 +79,27 @@ class LanePool:
         """False after `close`, and in a process forked from the one that made the pool."""
         return self._end.alive and self._forks == _forks
 
-    def run(self, tasks: Sequence[Task], kind: Hashable = None) -> list[Outcome]:
+    def run(self, tasks: Sequence[Task], kind: Hashable = None, sources: Iterable[torch.device] = ()) -> list[Outcome]:
         """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
 
         Work of one `kind` is taken to last about as long each time. Where the first task was done sooner than a thread
         wakes up, the caller begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
+
+        `sources` are further devices on which the caller has something that the tasks use.
         """
         flight = Flight(len(tasks))
-        with self.share_of_cores():
-            done = self._run_alone(tasks, flight) if len(tasks) == 1 or kind in self._short else 0
-            if done < len(tasks):
-                self._run_together(tasks, flight, done)
+        lanes = self.lanes[: len(tasks)]
+        works = self._placed(lanes, tasks, sources)
+        try:
+            with self.share_of_cores():
+                done = self._run_alone(works, flight) if len(works) == 1 or kind in self._short else 0
+                if done < len(works):
+                    self._run_together(works, flight, done)
+        finally:
+            self._wait_for(lanes)
         if kind is not None:
             self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
-        return flight.outcomes
+        return flight.take()
 
     def _run_alone(self, tasks: Sequence[Task], flight: Flight) -> int:
         """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
@@ -123,7 +131,7 @@ class LanePool:
         """Run a task in the calling thread, in which its modes are in force already; the nanoseconds it took."""
         lane = self.lanes[slot]
         at_home = self.home is None or self.home == lane.device
-        work = self._at(lane, task) if at_home else self._carried(lane, task, Modes.capture(self.backend.type))
+        work = task if at_home else self._carried(lane, task, Modes.capture(self.backend.type))
         start = perf_counter_ns()
         flight.land(slot, lane.occupy(work))
         took = perf_counter_ns() - start
@@ -139,29 +147,41 @@ class LanePool:
                 self._short.clear()
             self._short.add(kind)
 
-    def submit(self, lane: Lane, task: Task) -> Future[Any]:
-        """Run `task` whole in that lane's own thread, behind what waits there."""
-        future: Future[Any] = Future()
-        work = self._carried(lane, task, Modes.capture(self.backend.type))
+    def least_loaded(self) -> Lane:
+        """The lane with least work before it; of several such, the one that has been given least."""
+        return min(self.lanes, key=self._load)
+
+    def submit(
+        self, lane: Lane, task: Task, stage: Callable[[], object] | None = None, sources: Iterable[torch.device] = ()
+    ) -> Future[Any]:
+        """Run `task` whole in that lane's own thread, behind what waits there. `sources` as in `run`.
+
+        `stage` comes before it; where the device can, it runs beside the work that was submitted before.
+        """
+        future = LaneFuture(self.backend)
+        work = self._carried(lane, self._staged(lane, task, stage, sources), Modes.capture(self.backend.type))
+        streams = self._streams[lane]
 
         def errand() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             value, error = lane.occupy(work)
+            reached = streams.reached()
             if error is None:
-                future.set_result(value)
+                future.land(value, reached)
             else:
                 note(error, f"in {lane}")
                 future.set_exception(error)
 
         with self._gate:
             self._ensure_started((lane,))
+            lane.given += 1
             self._dispatch(lane, errand)
         return future
 
     @contextmanager
     def idle(self) -> Iterator[bool]:
-        """For whoever changes what lanes work with: True when no lane works inside the block.
+        """For whoever changes what lanes work with: True when no lane works, or has work queued, inside the block.
 
         False when that cannot be had, because a lane waits for another thread, which may be the calling one.
         """
@@ -172,7 +192,12 @@ class LanePool:
                     held.callback(lane.release)
                 else:
                     alone = False
+            self._wait_for(self.lanes)
             yield alone
+            if self.backend.type != "cpu":
+                moment = self._moment((), self.lanes)
+                for lane in self.lanes:
+                    self._streams[lane].wait_next(moment)
 
     def awaits_a_thread(self) -> bool:
         """Whether a lane works on something that waits for a thread; a call by that thread must not wait for the lane."""
@@ -191,6 +216,7 @@ class LanePool:
             open_until_now = self._end.detach() is not None
         if open_until_now and self._forks == _forks:
             _end(self.lanes, None)
+            self._wait_for(self.lanes)
 
     def _send(self, tasks: Sequence[Task], flight: Flight, first: int) -> list[Share]:
         """Hand the tasks from the `first` on to their lanes."""
@@ -214,16 +240,47 @@ class LanePool:
             lane.inbox.put(errand)
 
     def _carried(self, lane: Lane, task: Task, modes: Modes) -> Task:
-        """The task under the caller's modes, on the lane's device and the caller's stream of that device."""
-        return partial(modes.run, self._at(lane, task), lane.device, self.home)
+        """The task under the caller's modes."""
+        return partial(modes.run, task, lane.device, self.home)
 
-    def _at(self, lane: Lane, task: Task) -> Task:
-        if lane.device.type == "cpu":
-            return task
-        # The home device's stream too, for what the lane brings there; the lane's own last: it is then the current one.
-        devices = dict.fromkeys(d for d in (self.home, lane.device) if d is not None and d.type == lane.device.type)
-        places = [(device, self.backend.stream(device)) for device in sorted(devices, key=lambda d: d == lane.device)]
-        return partial(_at_devices, self.backend, places, task)
+    def _placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Iterable[torch.device]) -> Sequence[Task]:
+        """Each task on its lane's device and streams, after what the caller has queued."""
+        if self.backend.type == "cpu":
+            return tasks
+        moment = self._moment(sources, lanes)
+        return [
+            partial(self._streams[lane].run, task, self._as_seen_by(lane, moment, sources))
+            for lane, task in zip(lanes, tasks, strict=True)
+        ]
+
+    def _staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
+        if self.backend.type == "cpu":
+            return task if stage is None else partial(_in_turn, stage, task)
+        moment = self._as_seen_by(lane, self._moment(sources, [lane]), sources)
+        return partial(self._streams[lane].run_staged, task, stage, moment)
+
+    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane]) -> Moment:
+        home = [] if self.home is None else [self.home]  # a lane may also bring something there
+        return moment_of(self.backend, dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]))
+
+    def _as_seen_by(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
+        """What of the moment concerns that lane, and which streams it shares because gradients will come by them."""
+        common = {*sources, self.home}
+        mine = {device: mark for device, mark in moment.items() if device in common or device == lane.device}
+        if torch.is_grad_enabled():
+            mine.update(
+                (device, Mark(mark.stream)) for device, mark in mine.items() if mark is not None and device in common
+            )
+        return mine
+
+    def _wait_for(self, lanes: Sequence[Lane]) -> None:
+        """Have the calling thread's streams wait for what the lanes have queued until now."""
+        if self.backend.type != "cpu":
+            for lane in lanes:
+                self._streams[lane].be_waited_for()
+
+    def _load(self, lane: Lane) -> tuple[int, int]:
+        return lane.inbox.qsize() + lane.busy.locked() + self._streams[lane].unfinished(), lane.given
 
     def _ensure_started(self, lanes: Sequence[Lane]) -> None:
         if not self.alive:
@@ -244,11 +301,9 @@ def _drop(shares: Sequence[Share], flight: Flight) -> None:
             flight.land(share.slot, Outcome())
 
 
-def _at_devices(backend: Backend, places: Sequence[tuple[torch.device, object | None]], task: Task) -> Any:
-    with ExitStack() as active:
-        for device, stream in places:
-            active.enter_context(backend.activate(device, stream))
-        return task()
+def _in_turn(stage: Callable[[], object], task: Task) -> Any:
+    stage()
+    return task()
 
 
 def _end(lanes: Sequence[Lane], patience: float | None) -> None:

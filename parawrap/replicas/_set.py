@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._shell import Replica
-from parawrap.replicas._tensors import Mirror, Tensors
+from parawrap.replicas._tensors import Mirror, Tensors, send
 from parawrap.replicas._watch import Watch, may_be_written_unseen, module_tree
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
@@ -111,6 +111,11 @@ class ReplicaSet:
         """Where the module lay when the replicas were last refreshed."""
         return self._home
 
+    def is_on(self, device: torch.device) -> bool:
+        """Whether the module lies on that device now."""
+        first = next(_tensors(self.original), None)
+        return first is not None and first[1].device == device
+
     def stale(self) -> bool:
         """Whether the module changed since the last `refresh`, or a lane's buffers did: a tensor, an attribute, ..."""
         if not self._lanes:
@@ -146,6 +151,7 @@ class ReplicaSet:
         self._refresh_tensors()
         self._fill(changed)
         self._relink()
+        send((mirror, mirror.unwritten()) for mirror in self._mirrors.values())
 
     def forget(self) -> None:
         """Let go of the replicas; the next refresh makes them anew."""
@@ -161,7 +167,7 @@ class ReplicaSet:
         return Replica(self.original, Tensors(home, home, None, Ledger())).module
 
     def _refresh_tensors(self) -> None:
-        written = sum(mirror.refresh() for mirror in self._mirrors.values())
+        written = send((mirror, mirror.outdated()) for mirror in self._mirrors.values())
         changed = [*self._buffers.changed(), *self._unseen]
         for replica in self._shelled():
             written += replica.refresh_buffers(list(dict.fromkeys([*changed, *replica.wrote()])))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from parawrap.replicas._ledger import Ledger, lasting
+from parawrap.replicas._parcel import Parcel
 from parawrap.tree import flatten, unflatten
 
-__all__ = ["Mirror", "Tensors"]
+__all__ = ["Mirror", "Tensors", "send"]
 
 
 class _Broadcast(torch.autograd.Function):
@@ -29,7 +30,21 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None, *(None if gradient is None else gradient.to(ctx.home) for gradient in gradients)
+        home = iter(Parcel([gradient for gradient in gradients if gradient is not None]).at(ctx.home))
+        return None, *(None if gradient is None else next(home) for gradient in gradients)
+
+
+class _AtHome(torch.autograd.Function):
+    """Stands before parameters whose gradients come from other devices, on the stream on which torch adds those up."""
+
+    @staticmethod
+    def forward(ctx: Any, *originals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(original.detach() for original in originals)
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor | None) -> Any:
+        return gradients
 
 
 class Mirror:
@@ -42,13 +57,14 @@ class Mirror:
         self.origins: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}
         self._links: dict[int, torch.Tensor] = {}
+        self._due: dict[int, torch.Tensor] = {}
 
     def copy_of(self, original: torch.Tensor) -> torch.Tensor:
-        """The copy of a tensor, made when it is first asked for; the same tensor has the same copy."""
+        """The copy of a tensor; the same tensor has the same copy. One that is new is `unwritten` yet."""
         key = id(original)
         if key not in self._copies:
             with lasting():
-                copy = original.detach().to(self.device, copy=True)
+                copy = self._made(original)
             if isinstance(original, torch.nn.Parameter):
                 copy = torch.nn.Parameter(copy, requires_grad=original.requires_grad)
             self._copies[key] = copy
@@ -57,22 +73,28 @@ class Mirror:
             self.linked = False
         return self._links.get(key, self._copies[key])
 
-    def refresh(self) -> int:
-        """Write the originals that changed into their copies; the bytes written."""
+    def outdated(self) -> list[torch.Tensor]:
+        """The originals that changed since they were written; those of another form than before get new copies."""
         changed = self.originals.changed()
         if any(tensor.requires_grad != (id(tensor) in self._links) for tensor in changed):
             self.linked = False
-        same_form = [tensor for tensor in changed if self._takes(tensor)]
-        if same_form:
-            with lasting():
-                copies = [self._copies[id(tensor)] for tensor in same_form]
-                torch._foreach_copy_(copies, same_form, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
         for tensor in changed:
-            if not self._takes(tensor):  # of another dtype, shape or part in the graph: copied anew
+            if not self._takes(tensor):  # of another dtype, shape or part in the graph
                 self._forget(id(tensor))
                 self.copy_of(tensor)
+        return changed
+
+    def unwritten(self) -> list[torch.Tensor]:
+        """The originals that have a copy in which nothing is written yet."""
+        return list(self._due.values())
+
+    def write(self, originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Write into the copies of these originals what they are now."""
+        copies = [self._copies[id(tensor)] for tensor in originals]
+        torch._foreach_copy_(copies, list(values), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        for tensor in originals:
             self.originals.enter(tensor)
-        return sum(tensor.nbytes for tensor in changed)
+            self._due.pop(id(tensor), None)
 
     def unlink(self) -> None:
         """From now on hand out plain copies. The old graph must go before a new one is made: it knows the old shapes."""
@@ -90,7 +112,8 @@ class Mirror:
         if originals:
             copies = [self._copies[id(tensor)] for tensor in originals]
             with torch.inference_mode(False), torch.enable_grad():
-                links = _Broadcast.apply(copies, *originals)  # type: ignore[no-untyped-call]
+                at_home = _AtHome.apply(*originals)  # type: ignore[no-untyped-call]
+                links = _Broadcast.apply(copies, *at_home)  # type: ignore[no-untyped-call]
         self._links = {id(tensor): link for tensor, link in zip(originals, links, strict=True)}
         self.origins.update((id(link), tensor) for tensor, link in zip(originals, links, strict=True))
         self.linked = True
@@ -101,7 +124,15 @@ class Mirror:
         for key in set(self._copies) - keys:
             self._forget(key)
 
+    def _made(self, original: torch.Tensor) -> torch.Tensor:
+        values = original.detach()
+        if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_quantized:
+            return values.to(self.device, copy=True)
+        self._due[id(original)] = original
+        return torch.empty_like(values, device=self.device)
+
     def _forget(self, key: int) -> None:
+        self._due.pop(key, None)
         for held in (self._copies.pop(key), self._links.pop(key, None)):
             self.origins.pop(id(held), None)
 
@@ -112,6 +143,20 @@ class Mirror:
             and copy.shape == original.shape
             and copy.requires_grad == (original.requires_grad and isinstance(original, torch.nn.Parameter))
         )
+
+
+def send(wanted: Iterable[tuple[Mirror, Sequence[torch.Tensor]]]) -> int:
+    """Write those originals into their copies, packed once for all mirrors that want the same; the bytes written."""
+    groups: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], list[Mirror]]] = {}
+    for mirror, originals in wanted:
+        if originals:
+            groups.setdefault(tuple(map(id, originals)), (originals, []))[1].append(mirror)
+    with lasting():
+        for originals, mirrors in groups.values():
+            parcel = Parcel([tensor.detach() for tensor in originals])
+            for mirror in mirrors:
+                mirror.write(originals, parcel.at(mirror.device))
+    return sum(tensor.nbytes * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)
 
 
 class Tensors:
@@ -142,9 +187,7 @@ class Tensors:
             if original not in self._ledger:
                 self._ledger.enter(original)
             with lasting():
-                self._own[key] = own = original.detach().to(self.device, copy=True)
-            self._versions[key] = own._version
-            self._origins[id(own)] = original
+                self._take(original, original.detach().to(self.device, copy=True))
         return self._own[key]
 
     def renew_buffers(self, changed: Sequence[torch.Tensor]) -> int:
@@ -154,9 +197,11 @@ class Tensors:
         they would no longer be what that graph saved.
         """
         mine = [tensor for tensor in changed if id(tensor) in self._own]
-        for tensor in mine:
+        with lasting():
+            copies = self._copied(mine)
+        for tensor, own in zip(mine, copies, strict=True):
             self._forget(id(tensor))
-            self.buffer(tensor)
+            self._take(tensor, own)
         return sum(tensor.nbytes for tensor in mine)
 
     def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
@@ -178,6 +223,18 @@ class Tensors:
         """The buffers whose copies the lane has written since it was given them."""
         versions = self._versions
         return [self._origins[id(own)] for key, own in self._own.items() if own._version != versions[key]]
+
+    def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        values = [tensor.detach() for tensor in originals]
+        if self.home == self.device:
+            return [tensor.clone() for tensor in values]
+        # `.data`: pieces of one parcel would otherwise share a version counter, which tells what a lane writes.
+        return [tensor.data for tensor in Parcel(values).at(self.device)]
+
+    def _take(self, original: torch.Tensor, own: torch.Tensor) -> None:
+        self._own[id(original)] = own
+        self._versions[id(original)] = own._version
+        self._origins[id(own)] = original
 
     def _forget(self, key: int) -> None:
         own = self._own.pop(key)

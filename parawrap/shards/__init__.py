@@ -7,7 +7,7 @@ truncated or dropped: the rows of the shards, in lane order, are the rows of the
 from parawrap.shards._cutter import Cutter
 from parawrap.shards._gather import GatherRules, Originals, Reduce, gather
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import FlatCall, Shard, ShardPlan, balanced
+from parawrap.shards._plan import FlatCall, Piece, Shard, ShardPlan, balanced
 from parawrap.shards._split import register_split
 from parawrap.shards._verify import check_equal
 
@@ -17,6 +17,7 @@ __all__ = [
     "GatherRules",
     "Originals",
     "Parameters",
+    "Piece",
     "Reduce",
     "Shard",
     "ShardPlan",

@@ -106,10 +106,10 @@ def _join_leaf(
         same = _same_tensor(column, originals) if len(column) > 1 else None
         if same is not None:
             return same if device is None else same.to(device)
-        parts = list(column) if device is None else [leaf.to(device) for leaf in column]
+        parts = list(column)
         if first.ndim == 0:
-            return _reduce(parts, sizes, rules.reduce)
-        joined = _cat(parts, rules.dim)
+            return _reduce(_all_on(parts, device), sizes, rules.reduce)
+        joined = _cat(parts, rules.dim, device)
         if rules.strict and len(parts) > 1 and joined.shape[rules.dim] != sum(sizes):
             _refuse_without_rows(parts, sizes, rules.dim)
         return joined
@@ -148,11 +148,43 @@ def _refuse_without_rows(parts: Sequence[torch.Tensor], sizes: Sequence[int], di
             raise GatherError(msg)
 
 
-def _cat(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _cat(parts: list[torch.Tensor], dim: int, device: torch.device | None) -> torch.Tensor:
     try:
+        if device is not None and any(part.device != device for part in parts) and _are_of_one_form(parts, dim):
+            return _written_into_one(parts, dim, device)
+        parts = _all_on(parts, device)
         return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
     except (IndexError, RuntimeError) as error:
         raise GatherError(_why_no_cat(parts, dim)) from error
+
+
+def _all_on(parts: list[torch.Tensor], device: torch.device | None) -> list[torch.Tensor]:
+    return parts if device is None else [part.to(device) for part in parts]
+
+
+def _are_of_one_form(parts: Sequence[torch.Tensor], dim: int) -> bool:
+    """Whether the parts can be written into one tensor: nothing but their sizes differs, and no graph is to know of it."""
+    first = parts[0]
+    return len(parts) > 1 and all(
+        type(part) is torch.Tensor
+        and not (part.requires_grad and torch.is_grad_enabled())
+        and part.is_contiguous()
+        and part.dtype == first.dtype
+        and part.ndim == first.ndim
+        and _other_dims(part, dim) == _other_dims(first, dim)
+        for part in parts
+    )
+
+
+def _written_into_one(parts: Sequence[torch.Tensor], dim: int, device: torch.device) -> torch.Tensor:
+    """The parts side by side on the device, each copied once, straight to its place."""
+    sizes = [part.shape[dim] for part in parts]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(sizes)
+    joined = torch.empty(shape, dtype=parts[0].dtype, device=device)
+    for place, part in zip(joined.split(sizes, dim), parts, strict=True):
+        place.copy_(part, non_blocking=device.type != "cpu")
+    return joined
 
 
 def _why_no_cat(parts: Sequence[torch.Tensor], dim: int) -> str:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
+from parawrap.backends import bring
 from parawrap.errors import ShardError
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
 
-__all__ = ["CALL_ROOTS", "FlatCall", "Shard", "ShardPlan", "balanced"]
+__all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal"]
 
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
@@ -31,6 +32,22 @@ def balanced(rows: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (parts - larger)
 
 
+def equal(rows: int, parts: int, size: int = 0) -> tuple[int, ...]:
+    """Sizes that add up to `rows`: each of them `size`, or more where that is too few rows, and the last what remains.
+
+    For devices on which every new size costs a compilation: `size` is what the parts of earlier calls had. Then a call of
+    other rows brings at most one size that is new, unless it brings more rows than ever.
+
+    >>> equal(10, 4), equal(7, 4, 3), equal(2, 4, 3), equal(16, 4, 3), equal(0, 4, 3)
+    ((3, 3, 3, 1), (3, 3, 1), (2,), (4, 4, 4, 4), (0,))
+    """
+    size = max(size, -(-rows // parts))
+    if rows <= size:
+        return (rows,)
+    full, rest = divmod(rows, size)
+    return (size,) * full + ((rest,) if rest else ())
+
+
 class FlatCall(NamedTuple):
     """One call taken apart. Its structure is equal to its plan's, and carries this call's own attributes of containers."""
 
@@ -45,6 +62,28 @@ class Shard(NamedTuple):
     kwargs: dict[str, Any]
     rows: int
     copies: dict[int, torch.Tensor] = {}  # noqa: RUF012  # by id, what was copied whole to the lane's device, and of what
+
+
+class Piece(NamedTuple):
+    """What is to be a shard, still where the call has it: views, and the leaves that every lane gets whole."""
+
+    spec: TreeSpec
+    leaves: Sequence[Any]
+    dims: Sequence[int | None]
+    rows: int
+
+    def on(self, device: torch.device) -> Shard:
+        """The shard, on that device: views where the rows lie there already, copies by the thread's streams elsewhere."""
+        placed = [_on_device(leaf, device) for leaf in self.leaves]
+        args, kwargs = unflatten(self.spec, placed)
+        return Shard(args, kwargs, self.rows, {} if device.type == "cpu" else self._copied_whole(placed))
+
+    def _copied_whole(self, placed: Sequence[Any]) -> dict[int, torch.Tensor]:
+        return {
+            id(here): leaf
+            for leaf, here, dim in zip(self.leaves, placed, self.dims, strict=True)
+            if dim is None and isinstance(leaf, torch.Tensor) and here is not leaf
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,34 +108,20 @@ class ShardPlan:
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
         devices = devices[: len(self.sizes)]
-        columns = [self._column(index, leaf, devices) for index, leaf in enumerate(flat.leaves)]
-        shards: list[Shard] = []
-        for lane, size in enumerate(self.sizes):
-            placed = [column[lane] for column in columns]
-            args, kwargs = unflatten(flat.spec, placed)
-            copies = {} if devices[lane].type == "cpu" else self._copies(flat.leaves, placed)
-            shards.append(Shard(args, kwargs, size, copies))
-        return shards
+        return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]
 
-    def _copies(self, leaves: Sequence[Any], placed: Sequence[Any]) -> dict[int, torch.Tensor]:
-        return {
-            id(here): leaf
-            for leaf, here, dim in zip(leaves, placed, self.dims, strict=True)
-            if dim is None and isinstance(leaf, torch.Tensor) and here is not leaf
-        }
+    def cut(self, flat: FlatCall) -> list[Piece]:
+        """One piece a size."""
+        columns = [self._parts(index, leaf) for index, leaf in enumerate(flat.leaves)]
+        return [
+            Piece(flat.spec, [column[lane] for column in columns], self.dims, size) for lane, size in enumerate(self.sizes)
+        ]
 
     def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
         return (
             f"{addresses(self.spec, CALL_ROOTS)[index]} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be "
             "split by torch: in_dims with None for its parameter hands it whole to every lane"
         )
-
-    def _column(self, index: int, leaf: Any, devices: Sequence[torch.device]) -> Sequence[Any]:
-        """The parts of one leaf, in lane order, each on its lane's device."""
-        parts = self._parts(index, leaf)
-        if isinstance(leaf, torch.Tensor) and devices.count(leaf.device) == len(devices):
-            return parts
-        return [_on_device(part, device) for part, device in zip(parts, devices, strict=True)]
 
     def _parts(self, index: int, leaf: Any) -> Sequence[Any]:
         dim = self.dims[index]
@@ -128,9 +153,8 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
 
 
 def _on_device(leaf: Any, device: torch.device) -> Any:
-    """The leaf on its device. A copy to the CPU is waited for; one to an accelerator joins the queue there."""
     if isinstance(leaf, torch.Tensor):
-        return leaf if leaf.device == device else leaf.to(device, non_blocking=device.type != "cpu")
+        return bring(leaf, device)
     if isinstance(leaf, Opaque):
         moves = isinstance(leaf.value, torch.nn.utils.rnn.PackedSequence)
         return leaf.value.to(device) if moves else leaf.value

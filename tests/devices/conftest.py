@@ -20,11 +20,12 @@ if _missing is None:
 
 @pytest.fixture(autouse=True)
 def _sim():
-    """Skip or fail where the devices cannot be had; start every test from one seed."""
+    """Skip or fail where the devices cannot be had; start every test from one seed; fail where they tell of a race."""
     require("sim", _missing)
     torch.manual_seed(0)
     simdevice.reset_stats()
     yield
+    assert simdevice.stats().races == ()
     # A lane's own thread may be the last to let go of its pool: it then ends a moment after the test.
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
         gc.collect()

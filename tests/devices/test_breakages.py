@@ -51,20 +51,19 @@ def test_refresh_that_does_nothing(broken, monkeypatch):
     elif broken == "stale":
         monkeypatch.setattr(ReplicaSet, "stale", lambda self: not self._lanes)
     else:
-        monkeypatch.setattr(Mirror, "refresh", lambda self: 0)
+        monkeypatch.setattr(Mirror, "outdated", lambda self: [])
     assert not follows_a_change()
 
 
 def test_scatter_that_drops_a_row(monkeypatch):
     """A scatter that loses the last row of a shard is seen by the engine itself, when it joins the outputs."""
-    scatter = ShardPlan.scatter
+    cut = ShardPlan.cut
 
-    def dropping(self, leaves, devices):
-        shards = scatter(self, leaves, devices)
-        args = tuple(arg[:-1] for arg in shards[0].args)
-        return [shards[0]._replace(args=args), *shards[1:]]
+    def dropping(self, flat):
+        pieces = cut(self, flat)
+        return [pieces[0]._replace(leaves=[leaf[:-1] for leaf in pieces[0].leaves]), *pieces[1:]]
 
-    monkeypatch.setattr(ShardPlan, "scatter", dropping)
+    monkeypatch.setattr(ShardPlan, "cut", dropping)
     with pytest.raises(GatherError, match="does not hold the rows"):
         equals_plain()
 

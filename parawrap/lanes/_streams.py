@@ -1,0 +1,167 @@
+"""A lane's own streams, and what orders the work on them with the caller's.
+
+What this file guarantees, for kinds of device that have streams:
+
+- What the caller queued before a call is done before the lane's work begins. What it queues once it has the outcome begins
+  after that work is done. Neither keeps the host waiting.
+- Two lanes on one device work beside each other. But where gradients are recorded, the device of the module, and those that
+  inputs come from, are worked on by the caller's streams: on them torch adds up gradients, and it warns of others.
+- The input of submitted work is brought over beside the work before it; and since the host may run far ahead of a device,
+  no lane begins such work before the work before the last one is done: memory is bounded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from parawrap.backends import Backend, Stream, record_use
+from parawrap.tree import flatten
+
+__all__ = ["LaneFuture", "LaneStreams", "Mark", "Moment", "moment_of"]
+
+T = TypeVar("T")
+_AHEAD = 2
+
+
+class Mark(NamedTuple):
+    """A stream of the caller's, and an event that follows what it had been given by then. Without one, a lane shares it."""
+
+    stream: Stream
+    event: Any | None = None
+
+
+Moment = Mapping[torch.device, Mark | None]
+"""By device, where the caller stood when it made a call; None for a device without streams."""
+
+
+def moment_of(backend: Backend, devices: Iterable[torch.device]) -> Moment:
+    """The calling thread's moment on each of these devices that is of the backend's kind."""
+    streams = {device: backend.stream(device) for device in devices if device.type == backend.type}
+    return {device: None if stream is None else Mark(stream, stream.record_event()) for device, stream in streams.items()}
+
+
+class LaneStreams:
+    """The streams of one lane, one for each device that its work has to do with. Each is made when first needed.
+
+    Used by one thread at a time, the one that has the lane; `be_waited_for` by any.
+    """
+
+    def __init__(self, backend: Backend, device: torch.device) -> None:
+        self._backend = backend
+        self._device = device
+        self._making = threading.Lock()
+        self._own: dict[torch.device, Stream] = {}
+        self._used: dict[torch.device, Stream] = {}
+        self._since: dict[torch.device, Mark] = {}
+        self._copying: Stream | None = None
+        self._ahead: deque[Sequence[tuple[torch.device, Any]]] = deque()
+
+    def run(self, work: Callable[[], T], moment: Moment) -> T:
+        """Run `work` with the lane's device and streams current, after what the caller had queued by then."""
+        with ExitStack() as active:
+            self._used = {device: self._following(device, mark) for device, mark in moment.items() if mark is not None}
+            # The lane's own device last: it is then the current one.
+            for device in sorted(moment, key=lambda each: each == self._device):
+                active.enter_context(self._backend.activate(device, self._used.get(device)))
+            try:
+                return work()
+            finally:
+                self._backend.flush(self._device)
+
+    def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> T:
+        """Run `stage` beside the lane's earlier work, and then `work`."""
+        while len(self._ahead) >= _AHEAD:
+            for _, event in self._ahead.popleft():
+                event.synchronize()
+
+        def both() -> T:
+            if stage is not None:
+                self._run_beside(stage, moment[self._device])
+            return work()
+
+        return self.run(both, moment)
+
+    def reached(self) -> Sequence[tuple[torch.device, Any]]:
+        """After staged work: for each of its streams the device, and an event that is over when the work is."""
+        events = [(device, stream.record_event()) for device, stream in self._used.items()]
+        self._ahead.append(events)
+        return events
+
+    def unfinished(self) -> int:
+        """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
+        return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
+
+    def be_waited_for(self) -> None:
+        """Have the calling thread's streams wait for what the lane's have been given until now."""
+        for device, own in list(self._own.items()):
+            stream = self._backend.stream(device)
+            assert stream is not None
+            stream.wait_stream(own)
+
+    def wait_next(self, moment: Moment) -> None:
+        """Have the lane's next work, though it may have been sent already, come after that moment too."""
+        self._since.update((device, mark) for device, mark in moment.items() if mark is not None)
+
+    def _following(self, device: torch.device, mark: Mark) -> Stream:
+        """The lane's stream on that device, which comes after what the caller's had been given."""
+        stream = self._stream_of(device, mark)
+        for earlier in (mark, self._since.pop(device, None)):
+            if earlier is not None and earlier.event is not None:
+                stream.wait_event(earlier.event)
+        return stream
+
+    def _stream_of(self, device: torch.device, mark: Mark) -> Stream:
+        if mark.event is None:
+            return mark.stream
+        if device not in self._own:
+            with self._making:
+                self._own.setdefault(device, self._backend.new_stream(device) or mark.stream)
+        return self._own[device]
+
+    def _run_beside(self, stage: Callable[[], object], mark: Mark | None) -> None:
+        """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
+        copying = self._copying = self._copying or self._backend.new_stream(self._device)
+        if mark is None or copying is None:
+            stage()
+            return
+        copying.wait_event(mark.event or mark.stream.record_event())
+        with self._backend.activate(self._device, copying):
+            stage()
+        self._used[self._device].wait_stream(copying)
+
+
+class LaneFuture(Future[Any]):
+    """A future whose result may be used on whatever streams the thread that asks for it is queueing its work on.
+
+    Any number of threads may ask. A callback that asks runs in the lane's thread, for somebody unknown: it waits.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__()
+        self._backend = backend
+        self._reached: Sequence[tuple[torch.device, Any]] = ()
+        self._lane: int | None = None
+
+    def land(self, value: Any, reached: Sequence[tuple[torch.device, Any]]) -> None:
+        """Give the value, which is there once those events are over."""
+        self._reached, self._lane = reached, threading.get_ident()
+        self.set_result(value)
+
+    def result(self, timeout: float | None = None) -> Any:
+        value = super().result(timeout)
+        for device, event in self._reached:
+            stream = self._backend.stream(device)
+            if stream is None or threading.get_ident() == self._lane:
+                event.synchronize()
+            else:
+                stream.wait_event(event)
+        if self._reached:
+            record_use(flatten(value)[0])
+        return value

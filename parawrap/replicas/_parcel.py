@@ -1,0 +1,57 @@
+"""Many tensors to another device in few copies.
+
+A copy between devices costs some microseconds of the host's time, however small the tensor, and a model has hundreds of
+small ones. Those of one dtype travel as one; large ones travel by themselves, since packing would copy them once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from parawrap.backends import bring
+
+__all__ = ["Parcel"]
+
+_SMALL = 1 << 20
+_MOST = 32 << 20
+
+
+class Parcel:
+    """Tensors of one device, packed once and sent to any number of devices. Gradients flow through it, if asked for."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._packs = [(pack, _packed([tensors[index] for index in pack])) for pack in _packs(tensors)]
+        packed = {index for pack, _ in self._packs for index in pack}
+        self._single = [index for index in range(len(tensors)) if index not in packed]
+
+    def at(self, device: torch.device) -> list[torch.Tensor]:
+        """The tensors there, in the order in which they were given; new ones, which may share memory with each other."""
+        there: dict[int, torch.Tensor] = {}
+        for pack, flat in self._packs:
+            pieces = bring(flat, device).split([self._tensors[index].numel() for index in pack])
+            there.update((index, piece.view(self._tensors[index].shape)) for index, piece in zip(pack, pieces, strict=True))
+        there.update((index, bring(self._tensors[index], device)) for index in self._single)
+        return [there[index] for index in range(len(self._tensors))]
+
+
+def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Which tensors travel together, by index: small ones of one dtype, up to so many bytes."""
+    packs: list[list[int]] = []
+    filling: dict[torch.dtype, tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided or tensor.nbytes > _SMALL:
+            continue
+        pack, size = filling.get(tensor.dtype, ([], _MOST))
+        if size + tensor.nbytes > _MOST:
+            pack, size = [], 0
+            packs.append(pack)
+        pack.append(index)
+        filling[tensor.dtype] = pack, size + tensor.nbytes
+    return [pack for pack in packs if len(pack) > 1]
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
