@@ -133,7 +133,10 @@ class Session:
             finally:
                 del error
                 outcomes.clear()  # the traceback holds frames that hold this list: no cycle keeps the call's tensors
-        return [outcome.value for outcome in outcomes]
+        values = [outcome.value for outcome in outcomes]
+        if not self._stays_on_cpu:
+            record_use(leaf for value in values for leaf in flatten(value)[0])
+        return values
 
     def gather(
         self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None, originals: Originals = ()
@@ -141,10 +144,8 @@ class Session:
         """Join the outputs of shards of those sizes, on the output device unless another is given."""
         if self._stays_on_cpu:
             device = None  # where they are
-        else:
-            device = device or self.output_device or self.pool.home or self.devices[0]
-            for output in outputs:
-                record_use(flatten(output)[0])
+        elif device is None:
+            device = self.output_device or self.pool.home or self.devices[0]
         with self.pool.share_of_cores():
             return gather(outputs, sizes, self.rules, device, originals)
 
@@ -231,9 +232,6 @@ class Session:
             call = entry.plain if replica.module is self.target else entry.of(replica.module)
             afterwards = replica.write_back if replica.lane == 0 else None
             works.append(Work(call, piece, self.devices[replica.lane], afterwards))
-        if not self._stays_on_cpu and _records_gradients(flat):
-            for work in works:
-                work.place()  # torch warns of gradients that reach tensors of the caller by other streams
         return works
 
     def _beside(self, flat: FlatCall) -> torch.device | None:
@@ -303,10 +301,6 @@ class Session:
             self._shards = sizes
             for lane, size in enumerate(sizes):
                 self._lane_rows[lane] += size
-
-
-def _records_gradients(flat: FlatCall) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in flat.leaves)
 
 
 def _originals(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:

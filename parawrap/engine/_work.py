@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import record_use
-from parawrap.shards import Piece, Shard
+from parawrap.shards import Piece
 from parawrap.tree import flatten_call
 
 __all__ = ["Work"]
@@ -28,29 +28,24 @@ class Work:
         self._piece = piece
         self._device = device
         self._afterwards = afterwards
-        self._shard: Shard | None = None
 
     def __call__(self) -> Any:
-        # The caller waits for the lane, so its input lives long enough; but a graph may hold it, and let go of it while the
-        # lane's part of the backward pass is still queued.
-        return self._run(keep=torch.is_grad_enabled())
+        self.place()
+        return self._run()
 
-    def place(self) -> Shard:
-        """The shard on the lane's device. It is brought there when first asked for, on the streams of who asks."""
-        if self._shard is None:
-            self._shard = self._piece.on(self._device)
-            self.copies = self._shard.copies
-        return self._shard
+    def place(self) -> None:
+        """Bring the shard to the lane's device, on the thread's streams."""
+        self._shard = self._piece.on(self._device)
+        self.copies = self._shard.copies
 
     def run_placed(self) -> Any:
-        """Run it, where nobody waits for it and its input was taken by another stream."""
-        return self._run(keep=True)
+        """Run it where nobody waits for it, and where another stream took the memory of its input."""
+        if self._device.type != "cpu":
+            record_use(flatten_call(self._shard.args, self._shard.kwargs)[0])
+        return self._run()
 
-    def _run(self, *, keep: bool) -> Any:
-        shard = self.place()
-        if keep and self._device.type != "cpu":
-            record_use(flatten_call(shard.args, shard.kwargs)[0])
-        value = self._call(*shard.args, **shard.kwargs)
+    def _run(self) -> Any:
+        value = self._call(*self._shard.args, **self._shard.kwargs)
         if self._afterwards is not None:
             self._afterwards()
         return value

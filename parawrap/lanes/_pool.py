@@ -33,7 +33,7 @@ from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._streams import LaneFuture, LaneStreams, Mark, Moment, moment_of
+from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, moment_of
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = ["WAKE_UP_NS", "LanePool"]
@@ -96,7 +96,8 @@ class LanePool:
                 if done < len(works):
                     self._run_together(works, flight, done)
         finally:
-            self._wait_for(lanes)
+            if not torch.is_grad_enabled():
+                self._wait_for(lanes)
         if kind is not None:
             self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
         return flight.take()
@@ -195,7 +196,7 @@ class LanePool:
             self._wait_for(self.lanes)
             yield alone
             if self.backend.type != "cpu":
-                moment = self._moment((), self.lanes)
+                moment = moment_of(self.backend, dict.fromkeys(lane.device for lane in self.lanes))
                 for lane in self.lanes:
                     self._streams[lane].wait_next(moment)
 
@@ -249,29 +250,23 @@ class LanePool:
             return tasks
         moment = self._moment(sources, lanes)
         return [
-            partial(self._streams[lane].run, task, self._as_seen_by(lane, moment, sources))
+            partial(self._streams[lane].run, task, self._as_it_concerns(lane, moment, sources))
             for lane, task in zip(lanes, tasks, strict=True)
         ]
 
     def _staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
         if self.backend.type == "cpu":
             return task if stage is None else partial(_in_turn, stage, task)
-        moment = self._as_seen_by(lane, self._moment(sources, [lane]), sources)
-        return partial(self._streams[lane].run_staged, task, stage, moment)
+        return partial(self._streams[lane].run_staged, task, stage, self._moment(sources, [lane]))
 
     def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane]) -> Moment:
         home = [] if self.home is None else [self.home]  # a lane may also bring something there
-        return moment_of(self.backend, dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]))
+        devices = dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)])
+        return moment_of(self.backend, devices, shared=torch.is_grad_enabled())
 
-    def _as_seen_by(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
-        """What of the moment concerns that lane, and which streams it shares because gradients will come by them."""
-        common = {*sources, self.home}
-        mine = {device: mark for device, mark in moment.items() if device in common or device == lane.device}
-        if torch.is_grad_enabled():
-            mine.update(
-                (device, Mark(mark.stream)) for device, mark in mine.items() if mark is not None and device in common
-            )
-        return mine
+    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
+        """The moment without the devices of the other lanes."""
+        return {device: mark for device, mark in moment.items() if device in (*sources, self.home, lane.device)}
 
     def _wait_for(self, lanes: Sequence[Lane]) -> None:
         """Have the calling thread's streams wait for what the lanes have queued until now."""

@@ -4,8 +4,8 @@ What this file guarantees, for kinds of device that have streams:
 
 - What the caller queued before a call is done before the lane's work begins. What it queues once it has the outcome begins
   after that work is done. Neither keeps the host waiting.
-- Two lanes on one device work beside each other. But where gradients are recorded, the device of the module, and those that
-  inputs come from, are worked on by the caller's streams: on them torch adds up gradients, and it warns of others.
+- Two lanes on one device work beside each other. But where gradients are recorded, lanes work on the caller's streams: on
+  those torch adds up gradients, and it warns of gradients that come by others.
 - The input of submitted work is brought over beside the work before it; and since the host may run far ahead of a device,
   no lane begins such work before the work before the last one is done: memory is bounded.
 """
@@ -41,10 +41,13 @@ Moment = Mapping[torch.device, Mark | None]
 """By device, where the caller stood when it made a call; None for a device without streams."""
 
 
-def moment_of(backend: Backend, devices: Iterable[torch.device]) -> Moment:
+def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool = False) -> Moment:
     """The calling thread's moment on each of these devices that is of the backend's kind."""
     streams = {device: backend.stream(device) for device in devices if device.type == backend.type}
-    return {device: None if stream is None else Mark(stream, stream.record_event()) for device, stream in streams.items()}
+    return {
+        device: None if stream is None else Mark(stream, None if shared else stream.record_event())
+        for device, stream in streams.items()
+    }
 
 
 class LaneStreams:
@@ -128,10 +131,10 @@ class LaneStreams:
     def _run_beside(self, stage: Callable[[], object], mark: Mark | None) -> None:
         """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
         copying = self._copying = self._copying or self._backend.new_stream(self._device)
-        if mark is None or copying is None:
+        if mark is None or mark.event is None or copying is None:
             stage()
             return
-        copying.wait_event(mark.event or mark.stream.record_event())
+        copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()
         self._used[self._device].wait_stream(copying)
