@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -23,6 +23,12 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python -m benchmarks
+
+# The Python that sees the GPU: $(PYTHON) itself where it has a CUDA torch and what parawrap requires, else the venv's.
+bench-cuda:
+	@if $(PYTHON) -m benchmarks.cuda_python; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
+	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
 
 docs: $(STAMP)
 	$(BIN)/towncrier build --draft --version next

@@ -1,4 +1,7 @@
-"""``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/."""
+"""``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/.
+
+Each suite runs in a process of its own, whose allocator and threads are fixed before torch is loaded.
+"""
 
 from __future__ import annotations
 
@@ -7,36 +10,98 @@ import importlib
 import json
 import os
 import platform
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks._measure import Row
 
+
+class Suite(NamedTuple):
+    """What is measured together, and written to one pair of files."""
+
+    title: str
+    names: tuple[str, ...]
+    command: str = "make bench"
+    picture: str = ""
+    on_every_core: bool = False  # torch's own threads are an arm: they get what there is
+    needs_gpu: bool = False
+
+
 SUITES = {
-    "engine": ("overhead", "growth", "collate", "importing", "replicas"),
-    "launching": ("launching",),
+    "engine": Suite(
+        "Engine and faces", ("overhead", "growth", "collate", "importing", "replicas"), picture="![growth](growth.png)"
+    ),
+    "launching": Suite("Launching on one machine", ("launching",)),
+    "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes",), on_every_core=True),
+    "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
-TITLES = {"engine": "Engine and faces", "launching": "Launching on one machine"}
 RESULTS = Path(__file__).parent / "results"
-# The same allocator and the same threads for every arm: glibc returns large buffers to the kernel unless told not to, and
-# the comparison would then be one of page faults.
-FIXED = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824", "OMP_NUM_THREADS": "1"}
+# The same allocator for every arm: glibc returns large buffers to the kernel unless told not to, and the comparison would
+# then be one of page faults.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 
-def main() -> int:
-    """Run the named benchmarks, or all."""
-    if any(os.environ.get(name) != value for name, value in FIXED.items()):
-        os.execve(sys.executable, [sys.executable, "-m", "benchmarks", *sys.argv[1:]], {**os.environ, **FIXED})
-    asked = sys.argv[1:] or list(SUITES)
+def main(words: Sequence[str]) -> int:
+    """Run the named suites and benchmarks, or all that this machine can; 1 where one was not held or could not run."""
+    jobs = _jobs(words)
+    codes = [0]
+    for suite in [suite for suite in jobs if SUITES[suite].needs_gpu]:
+        why = _missing_gpu()
+        if why is not None:
+            del jobs[suite]
+            print(f"{suite} {'cannot run' if words else 'is left out'}: {why}", flush=True)
+            codes.append(1 if words else 0)
+    for suite, names in jobs.items():
+        fixed = _fixed(SUITES[suite])
+        if len(jobs) == 1 and all(os.environ.get(name) == value for name, value in fixed.items()):
+            codes.append(_measure(suite, names))
+        else:
+            codes.append(_in_a_process(suite, names, fixed))
+    return max(codes)
+
+
+def _jobs(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """For each suite that is asked for, the benchmarks in it. A word that names both means the suite."""
+    jobs: dict[str, tuple[str, ...]] = {}
+    for word in words or SUITES:
+        suite = word if word in SUITES else next((suite for suite in SUITES if word in SUITES[suite].names), None)
+        if suite is None:
+            every = sorted({*SUITES, *(name for suite in SUITES.values() for name in suite.names)})
+            msg = f"there is no suite or benchmark {word!r}: name some of {', '.join(every)}, or none for all suites"
+            raise SystemExit(msg)
+        whole = SUITES[suite].names
+        asked = whole if word == suite else (*jobs.get(suite, ()), word)
+        jobs[suite] = tuple(name for name in whole if name in asked)
+    return jobs
+
+
+def _missing_gpu() -> str | None:
+    from benchmarks.cuda_target import missing
+
+    return missing()
+
+
+def _fixed(suite: Suite) -> dict[str, str]:
+    """The environment in which every arm of the suite is measured."""
+    from parawrap.backends.cpu import usable_cores
+
+    threads = usable_cores() if suite.on_every_core else 1
+    return {**ALLOCATOR, "OMP_NUM_THREADS": str(threads)}
+
+
+def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) -> int:
+    words = [suite] if names == SUITES[suite].names else names
+    return subprocess.run([sys.executable, "-m", "benchmarks", *words], env={**os.environ, **fixed}, check=False).returncode
+
+
+def _measure(suite: str, names: Sequence[str]) -> int:
     RESULTS.mkdir(exist_ok=True)
-    held = True
-    for suite, names in SUITES.items():
-        wanted = [name for name in names if suite in asked or name in asked]
-        if wanted:
-            rows = [row for name in wanted for row in _rows(name)]
-            held &= all(row.held for row in rows)
-            _show(suite, rows, keep=len(wanted) == len(names))
-    return 0 if held else 1
+    rows = [row for name in names for row in _rows(name)]
+    _show(suite, rows, keep=len(names) == len(SUITES[suite].names))
+    return 0 if all(row.held for row in rows) else 1
 
 
 def _rows(name: str) -> list[Row]:
@@ -48,26 +113,51 @@ def _rows(name: str) -> list[Row]:
 
 def _show(suite: str, rows: list[Row], *, keep: bool) -> None:
     """Print a suite's table; write it too, where the whole suite was measured."""
-    machine = _machine()
+    title, command, picture = SUITES[suite].title, SUITES[suite].command, SUITES[suite].picture
+    date, hardware, versions = str(dt.datetime.now(dt.UTC).date()), _hardware(), _versions()
+    machine = ", ".join([date, *hardware.values(), *(f"{name} {version}" for name, version in versions.items())])
     table = "\n".join([_table(rows), *(f"{row.extra['markdown']}\n" for row in rows if "markdown" in row.extra)])
     print(f"\n{machine}\n\n{table}", flush=True)
     if keep:
-        command = f"Command: `make bench` (`python -m benchmarks {suite}`). Median and middle half of the times, in turn."
-        picture = "\n![growth](growth.png)\n" if suite == "engine" else ""
-        (RESULTS / f"{suite}.md").write_text(f"# {TITLES[suite]}\n\n{machine}\n\n{command}\n\n{table}{picture}")
-        document = {"machine": machine, "rows": [row.as_json() for row in rows]}
+        command = f"`{command}` (`python -m benchmarks {suite}`)"
+        method = f"Command: {command}. Median and middle half of the times, in turn."
+        document = {
+            "date": date,
+            "command": command.replace("`", ""),
+            "hardware": hardware,
+            "versions": versions,
+            "rows": [row.as_json() for row in rows],
+        }
+        page = [f"# {title}", machine, method, table.rstrip("\n"), *filter(None, [picture])]
+        (RESULTS / f"{suite}.md").write_text("\n\n".join(page) + "\n")
         (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def _machine() -> str:
+def _hardware() -> dict[str, str]:
     import torch
 
     from parawrap.backends.cpu import usable_cores
 
-    today = dt.datetime.now(dt.UTC).date()
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{today}, {platform.machine()}, {usable_cores()} cores, {gpu}, {versions}"
+    gpu = f"{torch.cuda.get_device_name()}, driver {_driver()}" if torch.cuda.is_available() else "no GPU"
+    return {"machine": platform.machine(), "cores": f"{usable_cores()} cores", "gpu": gpu}
+
+
+def _driver() -> str:
+    question = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(question, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return answer.partition("\n")[0].strip() or "unknown"
+
+
+def _versions() -> dict[str, str]:
+    import torch
+
+    import parawrap
+
+    cuda = {"CUDA": str(torch.version.cuda)} if torch.version.cuda else {}
+    return {"torch": torch.__version__, **cuda, "Python": platform.python_version(), "parawrap": parawrap.__version__}
 
 
 def _table(rows: list[Row]) -> str:
@@ -81,4 +171,4 @@ def _table(rows: list[Row]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

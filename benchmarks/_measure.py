@@ -10,8 +10,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TypeVar
 
-__all__ = ["Arm", "Row", "arm_of", "take_turns"]
+__all__ = ["Arm", "Row", "Work", "arm_of", "in_turn", "take_turns", "wall_us"]
+
+T = TypeVar("T")
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -42,21 +47,40 @@ class Row:
         return asdict(self)
 
 
-def take_turns(arms: Mapping[str, Callable[[], object]], *, rounds: int, calls: int = 1) -> dict[str, Arm]:
-    """Time each arm `rounds` times, in turn, `calls` calls at a time; medians, and the middle half of the times."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    for work in arms.values():  # warm up
-        for _ in range(calls):
+def take_turns(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0) -> dict[str, Arm]:
+    """Time each arm `rounds` times, in turn, `calls` calls at a time; medians, and the middle half of the times.
+
+    Each turn begins with `settle` calls that are not timed, where one arm's leftovers (threads that still spin) would
+    otherwise fall on the next.
+    """
+
+    def turn(work: Work) -> float:
+        for _ in range(settle):
             work()
+        return wall_us(work, calls)
+
+    for work in arms.values():  # warm up
+        wall_us(work, calls)
+    times = in_turn({name: partial(turn, work) for name, work in arms.items()}, rounds)
+    return {name: arm_of(values) for name, values in times.items()}
+
+
+def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+    """What each arm gave at each of its turns; every other round goes backwards."""
+    given: dict[str, list[T]] = {name: [] for name in arms}
     order = list(arms)
     for turn in range(rounds):
         for name in order if turn % 2 else reversed(order):
-            work = arms[name]
-            start = time.perf_counter()
-            for _ in range(calls):
-                work()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: arm_of(values) for name, values in times.items()}
+            given[name].append(arms[name]())
+    return given
+
+
+def wall_us(work: Work, calls: int = 1) -> float:
+    """Microseconds a call, by the wall clock."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - start) / calls * 1e6
 
 
 def arm_of(values: list[float]) -> Arm:

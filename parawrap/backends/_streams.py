@@ -48,8 +48,9 @@ def record_use(leaves: Iterable[Any]) -> None:
 def _record(tensor: torch.Tensor) -> None:
     if tensor.device.type == "cpu":
         return
-    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper: its memory is that of the tensors in it
-        record_use(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    parts = getattr(tensor, "__tensor_flatten__", None)
+    if parts is not None:  # a wrapper: its memory is that of the tensors in it
+        record_use(getattr(tensor, name) for name in parts()[0])
     elif tensor.layout is torch.strided:
         stream = backend_of(tensor.device.type).stream(tensor.device)
         if stream is not None:

@@ -43,7 +43,7 @@ class _AtHome(torch.autograd.Function):
         return tuple(original.detach() for original in originals)
 
     @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # noqa: ARG004
         return gradients
 
 

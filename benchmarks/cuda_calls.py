@@ -1,0 +1,179 @@
+"""What a parallel call on a GPU costs beyond the plain call, against torch.nn.DataParallel.
+
+One GPU stands in for two: with ``device_ids=[0, 0]`` the batch is cut, the module replicated and two threads run, and what
+is left out is the copy of parameters between devices. A call is timed from an idle device until it returned ("issued") and
+until the device is idle again. Each arm has a copy of the net to itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import nn
+
+import parawrap
+from benchmarks._measure import Arm, Row, Work, arm_of, in_turn
+from benchmarks.cuda_nets import NETS, Net
+from benchmarks.cuda_target import Target
+
+__all__ = ["OURS", "PLAIN", "THEIRS", "added_row", "compared_row", "rows"]
+
+PLAIN, OURS, THEIRS = "plain", "parawrap.DataParallel", "nn.DataParallel"
+PEERS = f"torch.nn.DataParallel of torch {torch.__version__}"
+LEAST = 3.0
+MOST_ADDED_US = 10.0
+_WARM_UP = 10
+
+Times = Mapping[str, Arm]
+
+
+def rows(target: Target, nets: Sequence[Net] = NETS, rounds: int = 200) -> list[Row]:
+    """Every net, over one and two lanes, with a small batch and a usual one, and in training; then one lane alone."""
+    return [*(row for net in nets for row in _rows_of(net, target, rounds)), _one_lane(nets[0], target, rounds * 2)]
+
+
+def _rows_of(net: Net, target: Target, rounds: int) -> Iterator[Row]:
+    few = max(2, rounds // 5)
+    for lanes, batch, least, turns in (
+        (1, net.small, None, rounds),
+        (2, net.small, LEAST, rounds),
+        (1, net.usual, None, few),
+        (2, net.usual, 1.0, few),
+    ):
+        yield _inference(net, batch, lanes, target, turns, least)
+    yield _training(net, target, rounds // 2)
+
+
+def _inference(net: Net, batch: int, lanes: int, target: Target, rounds: int, least: float | None) -> Row:
+    x = net.batch(batch).to(target.device)
+    name = f"call: {net.name}, {batch:,} rows, device_ids={[0] * lanes}"
+    with torch.no_grad(), _arms(net.make().eval(), lanes, target) as arms:
+        calls = {arm: partial(model, x) for arm, model in arms.items()}
+        return _compared(name, calls, target, rounds, least)
+
+
+def _training(net: Net, target: Target, rounds: int) -> Row:
+    x = net.batch(net.small).to(target.device)
+    name = f"forward, backward and a step of SGD: {net.name}, {net.small:,} rows, device_ids=[0, 0]"
+    with _arms(net.make().train(), 2, target) as arms:
+        steps = {arm: partial(_step, model, torch.optim.SGD(model.parameters(), lr=1e-4), x) for arm, model in arms.items()}
+        return _compared(name, steps, target, rounds, least=1.0)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    loss: torch.Tensor = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+
+
+@contextmanager
+def _arms(model: nn.Module, lanes: int, target: Target) -> Iterator[dict[str, nn.Module]]:
+    model = model.to(target.device)
+    with closing(parawrap.DataParallel(deepcopy(model), target.lanes(lanes))) as ours:
+        yield {PLAIN: model, OURS: ours, THEIRS: target.peer(deepcopy(model), lanes)}
+
+
+def _compared(name: str, works: Mapping[str, Work], target: Target, rounds: int, least: float | None) -> Row:
+    """Time the arms; a peer that cannot do this at all is named, and the others are timed without it."""
+    refusal = _refusal(works[THEIRS])
+    able = {arm: work for arm, work in works.items() if refusal is None or arm != THEIRS}
+    issued, finished = issued_and_finished(able, target.synchronize, rounds)
+    return compared_row(name, issued, finished, least, refusal)
+
+
+def _refusal(work: Work) -> str | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 (whatever the peer raises is what is told)
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    return None
+
+
+def issued_and_finished(
+    works: Mapping[str, Work], synchronize: Work, rounds: int, warm_up: int = _WARM_UP
+) -> tuple[dict[str, Arm], dict[str, Arm]]:
+    """Each work from an idle device: until the call returned, and until the device is idle again."""
+    for work in works.values():
+        for _ in range(warm_up):
+            work()
+        synchronize()
+    pairs = in_turn({name: partial(_timed, work, synchronize) for name, work in works.items()}, rounds)
+    issued, finished = (
+        {name: arm_of([pair[which] for pair in values]) for name, values in pairs.items()} for which in (0, 1)
+    )
+    return issued, finished
+
+
+def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
+    start = clock()
+    kept = work()  # what it returned is let go of after the clock was read
+    issued = clock()
+    synchronize()
+    finished = clock()
+    del kept
+    return (issued - start) * 1e6, (finished - start) * 1e6
+
+
+def compared_row(name: str, issued: Times, finished: Times, least: float | None, refusal: str | None = None) -> Row:
+    """The row for these times; `least`: how many times less than the peer's our overhead is to be, if that was asked."""
+    ours = _beyond_plain(finished, OURS)
+    verdict = f"{_signed(ours)}, {_signed(_beyond_plain(issued, OURS))} until issued; "
+    held = least is None
+    if refusal is not None:
+        verdict += f"not compared, {THEIRS} raises {refusal}"
+    else:
+        theirs = _beyond_plain(finished, THEIRS)
+        verdict += f"{THEIRS} {_signed(theirs)}, {_signed(_beyond_plain(issued, THEIRS))} until issued"
+        verdict += _in_times(ours, theirs)
+        held = least is None or theirs >= (least * ours if ours > 0 else ours)
+    return Row(name, _both(issued, finished), verdict, _wanted(least), held, PEERS)
+
+
+def _in_times(ours: float, theirs: float) -> str:
+    """Figures below or near nothing have no meaningful ratio: the overheads speak for themselves."""
+    if ours <= 0:
+        return ""
+    return f": {theirs / ours:.1f} times less" if theirs >= ours else f": more than {THEIRS}'s"
+
+
+def _wanted(least: float | None) -> str:
+    if least is None:
+        return "reported"
+    return f"at least {least:g} times less than {THEIRS}" if least > 1 else f"no more than {THEIRS}"
+
+
+def _one_lane(net: Net, target: Target, rounds: int) -> Row:
+    """A block of one lane, on the device where the net lies."""
+    x = net.batch(net.small).to(target.device)
+    model = net.make().eval().to(target.device)
+    untouched = deepcopy(model)  # the block rewrites the other in place
+    with torch.no_grad(), parawrap.parallel(model, target.lanes(1)):
+        works = {PLAIN: partial(untouched, x), "parawrap.parallel": partial(model, x)}
+        issued, finished = issued_and_finished(works, target.synchronize, rounds)
+    return added_row(f"one lane: {net.name}, {net.small:,} rows", issued, finished)
+
+
+def added_row(name: str, issued: Times, finished: Times) -> Row:
+    """The row for what one lane adds, at the call's return and at its end."""
+    at_return, at_end = (_beyond_plain(times, "parawrap.parallel") for times in (issued, finished))
+    verdict = f"{_signed(at_end)}, {_signed(at_return)} until issued"
+    held = max(at_return, at_end) < MOST_ADDED_US
+    return Row(name, _both(issued, finished), verdict, f"under {MOST_ADDED_US:g} us more, both ways", held)
+
+
+def _beyond_plain(times: Times, arm: str) -> float:
+    return times[arm].median_us - times[PLAIN].median_us
+
+
+def _signed(microseconds: float) -> str:
+    return f"{microseconds:+,.1f} us"
+
+
+def _both(issued: Times, finished: Times) -> dict[str, Arm]:
+    return {key: arm for name in finished for key, arm in ((name, finished[name]), (f"{name}, issued", issued[name]))}

@@ -1,0 +1,168 @@
+"""`map` over batches that lie on the host, against the plain loop, as a share of what the machine can do at most.
+
+The limits are measured in turn with the arms: copies of the same batches, pinned, into one buffer on the device, and the
+same kernels over a batch that is there already; both by the device's clock. The arms are timed by the wall clock, until
+the device is idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks._measure import Arm, Row, Work, arm_of, in_turn, wall_us
+from benchmarks.cuda_target import Target
+from parawrap import parallel
+
+__all__ = ["COPIES", "KERNELS", "LOOP", "MAPS", "MatmulChain", "RowMean", "Stream", "rows", "streamed_row"]
+
+COPIES, KERNELS, LOOP = "copies alone", "kernels alone", "plain loop"
+MAPS = {"map, 1 lane": 1, "map, 2 lanes": 2}
+LEAST_SHARE = 0.9
+
+
+class Stream(NamedTuple):
+    """A model and what it is fed: `distinct` batches lie on the host, and a pass goes over them `times` times."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    distinct: int
+    times: int
+
+    @property
+    def bytes_a_batch(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class RowMean(nn.Module):
+    """Reads all that it is given and returns next to nothing. It has a parameter, and so a place, as models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1) * self.scale
+
+
+class MatmulChain(nn.Module):
+    """The same large product, over and over; the weight keeps the size of what it is given."""
+
+    def __init__(self, width: int, length: int) -> None:
+        super().__init__()
+        self.length = length
+        self.weight = nn.Parameter((torch.randn(width, width) / width**0.5).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.length):
+            x = x @ self.weight
+        return x.mean(1)
+
+
+TRANSFER = Stream("transfer-bound, batches of 64 MiB", RowMean, (16384, 1024), torch.float32, distinct=8, times=4)
+COMPUTE = Stream(
+    "compute-bound, batches of 16 MiB", partial(MatmulChain, 4096, 64), (2048, 4096), torch.bfloat16, distinct=8, times=4
+)
+
+
+def rows(target: Target, transfer: Stream = TRANSFER, compute: Stream = COMPUTE, rounds: int = 9) -> list[Row]:
+    """Either model, from pinned memory and from pageable."""
+    return [*_transfer_bound(transfer, target, rounds), *_compute_bound(compute, target, rounds)]
+
+
+def _transfer_bound(stream: Stream, target: Target, rounds: int) -> list[Row]:
+    pinned, pageable = _batches(stream, target)
+    buffer = torch.empty_like(pinned[0], device=target.device)
+
+    def copies() -> None:
+        for batch in pinned:
+            buffer.copy_(batch, non_blocking=True)
+
+    return [
+        _row(stream, "pinned", pinned, (COPIES, copies), target, rounds, LEAST_SHARE),
+        _row(stream, "pageable", pageable, (COPIES, copies), target, rounds),
+    ]
+
+
+def _compute_bound(stream: Stream, target: Target, rounds: int) -> list[Row]:
+    pinned, pageable = _batches(stream, target)
+    model, batch = stream.make().to(target.device), pinned[0].to(target.device)
+
+    def kernels() -> None:
+        for _ in pinned:
+            model(batch)
+
+    return [
+        _row(stream, "pinned", pinned, (KERNELS, kernels), target, rounds),
+        _row(stream, "pageable", pageable, (KERNELS, kernels), target, rounds),
+    ]
+
+
+def _batches(stream: Stream, target: Target) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """One pass from pinned memory and one from pageable, of the same values."""
+    pageable = [torch.randn(stream.shape).to(stream.dtype) for _ in range(stream.distinct)]
+    pinned = [target.pin(batch) for batch in pageable]
+    return pinned * stream.times, pageable * stream.times
+
+
+def _row(
+    stream: Stream,
+    memory: str,
+    batches: Sequence[torch.Tensor],
+    limit: tuple[str, Work],
+    target: Target,
+    rounds: int,
+    least: float | None = None,
+) -> Row:
+    """Time a pass by each of the ways; the times are then told by the batch."""
+    model = stream.make().eval().to(target.device)
+    with torch.no_grad(), ExitStack() as blocks:
+        passes: dict[str, Callable[[], float]] = {limit[0]: partial(target.elapsed_us, limit[1])}
+        passes[LOOP] = partial(_until_idle, target, partial(_loop, model, batches, target.device))
+        for name, lanes in MAPS.items():
+            block = blocks.enter_context(parallel(deepcopy(model), target.lanes(lanes)))
+            passes[name] = partial(_until_idle, target, partial(_exhaust, block.map, batches))
+        for one_pass in passes.values():  # warm up
+            one_pass()
+            target.synchronize()
+        times = in_turn(passes, rounds)
+    arms = {name: arm_of([us / len(batches) for us in values]) for name, values in times.items()}
+    return streamed_row(f"map: {stream.name}, {memory}", arms, stream.bytes_a_batch, least)
+
+
+def _until_idle(target: Target, work: Work) -> float:
+    def all_of_it() -> None:
+        work()
+        target.synchronize()
+
+    return wall_us(all_of_it)
+
+
+def _loop(model: nn.Module, batches: Sequence[torch.Tensor], device: str) -> None:
+    for batch in batches:
+        model(batch.to(device, non_blocking=True))
+
+
+def _exhaust(stream: Callable[[Sequence[torch.Tensor]], Iterable[Any]], batches: Sequence[torch.Tensor]) -> None:
+    for _ in stream(batches):
+        pass
+
+
+def streamed_row(name: str, arms: Mapping[str, Arm], bytes_a_batch: int, least: float | None = None) -> Row:
+    """The row for these times a batch, of which the first is the limit's; `least`: the share that map is to reach."""
+    limit, *others = arms
+    rates = {arm: bytes_a_batch / times.median_us / 1e3 for arm, times in arms.items()}
+    shares = {arm: arms[limit].median_us / arms[arm].median_us for arm in others}
+    told = ", ".join(f"{arm} {rates[arm]:.1f} GB/s ({share:.1%})" for arm, share in shares.items())
+    wanted = "reported" if least is None else f"map at least {least:.0%} of {limit}"
+    held = least is None or min(shares[arm] for arm in MAPS) >= least
+    extra = {"GB/s": rates, f"share of {limit}": shares}
+    return Row(name, arms, f"{limit} {rates[limit]:.1f} GB/s; {told}", wanted, held, extra=extra)

@@ -1,0 +1,251 @@
+"""The CUDA suite on a stand-in for the GPU: what its rows hold and how their figures come about. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import cuda_calls, cuda_map
+from benchmarks._measure import Arm
+from benchmarks.cuda_calls import OURS, PLAIN, THEIRS, added_row, compared_row
+from benchmarks.cuda_map import COPIES, KERNELS, LOOP, MAPS, MatmulChain, RowMean, Stream, streamed_row
+from benchmarks.cuda_nets import Net, encoder, mlp, plain_attention, resnet18
+from benchmarks.cuda_target import Target, missing
+
+
+class StandInPeer(nn.Module):
+    """Where the peer would be: calls the module, and counts."""
+
+    calls = 0
+
+    def __init__(self, module, lanes):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        type(self).calls += 1
+        return self.module(x)
+
+
+class RefusingPeer(StandInPeer):
+    """A peer that cannot do it."""
+
+    def forward(self, x):
+        raise NotImplementedError("not with these devices\nand more")
+
+
+def target(peer=StandInPeer):
+    """The CPU in the GPU's place; its clock says that all work takes a millisecond."""
+
+    def elapsed_us(work):
+        work()
+        return 1000.0
+
+    return Target("cpu", synchronize=lambda: None, elapsed_us=elapsed_us, pin=lambda tensor: tensor, peer=peer)
+
+
+def at(**medians):
+    """Times of which only the medians matter."""
+    return {name: Arm(median, median, median) for name, median in medians.items()}
+
+
+def times(plain, ours, theirs):
+    return at(**{PLAIN: plain, OURS: ours, THEIRS: theirs})
+
+
+TINY = Net("tiny", lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (4,), small=4, usual=6)
+
+
+def test_the_overheads_are_what_is_beyond_the_plain_call():
+    """The verdict names both, at the end and at the call's return, and how many times less ours is."""
+    row = compared_row("call", times(40, 60, 240), times(100, 150, 400), least=3)
+    assert row.verdict == (
+        "+50.0 us, +20.0 us until issued; nn.DataParallel +300.0 us, +200.0 us until issued: 6.0 times less"
+    )
+    assert row.held
+    assert row.wanted == "at least 3 times less than nn.DataParallel"
+    assert row.arms[f"{OURS}, issued"].median_us == 60
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "ending"),
+    [(150, 400, "6.0 times less"), (150, 140, "more than nn.DataParallel's"), (99, 300, "+200.0 us until issued")],
+)
+def test_a_verdict_claims_no_more_than_the_times_say(ours, theirs, ending):
+    """A ratio where ours is the less, its contrary where it is the more, and neither where nothing was added."""
+    given = times(100, ours, theirs)
+    assert compared_row("call", given, given, least=3).verdict.endswith(ending)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "least", "held"),
+    [
+        (200, 400, 3, True),  # exactly 3 times
+        (201, 400, 3, False),
+        (200, 200, 1, True),
+        (200, 199, 1, False),
+        (100, 101, 3, True),  # nothing is added
+        (99, 98, 1, False),  # neither adds anything, and the peer less
+        (900, 200, None, True),  # nothing was asked
+    ],
+)
+def test_what_is_wanted_of_a_call_is_held_or_not(ours, theirs, least, held):
+    """Overheads are compared, not whole times; an overhead below nothing is compared as it is."""
+    given = times(100, ours, theirs)
+    assert compared_row("call", given, given, least).held is held
+
+
+def test_a_peer_that_refuses_is_told_and_nothing_is_claimed():
+    """The other arms are measured, the error is named, and what was wanted is not held."""
+    rows = cuda_calls.rows(target(RefusingPeer), [TINY], rounds=10)
+    compared = rows[1]
+    assert THEIRS not in compared.arms
+    assert OURS in compared.arms
+    assert not compared.held
+    assert compared.verdict.endswith("not compared, nn.DataParallel raises NotImplementedError: not with these devices")
+
+
+def test_the_calls_of_a_net_have_all_arms():
+    """Inference over one and two lanes with either batch, training, and one lane; every arm issued and finished."""
+    StandInPeer.calls = 0
+    rows = cuda_calls.rows(target(), [TINY], rounds=10)
+    assert [row.name for row in rows] == [
+        "call: tiny, 4 rows, device_ids=[0]",
+        "call: tiny, 4 rows, device_ids=[0, 0]",
+        "call: tiny, 6 rows, device_ids=[0]",
+        "call: tiny, 6 rows, device_ids=[0, 0]",
+        "forward, backward and a step of SGD: tiny, 4 rows, device_ids=[0, 0]",
+        "one lane: tiny, 4 rows",
+    ]
+    for row in rows[:-1]:
+        assert list(row.arms) == [name for arm in (PLAIN, OURS, THEIRS) for name in (arm, f"{arm}, issued")]
+        assert row.peers == f"torch.nn.DataParallel of torch {torch.__version__}"
+    assert list(rows[-1].arms) == [PLAIN, f"{PLAIN}, issued", "parawrap.parallel", "parawrap.parallel, issued"]
+    assert [row.wanted for row in rows] == [
+        "reported",
+        "at least 3 times less than nn.DataParallel",
+        "reported",
+        "no more than nn.DataParallel",
+        "no more than nn.DataParallel",
+        "under 10 us more, both ways",
+    ]
+    assert StandInPeer.calls > 0
+    json.dumps([row.as_json() for row in rows])
+
+
+@pytest.mark.parametrize(("issued", "finished", "held"), [(29.9, 109.9, True), (30.0, 101.0, False), (21.0, 110.0, False)])
+def test_one_lane_is_held_to_both_of_its_times(issued, finished, held):
+    """Under ten microseconds more when the call returns, and when the device is idle."""
+    name = "parawrap.parallel"
+    row = added_row("one lane", at(**{PLAIN: 20.0, name: issued}), at(**{PLAIN: 100.0, name: finished}))
+    assert row.held is held
+    assert row.verdict == f"{finished - 100:+.1f} us, {issued - 20:+.1f} us until issued"
+
+
+def test_a_call_is_timed_when_it_returns_and_when_the_device_is_idle():
+    """The device is waited for between the two, and what the call returned lives until then."""
+    ticks, order = iter([1.0, 3.0, 7.0]), []
+
+    class Returned:
+        def __del__(self):
+            order.append("let go")
+
+    def work():
+        order.append("work")
+        return Returned()
+
+    assert cuda_calls._timed(work, lambda: order.append("wait"), lambda: next(ticks)) == (2e6, 6e6)
+    assert order == ["work", "wait", "let go"]
+
+
+TRANSFER = Stream("transfer", RowMean, (4, 8), torch.float32, distinct=2, times=2)
+COMPUTE = Stream("compute", partial(MatmulChain, 8, 3), (4, 8), torch.bfloat16, distinct=2, times=2)
+
+
+def test_the_streams_have_all_arms_beside_their_limit():
+    """Either model from either memory: the limit, the plain loop, and map over one lane and two."""
+    rows = cuda_map.rows(target(), TRANSFER, COMPUTE, rounds=2)
+    assert [row.name for row in rows] == [
+        "map: transfer, pinned",
+        "map: transfer, pageable",
+        "map: compute, pinned",
+        "map: compute, pageable",
+    ]
+    for row, limit in zip(rows, [COPIES, COPIES, KERNELS, KERNELS], strict=True):
+        assert list(row.arms) == [limit, LOOP, *MAPS]
+        assert row.arms[limit].median_us == 1000.0 / 4  # a pass is four batches
+    assert [row.wanted for row in rows] == ["map at least 90% of copies alone", "reported", "reported", "reported"]
+    json.dumps([row.as_json() for row in rows])
+
+
+def test_every_arm_of_a_stream_gives_every_batch_to_the_model():
+    """The loop and map read all batches of a pass, and the copies fill the buffer with each."""
+    seen = []
+
+    class Watching(RowMean):
+        def forward(self, x):
+            seen.append(tuple(x.shape))
+            return super().forward(x)
+
+    batches = [torch.ones(4, 8)] * 4
+    cuda_map._row(TRANSFER._replace(make=Watching), "pinned", batches, (COPIES, lambda: None), target(), rounds=2)
+    assert seen == [(4, 8)] * 4 * 3 * 3  # three arms, a warm-up and two rounds
+
+
+def test_a_share_is_of_the_limit_and_the_rate_of_the_bytes():
+    """64 MiB in 1,000 us are 67.1 GB/s; the slower of the two maps decides."""
+    arms = at(**{COPIES: 1000.0, LOOP: 2000.0, "map, 1 lane": 1100.0, "map, 2 lanes": 1250.0})
+    row = streamed_row("map", arms, 64 * 2**20, least=0.9)
+    assert row.verdict == (
+        "copies alone 67.1 GB/s; plain loop 33.6 GB/s (50.0%), map, 1 lane 61.0 GB/s (90.9%), "
+        "map, 2 lanes 53.7 GB/s (80.0%)"
+    )
+    assert not row.held
+    assert streamed_row("map", arms, 64 * 2**20, least=0.8).held
+    assert streamed_row("map", arms, 64 * 2**20).wanted == "reported"
+
+
+def test_the_batches_are_as_large_as_they_say():
+    """The real streams: 64 MiB and 16 MiB a batch."""
+    assert [stream.bytes_a_batch for stream in (cuda_map.TRANSFER, cuda_map.COMPUTE)] == [64 * 2**20, 16 * 2**20]
+
+
+def test_the_nets_have_the_shapes_that_they_are_named_for():
+    """Parameters as the literature counts them, and one output a row."""
+    with torch.device("meta"), torch.no_grad(), plain_attention():
+        for make, row, parameters, output in (
+            (mlp, (1024,), 3 * (1024 * 1024 + 1024), (2, 1024)),
+            (resnet18, (3, 64, 64), 11_689_512, (2, 1000)),
+            (encoder, (5, 768), 12 * 7_087_872, (2, 5, 768)),
+        ):
+            net = make().eval()
+            assert sum(parameter.numel() for parameter in net.parameters()) == parameters
+            assert net(torch.empty(2, *row)).shape == output
+
+
+def test_attention_is_as_it_was_afterwards():
+    """The fused path is off inside and what it was outside."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    with plain_attention():
+        assert not torch.backends.mha.get_fastpath_enabled()
+    assert torch.backends.mha.get_fastpath_enabled() is before
+
+
+@pytest.mark.parametrize(
+    ("seen", "cuda", "told"),
+    [
+        (True, "13.0", None),
+        (False, "13.0", "is built for CUDA 13.0 and sees no GPU"),
+        (False, None, "is built without CUDA"),
+    ],
+)
+def test_a_machine_without_a_gpu_says_what_is_missing(monkeypatch, seen, cuda, told):
+    """No GPU, or a torch that could not see one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    why = missing()
+    assert why is None if told is None else why.endswith(told)
