@@ -65,6 +65,10 @@ class Backend(ABC):
         """Whether what the calling thread queues is recorded, not run: a graph that other threads cannot add to."""
         return False
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The host's tensor in memory that the devices read by themselves; as it is, where there is no such memory."""
+        return tensor
+
     def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
         """Make `device` the thread's current one, and queue its work on `stream`, inside the block."""
         return contextlib.nullcontext()

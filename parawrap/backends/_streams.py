@@ -33,7 +33,8 @@ def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device)
     if tensor.device.type != "cpu":
         _record(tensor)  # the stream that reads it may not be the one that took its memory
-    return (_pinned(tensor) if _wants_staging(tensor) else tensor).to(device, non_blocking=True)
+    staged = backend_of(device.type).pinned(tensor) if _wants_staging(tensor) else tensor
+    return staged.to(device, non_blocking=True)
 
 
 def record_use(leaves: Iterable[Any]) -> None:
@@ -65,10 +66,3 @@ def _wants_staging(tensor: torch.Tensor) -> bool:
         and not (tensor.requires_grad and torch.is_grad_enabled())  # pinning is no step of a graph
         and not tensor.is_pinned()
     )
-
-
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    try:
-        return tensor.pin_memory()
-    except (RuntimeError, NotImplementedError):  # of a kind without pinned memory, or more than the system locks
-        return tensor

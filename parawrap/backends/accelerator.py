@@ -45,6 +45,12 @@ class AcceleratorBackend(Backend):
         stream = getattr(self.module, "Stream", None)
         return None if stream is None else cast("Stream", stream(device))
 
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            return tensor.pin_memory()
+        except (RuntimeError, NotImplementedError):  # of a kind without pinned memory, or more than the system locks
+            return tensor
+
     def is_capturing(self) -> bool:
         asked = getattr(self.module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())

@@ -12,7 +12,7 @@ import torch
 
 from parawrap.backends import bring
 
-__all__ = ["Parcel"]
+__all__ = ["Parcel", "can_be_sent"]
 
 _SMALL = 1 << 20
 _MOST = 32 << 20
@@ -35,6 +35,11 @@ class Parcel:
             there.update((index, piece.view(self._tensors[index].shape)) for index, piece in zip(pack, pieces, strict=True))
         there.update((index, bring(self._tensors[index], device)) for index in self._single)
         return [there[index] for index in range(len(self._tensors))]
+
+
+def can_be_sent(tensor: torch.Tensor) -> bool:
+    """Whether an empty copy can be made of it, to be written later: it is of no special layout, and no subclass's."""
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -152,6 +152,8 @@ class ReplicaSet:
         self._fill(changed)
         self._relink()
         send((mirror, mirror.unwritten()) for mirror in self._mirrors.values())
+        for replica in self._shelled():
+            replica.tensors.write_new()
 
     def forget(self) -> None:
         """Let go of the replicas; the next refresh makes them anew."""

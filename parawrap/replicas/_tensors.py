@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from parawrap.replicas._ledger import Ledger, lasting
-from parawrap.replicas._parcel import Parcel
+from parawrap.replicas._parcel import Parcel, can_be_sent
 from parawrap.tree import flatten, unflatten
 
 __all__ = ["Mirror", "Tensors", "send"]
@@ -126,7 +126,7 @@ class Mirror:
 
     def _made(self, original: torch.Tensor) -> torch.Tensor:
         values = original.detach()
-        if type(values) is not torch.Tensor or values.layout is not torch.strided or values.is_quantized:
+        if not can_be_sent(values):
             return values.to(self.device, copy=True)
         self._due[id(original)] = original
         return torch.empty_like(values, device=self.device)
@@ -172,6 +172,7 @@ class Tensors:
         self._own: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}
         self._origins: dict[int, torch.Tensor] = {}
+        self._new: dict[int, torch.Tensor] = {}
 
     def parameter(self, original: torch.Tensor) -> torch.Tensor:
         self.asked.add(id(original))
@@ -187,8 +188,19 @@ class Tensors:
             if original not in self._ledger:
                 self._ledger.enter(original)
             with lasting():
-                self._take(original, original.detach().to(self.device, copy=True))
+                self._take(original, self._made(original))
         return self._own[key]
+
+    def write_new(self) -> None:
+        """Write into the buffers that were made since the last time what the originals are."""
+        if self._new:
+            originals, self._new = list(self._new.values()), {}
+            with lasting():
+                copies = [self._own[id(tensor)] for tensor in originals]
+                values = Parcel([tensor.detach() for tensor in originals]).at(self.device)
+                torch._foreach_copy_(copies, values, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+            for original, copy in zip(originals, copies, strict=True):
+                self._versions[id(original)] = copy._version
 
     def renew_buffers(self, changed: Sequence[torch.Tensor]) -> int:
         """Copy those originals into new buffers of the lane's own; the bytes copied.
@@ -224,6 +236,13 @@ class Tensors:
         versions = self._versions
         return [self._origins[id(own)] for key, own in self._own.items() if own._version != versions[key]]
 
+    def _made(self, original: torch.Tensor) -> torch.Tensor:
+        values = original.detach()
+        if self.home == self.device or not can_be_sent(values):
+            return values.to(self.device, copy=True)
+        self._new[id(original)] = original
+        return torch.empty_like(values, device=self.device)
+
     def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         values = [tensor.detach() for tensor in originals]
         if self.home == self.device:
@@ -237,6 +256,7 @@ class Tensors:
         self._origins[id(own)] = original
 
     def _forget(self, key: int) -> None:
+        self._new.pop(key, None)
         own = self._own.pop(key)
         del self._versions[key], self._origins[id(own)]
 

@@ -19,13 +19,24 @@ if _missing is None:
 
 
 @pytest.fixture(autouse=True)
-def _sim():
-    """Skip or fail where the devices cannot be had; start every test from one seed; fail where they tell of a race."""
+def races(monkeypatch):
+    """Skip or fail where the devices cannot be had; start every test from one seed; fail where they tell of a race.
+
+    The list is of the races told of until the test last reset the counters.
+    """
     require("sim", _missing)
     torch.manual_seed(0)
     simdevice.reset_stats()
-    yield
-    assert simdevice.stats().races == ()
+    found: list[str] = []
+    reset = simdevice.reset_stats
+
+    def keep_and_reset():
+        found.extend(simdevice.stats().races)
+        reset()
+
+    monkeypatch.setattr(simdevice, "reset_stats", keep_and_reset)
+    yield found
+    assert (*found, *simdevice.stats().races) == ()
     # A lane's own thread may be the last to let go of its pool: it then ends a moment after the test.
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
         gc.collect()

@@ -21,6 +21,7 @@ from tests.devices.zoo import (
     Average,
     Holder,
     Listed,
+    Locked,
     Masked,
     Recurrent,
     Tied,
@@ -253,6 +254,7 @@ def test_gradient_hooks_run_once():
         Listed,
         Masked,
         Recurrent,
+        Locked,
         lambda: nn.Sequential(
             nn.Unflatten(1, (1, 5)), nn.TransformerEncoderLayer(5, 1, 8, 0.0, batch_first=True, dtype=torch.float64)
         ),
@@ -269,6 +271,7 @@ def test_gradient_hooks_run_once():
         "listed",
         "masked",
         "recurrent",
+        "locked",
         "transformer",
         "old_weight_norm",
         "weight_norm",
@@ -285,6 +288,19 @@ def test_kinds_of_module(make, home):
     model, plain = make().to(home), make().to(home)
     plain.load_state_dict(model.state_dict())
     assert_same_training_step(model, rows(), plain=plain)
+
+
+@HOMES
+def test_lazy_module(home):
+    """A module without shapes gets them from its first call, which is plain; it is replicated from then on."""
+    model = nn.Sequential(nn.LazyLinear(3, dtype=torch.float64)).to(home)
+    x = rows()
+    with parallel(model, SIMS) as p:
+        first = model(x.to(home))
+        assert (p.stats().plain, p.stats().shards) == (1, ())
+        torch.testing.assert_close(model(x), first)
+        assert p.stats().shards == (3, 3, 2, 2)
+    assert_same_training_step(model, x)
 
 
 @HOMES

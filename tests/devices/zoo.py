@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,6 +133,19 @@ class Masked(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.where(self.mask, self.linear(x) * self.scale, 0.0)
+
+
+class Locked(nn.Module):
+    """A linear layer that holds a lock, which nothing can copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 3, dtype=torch.float64)
+        self.lock = threading.Lock()
+
+    def forward(self, x):
+        with self.lock:
+            return self.linear(x)
 
 
 class Average(nn.Module):
