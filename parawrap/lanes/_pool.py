@@ -33,7 +33,7 @@ from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, moment_of
+from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, Reached, moment_of
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = ["WAKE_UP_NS", "LanePool"]
@@ -161,15 +161,13 @@ class LanePool:
         """
         future = LaneFuture(self.backend)
         work = self._carried(lane, self._staged(lane, task, stage, sources), Modes.capture(self.backend.type))
-        streams = self._streams[lane]
 
         def errand() -> None:
             if not future.set_running_or_notify_cancel():
                 return
             value, error = lane.occupy(work)
-            reached = streams.reached()
             if error is None:
-                future.land(value, reached)
+                future.land(*value)
             else:
                 note(error, f"in {lane}")
                 future.set_exception(error)
@@ -182,7 +180,7 @@ class LanePool:
 
     @contextmanager
     def idle(self) -> Iterator[bool]:
-        """For whoever changes what lanes work with: True when no lane works, or has work queued, inside the block.
+        """For whoever changes what lanes work with: True when no lane works inside the block, nor a device for one.
 
         False when that cannot be had, because a lane waits for another thread, which may be the calling one.
         """
@@ -255,8 +253,9 @@ class LanePool:
         ]
 
     def _staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
+        """A task whose value goes with what it is there after."""
         if self.backend.type == "cpu":
-            return task if stage is None else partial(_in_turn, stage, task)
+            return partial(_in_turn, stage, task)
         return partial(self._streams[lane].run_staged, task, stage, self._moment(sources, [lane]))
 
     def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane]) -> Moment:
@@ -296,9 +295,10 @@ def _drop(shares: Sequence[Share], flight: Flight) -> None:
             flight.land(share.slot, Outcome())
 
 
-def _in_turn(stage: Callable[[], object], task: Task) -> Any:
-    stage()
-    return task()
+def _in_turn(stage: Callable[[], object] | None, task: Task) -> tuple[Any, Reached]:
+    if stage is not None:
+        stage()
+    return task(), ()
 
 
 def _end(lanes: Sequence[Lane], patience: float | None) -> None:

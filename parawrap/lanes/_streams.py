@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from parawrap.backends import Backend, Stream, record_use
 from parawrap.tree import flatten
 
-__all__ = ["LaneFuture", "LaneStreams", "Mark", "Moment", "moment_of"]
+__all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of"]
 
 T = TypeVar("T")
 _AHEAD = 2
@@ -41,6 +41,10 @@ Moment = Mapping[torch.device, Mark | None]
 """By device, where the caller stood when it made a call; None for a device without streams."""
 
 
+Reached = Sequence[tuple[torch.device, Any]]
+"""By device, an event that is over when a piece of work is done there."""
+
+
 def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool = False) -> Moment:
     """The calling thread's moment on each of these devices that is of the backend's kind."""
     streams = {device: backend.stream(device) for device in devices if device.type == backend.type}
@@ -53,7 +57,7 @@ def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool
 class LaneStreams:
     """The streams of one lane, one for each device that its work has to do with. Each is made when first needed.
 
-    Used by one thread at a time, the one that has the lane; `be_waited_for` by any.
+    Used by the thread that has the lane, or by several where a lane is shared; `be_waited_for` by any.
     """
 
     def __init__(self, backend: Backend, device: torch.device) -> None:
@@ -61,41 +65,29 @@ class LaneStreams:
         self._device = device
         self._making = threading.Lock()
         self._own: dict[torch.device, Stream] = {}
-        self._used: dict[torch.device, Stream] = {}
         self._since: dict[torch.device, Mark] = {}
         self._copying: Stream | None = None
-        self._ahead: deque[Sequence[tuple[torch.device, Any]]] = deque()
+        self._ahead: deque[Reached] = deque()
 
     def run(self, work: Callable[[], T], moment: Moment) -> T:
         """Run `work` with the lane's device and streams current, after what the caller had queued by then."""
-        with ExitStack() as active:
-            self._used = {device: self._following(device, mark) for device, mark in moment.items() if mark is not None}
-            # The lane's own device last: it is then the current one.
-            for device in sorted(moment, key=lambda each: each == self._device):
-                active.enter_context(self._backend.activate(device, self._used.get(device)))
-            try:
-                return work()
-            finally:
-                self._backend.flush(self._device)
+        with self._on(moment):
+            return work()
 
-    def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> T:
-        """Run `stage` beside the lane's earlier work, and then `work`."""
+    def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
+        """Run `stage` beside the lane's earlier work, and then `work`; its value, and what it is there after."""
         while len(self._ahead) >= _AHEAD:
             for _, event in self._ahead.popleft():
                 event.synchronize()
-
-        def both() -> T:
+        with self._on(moment) as streams:
             if stage is not None:
-                self._run_beside(stage, moment[self._device])
-            return work()
-
-        return self.run(both, moment)
-
-    def reached(self) -> Sequence[tuple[torch.device, Any]]:
-        """After staged work: for each of its streams the device, and an event that is over when the work is."""
-        events = [(device, stream.record_event()) for device, stream in self._used.items()]
-        self._ahead.append(events)
-        return events
+                self._run_beside(stage, moment[self._device], streams)
+            try:
+                value = work()
+            finally:
+                reached = [(device, stream.record_event()) for device, stream in streams.items()]
+                self._ahead.append(reached)
+        return value, reached
 
     def unfinished(self) -> int:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
@@ -111,6 +103,19 @@ class LaneStreams:
     def wait_next(self, moment: Moment) -> None:
         """Have the lane's next work, though it may have been sent already, come after that moment too."""
         self._since.update((device, mark) for device, mark in moment.items() if mark is not None)
+
+    @contextmanager
+    def _on(self, moment: Moment) -> Iterator[Mapping[torch.device, Stream]]:
+        """Inside the block the thread's current streams are these, which come after the moment."""
+        streams = {device: self._following(device, mark) for device, mark in moment.items() if mark is not None}
+        with ExitStack() as active:
+            # The lane's own device last: it is then the current one.
+            for device in sorted(moment, key=lambda each: each == self._device):
+                active.enter_context(self._backend.activate(device, streams.get(device)))
+            try:
+                yield streams
+            finally:
+                self._backend.flush(self._device)
 
     def _following(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""
@@ -128,7 +133,7 @@ class LaneStreams:
                 self._own.setdefault(device, self._backend.new_stream(device) or mark.stream)
         return self._own[device]
 
-    def _run_beside(self, stage: Callable[[], object], mark: Mark | None) -> None:
+    def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
         """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
         copying = self._copying = self._copying or self._backend.new_stream(self._device)
         if mark is None or mark.event is None or copying is None:
@@ -137,7 +142,7 @@ class LaneStreams:
         copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()
-        self._used[self._device].wait_stream(copying)
+        streams[self._device].wait_stream(copying)
 
 
 class LaneFuture(Future[Any]):
@@ -149,10 +154,10 @@ class LaneFuture(Future[Any]):
     def __init__(self, backend: Backend) -> None:
         super().__init__()
         self._backend = backend
-        self._reached: Sequence[tuple[torch.device, Any]] = ()
+        self._reached: Reached = ()
         self._lane: int | None = None
 
-    def land(self, value: Any, reached: Sequence[tuple[torch.device, Any]]) -> None:
+    def land(self, value: Any, reached: Reached) -> None:
         """Give the value, which is there once those events are over."""
         self._reached, self._lane = reached, threading.get_ident()
         self.set_result(value)

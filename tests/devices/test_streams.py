@@ -312,26 +312,26 @@ def test_no_lane_runs_far_ahead_of_its_device(monkeypatch):
     """A lane begins submitted work once the work before the last one is done: what is queued stays bounded."""
     model = mlp().to("sim:0")
     waited = []
-    event = type(side_stream().record_event())
-    synchronize = event.synchronize
-    monkeypatch.setattr(lane_streams, "_AHEAD", 2)
 
     class Noted:
         def __init__(self, inner):
             self.inner = inner
 
+        def query(self):
+            return self.inner.query()
+
         def synchronize(self):
             waited.append(threading.current_thread().name)
-            synchronize(self.inner)
+            self.inner.synchronize()
 
-    reached = lane_streams.LaneStreams.reached
+    run_staged = lane_streams.LaneStreams.run_staged
 
-    def noting(self):
-        events = reached(self)
-        self._ahead[-1] = [(device, Noted(event)) for device, event in events]
-        return events
+    def noting(self, *given):
+        value, reached = run_staged(self, *given)
+        self._ahead[-1] = [(device, Noted(event)) for device, event in reached]
+        return value, reached
 
-    monkeypatch.setattr(lane_streams.LaneStreams, "reached", noting)
+    monkeypatch.setattr(lane_streams.LaneStreams, "run_staged", noting)
     with torch.no_grad(), parallel(model, ["sim:1"]) as p:
         futures = [p.submit(rows()) for _ in range(6)]
         for future in futures:
@@ -388,7 +388,7 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
     if without == "the caller":  # lanes do not wait for what the caller has queued
 
         def at_once(self, device, mark):
-            return self._own.setdefault(device, self._backend.new_stream(device)) if mark.event else mark.stream
+            return self._stream_of(device, mark)
 
         monkeypatch.setattr(lane_streams.LaneStreams, "_following", at_once)
     elif without == "the lanes":  # the caller does not wait for the lanes
@@ -408,9 +408,9 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
     races.clear()
 
 
-def beside_without_an_event(self, stage, mark):
+def beside_without_an_event(self, stage, mark, streams):
     """What brings a shard over on a stream that nobody waits for."""
     copying = self._copying = self._copying or self._backend.new_stream(self._device)
-    copying.wait_event(mark.event or mark.stream.record_event())
+    copying.wait_event(mark.event)
     with self._backend.activate(self._device, copying):
         stage()
