@@ -180,8 +180,13 @@ def test_a_backend_is_imported_when_its_kind_is_first_named(fake):
 
 
 def test_a_backend_leaves_out_what_its_kind_does_not_have(fake):
-    """The contract's defaults: no streams, nothing to activate, no share of the CPU, no traits."""
-    assert fake.stream(torch.device("meta", 0)) is None
+    """The contract's defaults: no streams, captures or pinned memory, nothing to activate, no share of the CPU, no traits."""
+    device, host = torch.device("meta", 0), torch.zeros(1)
+    assert fake.stream(device) is None
+    assert fake.new_stream(device) is None
+    assert not fake.is_capturing()
+    assert not fake.compiles_each_shape
+    assert fake.pinned(host) is host
     with fake.activate(torch.device("meta", 0), None):
         pass
     assert fake.intra_op_threads(4) is None

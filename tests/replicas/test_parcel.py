@@ -1,0 +1,105 @@
+"""Many tensors travel in few copies, and arrive as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from parawrap.backends import _streams
+from parawrap.replicas import _parcel
+from parawrap.replicas._parcel import Parcel
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What is brought to another device."""
+    brought = []
+
+    def bring(tensor, device):
+        brought.append(tensor)
+        return _streams.bring(tensor, device)
+
+    monkeypatch.setattr(_parcel, "bring", bring)
+    return brought
+
+
+def tensors():
+    """Of several dtypes, shapes and strides."""
+    return [
+        torch.randn(3, 4),
+        torch.arange(5),
+        torch.randn(()),
+        torch.randn(2, 0),
+        torch.randn(4, 6).T,
+        torch.randn(1, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.randn(3, dtype=torch.float64),
+        torch.tensor([True, False]),
+        torch.randn(1).expand(7),
+        torch.arange(3, dtype=torch.int64),
+    ]
+
+
+def test_values_arrive_in_their_order_and_shape():
+    """Whatever travels with what, each tensor arrives in its place with its shape, dtype and values."""
+    given = tensors()
+    arrived = Parcel(given).at(CPU)
+    assert [(each.shape, each.dtype) for each in arrived] == [(each.shape, each.dtype) for each in given]
+    for one, other in zip(arrived, given, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_small_tensors_of_a_dtype_travel_together(sent):
+    """One pack a dtype; what is alone of its dtype is not packed."""
+    Parcel(tensors()).at(CPU)
+    assert sorted((str(each.dtype), each.ndim) for each in sent) == [
+        ("torch.bool", 1),
+        ("torch.float32", 1),
+        ("torch.float64", 1),
+        ("torch.int64", 1),
+    ]
+
+
+def test_large_tensors_travel_alone(sent, monkeypatch):
+    """A tensor beyond the limit is brought over as it is, not copied into a pack first."""
+    monkeypatch.setattr(_parcel, "_SMALL", 64)
+    large, small = torch.randn(5, 5), [torch.randn(2), torch.randn(3)]
+    Parcel([small[0], large, small[1]]).at(CPU)
+    assert [each is large for each in sent] == [False, True]
+
+
+def test_packs_are_bounded(sent, monkeypatch):
+    """No pack is larger than the limit, and no tensor is left behind."""
+    monkeypatch.setattr(_parcel, "_MOST", 100)
+    given = [torch.full((6,), float(i)) for i in range(10)]
+    arrived = Parcel(given).at(CPU)
+    assert all(each.nbytes <= 100 for each in sent)
+    assert [each.unique().item() for each in arrived] == list(range(10))
+
+
+def test_a_parcel_is_packed_once_for_all_devices(monkeypatch):
+    """Sent twice, it is packed once."""
+    packed = []
+    pack = _parcel._packed
+    monkeypatch.setattr(_parcel, "_packed", lambda tensors: packed.append(len(tensors)) or pack(tensors))
+    parcel = Parcel([torch.randn(2), torch.randn(3)])
+    parcel.at(CPU)
+    parcel.at(CPU)
+    assert packed == [2]
+
+
+def test_gradients_flow_through_it():
+    """Each tensor gets the gradient of what arrived in its place, also a second one."""
+    given = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+
+    def arrived(*tensors):
+        return tuple(each.sin() * index for index, each in enumerate(Parcel(tensors).at(CPU)))
+
+    assert torch.autograd.gradcheck(arrived, given)
+    assert torch.autograd.gradgradcheck(arrived, given)
+
+
+def test_an_empty_parcel():
+    """Nothing arrives of nothing."""
+    assert Parcel([]).at(CPU) == []
