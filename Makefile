@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench bench-cuda docs clean
+XLA_VENV := .venv-xla
+XLA_STAMP := $(XLA_VENV)/.installed
+
+.PHONY: demo test test-xla lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -13,6 +16,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest tests/simdevice tests/devices
+
+# In an environment of its own: torch_xla goes with one release of torch, which is not the one of the other tests.
+test-xla: $(XLA_STAMP)
+	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -35,10 +42,17 @@ docs: $(STAMP)
 	$(BIN)/python -m pytest docs README.md
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info
 
 $(STAMP): setup.cfg constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parawrap needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,docs]'
+	touch $@
+
+$(XLA_STAMP): setup.cfg constraints.txt
+	$(PYTHON) -m venv $(XLA_VENV)
+	sed '/^torch==/d' constraints.txt > $(XLA_VENV)/constraints.txt
+	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA_VENV)/constraints.txt -e . \
+		torch==2.9.0 torch_xla==2.9.0 numpy pytest pytest-timeout
 	touch $@

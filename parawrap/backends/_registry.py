@@ -16,6 +16,7 @@ _MODULES = {
     "cpu": "parawrap.backends.cpu",
     "cuda": "parawrap.backends.cuda",
     "mps": "parawrap.backends.mps",
+    "xla": "parawrap.backends.xla",
 }
 _ANY_ACCELERATOR = "parawrap.backends.accelerator"
 _loaded: dict[str, Backend] = {}

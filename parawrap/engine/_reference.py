@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from parawrap.backends import backend_of
 from parawrap.shards import FlatCall, ShardPlan
 
 __all__ = ["plain_output"]
@@ -22,12 +22,5 @@ def plain_output(
     """
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     (shard,) = plan.uncut().scatter(FlatCall(copies, flat.spec), [home])
-    with _same_random_numbers(devices):
+    with backend_of(devices[0].type).forked_rng(devices):
         return run(*shard.args, **shard.kwargs)
-
-
-def _same_random_numbers(devices: Sequence[torch.device]) -> AbstractContextManager[None]:
-    """What is drawn inside the block is drawn again after it."""
-    kind = devices[0].type
-    indices = sorted({device.index for device in devices if device.index is not None}) if kind not in ("cpu", "mps") else []
-    return torch.random.fork_rng(indices, device_type=kind if indices else "cuda")

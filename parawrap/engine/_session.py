@@ -146,6 +146,7 @@ class Session:
             device = None  # where they are
         elif device is None:
             device = self.output_device or self.pool.home or self.devices[0]
+        self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a graph of its own
         with self.pool.share_of_cores():
             return gather(outputs, sizes, self.rules, device, originals)
 

@@ -159,7 +159,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         self._lanes = tuple(_device(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._refuse_elsewhere()
-        cutter = Cutter(self.dim, parameters=Parameters(self.module.forward), lists_are_shared=True)
+        equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
+        parameters = Parameters(self.module.forward)
+        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
         rules = GatherRules(self.dim, reduce=_vector, strict=False)
         output = _device(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
@@ -217,13 +219,13 @@ def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
         msg = "device_ids is empty: name at least one device, or leave it out to take every visible one"
         raise DeviceListError(msg)
     no_accelerator = best_backend().type == "cpu"
-    if no_accelerator and not _names_cpu(device_ids):
+    if no_accelerator and not _names_what_is_there(device_ids):
         return ()
     return resolve_devices(device_ids)
 
 
-def _names_cpu(device_ids: Any) -> bool:
-    """Whether a list of devices names the CPU; what is a device on no machine is refused."""
+def _names_what_is_there(device_ids: Any) -> bool:
+    """Whether a list of devices names a kind that this machine has; what is a device on no machine is refused."""
     entries = [device_ids] if isinstance(device_ids, (str, int, torch.device)) else device_ids or []
     kinds = set()
     for entry in entries:
@@ -236,7 +238,7 @@ def _names_cpu(device_ids: Any) -> bool:
                 f"device_ids holds {entry!r}, which is no device: give indices, strings such as 'cuda:0', or torch devices"
             )
             raise DeviceListError(msg)
-    return "cpu" in kinds
+    return any(backend_of(kind).count() for kind in kinds)
 
 
 def _output(output_device: DeviceLike) -> torch.device:
@@ -244,8 +246,8 @@ def _output(output_device: DeviceLike) -> torch.device:
 
 
 def _as_id(device: torch.device) -> Any:
-    """Torch keeps indices; what has none is kept as the device."""
-    return device if device.index is None else device.index
+    """Torch keeps indices, which are those of the best kind there is; any other device is kept as it is."""
+    return device if device.index is None or device.type != best_backend().type else device.index
 
 
 def _device(device_id: Any) -> torch.device:

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 import torch
 import wrapt
 
-from parawrap.backends import DeviceLike, Devices, resolve_device, resolve_devices
+from parawrap.backends import DeviceLike, Devices, backend_of, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
 from parawrap.faces._arguments import checked_in_dims, checked_methods, parameters_of
@@ -66,7 +66,10 @@ class Parallel(Generic[TargetT]):
         self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self._call)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
-        self._cutters = {method: Cutter(dim, in_dims, taken) for method, taken in parameters.items()}
+        equal_sizes = backend_of(self.devices[0].type).compiles_each_shape
+        self._cutters = {
+            method: Cutter(dim, in_dims, taken, equal_sizes=equal_sizes) for method, taken in parameters.items()
+        }
         self._rules = GatherRules(dim, reduce, join)
         self._output_device = None if output_device is None else resolve_device(output_device)
         self._verify = verify

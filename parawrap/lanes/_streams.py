@@ -72,7 +72,9 @@ class LaneStreams:
     def run(self, work: Callable[[], T], moment: Moment) -> T:
         """Run `work` with the lane's device and streams current, after what the caller had queued by then."""
         with self._on(moment):
-            return work()
+            value = work()
+            self._backend.flush(value)  # by the lane: begun by whoever reads the values, one lane would follow the other
+            return value
 
     def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
         """Run `stage` beside the lane's earlier work, and then `work`; its value, and what it is there after."""
@@ -112,10 +114,7 @@ class LaneStreams:
             # The lane's own device last: it is then the current one.
             for device in sorted(moment, key=lambda each: each == self._device):
                 active.enter_context(self._backend.activate(device, streams.get(device)))
-            try:
-                yield streams
-            finally:
-                self._backend.flush(self._device)
+            yield streams
 
     def _following(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""

@@ -14,11 +14,12 @@ __all__ = ["Ledger", "lasting"]
 def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Changes whenever the tensor does: its version counter, and where its data lies for ``tensor.data = ...``.
 
-    A write through ``tensor.data`` leaves no trace in either. An inference tensor has no counter: it never looks the same.
+    Data without an address, as on XLA, lies where its storage does. A write through ``tensor.data`` leaves no trace in
+    either. An inference tensor has no counter: it never looks the same.
     """
     if tensor.is_inference():
         return (object(),)
-    where = tensor.data_ptr() if tensor.layout is torch.strided else 0
+    where = (tensor.data_ptr() or tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
     return tensor._version, where, tensor.requires_grad
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends import bring
+from parawrap.backends import backend_of, bring
 
 __all__ = ["Parcel", "can_be_sent"]
 
@@ -22,6 +22,8 @@ class Parcel:
     """Tensors of one device, packed once and sent to any number of devices. Gradients flow through it, if asked for."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        if tensors:
+            backend_of(tensors[0].device.type).flush(tensors)  # all at once: each pack would compute its part anew
         self._tensors = tensors
         self._packs = [(pack, _packed([tensors[index] for index in pack])) for pack in _packs(tensors)]
         packed = {index for pack, _ in self._packs for index in pack}

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from parawrap.backends import backend_of
 from parawrap.replicas._ledger import Ledger, lasting
 from parawrap.replicas._parcel import Parcel, can_be_sent
 from parawrap.tree import flatten, unflatten
@@ -92,6 +93,7 @@ class Mirror:
         """Write into the copies of these originals what they are now."""
         copies = [self._copies[id(tensor)] for tensor in originals]
         torch._foreach_copy_(copies, list(values), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        backend_of(self.device.type).flush(copies)
         for tensor in originals:
             self.originals.enter(tensor)
             self._due.pop(id(tensor), None)
@@ -199,6 +201,7 @@ class Tensors:
                 copies = [self._own[id(tensor)] for tensor in originals]
                 values = Parcel([tensor.detach() for tensor in originals]).at(self.device)
                 torch._foreach_copy_(copies, values, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+                backend_of(self.device.type).flush(copies)
             for original, copy in zip(originals, copies, strict=True):
                 self._versions[id(original)] = copy._version
 

@@ -1,11 +1,12 @@
 """From a call to the plan that cuts it.
 
 The plan depends on the structure of the call, on which leaves are tensors and on their rows, never on values; it is
-made once for each such combination and kept.
+made once for each such combination and kept. Where shards are to have equal sizes it depends on the calls before it too.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 
 from parawrap.errors import ShardError
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import CALL_ROOTS, FlatCall, ShardPlan, balanced
+from parawrap.shards._plan import CALL_ROOTS, FlatCall, ShardPlan, balanced, equal
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, address, addresses, flatten, flatten_call, replace_nodes, sequences
 
@@ -30,14 +31,23 @@ _NUMBERS = (int, float, bool, complex, torch.dtype, torch.device)
 
 
 class _Layout(NamedTuple):
-    """What is known of the calls of one structure: the dim that each leaf's rows lie on, if it has rows; and the plans."""
+    """What is known of the calls of one structure: the dim that each leaf's rows lie on, if it has rows; and the plans.
+
+    `full` has, by the number of lanes, how many rows a shard has had at most.
+    """
 
     dims: tuple[int | None, ...]
     plans: dict[tuple[tuple[int, ...], int], ShardPlan]
+    full: dict[int, int]
 
 
 class Cutter:
-    """Plans the calls of one target. Safe to share between threads: at worst a plan is made twice."""
+    """Plans the calls of one target. Safe to share between threads: at worst a plan is made twice.
+
+    With `equal_sizes` the shards of a call are as large as those of the calls before it, and the last has what remains: a
+    short last batch brings one size that is new, and not one for every lane. A call of a row count that was met before is
+    cut as it was then.
+    """
 
     def __init__(
         self,
@@ -46,11 +56,14 @@ class Cutter:
         parameters: Parameters | None = None,
         *,
         lists_are_shared: bool = False,
+        equal_sizes: bool = False,
     ) -> None:
         self.dim = dim
         self.in_dims = dict(in_dims or {})
         self.parameters = parameters
         self.lists_are_shared = lists_are_shared
+        self.equal_sizes = equal_sizes
+        self._sizing = threading.Lock()
         self._layouts: dict[TreeSpec, _Layout] = {}
 
     def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int) -> tuple[ShardPlan, FlatCall]:
@@ -62,7 +75,7 @@ class Cutter:
         if self.in_dims:
             args, kwargs = self._with_whole_sequences(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
-        dims, plans = self._layout(spec)
+        dims, plans, _ = self._layout(spec)
         extents = tuple([_extent(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
         plan = plans.get((extents, lanes))
         if plan is None:
@@ -85,11 +98,18 @@ class Cutter:
         rows = self._rows(spec, leaves, dims, extents)
         if rows is None:
             return ShardPlan(spec, (None,) * len(leaves), (0,))
-        sizes = balanced(rows, lanes)
+        sizes = self._equal(spec, rows, lanes) if self.equal_sizes else balanced(rows, lanes)
         if len(sizes) > 1 and not self.lists_are_shared:
             self._refuse_ambiguous(spec, extents, rows)
         cut = tuple(dim if extent == rows and rows != 1 else None for dim, extent in zip(dims, extents, strict=True))
         return ShardPlan(spec, cut, sizes)
+
+    def _equal(self, spec: TreeSpec, rows: int, lanes: int) -> tuple[int, ...]:
+        full = self._layout(spec).full
+        with self._sizing:
+            sizes = equal(rows, lanes, full.get(lanes, 0))
+            full[lanes] = max(sizes[0], full.get(lanes, 0))
+        return sizes
 
     def _rows(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int]
@@ -162,7 +182,7 @@ class Cutter:
                 self._layouts.clear()
             names = [self._name(spec, leaf) for leaf in range(spec.num_leaves)] if self.in_dims else []
             dims = tuple(self.in_dims.get(name, self.dim) if name else self.dim for name in names)
-            layout = self._layouts[spec] = _Layout(dims or (self.dim,) * spec.num_leaves, {})
+            layout = self._layouts[spec] = _Layout(dims or (self.dim,) * spec.num_leaves, {}, {})
         return layout
 
     def _name(self, spec: TreeSpec, leaf: int) -> str | None:

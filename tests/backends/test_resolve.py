@@ -180,7 +180,7 @@ def test_a_backend_is_imported_when_its_kind_is_first_named(fake):
 
 
 def test_a_backend_leaves_out_what_its_kind_does_not_have(fake):
-    """The contract's defaults: no streams, captures or pinned memory, nothing to activate, no share of the CPU, no traits."""
+    """The contract's defaults: no streams, captures or pinned memory, nothing to activate, no traits."""
     device, host = torch.device("meta", 0), torch.zeros(1)
     assert fake.stream(device) is None
     assert fake.new_stream(device) is None

@@ -1,0 +1,62 @@
+"""What is said of XLA devices where there are none."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from parawrap import DeviceUnavailableError, parallel
+from parawrap.backends import backend_of, xla
+
+
+@pytest.fixture(autouse=True)
+def _ask_anew():
+    """What torch_xla said is kept for good; each test has its own."""
+    xla._runtime.cache_clear()
+    yield
+    xla._runtime.cache_clear()
+
+
+def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
+    """It names the module, the release of torch that it must go with, and what there is instead."""
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    assert backend_of("xla").count() == 0
+    for devices in ("xla", "xla:0", ["xla:0", "xla:1"]):
+        with pytest.raises(DeviceUnavailableError, match=r"torch_xla cannot be imported") as caught:
+            parallel(torch.tanh, devices)
+        assert f"torch {torch.__version__}" in str(caught.value)
+        assert "'cpu'" in str(caught.value)
+
+
+def test_a_runtime_that_does_not_start_is_started_once(monkeypatch):
+    """The error has torch_xla's reason and what PJRT_DEVICE asked for; torch_xla is not asked again."""
+    asked = []
+
+    def device_count():
+        asked.append(1)
+        msg = "libtpu not found"
+        raise OSError(msg)
+
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(device_count=device_count))
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    for _ in range(2):
+        assert backend_of("xla").count() == 0
+        with pytest.raises(DeviceUnavailableError, match=r"PJRT_DEVICE='TPU' \(libtpu not found\)"):
+            parallel(torch.tanh, "xla")
+    assert asked == [1]
+
+
+def test_only_xla_pays_for_a_new_shape():
+    """On the CPU a new shape costs nothing, on XLA a compilation."""
+    assert not backend_of("cpu").compiles_each_shape
+    assert backend_of("xla").compiles_each_shape
+
+
+def test_what_is_drawn_in_a_forked_block_is_drawn_again():
+    """On the CPU the numbers after the block are those that came in it."""
+    with backend_of("cpu").forked_rng([torch.device("cpu")]):
+        inside = torch.rand(3)
+    torch.testing.assert_close(torch.rand(3), inside)

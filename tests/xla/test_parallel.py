@@ -1,0 +1,235 @@
+"""A parallel block over four XLA devices answers and learns as the plain model does."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import DeviceUnavailableError, VerifyError, parallel
+from tests.xla.zoo import XLAS, Images, Tied, assert_near, assert_same_gradients, beside, mlp, rows
+
+
+@pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
+def test_answers_and_gradients_are_the_plain_ones(home):
+    """Wherever the model is, outputs, their device and all gradients are the plain ones, for any number of rows."""
+    model = mlp().to(home)
+    plain = beside(model)
+    with parallel(model, XLAS) as p:
+        for count in (12, 12, 11, 4, 3, 1, 17):
+            model.zero_grad()
+            plain.zero_grad()
+            x = rows(count)
+            output, expected = model(x), plain(x)
+            output.square().sum().backward()
+            expected.square().sum().backward()
+            assert output.device == torch.device(home)
+            assert_near(output, expected)
+            assert_same_gradients(model, plain)
+            assert count == 1 or sum(p.stats().shards) == count
+
+
+@pytest.mark.parametrize("given", ["xla:0", "xla:3"])
+def test_input_may_lie_on_a_device_and_have_a_gradient(given):
+    """An input on any device, also one that is still to be computed, is cut there, and gradients flow back to it."""
+    model = mlp().to("xla:0")
+    plain = beside(model)
+    x = rows().to(given).requires_grad_()
+    plain_x = x.detach().cpu().requires_grad_()
+    with parallel(model, XLAS):
+        for _ in range(3):
+            model(x * 2).square().sum().backward()
+            plain(plain_x * 2).square().sum().backward()
+    assert_near(x.grad, plain_x.grad)
+    assert_same_gradients(model, plain)
+
+
+def test_batch_norm_in_evaluation():
+    """A convolution with a batch norm in eval mode answers as the plain one; torch_xla has no backward pass for it."""
+    model = Images().to("xla:0").eval()
+    plain = beside(model)
+    x = torch.randn(10, 3, 8, 8)
+    with torch.no_grad(), parallel(model, XLAS):
+        assert_near(model(x), plain(x))
+
+
+def test_batch_norm_in_training_keeps_the_first_lanes_statistics():
+    """In train mode each shard is normalised by itself, and the running statistics become those of the first one's rows."""
+    model = Images().to("xla:0").train()
+    plain = copy.deepcopy(model)  # on XLA: its running variance is not corrected for the sample size, as the CPU's is
+    x = torch.randn(12, 3, 8, 8)
+    with parallel(model, XLAS):
+        for _ in range(3):
+            output = model(x)
+            output[:3].square().sum().backward()
+            first = plain(x[:3].to("xla:0"))
+            first.square().sum().backward()
+    assert_near(output[:3], first)
+    assert_same_gradients(model, plain)
+    for mine, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        assert_near(mine, theirs)
+
+
+def test_tied_weights_stay_tied():
+    """A weight with two names gets the sum of both gradients, once."""
+    model, plain = Tied("xla:0"), Tied()
+    plain.load_state_dict(model.state_dict())
+    x = rows()
+    with parallel(model, XLAS):
+        model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    assert model.down.weight is model.up.weight
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("home", ["xla:0", "cpu"])
+def test_training_refreshes_the_replicas(home):
+    """After each step of an optimizer every lane has the new parameters: the losses are those of plain training."""
+    model = mlp().to(home)
+    plain = beside(model)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain)]
+    with parallel(model, XLAS) as p:
+        for _ in range(5):
+            x = rows()
+            losses = [each(x).square().mean() for each in (model, plain)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert_near(*losses)
+    assert p.stats().refreshes >= 4
+
+
+def test_a_parameter_given_new_data_is_noticed():
+    """After ``parameter.data = ...``, which no version counter tells of, the lanes have the new data."""
+    model = nn.Linear(5, 3).to("xla:0")
+    x = rows()
+    with torch.no_grad(), parallel(model, XLAS):
+        model(x)
+        model.weight.data = torch.zeros(3, 5, device="xla:0")
+        model.bias.data = torch.ones(3, device="xla:0")
+        assert_near(model(x), torch.ones(12, 3))
+
+
+def test_the_object_is_left_as_it_was():
+    """Inside the block state_dict has the plain keys and tensors; after it the model is what it was."""
+    model = mlp().to("xla:0")
+    before, kind, keys = dict(vars(model)), type(model), list(model.state_dict())
+    with torch.no_grad(), parallel(model, XLAS):
+        model(rows())
+        assert list(model.state_dict()) == keys
+        assert model.state_dict()["0.weight"].device == torch.device("xla:0")
+    assert vars(model) == before
+    assert type(model) is kind
+
+
+def test_output_device():
+    """Outputs are joined on the device that was named."""
+    model = mlp().to("xla:0")
+    x = rows()
+    expected = beside(model)(x)
+    for device in ("cpu", "xla:3"):
+        with torch.no_grad(), parallel(model, XLAS, output_device=device):
+            output = model(x)
+        assert output.device == torch.device(device)
+        assert_near(output, expected)
+
+
+def test_map_and_submit():
+    """Whole batches go through the lanes while the caller reads results, and come in order."""
+    model = mlp().to("xla:0")
+    plain = beside(model)
+    batches = [rows(count) for count in (12, 8, 12, 3) * 15]
+    with torch.no_grad(), parallel(model, XLAS) as p:
+        for output, batch in zip(p.map(batches), batches, strict=True):
+            assert_near(output, plain(batch))
+        futures = [p.submit(batch) for batch in batches[:8]]
+        for future, batch in zip(futures, batches, strict=False):
+            assert_near(future.result(), plain(batch))
+        assert all(lane.tasks > 0 for lane in p.stats().lanes)
+
+
+def test_several_threads_may_call_at_once():
+    """Threads that share a block get each its own answer."""
+    model = mlp().to("xla:0")
+    plain = beside(model)
+    batches = [rows() for _ in range(4)]
+    start, outputs = threading.Barrier(len(batches)), {}
+
+    def call(index):
+        start.wait()
+        with torch.no_grad():
+            outputs[index] = [model(batches[index]).cpu() for _ in range(20)]
+
+    with parallel(model, XLAS):
+        threads = [threading.Thread(target=call, args=(index,)) for index in range(len(batches))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index, batch in enumerate(batches):
+        for output in outputs[index]:
+            assert_near(output, plain(batch))
+
+
+class Refuses(nn.Module):
+    """Fails where a row is negative."""
+
+    def forward(self, x):
+        if bool((x < 0).any()):
+            msg = "negative"
+            raise ArithmeticError(msg)
+        return x
+
+
+def test_an_error_keeps_its_type_and_names_its_lane():
+    """The exception of a lane arrives as it is, with a note that says where; the block goes on working."""
+    model = Refuses()
+    x = torch.ones(8, 2)
+    x[5] = -1
+    with parallel(model, XLAS):
+        with pytest.raises(ArithmeticError, match="negative") as caught:
+            model(x)
+        assert any("lane 2 on xla:2" in note and "shard 2 of 4" in note for note in caught.value.__notes__)
+        assert_near(model(x.abs()), x.abs())
+
+
+def test_a_tensor_made_in_a_lane_lies_on_its_device():
+    """The kind alone, as in ``device="xla"``, is the lane's own device."""
+
+    class Shifted(nn.Module):
+        def forward(self, x):
+            return x + torch.arange(2, device="xla")
+
+    with parallel(Shifted(), XLAS) as p:
+        assert_near(p.target(torch.zeros(8, 2)), torch.tensor([0.0, 1.0]).expand(8, 2))
+
+
+def test_autocast_follows_into_the_lanes():
+    """Under autocast for XLA every lane computes in the dtype that was asked for."""
+    model = mlp().to("xla:0")
+    with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16), parallel(model, XLAS):
+        assert model(rows()).dtype == torch.bfloat16
+
+
+def test_verify():
+    """`verify` passes a model whose rows are independent, and finds one whose rows are not."""
+    model = mlp().to("xla:0")
+    with torch.no_grad(), parallel(model, XLAS, verify=True):
+        model(rows())
+    with (
+        parallel(lambda x: x - x.mean(0), XLAS, verify=True) as p,
+        pytest.raises(VerifyError),
+    ):
+        p(rows())
+
+
+def test_devices():
+    """The kind alone is every device; one that is not there is refused, naming those that are; others come first."""
+    assert [str(device) for device in parallel(mlp(), "xla").devices] == XLAS
+    with pytest.raises(DeviceUnavailableError, match="xla:0 to xla:3"):
+        parallel(mlp(), ["xla:0", "xla:4"])
+    assert {device.type for device in parallel(mlp()).devices} == {"cpu"}
