@@ -1,0 +1,57 @@
+"""The tests in this folder run on the GPUs that torch sees: on one of them all but a few, which want several."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import require
+from tests.cuda.gpus import ONE, TWICE, every, missing, settle
+
+_HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """These tests come last: a process in which CUDA runs cannot be forked any more, which tests of launches do."""
+    items.sort(key=lambda item: _HERE in item.path.parents)
+
+
+@pytest.fixture(autouse=True)
+def _gpu():
+    """Skip or fail where there is no GPU; start every test from one seed, and leave no work behind."""
+    require("cuda", missing())
+    torch.manual_seed(0)
+    yield
+    settle()
+    # A lane's own thread may be the last to let go of its pool: it then ends a moment after the test.
+    for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
+        gc.collect()
+        thread.join(0.5)
+
+
+@pytest.fixture
+def several():
+    """All GPUs, of which there are several."""
+    if len(every()) < 2:
+        pytest.skip("there is one GPU, and this is about several")
+    return every()
+
+
+@pytest.fixture(params=["one lane", "two lanes on a GPU", "a lane on every GPU"])
+def devices(request):
+    """The devices of a block's lanes."""
+    lists = {"one lane": ONE, "two lanes on a GPU": TWICE}
+    return lists.get(request.param) or request.getfixturevalue("several")
+
+
+@pytest.fixture
+def every_warning():
+    """What torch warns of once in a process, it warns of each time; and warnings are errors."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)

@@ -1,0 +1,167 @@
+"""Answers and gradients are the plain ones, whatever the devices, the model and the caller's modes."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import closing
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import DataParallel, parallel
+from tests.cuda.gpus import HOME, KIND, ONE, cuda
+from tests.cuda.zoo import NETS, conv_net, net_and_rows
+from tests.devices.zoo import assert_same_gradients, assert_same_training_step, mlp, rows
+
+
+def shards(x, lanes):
+    """What each lane gets of a batch."""
+    return [shard for shard in x.tensor_split(lanes) if len(shard)]
+
+
+# -- outputs and gradients
+
+
+@pytest.mark.parametrize("count", [7, 1])
+@pytest.mark.parametrize("place", ["cpu", HOME])
+@pytest.mark.parametrize("net", NETS)
+def test_outputs_and_gradients(net, place, count, devices):
+    """They are the plain ones, for a batch that lies on the host or beside the model."""
+    model, x = net_and_rows(net, count)
+    assert_same_training_step(model, x.to(place), devices)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("net", NETS)
+def test_outputs_without_gradients(net, mode, devices):
+    """They are the plain ones, and as little part of a graph."""
+    model, x = net_and_rows(net)
+    x = x.to(HOME)
+    plain = copy.deepcopy(model)
+    with mode(), parallel(model, devices):
+        for _ in range(2):
+            output = model(x)
+            torch.testing.assert_close(output, plain(x))
+            assert not output.requires_grad
+            assert output.is_inference() == torch.is_inference_mode_enabled()
+
+
+def test_batch_norm_in_train_mode(devices):
+    """Each lane takes the statistics of its own rows, and the running ones are those of lane 0, as in torch's own."""
+    model, x = net_and_rows("conv", 9, train=True)
+    plain = [copy.deepcopy(model) for _ in devices]
+    with parallel(model, devices):
+        for _ in range(3):
+            model.zero_grad()
+            output = model(x)
+            output.square().sum().backward()
+            expected = torch.cat([each(part.to(HOME)) for each, part in zip(plain, shards(x, len(devices)), strict=False)])
+            for each in plain:
+                each.zero_grad()
+            expected.square().sum().backward()
+            torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(dict(model.named_buffers()), dict(plain[0].named_buffers()))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in plain), msg=name)
+
+
+# -- training
+
+
+def uneven_batches(x, y, steps):
+    """Shuffled batches of many sizes, one row among them."""
+    for step in range(steps):
+        chosen = torch.randperm(len(x))[: 1 + step * 7 % 17]
+        yield x[chosen], y[chosen]
+
+
+@pytest.mark.usefixtures("every_warning")
+def test_a_training_run(devices):
+    """After many steps with batches of many sizes the parameters are those of a plain run, and torch had nothing to say."""
+    model = (
+        nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 2)).double().to(HOME)
+    )
+    plain = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
+    x, y = rows(40), torch.randn(40, 2, dtype=torch.float64)
+    with parallel(model, devices):
+        for inputs, targets in uneven_batches(x, y, 50):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                (each(inputs if each is model else inputs.to(HOME)) - targets.to(HOME)).square().mean().backward()
+                optimizer.step()
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.usefixtures("every_warning")
+def test_training_on_one_stream_and_then_on_another(devices):
+    """The caller may go over to another stream between two steps: gradients are right, and torch has nothing to say."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model)
+    stream = cuda.Stream(HOME)
+    with parallel(model, devices):
+        for on in (cuda.current_stream(HOME), stream, stream, cuda.current_stream(HOME)):
+            cuda.synchronize(HOME)
+            with cuda.stream(on):
+                x = rows(9).to(HOME)
+                for each in (model, plain):
+                    each.zero_grad()
+                    each(x).square().sum().backward()
+                assert_same_gradients(model, plain)
+            cuda.synchronize(HOME)
+
+
+@pytest.mark.usefixtures("every_warning")
+def test_a_lane_that_begins_with_a_matrix_product():
+    """Torch has nothing to say of a thread in which nothing but that has used the GPU before."""
+    model = nn.Linear(64, 64, dtype=torch.float64).to(HOME)
+    x = torch.randn(8, 64, dtype=torch.float64, device=HOME)
+    expected = model(x)
+    for _ in range(2):  # there is memory for all that comes, and streams to choose from
+        model(x)
+        cuda.Stream(HOME)
+    with parallel(model, ONE) as p:
+        torch.testing.assert_close(p.submit(x).result(), expected)
+
+
+# -- modes
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast(grad, devices):
+    """Lanes compute in the caller's lower precision; the gradients stay in that of the parameters."""
+    model = mlp().float().to(HOME)
+    plain = copy.deepcopy(model)
+    x = rows(12).float()
+    with torch.set_grad_enabled(grad), parallel(model, devices), torch.autocast(KIND, dtype=torch.bfloat16):
+        output, expected = model(x), plain(x.to(HOME))
+        assert output.dtype == expected.dtype == torch.bfloat16
+        torch.testing.assert_close(output, expected, rtol=0.03, atol=0.03)
+        if not grad:
+            return
+        for each in (output, expected):
+            each.float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert mine.grad.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.05)
+
+
+# -- against torch
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_as_torch_s_data_parallel_does(train):
+    """Two lanes on one GPU give torch.nn.DataParallel's outputs, gradients, buffers and names, from the same call."""
+    module = conv_net().to(HOME).train(train)
+    theirs = nn.DataParallel(copy.deepcopy(module), device_ids=[0, 0])
+    with closing(DataParallel(module, device_ids=[0, 0])) as mine:
+        for _ in range(3):
+            x = torch.randn(8, 2, 6, 6, dtype=torch.float64, device=HOME)
+            outputs = [each(x) for each in (mine, theirs)]
+            for output in outputs:
+                output.square().sum().backward()
+            torch.testing.assert_close(*outputs)
+            assert_same_gradients(mine, theirs)
+        torch.testing.assert_close(mine.state_dict(), theirs.state_dict())
+        assert list(mine.state_dict()) == list(theirs.state_dict())

@@ -1,0 +1,119 @@
+"""Which GPUs there are, what they are like, and what goes between them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from parawrap import DataParallel, DeviceUnavailableError, parallel
+from parawrap.backends import Traits, backend_of
+from tests.cuda.gpus import HOME, KIND, TWICE, every
+from tests.devices.zoo import assert_same_gradients, mlp, rows
+
+GIB = 1 << 30
+
+
+# -- one GPU is enough
+
+
+@pytest.mark.parametrize("make", [parallel, DataParallel])
+@pytest.mark.parametrize("devices", [[f"{KIND}:99"], [HOME, f"{KIND}:99"]], ids=str)
+def test_a_gpu_that_is_not_there(make, devices):
+    """The error names the one that was asked for, and those that there are."""
+    with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not there.*{HOME}"):
+        make(mlp().to(HOME), devices)
+
+
+def test_every_visible_gpu_is_the_default():
+    """A block without devices has a lane on each GPU, and so has one that names the kind alone."""
+    for devices in (None, "auto", KIND):
+        assert [str(device) for device in parallel(mlp(), devices).devices] == every()
+
+
+def test_traits():
+    """The memory and the cores of a GPU are those that torch tells of."""
+    memory, cores = backend_of(KIND).traits(torch.device(HOME))
+    assert memory == torch.cuda.get_device_properties(0).total_memory
+    assert cores == torch.cuda.get_device_properties(0).multi_processor_count
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Have the backend tell of two GPUs, with the traits that are given to this."""
+
+    def told(*traits):
+        monkeypatch.setattr(type(backend_of(KIND)), "count", lambda self: 2)
+        monkeypatch.setattr(type(backend_of(KIND)), "traits", lambda self, device: traits[device.index])
+        return [f"{KIND}:0", f"{KIND}:1"]
+
+    return told
+
+
+@pytest.mark.parametrize(
+    ("lesser", "what"), [(Traits(40 * GIB, 132), "memory"), (Traits(80 * GIB, 56), "cores")], ids=["memory", "cores"]
+)
+def test_unequal_gpus(lesser, what, two_gpus):
+    """DataParallel warns of a GPU that the others will wait for, and says what it has too little of."""
+    devices = two_gpus(Traits(80 * GIB, 132), lesser)
+    with pytest.warns(UserWarning, match=rf"{KIND}:1 has less than 75% of the {what} of {KIND}:0"):
+        DataParallel(mlp().to(HOME), devices)
+
+
+def test_nearly_equal_gpus(two_gpus):
+    """It does not warn of what is nearly alike, nor of one GPU that is named twice."""
+    devices = two_gpus(Traits(80 * GIB, 132), Traits(79 * GIB, 114))
+    DataParallel(mlp().to(HOME), devices)
+    DataParallel(mlp().to(HOME), TWICE)
+
+
+# -- several are needed
+
+
+def test_replicas_are_refreshed_when_the_model_changed(several):
+    """Nothing is copied again for a second call, and once for the call after a step of the optimizer."""
+    model = mlp().to(HOME)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = rows(2 * len(several))
+    with parallel(model, several) as p:
+        model(x).sum().backward()
+        with torch.no_grad():
+            for expected in (0, 1, 0):
+                before = p.stats().refreshes
+                model(x)
+                assert p.stats().refreshes - before == expected
+                if expected == 0:
+                    optimizer.step()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_input_and_output_lie_where_the_model_does_not(grad, several):
+    """The batch is taken from any GPU, and the output is joined on any."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model)
+    last = several[-1]
+    for lanes in (several, several[::-1], [last], [HOME, last, last]):
+        model.zero_grad()
+        plain.zero_grad()
+        with torch.set_grad_enabled(grad), parallel(model, lanes, output_device=last):
+            x = rows(9)
+            output, expected = model(x.to(last)), plain(x.to(HOME))
+            assert output.device == torch.device(last)
+            torch.testing.assert_close(output, expected.to(last))
+            if grad:
+                output.square().sum().backward()
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)
+
+
+def test_large_parameters_on_every_gpu(several):
+    """Parameters beyond what travels in one parcel are right everywhere, also when they are changed between calls."""
+    model = torch.nn.Linear(1500, 1500, dtype=torch.float64).to(HOME)
+    x = torch.randn(4 * len(several), 1500, dtype=torch.float64)
+    with torch.no_grad(), parallel(model, several):
+        for _ in range(4):
+            model.weight.mul_(-1.5)
+            model.bias.add_(1)
+            expected = torch.nn.functional.linear(x.to(HOME), model.weight, model.bias)
+            torch.testing.assert_close(model(x), expected)

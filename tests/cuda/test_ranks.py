@@ -1,0 +1,77 @@
+"""Ranks on GPUs: each has one, and they reduce over NCCL."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import Platform, current_rank, wrapper
+from tests.cuda.gpus import HOME, every
+from tests.launch.processes import run_script
+
+pytestmark = pytest.mark.timeout(300)  # a rank loads all of CUDA, and NCCL looks at the whole machine
+
+SCRIPT = """
+import json
+import torch
+import torch.distributed as dist
+from parawrap import Platform, current_rank, wrapper
+
+if __name__ == "__main__":
+
+    @wrapper(Platform(device="gpu", n_gpus=1, verbose=False))
+    def reduced(value):
+        rank = current_rank()
+        x = torch.full((3,), float(value), device=rank.device)
+        dist.all_reduce(x, group=rank.group)
+        return str(rank.device), x.tolist()
+
+    results = list(reduced(5))
+    print(json.dumps([results, torch.cuda.is_initialized()]))
+"""
+
+
+def all_reduced():
+    """What a rank runs: a function that travels by value."""
+
+    def reduced(value):
+        rank = current_rank()
+        x = torch.full((3,), float(value + rank.global_rank), device=rank.device)
+        dist.all_reduce(x, group=rank.group)
+        on_host = torch.ones(1)
+        dist.all_reduce(on_host, group=rank.group)
+        return str(rank.device), torch.cuda.current_device(), x.tolist(), on_host.item()
+
+    return reduced
+
+
+def test_a_rank_of_a_parent_that_has_not_used_cuda(tmp_path):
+    """It reduces on its GPU, and starting it does not start CUDA in the parent."""
+    results, initialized = json.loads(run_script(tmp_path, SCRIPT).splitlines()[-1])
+    assert results == [[HOME, [5.0] * 3]]
+    assert not initialized
+
+
+@pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
+def test_a_rank_of_a_parent_in_which_cuda_runs(spawn_method):
+    """It reduces on its GPU, whichever way it is started."""
+    torch.ones(1, device=HOME).add_(1)
+    platform = Platform(device="gpu", n_gpus=1, spawn_method=spawn_method, verbose=False)
+    assert list(wrapper(platform)(all_reduced())(5)) == [(HOME, 0, [5.0] * 3, 1.0)]
+
+
+def test_a_rank_on_every_gpu(several):
+    """Each has its own, and all of them reduce together, on the GPUs as on the host."""
+    world = len(several)
+    total = [float(sum(range(1, world + 1)))] * 3
+    results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))
+    assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
+
+
+def test_a_rank_here_and_now():
+    """Inline runs on the first GPU, in this process."""
+    (result,) = wrapper(Platform(device="gpu", n_gpus=1, verbose=False))(all_reduced()).inline(2)
+    assert result == (HOME, 0, [2.0] * 3, 1.0)

@@ -1,0 +1,102 @@
+"""Which stream a lane works on, and that the caller keeps its own."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from parawrap import parallel
+from tests.cuda.gpus import HOME, TWICE, cuda, every
+from tests.cuda.zoo import Where
+from tests.devices.zoo import assert_same_gradients, mlp, rows
+
+
+def test_each_lane_has_a_stream_of_its_own():
+    """Without gradients no two lanes of a GPU share a stream, none has the caller's, and each keeps its own."""
+    model = Where().to(HOME)
+    with torch.no_grad(), parallel(model, TWICE):
+        model(rows(8))
+        first = sorted(model.seen)
+        model.seen.clear()
+        model(rows(8))
+    caller = cuda.current_stream(HOME).stream_id
+    assert len({stream for _, stream, _ in first}) == 2
+    assert caller not in {stream for _, stream, _ in first}
+    assert sorted(model.seen) == first
+
+
+def test_each_lane_has_its_device_as_the_current_one(several):
+    """The device of a lane is the current one in it, and so is a stream of that device."""
+    model = Where().to(HOME)
+    with torch.no_grad(), parallel(model, several):
+        model(rows(2 * len(several)))
+    assert sorted(device for device, _, _ in model.seen) == list(range(len(several)))
+    assert all(device == current for device, _, current in model.seen)
+
+
+def test_where_gradients_are_recorded_lanes_share_the_callers_stream(devices):
+    """On the caller's stream gradients of parameters are added up: torch warns of others."""
+    model = Where().to(HOME)
+    x = rows(6).to(HOME)
+    stream = cuda.Stream(HOME)
+    stream.wait_stream(cuda.current_stream(HOME))
+    with parallel(model, devices), cuda.stream(stream):
+        model(x).sum().backward()
+    assert {each for device, each, _ in model.seen if device == 0} == {stream.stream_id}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_the_caller_keeps_its_device_and_streams(grad, devices):
+    """After a call, and after one that failed, the caller's device and streams are what they were."""
+    model = mlp().to(HOME)
+    stream = cuda.Stream(every()[-1])
+    elsewhere = [cuda.current_stream(device) for device in every()[:-1]]
+    with torch.set_grad_enabled(grad), parallel(model, devices), cuda.stream(stream):
+        for width, raises in ((5, nullcontext()), (4, pytest.raises(RuntimeError))):
+            with raises:
+                model(rows(width=width))
+            assert cuda.current_device() == len(every()) - 1
+            assert cuda.current_stream(every()[-1]) == stream
+            assert [cuda.current_stream(device) for device in every()[:-1]] == elsewhere
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_caller_on_a_stream_of_its_own(grad, devices):
+    """What the caller queued on its stream before the call is seen by all lanes; what it queues after sees their work."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model)
+    stream = cuda.Stream(HOME)
+    cuda.synchronize(HOME)
+    with parallel(model, devices), cuda.stream(stream), torch.set_grad_enabled(grad):
+        for _ in range(3):
+            x = rows(9).pin_memory().to(HOME, non_blocking=True)
+            for each in (model, plain):
+                with torch.no_grad():
+                    each[2].bias.add_(x.mean())
+            output, expected = model(x), plain(x)
+            torch.testing.assert_close(output, expected)
+            if grad:
+                output.square().sum().backward()
+                expected.square().sum().backward()
+                assert_same_gradients(model, plain)
+
+
+def test_callers_in_several_threads(devices):
+    """Callers in several threads, each on its own stream, each get their own answer."""
+    model = mlp().to(HOME)
+    plain = copy.deepcopy(model).cpu()
+    cuda.synchronize(HOME)
+
+    def calls():
+        with torch.no_grad(), cuda.stream(cuda.Stream(HOME)):
+            for _ in range(20):
+                x = rows(12)
+                torch.testing.assert_close(model(x.to(HOME)).cpu(), plain(x))
+
+    with parallel(model, devices), ThreadPoolExecutor(4) as threads:
+        for each in [threads.submit(calls) for _ in range(4)]:
+            each.result()

@@ -1,0 +1,77 @@
+"""The host waits for no GPU, neither in a call nor in a step of training; nor does anything go by way of the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from parawrap import parallel
+from tests.cuda.gpus import HOME, torch_refuses_to_wait
+from tests.cuda.zoo import NETS, net_and_rows
+from tests.devices.zoo import assert_same_gradients, mlp, rows
+
+PLACES = ["pageable", "pinned", HOME]
+SMALL, LARGE = 12, 1 << 14  # rows: what is sent as it is, and what is staged
+
+
+def placed(x, place):
+    """The batch, where it is to lie."""
+    return x.pin_memory() if place == "pinned" else x if place == "pageable" else x.to(place)
+
+
+def test_torch_says_who_waits():
+    """Torch raises in the block where an output comes to the host: the other tests would fail."""
+    x = rows().to(HOME)
+    with torch_refuses_to_wait():
+        for wait in (x.sum().item, x.cpu):
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                wait()
+    assert x.cpu().device.type == "cpu"
+
+
+@pytest.mark.parametrize("count", [SMALL, LARGE])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_call_without_gradients(place, count, devices):
+    """Not the first call, which makes the replicas, nor a later one; the parts are joined on the GPU."""
+    model = mlp().to(HOME)
+    x = rows(count)
+    expected = copy.deepcopy(model)(x.to(HOME))
+    x = placed(x, place)
+    with torch.no_grad(), parallel(model, devices):
+        with torch_refuses_to_wait():
+            outputs = [model(x) for _ in range(3)]
+        for output in outputs:
+            torch.testing.assert_close(output, expected.detach())
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("net", NETS)
+def test_a_step_of_training(net, place, devices):
+    """Not the call, not the backward pass, not the refresh of replicas after a step of the optimizer."""
+    model, x = net_and_rows(net, SMALL)
+    plain = copy.deepcopy(model)
+    at_home, x = x.to(HOME), placed(x, place)
+    pairs = [(each, torch.optim.SGD(each.parameters(), lr=0.01), batch) for each, batch in ((model, x), (plain, at_home))]
+    with parallel(model, devices), torch_refuses_to_wait():
+        for _ in range(3):
+            for each, optimizer, batch in pairs:
+                optimizer.zero_grad()
+                each(batch).square().mean().backward()
+                optimizer.step()
+    assert_same_gradients(model, plain)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_map(place, devices):
+    """Nor while batches are streamed, of whatever size; but that no lane runs far ahead of its GPU."""
+    model = mlp().to(HOME)
+    batches = [rows(count) for count in (SMALL, LARGE, SMALL, LARGE, LARGE)]
+    expected = [copy.deepcopy(model)(batch.to(HOME)).detach() for batch in batches]
+    batches = [placed(batch, place) for batch in batches]
+    with torch.no_grad(), parallel(model, devices) as p:
+        with torch_refuses_to_wait():
+            outputs = list(p.map(batches))
+        torch.testing.assert_close(outputs, expected)

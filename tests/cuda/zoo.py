@@ -1,0 +1,89 @@
+"""The models of these tests, in double precision: what two orders of adding up make of it is no part of them."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from parawrap.lanes import current_lane
+from tests.cuda.gpus import HOME, cuda, sleep
+from tests.devices.zoo import Tied, mlp
+
+WIDTH = 512
+SHAPE = (4096, WIDTH)
+"""In doubles 16 MiB: the caching allocator keeps tensors of that size in pieces of their own, and hands out equal ones."""
+
+
+def conv_net():
+    """A convolution with BatchNorm."""
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(36, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def encoder_layer():
+    """A layer of a transformer."""
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
+
+
+NETS = {"mlp": (mlp, (5,)), "conv": (conv_net, (2, 6, 6)), "encoder": (encoder_layer, (4, 8)), "tied": (Tied, (5,))}
+
+
+def net_and_rows(name, count=7, *, train=False):
+    """A net at home, and a batch for it on the CPU."""
+    make, shape = NETS[name]
+    return make().to(HOME).train(train), torch.randn(count, *shape, dtype=torch.float64)
+
+
+class Where(nn.Module):
+    """Notes the device and the stream that each shard is run on, and the device that is current."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((x.device.index, cuda.current_stream(x.device).stream_id, cuda.current_device()))
+        return x * self.weight
+
+
+class Late(nn.Module):
+    """Adds one to its input. Lanes that `late` names are kept busy for as long as it says, on their GPU, before they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.late = SimpleNamespace(lanes=(), cycles=0)
+
+    def forward(self, x):
+        lane = current_lane()
+        if lane is not None and lane.index in self.late.lanes:
+            sleep(self.late.cycles)
+        return x + self.weight
+
+    def keep_busy(self, lanes, cycles):
+        """From now on those lanes are late."""
+        self.late.lanes, self.late.cycles = lanes, cycles
+
+
+class Casting(nn.Module):
+    """A product with a weight. Lane 0 is busy for long before it; lane 1 comes to its own once lane 0 has queued that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64, 64))
+        self.queued = threading.Event()
+
+    def forward(self, x):
+        first = current_lane().index == 0
+        if first:
+            sleep()
+        else:
+            assert self.queued.wait(30)
+        output = x @ self.weight
+        if first:
+            self.queued.set()
+        return output
