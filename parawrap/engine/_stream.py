@@ -71,7 +71,9 @@ def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator
         except Exception as error:  # noqa: BLE001
             yield _failed(session, error)
             return
-        yield ticket._replace(hint=_HINT if isinstance(batch, list) else "")
+        ticket = ticket._replace(hint=_HINT if isinstance(batch, list) else "")
+        del batch, args, kwargs  # the source may take long to give the next one
+        yield ticket
 
 
 def _failed(session: Session, error: Exception) -> Ticket:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -67,7 +67,7 @@ class LanePool:
         self._gate = threading.Lock()
         self._short: set[Hashable] = set()
         self._forks = _forks
-        self._end = weakref.finalize(self, _end, self.lanes, _EXIT_PATIENCE_S)
+        self._end = weakref.finalize(self, _abandon, self._streams)
 
     @property
     def closed(self) -> bool:
@@ -214,8 +214,9 @@ class LanePool:
         with self._gate:
             open_until_now = self._end.detach() is not None
         if open_until_now and self._forks == _forks:
-            _end(self.lanes, None)
+            _end_threads(self.lanes)
             self._wait_for(self.lanes)
+            _end_streams(self._streams.values())
 
     def _send(self, tasks: Sequence[Task], flight: Flight, first: int) -> list[Share]:
         """Hand the tasks from the `first` on to their lanes."""
@@ -301,10 +302,21 @@ def _in_turn(stage: Callable[[], object] | None, task: Task) -> tuple[Any, Reach
     return task(), ()
 
 
-def _end(lanes: Sequence[Lane], patience: float | None) -> None:
+def _abandon(streams: Mapping[Lane, LaneStreams]) -> None:
+    """What becomes of a pool that nobody closed."""
+    _end_threads(list(streams), _EXIT_PATIENCE_S)
+    _end_streams(streams.values())
+
+
+def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
     for lane in lanes:
         lane.inbox.put(None)
     until = None if patience is None else monotonic() + patience
     for lane in lanes:
         if lane.thread is not None and lane.thread is not threading.current_thread():
             lane.thread.join(None if until is None else max(0.0, until - monotonic()))
+
+
+def _end_streams(streams: Iterable[LaneStreams]) -> None:
+    for each in streams:
+        each.end()

@@ -6,6 +6,7 @@ What this file guarantees, for kinds of device that have streams:
   after that work is done. Neither keeps the host waiting.
 - Two lanes on one device work beside each other. But where gradients are recorded, lanes work on the caller's streams: on
   those torch adds up gradients, and it warns of gradients that come by others.
+- A lane on a stream of its own does without torch's cache of autocast's casts: all threads share it and no event orders it.
 - The input of submitted work is brought over beside the work before it; and since the host may run far ahead of a device,
   no lane begins such work before the work before the last one is done: memory is bounded.
 """
@@ -54,6 +55,28 @@ def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool
     }
 
 
+class _Shelf:
+    """The streams that no lane has, for the next ones: torch keeps a workspace for each stream that it ever worked on."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, list[Stream]] = {}
+        self._access = threading.Lock()
+
+    def take(self, backend: Backend, device: torch.device) -> Stream:
+        with self._access:
+            spare = self._streams.get(device)
+            stream = spare.pop() if spare else backend.new_stream(device)
+        assert stream is not None, "a device with a current stream has others"
+        return stream
+
+    def put(self, device: torch.device, stream: Stream) -> None:
+        with self._access:
+            self._streams.setdefault(device, []).append(stream)
+
+
+_shelf = _Shelf()
+
+
 class LaneStreams:
     """The streams of one lane, one for each device that its work has to do with. Each is made when first needed.
 
@@ -91,6 +114,13 @@ class LaneStreams:
                 self._ahead.append(reached)
         return value, reached
 
+    def end(self) -> None:
+        """Give the streams to whoever needs some; what they have been given is done before what they will be given."""
+        own, self._own = self._own, {}
+        copying, self._copying = self._copying, None
+        for device, stream in (*own.items(), *([] if copying is None else [(self._device, copying)])):
+            _shelf.put(device, stream)
+
     def unfinished(self) -> int:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
         return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
@@ -114,30 +144,33 @@ class LaneStreams:
             # The lane's own device last: it is then the current one.
             for device in sorted(moment, key=lambda each: each == self._device):
                 active.enter_context(self._backend.activate(device, streams.get(device)))
+            if any(mark is not None and mark.event is not None for mark in moment.values()):
+                active.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+                torch.set_autocast_cache_enabled(False)
             yield streams
 
     def _following(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""
-        stream = self._stream_of(device, mark)
+        stream = mark.stream if mark.event is None else self._own_on(device)
         for earlier in (mark, self._since.pop(device, None)):
             if earlier is not None and earlier.event is not None:
                 stream.wait_event(earlier.event)
+        if mark.event is None:
+            stream.record_event()  # a thread's first call of cuBLAS warns, unless CUDA was called before
         return stream
 
-    def _stream_of(self, device: torch.device, mark: Mark) -> Stream:
-        if mark.event is None:
-            return mark.stream
-        if device not in self._own:
-            with self._making:
-                self._own.setdefault(device, self._backend.new_stream(device) or mark.stream)
-        return self._own[device]
+    def _own_on(self, device: torch.device) -> Stream:
+        with self._making:
+            if device not in self._own:
+                self._own[device] = _shelf.take(self._backend, device)
+            return self._own[device]
 
     def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
         """Run `stage` on a stream for nothing else, while the lane's other one may still be at work."""
-        copying = self._copying = self._copying or self._backend.new_stream(self._device)
-        if mark is None or mark.event is None or copying is None:
+        if mark is None or mark.event is None:
             stage()
             return
+        copying = self._copying = self._copying or _shelf.take(self._backend, self._device)
         copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._groups import leave_groups
 from parawrap.launch._job import Job
+from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
@@ -27,7 +28,7 @@ def run_inline(job: Job) -> RankResults[Any]:
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
-    with preserved_generators(device), _current_device(device), _lone_group(platform.requires_ipc) as group:
+    with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
         seed(platform.seed)
         with being(Rank(0, 0, 0, 1, device, platform, group)):
             result = job.call()
@@ -45,13 +46,13 @@ def _current_device(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _lone_group(wanted: bool) -> Iterator[dist.ProcessGroup | None]:
+def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
     """A process group of this process alone; the one that is there already, where there is one."""
-    if not wanted or dist.is_initialized():
-        yield dist.group.WORLD if wanted else None
+    if not platform.requires_ipc or dist.is_initialized():
+        yield dist.group.WORLD if platform.requires_ipc else None
         return
     hook = sys.excepthook  # torch.distributed puts its own there, and leaves it
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD
     finally:

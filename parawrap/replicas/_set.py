@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
+from parawrap.backends import Stream, backend_of
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._shell import Replica
@@ -94,6 +95,7 @@ class ReplicaSet:
         self._touchable: list[Replica] = []
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
+        self._linked_on: Stream | None = None
         self._ready = False
 
     def replicas(self, lanes: int) -> list[LaneReplica]:
@@ -181,9 +183,13 @@ class ReplicaSet:
 
     def _relink(self) -> None:
         """Where copies were made anew, or gradients are wanted for the first time, every shell takes the copies up."""
-        unlinked = [mirror for mirror in self._mirrors.values() if not mirror.linked]
-        if not unlinked or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
+        stream = self._home_stream()
+        unlinked = [mirror for mirror in self._mirrors.values() if not mirror.linked or stream != self._linked_on]
+        if not unlinked:
+            return
+        self._linked_on = stream
         for mirror in unlinked:
             mirror.unlink()
         self._fill(list(self._names))
@@ -198,7 +204,15 @@ class ReplicaSet:
         return self._probe is not None and self._probe.device != self._home
 
     def _unlinked(self) -> bool:
-        return torch.is_grad_enabled() and any(not mirror.linked for mirror in self._mirrors.values())
+        """Whether gradients are wanted, and would not come home, or not by the stream on which they are added up there."""
+        return (
+            torch.is_grad_enabled()
+            and bool(self._mirrors)
+            and (not all(mirror.linked for mirror in self._mirrors.values()) or self._home_stream() != self._linked_on)
+        )
+
+    def _home_stream(self) -> Stream | None:
+        return None if self._home is None else backend_of(self._home.type).stream(self._home)
 
     def _build(self) -> None:
         self._home = home_of(self.original)

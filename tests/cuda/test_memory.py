@@ -204,7 +204,7 @@ def _nothing(*_, **__):
 
 def _without_waiting(self, device, mark):
     """A lane's stream, which does not wait for what the caller had queued."""
-    return self._stream_of(device, mark)
+    return mark.stream if mark.event is None else self._own_on(device)
 
 
 def test_each_precaution_is_needed(story, monkeypatch):

@@ -111,6 +111,47 @@ def test_a_caller_on_a_stream_of_its_own(devices, grad):
                 assert_same_gradients(model, plain)
 
 
+def test_training_on_one_stream_and_then_on_another():
+    """The caller may go over to another stream between two steps: torch warns of no gradient."""
+    model = mlp().to("sim:0")
+    plain = mlp().to("sim:0")
+    plain.load_state_dict(model.state_dict())
+    side = side_stream()
+    torch.set_warn_always(True)
+    try:
+        with parallel(model, SIMS):
+            for stream in (torch.sim.default_stream("sim:0"), side, side, torch.sim.default_stream("sim:0")):
+                torch.sim.synchronize("sim:0")
+                with torch.sim.stream(stream):
+                    x = rows(9).to("sim:0")
+                    for each in (model, plain):
+                        each.zero_grad()
+                        each(x).square().sum().backward()
+                    assert_same_gradients(model, plain)
+    finally:
+        torch.set_warn_always(False)
+
+
+def test_casts_of_autocast_are_shared_by_no_two_streams():
+    """Lanes on one device, each on its own stream, cast the parameters that they share each for itself."""
+    model = nn.Linear(64, 64).to("sim:0")
+    x = torch.ones(8, 64, device="sim:0")
+    with torch.no_grad(), parallel(model, TWICE), torch.autocast("sim", dtype=torch.bfloat16):
+        for _ in range(20):
+            assert model(x).dtype is torch.bfloat16
+        assert torch.is_autocast_cache_enabled()
+
+
+def test_blocks_in_turn_use_the_same_streams():
+    """Torch keeps memory for each stream that it ever worked on: a block takes the streams that another has left."""
+    model = Where().to("sim:0")
+    for _ in range(10):
+        with torch.no_grad(), parallel(model, TWICE) as p:
+            model(rows(8))
+            list(p.map([rows(8)] * 4))
+    assert len({stream for _, stream, _ in model.seen}) <= 4  # two to work on, and two to bring batches over on
+
+
 def test_threads_on_streams_of_their_own():
     """Callers in several threads, each on its own stream, each get their own answer."""
     model = mlp().to("sim:0")
@@ -388,7 +429,7 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
     if without == "the caller":  # lanes do not wait for what the caller has queued
 
         def at_once(self, device, mark):
-            return self._stream_of(device, mark)
+            return mark.stream if mark.event is None else self._own_on(device)
 
         monkeypatch.setattr(lane_streams.LaneStreams, "_following", at_once)
     elif without == "the lanes":  # the caller does not wait for the lanes
