@@ -7,7 +7,7 @@ Knows torch's device types; refuses to know modules, calls and processes. ``_bas
 from parawrap.backends._base import Backend, Stream, Traits
 from parawrap.backends._registry import backend_of, best_backend, register_backend
 from parawrap.backends._resolve import DeviceLike, Devices, resolve_device, resolve_devices
-from parawrap.backends._streams import bring, record_use
+from parawrap.backends._streams import bring, bring_into, device_of, record_use
 
 __all__ = [
     "Backend",
@@ -18,6 +18,8 @@ __all__ = [
     "backend_of",
     "best_backend",
     "bring",
+    "bring_into",
+    "device_of",
     "record_use",
     "register_backend",
     "resolve_device",

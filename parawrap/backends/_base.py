@@ -37,6 +37,9 @@ class Backend(ABC):
     compiles_each_shape: bool = False
     """Whether a call of a new shape costs a compilation."""
 
+    takes_pageable_at_once: bool = False
+    """Whether a copy from pageable memory has read it when it returns, however early that is."""
+
     @abstractmethod
     def count(self) -> int:
         """How many devices of this kind the process sees; 0 when the kind is not usable here."""
@@ -58,7 +61,7 @@ class Backend(ABC):
         return None
 
     def new_stream(self, device: torch.device) -> Stream | None:
-        """Another stream, which runs beside all others of the device; None when the kind has no streams."""
+        """Another stream, which runs beside the current one; None when the kind has no streams."""
         return None
 
     def is_capturing(self) -> bool:

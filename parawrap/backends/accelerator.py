@@ -47,7 +47,8 @@ class AcceleratorBackend(Backend):
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
-            return tensor.pin_memory()
+            # Not pin_memory, which keeps the gaps between rows that lie apart: torch would close them in pageable memory.
+            return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
         except (RuntimeError, NotImplementedError):  # of a kind without pinned memory, or more than the system locks
             return tensor
 

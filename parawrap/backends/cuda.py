@@ -13,6 +13,8 @@ __all__ = ["BACKEND", "CudaBackend"]
 class CudaBackend(AcceleratorBackend):
     """``cuda:0`` to ``cuda:N-1`` as CUDA_VISIBLE_DEVICES shows them."""
 
+    takes_pageable_at_once = True  # CUDA Runtime API, "API synchronization behavior"
+
     def traits(self, device: torch.device) -> Traits:
         properties = torch.cuda.get_device_properties(device)
         return Traits(properties.total_memory, properties.multi_processor_count)

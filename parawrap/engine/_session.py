@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from parawrap.backends import record_use
+from parawrap.backends import device_of, record_use
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
@@ -180,10 +180,10 @@ class Session:
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
             raise SessionError(msg)
-        lane = self.pool.least_loaded()
         plan, flat = self.cutters[entry.method].whole(args, kwargs)
+        uncut = self._has_no_lanes() or self._cannot_follow()
+        lane = self.pool.lanes[0] if uncut else self.pool.least_loaded()
         try:
-            uncut = self._has_no_lanes() or self._cannot_follow()
             replica = None if uncut else self.replicate()[lane.index]
         except LanesAwaitThread:
             replica = None
@@ -239,13 +239,14 @@ class Session:
         """Where the plain call of a callable would leave its output: where its first tensor lies."""
         if self.output_device is not None or self.pool.home is not None:
             return self.output_device
-        return next((leaf.device for leaf in flat.leaves if isinstance(leaf, torch.Tensor)), None)
+        return next((device for leaf in flat.leaves if (device := device_of(leaf)) is not None), None)
 
     def _sources(self, flat: FlatCall) -> set[torch.device]:
-        """Where the call's tensors lie, beside where the module does."""
+        """Where inputs lie and the output goes, beside the module's device."""
         if self._stays_on_cpu:
             return set()
-        return {leaf.device for leaf in flat.leaves if isinstance(leaf, torch.Tensor)} - {self.pool.home}
+        devices = (*map(device_of, flat.leaves), self.output_device)
+        return {device for device in devices if device is not None and device != self.pool.home}
 
     def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
@@ -263,7 +264,7 @@ class Session:
             self._replicas is not None
             and self._replicas.is_on(device)
             and self.output_device in (None, device)
-            and all(leaf.device == device for leaf in leaves if isinstance(leaf, torch.Tensor))
+            and all(device_of(leaf) in (None, device) for leaf in leaves)
         )
 
     def must_run_plainly(self) -> bool:

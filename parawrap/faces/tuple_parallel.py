@@ -82,9 +82,7 @@ class TupleParallel(DataParallel[T]):
         """Part i of every argument is the call of lane i; nothing is cut."""
         parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
         if self.transfer_input and self._lanes:
-            parts = [
-                recursive_to(part, device, non_blocking=True) for part, device in zip(parts, self._lanes, strict=False)
-            ]
+            parts = _on_lanes(parts, self._lanes)
         return tuple(args for args, _ in parts), tuple(named for _, named in parts)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -176,9 +174,7 @@ class _InLanes:
         if session is None or session.must_run_plainly():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
-            parts = [
-                recursive_to(part, device, non_blocking=True) for part, device in zip(parts, self._lanes, strict=False)
-            ]
+            parts = _on_lanes(parts, self._lanes)
         return _together(session.apply([partial(function, *part, **named) for part, named in parts]))
 
     def _session_for(self, parts: int) -> Session:

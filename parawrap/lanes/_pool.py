@@ -63,6 +63,7 @@ class LanePool:
         self.home = home
         self.backend: Backend = backend_of(devices[0].type)
         self._streams = {lane: LaneStreams(self.backend, lane.device) for lane in self.lanes}
+        self._stays_on_cpu = self.backend.type == "cpu"  # until something that lies elsewhere has to do with it
         self.threads = self.backend.intra_op_threads(len(devices))
         self._gate = threading.Lock()
         self._short: set[Hashable] = set()
@@ -159,7 +160,7 @@ class LanePool:
 
         `stage` comes before it; where the device can, it runs beside the work that was submitted before.
         """
-        future = LaneFuture(self.backend)
+        future = LaneFuture()
         work = self._carried(lane, self._staged(lane, task, stage, sources), Modes.capture(self.backend.type))
 
         def errand() -> None:
@@ -193,8 +194,8 @@ class LanePool:
                     alone = False
             self._wait_for(self.lanes)
             yield alone
-            if self.backend.type != "cpu":
-                moment = moment_of(self.backend, dict.fromkeys(lane.device for lane in self.lanes))
+            moment = self._moment((), self.lanes, shared=False)
+            if moment:
                 for lane in self.lanes:
                     self._streams[lane].wait_next(moment)
 
@@ -245,9 +246,9 @@ class LanePool:
 
     def _placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Iterable[torch.device]) -> Sequence[Task]:
         """Each task on its lane's device and streams, after what the caller has queued."""
-        if self.backend.type == "cpu":
+        moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
+        if not moment:
             return tasks
-        moment = self._moment(sources, lanes)
         return [
             partial(self._streams[lane].run, task, self._as_it_concerns(lane, moment, sources))
             for lane, task in zip(lanes, tasks, strict=True)
@@ -255,14 +256,18 @@ class LanePool:
 
     def _staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
         """A task whose value goes with what it is there after."""
-        if self.backend.type == "cpu":
+        moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
+        if not moment:
             return partial(_in_turn, stage, task)
-        return partial(self._streams[lane].run_staged, task, stage, self._moment(sources, [lane]))
+        return partial(self._streams[lane].run_staged, task, stage, moment)
 
-    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane]) -> Moment:
-        home = [] if self.home is None else [self.home]  # a lane may also bring something there
-        devices = dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)])
-        return moment_of(self.backend, devices, shared=torch.is_grad_enabled())
+    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
+        """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
+        home = () if self.home is None else (self.home,)  # a lane may also bring something there
+        if self._stays_on_cpu and all(device.type == "cpu" for device in (*sources, *home)):
+            return {}
+        self._stays_on_cpu = False
+        return moment_of(dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]), shared=shared)
 
     def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
         """The moment without the devices of the other lanes."""
@@ -270,7 +275,7 @@ class LanePool:
 
     def _wait_for(self, lanes: Sequence[Lane]) -> None:
         """Have the calling thread's streams wait for what the lanes have queued until now."""
-        if self.backend.type != "cpu":
+        if not self._stays_on_cpu:
             for lane in lanes:
                 self._streams[lane].be_waited_for()
 

@@ -4,6 +4,7 @@ What this file guarantees, for kinds of device that have streams:
 
 - What the caller queued before a call is done before the lane's work begins. What it queues once it has the outcome begins
   after that work is done. Neither keeps the host waiting.
+- What one lane does is done in the order in which its host begins it, whichever streams that was on.
 - Two lanes on one device work beside each other. But where gradients are recorded, lanes work on the caller's streams: on
   those torch adds up gradients, and it warns of gradients that come by others.
 - A lane on a stream of its own does without torch's cache of autocast's casts: all threads share it and no event orders it.
@@ -14,7 +15,7 @@ What this file guarantees, for kinds of device that have streams:
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -22,13 +23,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from parawrap.backends import Backend, Stream, record_use
+from parawrap.backends import Backend, Stream, backend_of, record_use
 from parawrap.tree import flatten
 
 __all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of"]
 
 T = TypeVar("T")
 _AHEAD = 2
+_here = threading.local()  # `lands`: whether this thread runs callbacks
 
 
 class Mark(NamedTuple):
@@ -46,9 +48,9 @@ Reached = Sequence[tuple[torch.device, Any]]
 """By device, an event that is over when a piece of work is done there."""
 
 
-def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool = False) -> Moment:
-    """The calling thread's moment on each of these devices that is of the backend's kind."""
-    streams = {device: backend.stream(device) for device in devices if device.type == backend.type}
+def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
+    """The calling thread's moment on each of these devices but the CPU."""
+    streams = {device: backend_of(device.type).stream(device) for device in devices if device.type != "cpu"}
     return {
         device: None if stream is None else Mark(stream, None if shared else stream.record_event())
         for device, stream in streams.items()
@@ -58,20 +60,21 @@ def moment_of(backend: Backend, devices: Iterable[torch.device], *, shared: bool
 class _Shelf:
     """The streams that no lane has, for the next ones: torch keeps a workspace for each stream that it ever worked on."""
 
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, list[Stream]] = {}
-        self._access = threading.Lock()
+    # No lock: a pool may be collected, and put its streams here, while another one is about to take some.
 
-    def take(self, backend: Backend, device: torch.device) -> Stream:
-        with self._access:
-            spare = self._streams.get(device)
-            stream = spare.pop() if spare else backend.new_stream(device)
+    def __init__(self) -> None:
+        self._streams: defaultdict[torch.device, deque[Stream]] = defaultdict(deque)
+
+    def take(self, device: torch.device) -> Stream:
+        try:
+            return self._streams[device].pop()
+        except IndexError:
+            stream = backend_of(device.type).new_stream(device)
         assert stream is not None, "a device with a current stream has others"
         return stream
 
     def put(self, device: torch.device, stream: Stream) -> None:
-        with self._access:
-            self._streams.setdefault(device, []).append(stream)
+        self._streams[device].append(stream)
 
 
 _shelf = _Shelf()
@@ -86,10 +89,12 @@ class LaneStreams:
     def __init__(self, backend: Backend, device: torch.device) -> None:
         self._backend = backend
         self._device = device
-        self._making = threading.Lock()
+        self._making = threading.RLock()  # a pool that is collected meanwhile ends its lanes' streams in this thread
         self._own: dict[torch.device, Stream] = {}
+        self._last: dict[torch.device, Stream] = {}
         self._since: dict[torch.device, Mark] = {}
-        self._copying: Stream | None = None
+        self._copying: tuple[Stream, ...] = ()
+        self._ended = False
         self._ahead: deque[Reached] = deque()
 
     def run(self, work: Callable[[], T], moment: Moment) -> T:
@@ -101,12 +106,10 @@ class LaneStreams:
 
     def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
         """Run `stage` beside the lane's earlier work, and then `work`; its value, and what it is there after."""
-        while len(self._ahead) >= _AHEAD:
-            for _, event in self._ahead.popleft():
-                event.synchronize()
+        self._hold_back()
         with self._on(moment) as streams:
             if stage is not None:
-                self._run_beside(stage, moment[self._device], streams)
+                self._run_beside(stage, moment.get(self._device), streams)
             try:
                 value = work()
             finally:
@@ -115,22 +118,31 @@ class LaneStreams:
         return value, reached
 
     def end(self) -> None:
-        """Give the streams to whoever needs some; what they have been given is done before what they will be given."""
-        own, self._own = self._own, {}
-        copying, self._copying = self._copying, None
-        for device, stream in (*own.items(), *([] if copying is None else [(self._device, copying)])):
+        """Give the streams to whoever needs some. A call that is under way goes on with them: a stream keeps its order."""
+        with self._making:
+            lent = [] if self._ended else [*self._own.items(), *((self._device, each) for each in self._copying)]
+            self._ended = True
+        for device, stream in lent:
             _shelf.put(device, stream)
+
+    def _hold_back(self) -> None:
+        """Wait until the work before the last one is done."""
+        with self._making:
+            over = [self._ahead.popleft() for _ in range(len(self._ahead) - _AHEAD + 1)]
+        for reached in over:
+            for _, event in reached:
+                event.synchronize()
 
     def unfinished(self) -> int:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
         return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
 
     def be_waited_for(self) -> None:
-        """Have the calling thread's streams wait for what the lane's have been given until now."""
-        for device, own in list(self._own.items()):
-            stream = self._backend.stream(device)
-            assert stream is not None
-            stream.wait_stream(own)
+        """Have the calling thread's streams wait for all that the lane has queued until now."""
+        for device, last in list(self._last.items()):
+            stream = backend_of(device.type).stream(device)
+            if stream is not None and stream != last:
+                stream.wait_stream(last)
 
     def wait_next(self, moment: Moment) -> None:
         """Have the lane's next work, though it may have been sent already, come after that moment too."""
@@ -143,7 +155,7 @@ class LaneStreams:
         with ExitStack() as active:
             # The lane's own device last: it is then the current one.
             for device in sorted(moment, key=lambda each: each == self._device):
-                active.enter_context(self._backend.activate(device, streams.get(device)))
+                active.enter_context(backend_of(device.type).activate(device, streams.get(device)))
             if any(mark is not None and mark.event is not None for mark in moment.values()):
                 active.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
                 torch.set_autocast_cache_enabled(False)
@@ -152,6 +164,9 @@ class LaneStreams:
     def _following(self, device: torch.device, mark: Mark) -> Stream:
         """The lane's stream on that device, which comes after what the caller's had been given."""
         stream = mark.stream if mark.event is None else self._own_on(device)
+        last, self._last[device] = self._last.get(device, stream), stream
+        if last != stream:
+            stream.wait_stream(last)
         for earlier in (mark, self._since.pop(device, None)):
             if earlier is not None and earlier.event is not None:
                 stream.wait_event(earlier.event)
@@ -162,7 +177,7 @@ class LaneStreams:
     def _own_on(self, device: torch.device) -> Stream:
         with self._making:
             if device not in self._own:
-                self._own[device] = _shelf.take(self._backend, device)
+                self._own[device] = _shelf.take(device)
             return self._own[device]
 
     def _run_beside(self, stage: Callable[[], object], mark: Mark | None, streams: Mapping[torch.device, Stream]) -> None:
@@ -170,7 +185,10 @@ class LaneStreams:
         if mark is None or mark.event is None:
             stage()
             return
-        copying = self._copying = self._copying or _shelf.take(self._backend, self._device)
+        with self._making:
+            if not self._copying:
+                self._copying = (_shelf.take(self._device),)
+            (copying,) = self._copying
         copying.wait_event(mark.event)
         with self._backend.activate(self._device, copying):
             stage()
@@ -183,22 +201,24 @@ class LaneFuture(Future[Any]):
     Any number of threads may ask. A callback that asks runs in the lane's thread, for somebody unknown: it waits.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._backend = backend
         self._reached: Reached = ()
-        self._lane: int | None = None
 
     def land(self, value: Any, reached: Reached) -> None:
         """Give the value, which is there once those events are over."""
-        self._reached, self._lane = reached, threading.get_ident()
-        self.set_result(value)
+        self._reached = reached
+        before, _here.lands = getattr(_here, "lands", False), True
+        try:
+            self.set_result(value)  # runs the callbacks
+        finally:
+            _here.lands = before
 
     def result(self, timeout: float | None = None) -> Any:
         value = super().result(timeout)
         for device, event in self._reached:
-            stream = self._backend.stream(device)
-            if stream is None or threading.get_ident() == self._lane:
+            stream = backend_of(device.type).stream(device)
+            if stream is None or getattr(_here, "lands", False):
                 event.synchronize()
             else:
                 stream.wait_event(event)

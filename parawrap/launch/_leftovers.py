@@ -75,8 +75,10 @@ def _signal_group(pid: int, number: int) -> bool:
 
 def _members(group: int) -> set[int]:
     """The members of a group that are not dead; without ``/proc``, the group itself stands for them."""
-    processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()] if _HAS_PROC else []
-    return {pid for pid in processes if _runs_in(group, pid)} if _HAS_PROC else {group}
+    if not _HAS_PROC:
+        return {group}
+    processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
+    return {pid for pid in processes if _runs_in(group, pid)}
 
 
 def _runs_in(group: int, pid: int) -> bool:

@@ -7,28 +7,33 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Ledger", "lasting"]
 
 
 def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Changes whenever the tensor does: its version counter, and where its data lies for ``tensor.data = ...``.
+    """Changes whenever the tensor does: its version counter, and its storage and place in it for ``tensor.data = ...``.
 
-    Data without an address, as on XLA, lies where its storage does. A write through ``tensor.data`` leaves no trace in
-    either. An inference tensor has no counter: it never looks the same.
+    A write through ``tensor.data`` leaves no trace in either. An inference tensor has no counter: it never looks the same.
     """
     if tensor.is_inference():
         return (object(),)
-    where = (tensor.data_ptr() or tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
-    return tensor._version, where, tensor.requires_grad
+    if tensor.layout is not torch.strided:
+        return tensor._version, tensor.requires_grad
+    return tensor._version, tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.requires_grad
 
 
 class Ledger:
-    """Tensors, by identity, each with the fingerprint it had when it was entered. Not safe to share between threads."""
+    """Tensors, by identity, each with the fingerprint it had when it was entered. Not safe to share between threads.
+
+    The storages that they had are known by weak references, so that no later one can pass for one of them.
+    """
 
     def __init__(self) -> None:
         self._tensors: dict[int, torch.Tensor] = {}
         self._seen: dict[int, tuple[Any, ...]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._tensors
@@ -40,6 +45,8 @@ class Ledger:
         """Remember the tensor as it is now."""
         self._tensors[id(tensor)] = tensor
         self._seen[id(tensor)] = _fingerprint(tensor)
+        if tensor.layout is torch.strided:
+            self._storages[id(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def changed(self) -> list[torch.Tensor]:
         """The tensors that are no longer as they were when they were entered."""
@@ -50,6 +57,7 @@ class Ledger:
         """Let go of all tensors but those with these ids."""
         for key in set(self._tensors) - keys:
             del self._tensors[key], self._seen[key]
+            self._storages.pop(key, None)
 
 
 class lasting:  # noqa: N801

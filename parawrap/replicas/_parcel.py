@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends import backend_of, bring
+from parawrap.backends import backend_of, bring, bring_into
 
 __all__ = ["Parcel", "can_be_sent"]
 
@@ -31,12 +31,22 @@ class Parcel:
 
     def at(self, device: torch.device) -> list[torch.Tensor]:
         """The tensors there, in the order in which they were given; new ones, which may share memory with each other."""
-        there: dict[int, torch.Tensor] = {}
+        there = {index: bring(self._tensors[index], device) for index in self._single}
         for pack, flat in self._packs:
-            pieces = bring(flat, device).split([self._tensors[index].numel() for index in pack])
-            there.update((index, piece.view(self._tensors[index].shape)) for index, piece in zip(pack, pieces, strict=True))
-        there.update((index, bring(self._tensors[index], device)) for index in self._single)
+            there.update(zip(pack, self._unpacked(pack, bring(flat, device)), strict=True))
         return [there[index] for index in range(len(self._tensors))]
+
+    def write(self, copies: Sequence[torch.Tensor]) -> None:
+        """Write the tensors into these copies of theirs, which lie on one device; large ones straight."""
+        for index in self._single:
+            bring_into(copies[index], self._tensors[index])
+        for pack, flat in self._packs:
+            pieces = self._unpacked(pack, bring(flat, copies[0].device))
+            torch._foreach_copy_([copies[i] for i in pack], pieces)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _unpacked(self, pack: Sequence[int], flat: torch.Tensor) -> list[torch.Tensor]:
+        pieces = flat.split([self._tensors[index].numel() for index in pack])
+        return [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
 
 
 def can_be_sent(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from parawrap.backends import Stream, backend_of
+from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._shell import Replica
@@ -96,6 +96,7 @@ class ReplicaSet:
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
         self._linked_on: Stream | None = None
+        self._memory_from: dict[torch.device, Stream | None] = {}
         self._ready = False
 
     def replicas(self, lanes: int) -> list[LaneReplica]:
@@ -128,7 +129,7 @@ class ReplicaSet:
             or any(mirror.originals.changed() for mirror in self._mirrors.values())
             or bool(self._unseen)
             or bool(self._buffers.changed())
-            or self._unlinked()
+            or bool(self._unlinked())
             or any(replica.touched() for replica in self._touchable)
         )
 
@@ -141,6 +142,7 @@ class ReplicaSet:
             raise
 
     def _refresh(self) -> None:
+        self._keep_for_here()
         changed = self._watch.changed()
         if not self._lanes or self._moved() or (changed and home_of(self.original) != self._home):
             self._build()
@@ -150,28 +152,48 @@ class ReplicaSet:
             changed = []
         if any(replica.tensors.containers_changed() for replica in self._shelled()):
             changed = list(self._names)
-        self._refresh_tensors()
+        self._write_new()
+        if self._refresh_tensors():
+            changed = list(self._names)
         self._fill(changed)
         self._relink()
-        send((mirror, mirror.unwritten()) for mirror in self._mirrors.values())
+        self._write_new()
         for replica in self._shelled():
             replica.tensors.write_new()
 
     def forget(self) -> None:
         """Let go of the replicas; the next refresh makes them anew."""
+        self._keep_for_here()
         self._lanes = []
         self._mirrors = {}
         self._buffers = Ledger()
         self._watch = Watch([])
         self._unseen, self._replicas, self._touchable = [], [], []
 
+    def _keep_for_here(self) -> None:
+        """Where other streams than these took the replicas' memory: keep it, once let go of, until these are done with it.
+
+        These come after all that lanes have done with it; the others need not.
+        """
+        here = {device: backend_of(device.type).stream(device) for device in self.devices}
+        if here != self._memory_from:
+            record_use(tensor for mirror in self._mirrors.values() for tensor in mirror.held())
+            record_use(tensor for replica in self._shelled() for tensor in replica.tensors.held())
+            self._memory_from = here
+
     def scratch(self) -> torch.nn.Module:
         """A replica at home whose buffers nobody else has, for a run that must leave no trace."""
         home = home_of(self.original) or self.devices[0]
         return Replica(self.original, Tensors(home, home, None, Ledger())).module
 
-    def _refresh_tensors(self) -> None:
-        written = send((mirror, mirror.outdated()) for mirror in self._mirrors.values())
+    def _write_new(self) -> None:
+        send((mirror, mirror.unwritten()) for mirror in self._mirrors.values())
+
+    def _refresh_tensors(self) -> bool:
+        """Copy what changed; whether a tensor took another form, so that there are copies that no shell has yet."""
+        outdated = [(mirror, mirror.outdated()) for mirror in self._mirrors.values()]
+        took_another_form = any(mirror.unwritten() for mirror, _ in outdated)
+        written = send(outdated)
         changed = [*self._buffers.changed(), *self._unseen]
         for replica in self._shelled():
             written += replica.refresh_buffers(list(dict.fromkeys([*changed, *replica.wrote()])))
@@ -180,16 +202,14 @@ class ReplicaSet:
         if written:
             self.freshness.refreshes += 1
             self.freshness.copied_bytes += written
+        return took_another_form
 
     def _relink(self) -> None:
         """Where copies were made anew, or gradients are wanted for the first time, every shell takes the copies up."""
-        if not torch.is_grad_enabled():
-            return
-        stream = self._home_stream()
-        unlinked = [mirror for mirror in self._mirrors.values() if not mirror.linked or stream != self._linked_on]
+        unlinked = self._unlinked()
         if not unlinked:
             return
-        self._linked_on = stream
+        self._linked_on = self._home_stream()
         for mirror in unlinked:
             mirror.unlink()
         self._fill(list(self._names))
@@ -203,20 +223,18 @@ class ReplicaSet:
     def _moved(self) -> bool:
         return self._probe is not None and self._probe.device != self._home
 
-    def _unlinked(self) -> bool:
-        """Whether gradients are wanted, and would not come home, or not by the stream on which they are added up there."""
-        return (
-            torch.is_grad_enabled()
-            and bool(self._mirrors)
-            and (not all(mirror.linked for mirror in self._mirrors.values()) or self._home_stream() != self._linked_on)
-        )
+    def _unlinked(self) -> list[Mirror]:
+        """Where gradients are wanted: the mirrors from which none would come home, or not by the caller's stream there."""
+        if not self._mirrors or not torch.is_grad_enabled():
+            return []
+        same_stream = _are_one(self._home_stream(), self._linked_on)
+        return [mirror for mirror in self._mirrors.values() if not (mirror.linked and same_stream)]
 
     def _home_stream(self) -> Stream | None:
         return None if self._home is None else backend_of(self._home.type).stream(self._home)
 
     def _build(self) -> None:
         self._home = home_of(self.original)
-        self._probe = next(_tensors(self.original), (None, None))[1]
         if self._home is not None and self._home.type == "meta":
             name = next(_tensors(self.original))[0]
             msg = f"no replica of the module can be made: {name!r} is on the meta device and has no data to copy"
@@ -267,6 +285,7 @@ class ReplicaSet:
         """Note what the module looks like now, which is what the replicas look like."""
         self._seen_tree = self._tree()
         self._names = dict(module_tree(self.original))
+        self._probe = next(_tensors(self.original), (None, None))[1]
         self._replicas = [
             LaneReplica(lane, self.original, _itself)
             if replica is None
@@ -286,6 +305,11 @@ class ReplicaSet:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _are_one(stream: Stream | None, other: Stream | None) -> bool:
+    """Whether two streams are the same; torch's own comparison takes None for neither equal nor unequal."""
+    return stream is other or (stream is not None and other is not None and stream == other)
 
 
 def _refuse_wrapped(module: torch.nn.Module) -> None:

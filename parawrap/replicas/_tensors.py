@@ -31,7 +31,9 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        home = iter(Parcel([gradient for gradient in gradients if gradient is not None]).at(ctx.home))
+        there = Parcel([gradient for gradient in gradients if gradient is not None]).at(ctx.home)
+        # `.data`: pieces of one pack would otherwise share a version counter, and one gradient's `zero_` touch the others.
+        home = iter(there if torch.is_grad_enabled() else [gradient.data for gradient in there])
         return None, *(None if gradient is None else next(home) for gradient in gradients)
 
 
@@ -85,14 +87,18 @@ class Mirror:
                 self.copy_of(tensor)
         return changed
 
+    def held(self) -> Iterable[torch.Tensor]:
+        """The copies."""
+        return self._copies.values()
+
     def unwritten(self) -> list[torch.Tensor]:
         """The originals that have a copy in which nothing is written yet."""
         return list(self._due.values())
 
-    def write(self, originals: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Write into the copies of these originals what they are now."""
+    def write(self, originals: Sequence[torch.Tensor], parcel: Parcel) -> None:
+        """Write into the copies of these originals what they are now, which is what the parcel holds."""
         copies = [self._copies[id(tensor)] for tensor in originals]
-        torch._foreach_copy_(copies, list(values), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+        parcel.write(copies)
         backend_of(self.device.type).flush(copies)
         for tensor in originals:
             self.originals.enter(tensor)
@@ -157,7 +163,7 @@ def send(wanted: Iterable[tuple[Mirror, Sequence[torch.Tensor]]]) -> int:
         for originals, mirrors in groups.values():
             parcel = Parcel([tensor.detach() for tensor in originals])
             for mirror in mirrors:
-                mirror.write(originals, parcel.at(mirror.device))
+                mirror.write(originals, parcel)
     return sum(tensor.nbytes * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)
 
 
@@ -193,14 +199,17 @@ class Tensors:
                 self._take(original, self._made(original))
         return self._own[key]
 
+    def held(self) -> Iterable[torch.Tensor]:
+        """The lane's own buffers."""
+        return self._own.values()
+
     def write_new(self) -> None:
         """Write into the buffers that were made since the last time what the originals are."""
         if self._new:
             originals, self._new = list(self._new.values()), {}
             with lasting():
                 copies = [self._own[id(tensor)] for tensor in originals]
-                values = Parcel([tensor.detach() for tensor in originals]).at(self.device)
-                torch._foreach_copy_(copies, values, non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
+                Parcel([tensor.detach() for tensor in originals]).write(copies)
                 backend_of(self.device.type).flush(copies)
             for original, copy in zip(originals, copies, strict=True):
                 self._versions[id(original)] = copy._version

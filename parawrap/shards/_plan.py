@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import forward_ad
 
-from parawrap.backends import bring
+from parawrap.backends import bring, record_use
 from parawrap.errors import ShardError
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
@@ -156,6 +156,8 @@ def _on_device(leaf: Any, device: torch.device) -> Any:
     if isinstance(leaf, torch.Tensor):
         return bring(leaf, device)
     if isinstance(leaf, Opaque):
-        moves = isinstance(leaf.value, torch.nn.utils.rnn.PackedSequence)
-        return leaf.value.to(device) if moves else leaf.value
+        if not isinstance(leaf.value, torch.nn.utils.rnn.PackedSequence):
+            return leaf.value
+        record_use([leaf])
+        return cast("Any", leaf.value).to(device)
     return leaf

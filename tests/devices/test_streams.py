@@ -451,7 +451,8 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
 
 def beside_without_an_event(self, stage, mark, streams):
     """What brings a shard over on a stream that nobody waits for."""
-    copying = self._copying = self._copying or self._backend.new_stream(self._device)
+    self._copying = self._copying or (self._backend.new_stream(self._device),)
+    (copying,) = self._copying
     copying.wait_event(mark.event)
     with self._backend.activate(self._device, copying):
         stage()

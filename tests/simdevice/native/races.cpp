@@ -110,8 +110,12 @@ void History::add(const Gate& gate, Access access) {
 
 std::vector<Access> History::take_unordered(
     const Gate& gate, StreamIndex stream, const std::set<StreamIndex>& besides) {
+  // What a recorded stream has waited for is over too when that stream is done.
   const auto is_harmless = [&](const Access& access) {
-    return besides.count(access.moment.stream) != 0 || comes_before(gate, access.moment, stream);
+    return besides.count(access.moment.stream) != 0 || comes_before(gate, access.moment, stream) ||
+        std::any_of(besides.begin(), besides.end(), [&](StreamIndex recorded) {
+          return comes_before(gate, access.moment, recorded);
+        });
   };
   accesses_.erase(std::remove_if(accesses_.begin(), accesses_.end(), is_harmless), accesses_.end());
   return std::move(accesses_);

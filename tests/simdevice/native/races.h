@@ -50,7 +50,8 @@ struct Access {
 class History {
  public:
   void add(const Gate& gate, Access access);
-  // Moves out the accesses that do not come before the next work of a stream, besides those of some streams.
+  // Moves out the accesses that do not come before the next work of a stream, nor belong to some others or come
+  // before their next work.
   std::vector<Access> take_unordered(const Gate& gate, StreamIndex stream, const std::set<StreamIndex>& besides);
 
  private:
