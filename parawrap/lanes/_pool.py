@@ -33,7 +33,7 @@ from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, Reached, moment_of
+from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, Reached, moment_of, wait_for_moment
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = ["WAKE_UP_NS", "LanePool"]
@@ -65,6 +65,7 @@ class LanePool:
         self._streams = {lane: LaneStreams(self.backend, lane.device) for lane in self.lanes}
         self._stays_on_cpu = self.backend.type == "cpu"  # until something that lies elsewhere has to do with it
         self.threads = self.backend.intra_op_threads(len(devices))
+        self._changed: Moment = {}  # when somebody last was done with what lanes work with
         self._gate = threading.Lock()
         self._short: set[Hashable] = set()
         self._forks = _forks
@@ -193,11 +194,12 @@ class LanePool:
                 else:
                     alone = False
             self._wait_for(self.lanes)
+            wait_for_moment(self._changed)
             yield alone
-            moment = self._moment((), self.lanes, shared=False)
-            if moment:
+            self._changed = self._moment((), self.lanes, shared=False)
+            if self._changed:
                 for lane in self.lanes:
-                    self._streams[lane].wait_next(moment)
+                    self._streams[lane].wait_next(self._changed)
 
     def awaits_a_thread(self) -> bool:
         """Whether a lane works on something that waits for a thread; a call by that thread must not wait for the lane."""

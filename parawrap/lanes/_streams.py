@@ -26,7 +26,7 @@ import torch
 from parawrap.backends import Backend, Stream, backend_of, record_use
 from parawrap.tree import flatten
 
-__all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of"]
+__all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of", "wait_for_moment"]
 
 T = TypeVar("T")
 _AHEAD = 2
@@ -55,6 +55,14 @@ def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
         device: None if stream is None else Mark(stream, None if shared else stream.record_event())
         for device, stream in streams.items()
     }
+
+
+def wait_for_moment(moment: Moment) -> None:
+    """Have the calling thread's streams come after a moment, of whichever thread."""
+    for device, mark in moment.items():
+        stream = backend_of(device.type).stream(device)
+        if stream is not None and mark is not None and mark.event is not None:
+            stream.wait_event(mark.event)
 
 
 class _Shelf:
