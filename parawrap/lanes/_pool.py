@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -32,8 +32,9 @@ from parawrap.lanes._flight import Flight, Share
 from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
+from parawrap.lanes._places import Places
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._streams import LaneFuture, LaneStreams, Moment, Reached, moment_of, wait_for_moment
+from parawrap.lanes._streams import LaneFuture
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = ["WAKE_UP_NS", "LanePool"]
@@ -60,16 +61,22 @@ class LanePool:
 
     def __init__(self, devices: Sequence[torch.device], home: torch.device | None = None) -> None:
         self.lanes = tuple(Lane(index, device) for index, device in enumerate(devices))
-        self.home = home
         self.backend: Backend = backend_of(devices[0].type)
-        self._streams = {lane: LaneStreams(self.backend, lane.device) for lane in self.lanes}
-        self._stays_on_cpu = self.backend.type == "cpu"  # until something that lies elsewhere has to do with it
+        self._places = Places(self.backend, self.lanes, home)
         self.threads = self.backend.intra_op_threads(len(devices))
-        self._changed: Moment = {}  # when somebody last was done with what lanes work with
         self._gate = threading.Lock()
         self._short: set[Hashable] = set()
         self._forks = _forks
-        self._end = weakref.finalize(self, _abandon, self._streams)
+        self._end = weakref.finalize(self, _abandon, self._places)
+
+    @property
+    def home(self) -> torch.device | None:
+        """Where the module lies whose replicas the lanes run."""
+        return self._places.home
+
+    @home.setter
+    def home(self, device: torch.device | None) -> None:
+        self._places.home = device
 
     @property
     def closed(self) -> bool:
@@ -91,7 +98,7 @@ class LanePool:
         """
         flight = Flight(len(tasks))
         lanes = self.lanes[: len(tasks)]
-        works = self._placed(lanes, tasks, sources)
+        works = self._places.placed(lanes, tasks, sources)
         try:
             with self.share_of_cores():
                 done = self._run_alone(works, flight) if len(works) == 1 or kind in self._short else 0
@@ -99,7 +106,7 @@ class LanePool:
                     self._run_together(works, flight, done)
         finally:
             if not torch.is_grad_enabled():
-                self._wait_for(lanes)
+                self._places.wait_for(lanes)
         if kind is not None:
             self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
         return flight.take()
@@ -162,7 +169,7 @@ class LanePool:
         `stage` comes before it; where the device can, it runs beside the work that was submitted before.
         """
         future = LaneFuture()
-        work = self._carried(lane, self._staged(lane, task, stage, sources), Modes.capture(self.backend.type))
+        work = self._carried(lane, self._places.staged(lane, task, stage, sources), Modes.capture(self.backend.type))
 
         def errand() -> None:
             if not future.set_running_or_notify_cancel():
@@ -193,13 +200,8 @@ class LanePool:
                     held.callback(lane.release)
                 else:
                     alone = False
-            self._wait_for(self.lanes)
-            wait_for_moment(self._changed)
-            yield alone
-            self._changed = self._moment((), self.lanes, shared=False)
-            if self._changed:
-                for lane in self.lanes:
-                    self._streams[lane].wait_next(self._changed)
+            with self._places.changing():
+                yield alone
 
     def awaits_a_thread(self) -> bool:
         """Whether a lane works on something that waits for a thread; a call by that thread must not wait for the lane."""
@@ -218,8 +220,8 @@ class LanePool:
             open_until_now = self._end.detach() is not None
         if open_until_now and self._forks == _forks:
             _end_threads(self.lanes)
-            self._wait_for(self.lanes)
-            _end_streams(self._streams.values())
+            self._places.wait_for(self.lanes)
+            self._places.end()
 
     def _send(self, tasks: Sequence[Task], flight: Flight, first: int) -> list[Share]:
         """Hand the tasks from the `first` on to their lanes."""
@@ -246,43 +248,8 @@ class LanePool:
         """The task under the caller's modes."""
         return partial(modes.run, task, lane.device, self.home)
 
-    def _placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Iterable[torch.device]) -> Sequence[Task]:
-        """Each task on its lane's device and streams, after what the caller has queued."""
-        moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
-        if not moment:
-            return tasks
-        return [
-            partial(self._streams[lane].run, task, self._as_it_concerns(lane, moment, sources))
-            for lane, task in zip(lanes, tasks, strict=True)
-        ]
-
-    def _staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
-        """A task whose value goes with what it is there after."""
-        moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
-        if not moment:
-            return partial(_in_turn, stage, task)
-        return partial(self._streams[lane].run_staged, task, stage, moment)
-
-    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
-        """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
-        home = () if self.home is None else (self.home,)  # a lane may also bring something there
-        if self._stays_on_cpu and all(device.type == "cpu" for device in (*sources, *home)):
-            return {}
-        self._stays_on_cpu = False
-        return moment_of(dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]), shared=shared)
-
-    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
-        """The moment without the devices of the other lanes."""
-        return {device: mark for device, mark in moment.items() if device in (*sources, self.home, lane.device)}
-
-    def _wait_for(self, lanes: Sequence[Lane]) -> None:
-        """Have the calling thread's streams wait for what the lanes have queued until now."""
-        if not self._stays_on_cpu:
-            for lane in lanes:
-                self._streams[lane].be_waited_for()
-
     def _load(self, lane: Lane) -> tuple[int, int]:
-        return lane.inbox.qsize() + lane.busy.locked() + self._streams[lane].unfinished(), lane.given
+        return lane.inbox.qsize() + lane.busy.locked() + self._places.unfinished(lane), lane.given
 
     def _ensure_started(self, lanes: Sequence[Lane]) -> None:
         if not self.alive:
@@ -303,16 +270,10 @@ def _drop(shares: Sequence[Share], flight: Flight) -> None:
             flight.land(share.slot, Outcome())
 
 
-def _in_turn(stage: Callable[[], object] | None, task: Task) -> tuple[Any, Reached]:
-    if stage is not None:
-        stage()
-    return task(), ()
-
-
-def _abandon(streams: Mapping[Lane, LaneStreams]) -> None:
+def _abandon(places: Places) -> None:
     """What becomes of a pool that nobody closed."""
-    _end_threads(list(streams), _EXIT_PATIENCE_S)
-    _end_streams(streams.values())
+    _end_threads(places.lanes, _EXIT_PATIENCE_S)
+    places.end()
 
 
 def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
@@ -322,8 +283,3 @@ def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
     for lane in lanes:
         if lane.thread is not None and lane.thread is not threading.current_thread():
             lane.thread.join(None if until is None else max(0.0, until - monotonic()))
-
-
-def _end_streams(streams: Iterable[LaneStreams]) -> None:
-    for each in streams:
-        each.end()

@@ -13,8 +13,9 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
+from parawrap.replicas._mirror import Mirror, send
 from parawrap.replicas._shell import Replica
-from parawrap.replicas._tensors import Mirror, Tensors, send
+from parawrap.replicas._tensors import Tensors
 from parawrap.replicas._watch import Watch, may_be_written_unseen, module_tree
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parawrap import GatherError, engine, parallel
+from parawrap.replicas._mirror import Mirror
 from parawrap.replicas._set import ReplicaSet
-from parawrap.replicas._tensors import Mirror
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 

@@ -66,7 +66,7 @@ def test_large_tensors_travel_alone(sent, monkeypatch):
     monkeypatch.setattr(_parcel, "_SMALL", 64)
     large, small = torch.randn(5, 5), [torch.randn(2), torch.randn(3)]
     Parcel([small[0], large, small[1]]).at(CPU)
-    assert [each is large for each in sent] == [False, True]
+    assert [each is large for each in sent] == [True, False]
 
 
 def test_packs_are_bounded(sent, monkeypatch):

@@ -1,0 +1,95 @@
+"""Where the work of a pool's lanes is done: on which device and streams, and after what.
+
+Knows lanes and streams; refuses to know threads. Where nothing lies anywhere but on the CPU it does nothing, and costs as
+much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap.backends import Backend
+from parawrap.lanes._lane import Lane, Task
+from parawrap.lanes._streams import LaneStreams, Moment, Reached, moment_of, wait_for_moment
+
+__all__ = ["Places"]
+
+
+class Places:
+    """The streams of a pool's lanes. Any number of threads may use it at once; lives as long as a lane does.
+
+    `home` is where the module lies whose replicas the lanes run, which may bring something there.
+    """
+
+    def __init__(self, backend: Backend, lanes: Sequence[Lane], home: torch.device | None) -> None:
+        self.home = home
+        self.lanes = lanes
+        self._streams = {lane: LaneStreams(backend, lane.device) for lane in lanes}
+        self._only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
+        self._changed: Moment = {}
+
+    def placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Iterable[torch.device]) -> Sequence[Task]:
+        """Each task on its lane's device and streams, after what the caller has queued."""
+        moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
+        if not moment:
+            return tasks
+        return [
+            partial(self._streams[lane].run, task, self._as_it_concerns(lane, moment, sources))
+            for lane, task in zip(lanes, tasks, strict=True)
+        ]
+
+    def staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
+        """The task, and the stage before it, in the same way; its value goes with what it is there after."""
+        moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
+        if not moment:
+            return partial(_in_turn, stage, task)
+        return partial(self._streams[lane].run_staged, task, stage, moment)
+
+    def wait_for(self, lanes: Sequence[Lane]) -> None:
+        """Have the calling thread's streams wait for what these lanes have queued until now."""
+        if not self._only_cpu:
+            for lane in lanes:
+                self._streams[lane].be_waited_for()
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """For whoever changes what lanes work with: after all that they have queued, and before all that they will."""
+        self.wait_for(self.lanes)
+        wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
+        yield
+        self._changed = self._moment((), self.lanes, shared=False)
+        if self._changed:
+            for lane in self.lanes:
+                self._streams[lane].wait_next(self._changed)
+
+    def unfinished(self, lane: Lane) -> int:
+        """How much of what the lane was given its device has yet to finish, beside what its thread has yet to begin."""
+        return self._streams[lane].unfinished()
+
+    def end(self) -> None:
+        """Let others have the streams."""
+        for streams in self._streams.values():
+            streams.end()
+
+    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
+        """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
+        home = () if self.home is None else (self.home,)
+        if self._only_cpu and all(device.type == "cpu" for device in (*sources, *home)):
+            return {}
+        self._only_cpu = False
+        return moment_of(dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]), shared=shared)
+
+    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
+        """The moment without the devices of the other lanes."""
+        return {device: mark for device, mark in moment.items() if device in (*sources, self.home, lane.device)}
+
+
+def _in_turn(stage: Callable[[], object] | None, task: Task) -> tuple[Any, Reached]:
+    if stage is not None:
+        stage()
+    return task(), ()
