@@ -21,7 +21,7 @@ from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
-from parawrap.tree import flatten
+from parawrap.tree import Opaque, flatten
 
 __all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket"]
 
@@ -243,7 +243,7 @@ class Session:
 
     def _sources(self, flat: FlatCall) -> set[torch.device]:
         """Where inputs lie and the output goes, beside the module's device."""
-        if self._stays_on_cpu:
+        if self._stays_on_cpu and all(getattr(leaf, "is_cpu", not isinstance(leaf, Opaque)) for leaf in flat.leaves):
             return set()
         devices = (*map(device_of, flat.leaves), self.output_device)
         return {device for device in devices if device is not None and device != self.pool.home}
