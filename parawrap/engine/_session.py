@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, Sha
 from parawrap.tree import Opaque, flatten
 
 __all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket"]
+
+_NOWHERE: tuple[torch.device, ...] = ()
 
 
 class Entry(NamedTuple):
@@ -115,7 +117,7 @@ class Session:
             return self._replicas.replicas(lanes)
 
     def apply(
-        self, works: Sequence[Callable[[], Any]], kind: Hashable = None, sources: Iterable[torch.device] = ()
+        self, works: Sequence[Callable[[], Any]], kind: Hashable = None, sources: Collection[torch.device] = ()
     ) -> list[Any]:
         """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
 
@@ -166,8 +168,9 @@ class Session:
         except LanesAwaitThread:
             return self._run_plainly(entry, args, kwargs)
         expected = self._expected(entry, plan, flat)
-        works = self._works(entry, replicas, plan, flat)
-        outputs = self.apply(works, plan, self._sources(flat))
+        sources = self._sources(flat)
+        works = self._works(entry, replicas, plan, flat) if sources or not self._stays_on_cpu else []
+        outputs = self.apply(works or self._on_views(entry, replicas, plan.scatter(flat, self.devices)), plan, sources)
         output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, works))
         self._count(plan.sizes)
         if expected is not None:
@@ -227,12 +230,21 @@ class Session:
         for future in list(self._futures):
             future.cancel()
 
+    def _on_views(self, entry: Entry, replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
+        """What the lanes run where nothing is to be brought anywhere: as `_works`, with less on the way."""
+        return [
+            partial(self._way_into(entry, replica), *shard.args, **shard.kwargs)
+            for replica, shard in zip(replicas, shards, strict=True)
+        ]
+
+    def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
+        return entry.plain if replica.module is self.target else entry.of(replica.module)
+
     def _works(self, entry: Entry, replicas: Sequence[LaneReplica], plan: ShardPlan, flat: FlatCall) -> list[Work]:
         works = []
         for replica, piece in zip(replicas, plan.cut(flat), strict=True):
-            call = entry.plain if replica.module is self.target else entry.of(replica.module)
             afterwards = replica.write_back if replica.lane == 0 else None
-            works.append(Work(call, piece, self.devices[replica.lane], afterwards))
+            works.append(Work(self._way_into(entry, replica), piece, self.devices[replica.lane], afterwards))
         return works
 
     def _beside(self, flat: FlatCall) -> torch.device | None:
@@ -241,10 +253,10 @@ class Session:
             return self.output_device
         return next((device for leaf in flat.leaves if (device := device_of(leaf)) is not None), None)
 
-    def _sources(self, flat: FlatCall) -> set[torch.device]:
-        """Where inputs lie and the output goes, beside the module's device."""
+    def _sources(self, flat: FlatCall) -> Collection[torch.device]:
+        """Where inputs lie and the output goes, beside the module's device; none where all of it is the CPU."""
         if self._stays_on_cpu and all(getattr(leaf, "is_cpu", not isinstance(leaf, Opaque)) for leaf in flat.leaves):
-            return set()
+            return _NOWHERE
         devices = (*map(device_of, flat.leaves), self.output_device)
         return {device for device in devices if device is not None and device != self.pool.home}
 

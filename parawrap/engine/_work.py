@@ -8,44 +8,45 @@ from typing import Any
 import torch
 
 from parawrap.backends import record_use
-from parawrap.shards import Piece
+from parawrap.shards import Piece, Shard
 from parawrap.tree import flatten_call
 
 __all__ = ["Work"]
 
 
 class Work:
-    """Made by the caller and run once, in a lane.
+    """Made by the caller and run once, in a lane: in one go, or in two, between which the streams change."""
 
-    `copies` is filled on the way: by id, the tensors that were copied whole to the lane's device, and what of.
-    """
+    __slots__ = ("_afterwards", "_call", "_device", "_piece", "_shard", "copies")
 
     def __init__(
         self, call: Callable[..., Any], piece: Piece, device: torch.device, afterwards: Callable[[], None] | None = None
     ) -> None:
-        self.copies: dict[int, torch.Tensor] = {}
         self._call = call
         self._piece = piece
         self._device = device
         self._afterwards = afterwards
+        self._shard: Shard
+        self.copies: dict[int, torch.Tensor]  # by id, what was copied whole to the lane's device, and what of
 
     def __call__(self) -> Any:
         self.place()
         return self._run()
 
     def place(self) -> None:
-        """Bring the shard to the lane's device, on the thread's streams."""
-        self._shard = self._piece.on(self._device)
-        self.copies = self._shard.copies
+        """The first half: bring the shard to the lane's device, on the thread's streams."""
+        self._shard = shard = self._piece.on(self._device)
+        self.copies = shard.copies
 
     def run_placed(self) -> Any:
-        """Run it where nobody waits for it, and where another stream took the memory of its input."""
+        """The second half, on other streams than the first; nobody waits for it, so nobody else keeps its input."""
         if self._device.type != "cpu":
             record_use(flatten_call(self._shard.args, self._shard.kwargs)[0])
         return self._run()
 
     def _run(self) -> Any:
-        value = self._call(*self._shard.args, **self._shard.kwargs)
+        shard = self._shard
+        value = self._call(*shard.args, **shard.kwargs)
         if self._afterwards is not None:
             self._afterwards()
         return value

@@ -6,7 +6,7 @@ much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ class Places:
         self._only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
         self._changed: Moment = {}
 
-    def placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Iterable[torch.device]) -> Sequence[Task]:
+    def placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
         """Each task on its lane's device and streams, after what the caller has queued."""
         moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
         if not moment:
@@ -43,7 +43,7 @@ class Places:
             for lane, task in zip(lanes, tasks, strict=True)
         ]
 
-    def staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Iterable[torch.device]) -> Task:
+    def staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
         """The task, and the stage before it, in the same way; its value goes with what it is there after."""
         moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
         if not moment:
@@ -76,15 +76,16 @@ class Places:
         for streams in self._streams.values():
             streams.end()
 
-    def _moment(self, sources: Iterable[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
+    def _moment(self, sources: Collection[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
         """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
-        home = () if self.home is None else (self.home,)
-        if self._only_cpu and all(device.type == "cpu" for device in (*sources, *home)):
+        home = self.home
+        if self._only_cpu and not sources and (home is None or home.type == "cpu"):
             return {}
         self._only_cpu = False
-        return moment_of(dict.fromkeys([*sources, *home, *(lane.device for lane in lanes)]), shared=shared)
+        devices = dict.fromkeys([*sources, *(lane.device for lane in lanes)])
+        return moment_of(devices if home is None else {home: None, **devices}, shared=shared)
 
-    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Iterable[torch.device]) -> Moment:
+    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Collection[torch.device]) -> Moment:
         """The moment without the devices of the other lanes."""
         return {device: mark for device, mark in moment.items() if device in (*sources, self.home, lane.device)}
 

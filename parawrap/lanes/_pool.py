@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -88,7 +88,7 @@ class LanePool:
         """False after `close`, and in a process forked from the one that made the pool."""
         return self._end.alive and self._forks == _forks
 
-    def run(self, tasks: Sequence[Task], kind: Hashable = None, sources: Iterable[torch.device] = ()) -> list[Outcome]:
+    def run(self, tasks: Sequence[Task], kind: Hashable = None, sources: Collection[torch.device] = ()) -> list[Outcome]:
         """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
 
         Work of one `kind` is taken to last about as long each time. Where the first task was done sooner than a thread
@@ -162,7 +162,7 @@ class LanePool:
         return min(self.lanes, key=self._load)
 
     def submit(
-        self, lane: Lane, task: Task, stage: Callable[[], object] | None = None, sources: Iterable[torch.device] = ()
+        self, lane: Lane, task: Task, stage: Callable[[], object] | None = None, sources: Collection[torch.device] = ()
     ) -> Future[Any]:
         """Run `task` whole in that lane's own thread, behind what waits there. `sources` as in `run`.
 

@@ -16,6 +16,7 @@ from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
 
 __all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal"]
 
+_TENSOR = frozenset({torch.Tensor})
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
 
@@ -76,7 +77,8 @@ class Piece(NamedTuple):
         """The shard, on that device: views where the rows lie there already, copies by the thread's streams elsewhere."""
         placed = [_on_device(leaf, device) for leaf in self.leaves]
         args, kwargs = unflatten(self.spec, placed)
-        return Shard(args, kwargs, self.rows, {} if device.type == "cpu" else self._copied_whole(placed))
+        shard = Shard(args, kwargs, self.rows)
+        return shard if device.type == "cpu" else shard._replace(copies=self._copied_whole(placed))
 
     def _copied_whole(self, placed: Sequence[Any]) -> dict[int, torch.Tensor]:
         return {
@@ -108,7 +110,15 @@ class ShardPlan:
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """One shard a size, on its device: views where the rows lie there already, copies elsewhere."""
         devices = devices[: len(self.sizes)]
+        if all(device.type == "cpu" for device in devices) and _TENSOR.issuperset(map(type, flat.leaves)):
+            return self._views(flat, devices[0])
         return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]
+
+    def _views(self, flat: FlatCall, cpu: torch.device) -> list[Shard]:
+        """The short way for the commonest call there is on the CPU: one of a few tensors."""
+        columns = [self._parts(index, bring(leaf, cpu)) for index, leaf in enumerate(flat.leaves)]
+        calls = [unflatten(flat.spec, [column[lane] for column in columns]) for lane in range(len(self.sizes))]
+        return [Shard(args, kwargs, size) for (args, kwargs), size in zip(calls, self.sizes, strict=True)]
 
     def cut(self, flat: FlatCall) -> list[Piece]:
         """One piece a size."""
