@@ -85,7 +85,7 @@ class Backend(ABC):
         return torch.random.fork_rng(())
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        """How many threads an operator may use in each of so many lanes; None when lanes do not share the CPU."""
+        """How many of the CPU's threads an operator may use in each of so many lanes; None when that is not limited."""
         return None
 
     def traits(self, device: torch.device) -> Traits | None:

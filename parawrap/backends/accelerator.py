@@ -11,6 +11,7 @@ import torch
 
 from parawrap.backends._base import Backend, Stream
 from parawrap.backends._registry import not_there
+from parawrap.backends.cpu import share_of_cores
 
 __all__ = ["AcceleratorBackend"]
 
@@ -55,6 +56,9 @@ class AcceleratorBackend(Backend):
     def is_capturing(self) -> bool:
         asked = getattr(self.module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
+
+    def intra_op_threads(self, lanes: int) -> int | None:
+        return share_of_cores(lanes)  # lanes copy into pinned memory, all at the same time
 
     @contextlib.contextmanager
     def _on(self, device: torch.device, stream: Stream) -> Iterator[None]:

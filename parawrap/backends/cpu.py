@@ -10,7 +10,7 @@ import torch
 from parawrap.backends._base import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["BACKEND", "CpuBackend", "usable_cores"]
+__all__ = ["BACKEND", "CpuBackend", "share_of_cores", "usable_cores"]
 
 # More Python threads than this wait for the interpreter lock rather than work; each then gets several cores instead.
 _MOST_LANES = 8
@@ -24,6 +24,14 @@ def usable_cores() -> int:
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
     return max(1, affinity if quota is None else min(affinity, int(quota)))
+
+
+def share_of_cores(lanes: int) -> int:
+    """How many threads an operator on the CPU may use in each of so many lanes.
+
+    Never more than torch itself would use: OMP_NUM_THREADS and set_num_threads are the user's word.
+    """
+    return max(1, min(usable_cores(), torch.get_num_threads()) // lanes)
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
@@ -68,8 +76,7 @@ class CpuBackend(Backend):
         return (torch.device("cpu"),) * lanes
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        # Never more than torch itself would use: OMP_NUM_THREADS and set_num_threads are the user's word.
-        return max(1, min(usable_cores(), torch.get_num_threads()) // lanes)
+        return share_of_cores(lanes)
 
 
 BACKEND = CpuBackend()
