@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parawrap import DeviceUnavailableError, parallel
-from parawrap.backends import backend_of, xla
+from parawrap.backends import backend_of, best_backend, xla
 
 
 @pytest.fixture(autouse=True)
