@@ -403,13 +403,32 @@ def test_all_of_them_are_kept():
     assert simdevice.stats().races == ()
 
 
+class Gated(nn.Linear):
+    """Says that a call has begun, and computes when it is let."""
+
+    def __init__(self):
+        super().__init__(5, 3, dtype=torch.float64)
+        self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
+
+    def forward(self, x):
+        self.begun.release()
+        assert self.let.acquire(timeout=30)
+        return super().forward(x)
+
+
 def work():
     """A few calls of each kind, on a stream that is not the default one."""
-    model = mlp().to("sim:0")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stream = side_stream()
-    stream.wait_stream(torch.sim.default_stream("sim:0"))
-    with torch.sim.stream(stream), parallel(model, ["sim:0", "sim:0", "sim:1", "sim:2"]) as p:
+    with torch.sim.stream(stream):
+        stream.wait_stream(torch.sim.default_stream("sim:0"))
+        train_and_map(mlp().to("sim:0"))
+        let_go_of_input_and_output(Gated().to("sim:0"))
+
+
+def train_and_map(model):
+    """Steps of training, a call, and batches on every lane."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with parallel(model, ["sim:0", "sim:0", "sim:1", "sim:2"]) as p:
         for _ in range(3):
             model(rows(9).to("sim:0")).square().sum().backward()
             optimizer.step()
@@ -417,6 +436,20 @@ def work():
             model(rows(9).to("sim:0")).add_(1)
             for output in p.map(rows(MANY).to("sim:0") for _ in range(12)):
                 output.add_(1)
+
+
+def let_go_of_input_and_output(model):
+    """Memory is asked for after a lane's input, and then its output, was let go of, and before the lane's next work."""
+    with torch.no_grad(), parallel(model, ["sim:0"]) as p:
+        first, second = (p.submit(rows(MANY).to("sim:0")) for _ in range(2))
+        model.let.release()
+        for _ in range(2):
+            assert model.begun.acquire(timeout=30)
+        torch.zeros(1, device="sim:0")  # the lane has come to the second, and let go of the first's input
+        first.result().add_(1)
+        del first
+        model.let.release()  # the second takes its memory now
+        second.result()
 
 
 def _nothing(*_, **__):
