@@ -55,6 +55,7 @@ class Mirror:
         self.device = device
         self.originals = Ledger()
         self.linked = False
+        self.remade = False
         self.origins: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}
         self._links: dict[int, torch.Tensor] = {}
@@ -75,8 +76,12 @@ class Mirror:
         return self._links.get(key, self._copies[key])
 
     def outdated(self) -> list[torch.Tensor]:
-        """The originals that changed since they were written; those of another form than before get new copies."""
+        """The originals that changed since they were written; those of another form than before get new copies.
+
+        `remade` says whether there were such, whose copies no shell has yet.
+        """
         changed = self.originals.changed()
+        self.remade = not all(map(self._takes, changed))
         if any(tensor.requires_grad != (id(tensor) in self._links) for tensor in changed):
             self.linked = False
         for tensor in changed:

@@ -193,7 +193,7 @@ class ReplicaSet:
     def _refresh_tensors(self) -> bool:
         """Copy what changed; whether a tensor took another form, so that there are copies that no shell has yet."""
         outdated = [(mirror, mirror.outdated()) for mirror in self._mirrors.values()]
-        took_another_form = any(mirror.unwritten() for mirror, _ in outdated)
+        took_another_form = any(mirror.remade for mirror, _ in outdated)
         written = send(outdated)
         changed = [*self._buffers.changed(), *self._unseen]
         for replica in self._shelled():
