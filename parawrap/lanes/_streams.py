@@ -30,6 +30,7 @@ __all__ = ["LaneFuture", "LaneStreams", "Moment", "Reached", "moment_of", "wait_
 
 T = TypeVar("T")
 _AHEAD = 2
+_HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
 _here = threading.local()  # `lands`: whether this thread runs callbacks
 
 
@@ -72,17 +73,33 @@ class _Shelf:
 
     def __init__(self) -> None:
         self._streams: defaultdict[torch.device, deque[Stream]] = defaultdict(deque)
+        self._made: defaultdict[torch.device, set[Stream]] = defaultdict(set)
 
     def take(self, device: torch.device) -> Stream:
         try:
             return self._streams[device].pop()
         except IndexError:
-            stream = backend_of(device.type).new_stream(device)
-        assert stream is not None, "a device with a current stream has others"
+            return self._make(device)
+
+    def _make(self, device: torch.device) -> Stream:
+        """A stream that no lane has; torch hands out a device's few in turn, so it may be one that a lane has after all."""
+        made = self._made[device]
+        stream = _new_stream(device)
+        for _ in range(_HANDED_OUT_IN_TURN - 1):
+            if stream not in made:
+                break
+            stream = _new_stream(device)
+        made.add(stream)
         return stream
 
     def put(self, device: torch.device, stream: Stream) -> None:
         self._streams[device].append(stream)
+
+
+def _new_stream(device: torch.device) -> Stream:
+    stream = backend_of(device.type).new_stream(device)
+    assert stream is not None, "a device with a current stream has others"
+    return stream
 
 
 _shelf = _Shelf()

@@ -22,7 +22,7 @@ from parawrap.lanes import LanePool
 from parawrap.lanes import _streams as lane_streams
 from parawrap.replicas import _parcel
 from tests import simdevice
-from tests.devices.zoo import SIMS, Average, Holder, Masked, mlp, rows
+from tests.devices.zoo import SIMS, Average, Holder, Masked, mlp, rows, side_stream
 
 PATIENCE_S = 30  # how long a thread waits for one that never comes
 
@@ -153,7 +153,7 @@ def test_parameter_replaced_and_then_the_model_moved(ask):
 
 def streamed(work, device="sim:0"):
     """Do `work` on a stream of that device that is used for nothing else."""
-    with torch.sim.stream(torch.sim.Stream(device)):
+    with torch.sim.stream(side_stream(device)):
         return work()
 
 
@@ -191,7 +191,7 @@ def test_callers_in_turn_from_threads_and_streams(first, second):
     def ask_on_other_streams(way):
         with ExitStack() as streams:
             for device in SIMS:
-                streams.enter_context(torch.sim.stream(torch.sim.Stream(device)))
+                streams.enter_context(torch.sim.stream(side_stream(device)))
             ask(way)
 
     other = DataParallel(model, [0, 2, 1])
@@ -273,7 +273,7 @@ def test_memory_of_replicas_that_were_made_on_another_stream(make, devices):
     x = rows(6).to("sim:0")
     settle()
     device = devices[-1]
-    stream = torch.sim.Stream(device)
+    stream = side_stream(device)
     with torch.no_grad():
         with parallel(model, devices):
             with torch.sim.stream(stream):

@@ -20,7 +20,7 @@ from parawrap.backends import backend_of
 from parawrap.engine import _work as engine_work
 from parawrap.lanes import _streams as lane_streams
 from tests import simdevice
-from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows
+from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream
 
 TWICE = ["sim:0", "sim:0"]
 MANY = 1 << 14  # rows of 5 doubles: more than goes to a device without staging
@@ -39,12 +39,19 @@ class Where(nn.Module):
         return x * self.weight
 
 
-def side_stream(device="sim:0"):
-    """A stream that is not the default one."""
-    return torch.sim.Stream(device)
-
-
 # -- which stream
+
+
+def test_lanes_share_no_stream_though_torch_hands_few_out_in_turn():
+    """A stream that a lane has is passed over when torch comes to it again; one is shared only when lanes have them all."""
+    shelf, device = lane_streams._Shelf(), torch.device("sim:0")
+    taken = {shelf.take(device)}
+    for lanes in range(2, 33):
+        for _ in range(31):  # torch comes to the first one again
+            torch.sim.Stream(device)
+        taken.add(shelf.take(device))
+        assert len(taken) == lanes
+    assert shelf.take(device) in taken
 
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:1", "sim:1", "sim:2"]], ids=str)

@@ -25,6 +25,12 @@ def rows(count: int = 10, width: int = 5) -> Tensor:
     return torch.randn(count, width, dtype=torch.float64)
 
 
+def side_stream(device: str = "sim:0") -> torch.Stream:
+    """A stream that is neither the default one nor any lane's: those come from the pool of the other priority."""
+    stream: torch.Stream = torch.sim.Stream(device, priority=-1)
+    return stream
+
+
 def parameter_bytes(model: nn.Module) -> int:
     """The bytes of all parameters, tied ones once."""
     return sum(parameter.nbytes for parameter in model.parameters())

@@ -278,7 +278,9 @@ def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
     """Return the classes and functions of torch.sim that are about streams and events."""
 
     class Stream(torch.Stream):
-        """A stream of the current device, or of another; new ones are handed out from a pool of 32 per device."""
+        """A stream of the current device, or of another; new ones are handed out in turn from a pool per
+        device: of 32, or of 8 if the priority is negative.
+        """
 
         def __new__(cls, device: _Device = None, priority: int = 0, **numbers: int) -> Self:
             if numbers:

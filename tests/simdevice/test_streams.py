@@ -82,11 +82,13 @@ def test_set_stream(sim: ModuleType) -> None:
 
 
 def test_streams_come_from_a_pool(sim: ModuleType) -> None:
-    """New streams are those of a pool in turn, never the default stream, and a device has its own."""
+    """New streams are those of their priority's pool in turn, never the default stream, and a device has its own."""
     streams = [sim.Stream("sim:2") for _ in range(64)]
     assert len(set(streams)) == 32
     assert streams[:32] == streams[32:]
-    assert sim.default_stream("sim:2") not in streams
+    urgent = [sim.Stream("sim:2", priority=-1) for _ in range(16)]
+    assert len(set(urgent)) == 8
+    assert not {sim.default_stream("sim:2"), *urgent} & set(streams)
     assert {stream.device for stream in streams} == {torch.device("sim:2")}
     assert torch.Stream("sim:2").device_index == 2
 

@@ -30,9 +30,11 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return c10::Stream(c10::Stream::DEFAULT, resolve(device));
   }
-  c10::Stream getNewStream(c10::Device device, int) const override { return pool_stream(resolve(device).index()); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    return pool_stream(resolve(device).index());
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return pool_stream(resolve(device).index(), priority < 0);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool urgent) const override {
+    return pool_stream(resolve(device).index(), urgent);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
   bool queryStream(const c10::Stream& stream) const override {

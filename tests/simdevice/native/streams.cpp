@@ -40,7 +40,7 @@ struct Schedule {
 // Never destroyed: threads of torch's may outlive the static objects of this library.
 Schedule* schedule = nullptr;
 
-std::array<std::atomic<unsigned>, kMaxDevices> handed_out;
+std::array<std::atomic<unsigned>, kMaxDevices> handed_out, handed_out_urgent;
 thread_local std::array<c10::StreamId, kMaxDevices> current_ids{};
 
 Timeline& timeline(StreamIndex stream) {
@@ -122,9 +122,9 @@ c10::Stream exchange_stream(const c10::Stream& stream) {
   return previous;
 }
 
-c10::Stream pool_stream(c10::DeviceIndex device) {
+c10::Stream pool_stream(c10::DeviceIndex device, bool urgent) {
   check_ordinal(device);
-  const auto id = 1 + handed_out[device]++ % (kStreamsPerDevice - 1);
+  const auto id = urgent ? 1 + kPooled + handed_out_urgent[device]++ % kUrgent : 1 + handed_out[device]++ % kPooled;
   return c10::Stream(c10::Stream::UNSAFE, {kSim, device}, id);
 }
 

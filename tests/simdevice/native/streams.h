@@ -25,7 +25,8 @@
 
 namespace sim {
 
-constexpr int kStreamsPerDevice = 33;  // the default one, and a pool of 32
+constexpr int kPooled = 32, kUrgent = 8;
+constexpr int kStreamsPerDevice = 1 + kPooled + kUrgent;  // the default one, and a pool for either priority
 
 // The streams of all devices, numbered through.
 using StreamIndex = int;
@@ -37,7 +38,7 @@ std::string name_of(StreamIndex stream);
 
 c10::Stream current_stream(c10::DeviceIndex device);  // of the calling thread
 c10::Stream exchange_stream(const c10::Stream& stream);
-c10::Stream pool_stream(c10::DeviceIndex device);
+c10::Stream pool_stream(c10::DeviceIndex device, bool urgent);
 
 // Held while queues, clocks and accesses are looked at or changed, and while a queue is run; not while a kernel
 // runs. Functions that take one need it held. Nothing may take it twice: no tensor may be let go of under it.
