@@ -23,7 +23,7 @@ from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket"]
+__all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket", "not_a_copy"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 
@@ -59,6 +59,9 @@ class Session:
     """Owns the lanes and the replicas of one target, from when it is made until `close`. Safe to share between threads.
 
     Each of the four verbs may be called alone, as torch.nn.DataParallel's may; `call` is all of them in order.
+
+    `labels` tell of the lanes otherwise than by their devices. With `plans_every_call` a call goes through its cutter
+    though there is one lane on the CPU. `may_try_alone` says that no work in a lane ever waits for another lane.
     """
 
     def __init__(
@@ -70,6 +73,9 @@ class Session:
         rules: GatherRules,
         output_device: torch.device | None = None,
         verify: bool = False,
+        labels: Sequence[str] | None = None,
+        plans_every_call: bool = False,
+        may_try_alone: bool = False,
     ) -> None:
         self.target = target
         self.devices = tuple(devices)
@@ -78,9 +84,9 @@ class Session:
         self._replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
         home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.output_device = output_device  # None: where the module lies, or what a callable is given
-        self.pool = LanePool(self.devices, home)
+        self.pool = LanePool(self.devices, home, labels, may_try_alone=may_try_alone)
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
-        self._never_cuts = self._stays_on_cpu and len(self.devices) == 1
+        self._never_cuts = self._stays_on_cpu and len(self.devices) == 1 and not plans_every_call
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._verifies = verify
         self._verified: WeakSet[ShardPlan] = WeakSet()
@@ -95,7 +101,7 @@ class Session:
     def scatter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Shard]]:
         """Cut a call into one shard a lane; with fewer rows than lanes, the surplus lanes get none."""
         plan, flat = self.cutters[None].plan(args, kwargs, len(self.devices))
-        return plan, plan.scatter(flat, self.devices)
+        return plan, self._scattered(plan, flat)
 
     def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
         """What each of the first lanes runs, brought into line with the original if that has changed.
@@ -106,7 +112,7 @@ class Session:
         """
         lanes = len(self.devices) if lanes is None else lanes
         if self._replicas is None:
-            return [LaneReplica(lane, self.target, _nobodys) for lane in range(lanes)]
+            return [LaneReplica(lane, self.target, not_a_copy) for lane in range(lanes)]
         with self._refreshing:
             if self._replicas.stale():
                 with self.pool.idle() as alone:
@@ -170,7 +176,7 @@ class Session:
         expected = self._expected(entry, plan, flat)
         sources = self._sources(flat)
         works = self._works(entry, replicas, plan, flat) if sources or not self._stays_on_cpu else []
-        outputs = self.apply(works or self._on_views(entry, replicas, plan.scatter(flat, self.devices)), plan, sources)
+        outputs = self.apply(works or self._on_views(entry, replicas, self._scattered(plan, flat)), plan, sources)
         output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, works))
         self._count(plan.sizes)
         if expected is not None:
@@ -183,7 +189,7 @@ class Session:
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
             raise SessionError(msg)
-        plan, flat = self.cutters[entry.method].whole(args, kwargs)
+        plan, flat = self._whole(entry, args, kwargs)
         uncut = self._has_no_lanes() or self._cannot_follow()
         lane = self.pool.lanes[0] if uncut else self.pool.least_loaded()
         try:
@@ -193,12 +199,16 @@ class Session:
         if replica is None:
             return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, plan.rows)
 
-        (work,) = self._works(entry, [replica], plan, flat)
+        works = self._works(entry, [replica] * len(plan.sizes), plan, flat)
+
+        def place() -> None:
+            for work in works:
+                work.place()
 
         def run() -> Any:
-            return self.gather([work.run_placed()], plan.sizes, self._beside(flat))
+            return self.gather([work.run_placed() for work in works], plan.sizes, self._beside(flat))
 
-        future = self.pool.submit(lane, run, work.place, self._sources(flat))
+        future = self.pool.submit(lane, run, place, self._sources(flat))
         self._futures.add(future)
         with self._counting:
             self._calls += 1
@@ -209,7 +219,7 @@ class Session:
         """The counters as they stand."""
         fresh = self._replicas.freshness if self._replicas is not None else Freshness()
         lanes = tuple(
-            LaneStats(lane.device, lane.tasks, rows, lane.busy_ns / 1e9)
+            LaneStats(lane.device, lane.label, lane.tasks, rows, lane.busy_ns / 1e9)
             for lane, rows in zip(self.pool.lanes, self._lane_rows, strict=True)
         )
         return Stats(self._calls, self._plain_calls, self._shards, fresh.refreshes, fresh.copied_bytes, lanes)
@@ -229,6 +239,13 @@ class Session:
         """Drop what was submitted and has not begun."""
         for future in list(self._futures):
             future.cancel()
+
+    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
+        """The plan by which one lane gets the whole call."""
+        return self.cutters[entry.method].whole(args, kwargs)
+
+    def _scattered(self, plan: ShardPlan, flat: FlatCall) -> list[Shard]:
+        return plan.scatter(flat, self.devices)
 
     def _on_views(self, entry: Entry, replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
         """What the lanes run where nothing is to be brought anywhere: as `_works`, with less on the way."""
@@ -295,9 +312,7 @@ class Session:
         )
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._counting:
-            self._calls += 1
-            self._plain_calls += 1
+        self._count_plain()
         output = entry.plain(*args, **kwargs)
         return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
 
@@ -309,12 +324,17 @@ class Session:
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         return (plain_output(run, plan, flat, home, self.devices),)
 
+    def _count_plain(self) -> None:
+        with self._counting:
+            self._calls += 1
+            self._plain_calls += 1
+
     def _count(self, sizes: tuple[int, ...]) -> None:
         with self._counting:
             self._calls += 1
             self._shards = sizes
-            for lane, size in enumerate(sizes):
-                self._lane_rows[lane] += size
+            for shard, size in enumerate(sizes):
+                self._lane_rows[shard % len(self._lane_rows)] += size
 
 
 def _originals(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
@@ -325,7 +345,7 @@ def _originals(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Origin
     return [partial(_found, work.copies, lookup) for work, lookup in zip(works, of_module, strict=True)]
 
 
-def _nobodys(tensor: torch.Tensor) -> torch.Tensor | None:
+def not_a_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """What a target without replicas has copies of."""
     return None
 

@@ -11,9 +11,13 @@ __all__ = ["LaneStats", "Stats"]
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane: its device, the pieces of work it did, their rows, and the seconds it was busy."""
+    """One lane: its device and its label, the pieces of work it did, their rows, and the seconds it was busy.
+
+    The label is the device's name, or that of the NeuronCore that the lane feeds, "nc:0" say.
+    """
 
     device: torch.device
+    label: str
     tasks: int
     rows: int
     busy_s: float
@@ -43,7 +47,7 @@ class Stats:
         shards = f"last shards {list(self.shards)}, " if self.shards else ""
         head = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
         rows = (
-            f"  lane {index} {lane.device!s:<8} {lane.tasks:>7} tasks {lane.rows:>9} rows {lane.busy_s:>9.3f} s"
+            f"  lane {index} {lane.label:<8} {lane.tasks:>7} tasks {lane.rows:>9} rows {lane.busy_s:>9.3f} s"
             for index, lane in enumerate(self.lanes)
         )
         return "\n".join([head, *rows])

@@ -6,7 +6,8 @@ Knows threads, devices and torch's thread-local modes; refuses to know modules a
 from parawrap.lanes._lane import Lane, Span, Task, current_lane
 from parawrap.lanes._modes import Modes, sees_only_its_own_thread
 from parawrap.lanes._outcome import Outcome, first_failure, note
-from parawrap.lanes._pool import WAKE_UP_NS, LanePool
+from parawrap.lanes._pace import WAKE_UP_NS
+from parawrap.lanes._pool import LanePool
 
 __all__ = [
     "WAKE_UP_NS",

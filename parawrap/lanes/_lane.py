@@ -38,11 +38,15 @@ class Span(NamedTuple):
 
 
 class Lane:
-    """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads."""
+    """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads.
 
-    def __init__(self, index: int, device: torch.device) -> None:
+    `device` is where its tensors lie; `label` is how it is told of, the device's name by default.
+    """
+
+    def __init__(self, index: int, device: torch.device, label: str | None = None) -> None:
         self.index = index
         self.device = device
+        self.label = str(device) if label is None else label
         self.busy = threading.Lock()
         self._owner: int | None = None
         self.given = 0
@@ -53,7 +57,7 @@ class Lane:
         self.thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
-        return f"lane {self.index} on {self.device}"
+        return f"lane {self.index} on {self.label}"
 
     def occupy(self, task: Task) -> Outcome:
         """Run `task` in the calling thread as this lane's work."""

@@ -32,17 +32,14 @@ from parawrap.lanes._flight import Flight, Share
 from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome, note
+from parawrap.lanes._pace import Paces
 from parawrap.lanes._places import Places
 from parawrap.lanes._profiled import fork, is_profiling
 from parawrap.lanes._streams import LaneFuture
 from parawrap.lanes._threads import intra_op_threads
 
-__all__ = ["WAKE_UP_NS", "LanePool"]
+__all__ = ["LanePool"]
 
-WAKE_UP_NS = 30_000
-"""What it takes to wake a thread, roughly: the row of `benchmarks/overhead.py` in which the model sleeps shows it."""
-
-_MOST_KINDS = 1024
 _EXIT_PATIENCE_S = 5.0
 _forks = 0
 
@@ -57,15 +54,26 @@ if hasattr(os, "register_at_fork"):
 
 
 class LanePool:
-    """The lanes of one session. Any number of threads may use it at once."""
+    """The lanes of one session. Any number of threads may use it at once.
 
-    def __init__(self, devices: Sequence[torch.device], home: torch.device | None = None) -> None:
-        self.lanes = tuple(Lane(index, device) for index, device in enumerate(devices))
+    `may_try_alone` says that no task ever waits for another lane: the caller may then try whether it is done sooner alone.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        home: torch.device | None = None,
+        labels: Sequence[str] | None = None,
+        *,
+        may_try_alone: bool = False,
+    ) -> None:
+        names = [None] * len(devices) if labels is None else labels
+        self.lanes = tuple(Lane(i, device, name) for i, (device, name) in enumerate(zip(devices, names, strict=True)))
         self.backend: Backend = backend_of(devices[0].type)
         self._places = Places(self.backend, self.lanes, home)
         self.threads = self.backend.intra_op_threads(len(devices))
         self._gate = threading.Lock()
-        self._short: set[Hashable] = set()
+        self._paces = Paces(may_try_alone=may_try_alone)
         self._forks = _forks
         self._end = weakref.finalize(self, _abandon, self._places)
 
@@ -91,30 +99,33 @@ class LanePool:
     def run(self, tasks: Sequence[Task], kind: Hashable = None, sources: Collection[torch.device] = ()) -> list[Outcome]:
         """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
 
-        Work of one `kind` is taken to last about as long each time. Where the first task was done sooner than a thread
-        wakes up, the caller begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
+        Work of one `kind` is taken to last about as long each time. Where the caller alone was done sooner than the lanes
+        would be, it begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
 
         `sources` are further devices on which the caller has something that the tasks use.
         """
         flight = Flight(len(tasks))
         lanes = self.lanes[: len(tasks)]
         works = self._places.placed(lanes, tasks, sources)
+        done, start = 0, perf_counter_ns()
+        longest_ns = self._paces.longest_alone_ns(kind)
         try:
             with self.share_of_cores():
-                done = self._run_alone(works, flight) if len(works) == 1 or kind in self._short else 0
+                if longest_ns or len(works) == 1:
+                    done = self._run_alone(works, flight, longest_ns)
                 if done < len(works):
                     self._run_together(works, flight, done)
         finally:
             if not torch.is_grad_enabled():
                 self._places.wait_for(lanes)
-        if kind is not None:
-            self._learn(kind, short=flight.first_ns < WAKE_UP_NS)
+        if len(works) > 1:
+            self._paces.note(kind, flight.first_ns, perf_counter_ns() - start, alone=done == len(works))
         return flight.take()
 
-    def _run_alone(self, tasks: Sequence[Task], flight: Flight) -> int:
+    def _run_alone(self, tasks: Sequence[Task], flight: Flight, longest_ns: int) -> int:
         """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
         for slot, task in enumerate(tasks):
-            if self._run_own(slot, task, flight) > WAKE_UP_NS:
+            if self._run_own(slot, task, flight) > longest_ns:
                 return slot + 1
         return len(tasks)
 
@@ -148,14 +159,6 @@ class LanePool:
         if slot == 0:
             flight.first_ns = took
         return took
-
-    def _learn(self, kind: Hashable, *, short: bool) -> None:
-        if not short:
-            self._short.discard(kind)
-        elif kind not in self._short:
-            if len(self._short) >= _MOST_KINDS:
-                self._short.clear()
-            self._short.add(kind)
 
     def least_loaded(self) -> Lane:
         """The lane with least work before it; of several such, the one that has been given least."""

@@ -4,10 +4,10 @@ Knows rows, leaves and the devices that shards go to; refuses to know threads an
 truncated or dropped: the rows of the shards, in lane order, are the rows of the call.
 """
 
-from parawrap.shards._cutter import Cutter
+from parawrap.shards._cutter import Cutter, Sizes
 from parawrap.shards._gather import GatherRules, Originals, Reduce, gather
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import FlatCall, Piece, Shard, ShardPlan, balanced
+from parawrap.shards._plan import FlatCall, Piece, Shard, ShardPlan, balanced, in_units
 from parawrap.shards._split import register_split
 from parawrap.shards._verify import check_equal
 
@@ -21,8 +21,10 @@ __all__ = [
     "Reduce",
     "Shard",
     "ShardPlan",
+    "Sizes",
     "balanced",
     "check_equal",
     "gather",
+    "in_units",
     "register_split",
 ]

@@ -7,7 +7,7 @@ made once for each such combination and kept. Where shards are to have equal siz
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,9 @@ from parawrap.shards._plan import CALL_ROOTS, FlatCall, ShardPlan, balanced, equ
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, address, addresses, flatten, flatten_call, replace_nodes, sequences
 
-__all__ = ["Cutter"]
+__all__ = ["Cutter", "Sizes"]
 
+Sizes = Callable[[int, int], tuple[int, ...]]
 _MOST_PLANS = 1024
 # What `_extent` says of a leaf without rows.
 _BROADCAST = -1
@@ -46,7 +47,7 @@ class Cutter:
 
     With `equal_sizes` the shards of a call are as large as those of the calls before it, and the last has what remains: a
     short last batch brings one size that is new, and not one for every lane. A call of a row count that was met before is
-    cut as it was then.
+    cut as it was then. Otherwise `sizes` says, from rows and lanes, what the shards' sizes are.
     """
 
     def __init__(
@@ -57,12 +58,14 @@ class Cutter:
         *,
         lists_are_shared: bool = False,
         equal_sizes: bool = False,
+        sizes: Sizes = balanced,
     ) -> None:
         self.dim = dim
         self.in_dims = dict(in_dims or {})
         self.parameters = parameters
         self.lists_are_shared = lists_are_shared
         self.equal_sizes = equal_sizes
+        self.sizes = sizes
         self._sizing = threading.Lock()
         self._layouts: dict[TreeSpec, _Layout] = {}
 
@@ -98,7 +101,7 @@ class Cutter:
         rows = self._rows(spec, leaves, dims, extents)
         if rows is None:
             return ShardPlan(spec, (None,) * len(leaves), (0,))
-        sizes = self._equal(spec, rows, lanes) if self.equal_sizes else balanced(rows, lanes)
+        sizes = self._equal(spec, rows, lanes) if self.equal_sizes else self.sizes(rows, lanes)
         if len(sizes) > 1 and not self.lists_are_shared:
             self._refuse_ambiguous(spec, extents, rows)
         cut = tuple(dim if extent == rows and rows != 1 else None for dim, extent in zip(dims, extents, strict=True))

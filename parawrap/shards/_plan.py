@@ -14,7 +14,7 @@ from parawrap.errors import ShardError
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
 
-__all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal"]
+__all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal", "in_units"]
 
 _TENSOR = frozenset({torch.Tensor})
 CALL_ROOTS = ("args", "kwargs")
@@ -47,6 +47,21 @@ def equal(rows: int, parts: int, size: int = 0) -> tuple[int, ...]:
         return (rows,)
     full, rest = divmod(rows, size)
     return (size,) * full + ((rest,) if rest else ())
+
+
+def in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
+    """Sizes that add up to `rows`, multiples of `unit` but for the last, as balanced as units allow.
+
+    None is zero, unless `rows` is.
+
+    For what computes `unit` rows at a time, however few of them it is given.
+
+    >>> in_units(10, 4, 2), in_units(7, 2, 2), in_units(1, 4, 8), in_units(0, 4, 2)
+    ((4, 2, 2, 2), (4, 3), (1,), (0,))
+    """
+    units = -(-rows // unit)
+    *full, last = (unit * count for count in balanced(units, parts))
+    return (*full, last - (units * unit - rows))
 
 
 class FlatCall(NamedTuple):
