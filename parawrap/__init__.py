@@ -9,7 +9,7 @@
 torch.Size([8, 2])
 """
 
-from parawrap import functional
+from parawrap import functional, neuron
 from parawrap._version import __version__
 from parawrap.errors import (
     DeviceListError,
@@ -76,6 +76,7 @@ __all__ = [
     "data_parallel",
     "default_collate",
     "functional",
+    "neuron",
     "parallel",
     "recursive_cuda",
     "recursive_to",

@@ -8,6 +8,7 @@ from parawrap.backends._base import Backend, Stream, Traits
 from parawrap.backends._registry import backend_of, best_backend, register_backend
 from parawrap.backends._resolve import DeviceLike, Devices, resolve_device, resolve_devices
 from parawrap.backends._streams import bring, bring_into, device_of, record_use
+from parawrap.backends._warn import warn_caller
 
 __all__ = [
     "Backend",
@@ -24,4 +25,5 @@ __all__ = [
     "register_backend",
     "resolve_device",
     "resolve_devices",
+    "warn_caller",
 ]

@@ -18,6 +18,7 @@ _MODULES = {
     "mps": "parawrap.backends.mps",
     "xla": "parawrap.backends.xla",
 }
+_CORES = ("nc", "neuron")
 _ANY_ACCELERATOR = "parawrap.backends.accelerator"
 _loaded: dict[str, Backend] = {}
 _loading = threading.Lock()
@@ -64,6 +65,12 @@ def _load(kind: str) -> Backend:
         backend = importlib.import_module(_MODULES[kind]).BACKEND
         assert isinstance(backend, Backend)
         return backend
+    if kind in _CORES:
+        msg = (
+            f"{kind!r}: NeuronCores are no devices of torch's. parallel(model, ['nc:0', 'nc:1']) and neuron.DataParallel "
+            "take them, for a model that parawrap.neuron.trace compiled"
+        )
+        raise DeviceUnavailableError(msg)
     try:
         # Asked with an index: torch.device takes "nn" for a device module otherwise, and so does get_device_module.
         module = torch.get_device_module(torch.device(kind, 0))

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices
+from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices, warn_caller
 from parawrap.engine import LanesAwaitThread, ReplicaSet, Session
 from parawrap.errors import DeviceListError
-from parawrap.faces._warn import warn_caller
+from parawrap.faces._vector import vector
 from parawrap.lanes import current_lane
 from parawrap.shards import Cutter, GatherRules, Parameters
 
@@ -162,7 +162,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
-        rules = GatherRules(self.dim, reduce=_vector, strict=False)
+        rules = GatherRules(self.dim, reduce=vector, strict=False)
         output = _device(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
 
@@ -252,14 +252,6 @@ def _as_id(device: torch.device) -> Any:
 
 def _device(device_id: Any) -> torch.device:
     return device_id if isinstance(device_id, torch.device) else resolve_device(device_id)
-
-
-def _vector(values: torch.Tensor) -> torch.Tensor:
-    warn_caller(
-        "the module returned 0-d tensors: they are joined into a vector with one value a device, as torch.nn.DataParallel "
-        "does; parallel(module) gives their mean instead"
-    )
-    return values
 
 
 def _warn_imbalance(devices: Sequence[torch.device]) -> None:

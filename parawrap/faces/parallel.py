@@ -15,11 +15,13 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, resolve_device, resolve_devices
+from parawrap.backends.neuron import NeuronCore, names_cores
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
 from parawrap.faces._arguments import checked_in_dims, checked_methods, parameters_of
+from parawrap.faces._on_cores import Joining, cores_of, open_session
 from parawrap.faces._progress import Progress
-from parawrap.shards import Cutter, GatherRules, Reduce
+from parawrap.shards import Cutter, GatherRules, Reduce, Sizes, balanced
 
 __all__ = ["Parallel", "parallel"]
 
@@ -61,23 +63,36 @@ class Parallel(Generic[TargetT]):
             msg = f"parallel takes a module or another callable, not {target!r}"
             raise ShardError(msg)
         self.target = target
-        self.devices = resolve_devices(devices)
+        self._cores = cores_of(devices) if names_cores(devices) else ()
+        self._devices = () if self._cores else resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
         self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self._call)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
-        equal_sizes = backend_of(self.devices[0].type).compiles_each_shape
-        self._cutters = {
-            method: Cutter(dim, in_dims, taken, equal_sizes=equal_sizes) for method, taken in parameters.items()
-        }
-        self._rules = GatherRules(dim, reduce, join)
-        self._output_device = None if output_device is None else resolve_device(output_device)
-        self._verify = verify
+        if in_dims and self._cores:
+            msg = (
+                "in_dims is not taken on NeuronCores: a compiled model has the rows of all inputs on one dim. What is the "
+                "same for all rows can be a constant of the model that is traced"
+            )
+            raise ShardError(msg)
+        self._dim = dim
+        self._in_dims = in_dims
+        self._parameters = parameters
+        self._joining = Joining(
+            rules=GatherRules(dim, reduce, join),
+            output_device=None if output_device is None else resolve_device(output_device),
+            verify=verify,
+        )
         self._lock = threading.RLock()
         self._session: Session | None = None
         self._last_stats: Stats | None = None
         self._depth = 0
         self._closed = False
+
+    @property
+    def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
+        """What the lanes are on."""
+        return self._cores or self._devices
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
@@ -167,11 +182,12 @@ class Parallel(Generic[TargetT]):
             >>> [tuple(output.shape) for output in outputs]
             [(4, 1), (4, 1), (2, 1)]
         """
-        window = _BATCHES_PER_LANE * len(self.devices) if window is None else window
-        if window < 1:
+        if window is not None and window < 1:
             msg = f"window={window}: at least one batch is in flight"
             raise ShardError(msg)
-        return self._mapped(self._opened(), batches, window, progress)
+        session = self._opened()
+        window = _BATCHES_PER_LANE * len(session.devices) if window is None else window
+        return self._mapped(session, batches, window, progress)
 
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
@@ -196,14 +212,17 @@ class Parallel(Generic[TargetT]):
         return session
 
     def _new_session(self) -> Session:
-        return Session(
-            self.target,
-            self.devices,
-            cutters=self._cutters,
-            rules=self._rules,
-            output_device=self._output_device,
-            verify=self._verify,
-        )
+        if self._cores:
+            return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
+        return Session(self.target, self._devices, cutters=self._cutters(), **self._joining)
+
+    def _cutters(self, sizes: Sizes = balanced) -> dict[str | None, Cutter]:
+        """One for each way into the target."""
+        equal_sizes = bool(self._devices) and backend_of(self._devices[0].type).compiles_each_shape
+        return {
+            method: Cutter(self._dim, self._in_dims, taken, equal_sizes=equal_sizes, sizes=sizes)
+            for method, taken in self._parameters.items()
+        }
 
     def _opened(self) -> Session:
         """The session, started on first use."""
@@ -283,7 +302,8 @@ def parallel(
         target: a module (also scripted or compiled), or any callable.
         devices: one entry a lane: a sequence of ``"cuda:1"``, ``"cpu"``, indices or torch devices, of one type; a device
             may be named several times. None or ``"auto"``: every visible accelerator, else the CPU; ``"cuda"``: all of
-            that kind; a number: that many of the best kind.
+            that kind; a number: that many of the best kind. ``"nc:0"`` is a NeuronCore, with two lanes, for a model that
+            `parawrap.neuron.trace` compiled; ``"neuron"`` is all of these.
         dim: the dim of inputs and outputs that the rows lie on.
         in_dims: for parameters of the target, by name, another dim, or None for a value that every lane gets whole.
             A list without tensors is cut by 0.

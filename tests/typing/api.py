@@ -40,6 +40,7 @@ from parawrap import (
     data_parallel,
     default_collate,
     functional,
+    neuron,
     parallel,
     recursive_cuda,
     recursive_to,
@@ -57,7 +58,7 @@ def a_block_knows_its_target(model: torch.nn.Linear, x: torch.Tensor) -> None:
     with block as p:
         assert_type(p, Parallel[torch.nn.Linear])
         assert_type(p.target, torch.nn.Linear)
-        assert_type(p.devices, tuple[torch.device, ...])
+        assert_type(p.devices, tuple[torch.device, ...] | tuple[neuron.NeuronCore, ...])
         assert_type(p.submit(x), Future[Any])
         assert_type(p.map([x]), Iterator[Any])
         assert_type(p.stats().shards, tuple[int, ...])

@@ -1,0 +1,38 @@
+"""NeuronCores: which of them a process has, and the runtime that puts compiled models on them.
+
+Knows the contract of a runtime and the names of cores; refuses to know calls, batches and lanes. A vendor's package is
+imported when a runtime is first asked for, never before. NeuronCores are no devices of torch's: tensors stay on the CPU,
+and a model that was compiled for a core takes them from there and gives its outputs back there.
+"""
+
+from parawrap.backends.neuron._choice import runtime, using
+from parawrap.backends.neuron._chunks import in_chunks
+from parawrap.backends.neuron._contract import (
+    NeuronRuntime,
+    Signature,
+    TensorSpec,
+    consecutive,
+    no_dynamic_batching,
+    not_traced,
+)
+from parawrap.backends.neuron._cores import NeuronCore, cores_given, names_cores, resolve_cores
+from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
+
+__all__ = [
+    "NeuronCore",
+    "NeuronRuntime",
+    "Signature",
+    "TensorSpec",
+    "arguments_of",
+    "buffers_kept",
+    "consecutive",
+    "cores_given",
+    "in_chunks",
+    "names_cores",
+    "no_dynamic_batching",
+    "not_traced",
+    "quiet_about_torchscript",
+    "resolve_cores",
+    "runtime",
+    "using",
+]

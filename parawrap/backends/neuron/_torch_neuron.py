@@ -1,0 +1,67 @@
+"""torch_neuron: NeuronCores of Inf1 instances."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parawrap.backends.neuron._chunks import in_chunks
+from parawrap.backends.neuron._contract import Signature, no_dynamic_batching
+from parawrap.backends.neuron._vendor import VendorRuntime
+from parawrap.tree import TreeSpec, flatten, unflatten
+
+__all__ = ["TorchNeuron"]
+
+
+class TorchNeuron(VendorRuntime):
+    """Lives as long as the process; any number of threads may use it.
+
+    Raises:
+        ImportError: torch_neuron is not installed, or cannot be imported.
+    """
+
+    name = "torch_neuron"
+
+    def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model itself where it was traced so; else a module around it that cuts the batch.
+
+        torch_neuron has dynamic batching as an option of its trace alone, and nothing that switches it on afterwards.
+        """
+        parts = [self._traced.get(part) for part in self._eligible_parts(model)]
+        if isinstance(model, _InChunks) or all(part and part.options.get("dynamic_batch_size") for part in parts):
+            return model
+        traced = self._traced.get(model)
+        if traced is None or traced.signature is None or traced.outputs is None:
+            why = (
+                "the shapes that it is compiled for are not known here. Trace it with dynamic_batch_size=True, or in this "
+                "process: parawrap.neuron.trace(model, example_inputs)"
+            )
+            raise no_dynamic_batching(why)
+        around = _InChunks(model, traced.signature, traced.outputs)
+        self._traced[around] = traced
+        return around
+
+
+class _InChunks(torch.nn.Module):
+    """A compiled model that takes batches of any size. Threads may call it at once."""
+
+    def __init__(self, compiled: torch.nn.Module, signature: Signature, outputs: TreeSpec) -> None:
+        super().__init__()
+        self.compiled = compiled
+        self._signature = signature
+        self._outputs = outputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, call = flatten((args, kwargs))
+        outputs = self._outputs  # of the model before it was compiled, for a batch without rows
+
+        def infer(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            nonlocal outputs
+            some_args, some_kwargs = unflatten(call, chunk)
+            leaves, outputs = flatten(self.compiled(*some_args, **some_kwargs))
+            return leaves
+
+        leaves = in_chunks(infer, tensors, self._signature)
+        return unflatten(outputs, leaves)

@@ -1,0 +1,31 @@
+"""torch_neuronx: NeuronCores of Inf2 and Trn instances."""
+
+from __future__ import annotations
+
+import torch
+
+from parawrap.backends.neuron._contract import no_dynamic_batching
+from parawrap.backends.neuron._vendor import VendorRuntime
+
+__all__ = ["TorchNeuronx"]
+
+
+class TorchNeuronx(VendorRuntime):
+    """Lives as long as the process; any number of threads may use it.
+
+    Raises:
+        ImportError: torch_neuronx is not installed, or cannot be imported.
+    """
+
+    name = "torch_neuronx"
+
+    def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Switched on in place, in every compiled part. The vendor cuts and fills the chunks."""
+        parts = self._eligible_parts(model)
+        dynamic_batch = self._documented("dynamic_batch")
+        for part in parts:
+            try:
+                dynamic_batch(part)
+            except (ValueError, RuntimeError) as error:
+                raise no_dynamic_batching(error) from error
+        return model

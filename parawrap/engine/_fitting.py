@@ -1,0 +1,89 @@
+"""A call of a compiled model, held against what the model was compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from parawrap.backends.neuron import Signature, TensorSpec
+from parawrap.errors import ShapeError
+from parawrap.shards import Parameters
+from parawrap.tree import flatten_call, unflatten
+
+__all__ = ["Fitting"]
+
+
+class Fitting:
+    """Refuses calls that a compiled model cannot take, whatever their rows. Immutable.
+
+    What is refused here was not cut, and ran nowhere; the runtime's own refusal would come from within a lane, without the
+    argument's place in the whole call.
+    """
+
+    def __init__(self, signature: Signature | None, dim: int, parameters: Parameters | None) -> None:
+        self._signature = signature
+        self._dim = dim
+        self._parameters = parameters
+        sizes = {spec.rows(dim) for spec in signature.inputs} if signature is not None else set()
+        self._rows_are_alike = len(sizes) == 1 and None not in sizes
+
+    def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call, with keywords in their places and one row beside more of them as often as there are more.
+
+        Raises:
+            ShapeError: the model is not compiled for such tensors.
+        """
+        if self._signature is None:
+            return args, kwargs
+        args, kwargs = self._in_places(args, kwargs)
+        if kwargs:
+            return args, kwargs
+        leaves, spec = flatten_call(args, kwargs)
+        self._refuse_unlike(self._signature.inputs, leaves)
+        rows = {leaf.shape[self._dim] for leaf in leaves} if self._rows_are_alike else set()
+        if len(rows) != 2 or 1 not in rows:
+            return args, kwargs
+        fitted: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(spec, self._expanded(leaves, sum(rows) - 1))
+        return fitted
+
+    def _in_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call without keywords, where the model tells the names of its arguments and takes these."""
+        if not kwargs or self._parameters is None:
+            return args, kwargs
+        names = [self._parameters.at(len(args) + place) for place in range(len(kwargs))]
+        if set(names) != set(kwargs):
+            return args, kwargs
+        return (*args, *(kwargs[name] for name in names if name is not None)), {}
+
+    def _refuse_unlike(self, specs: Sequence[TensorSpec], leaves: Sequence[Any]) -> None:
+        if len(leaves) != len(specs):
+            wanted = ", ".join(f"{spec.address} {spec}" for spec in specs)
+            msg = f"the call has {len(leaves)} values and the model is compiled for {len(specs)} tensors: {wanted}"
+            raise ShapeError(msg)
+        for leaf, spec in zip(leaves, specs, strict=True):
+            if not isinstance(leaf, torch.Tensor):
+                msg = f"{spec.address} is {leaf!r}, and the model is compiled for a tensor there: {spec}"
+                raise ShapeError(msg)
+            if leaf.dtype != spec.dtype or self._beside_rows(leaf.shape) != self._beside_rows(spec.shape):
+                msg = (
+                    f"{spec.misfit(leaf)}: only the rows, on dim {self._dim}, may differ. Trace the model for these shapes "
+                    "and dtypes, or give it those"
+                )
+                raise ShapeError(msg)
+
+    def _beside_rows(self, shape: Sequence[int]) -> list[int]:
+        sizes = list(shape)
+        if -len(sizes) <= self._dim < len(sizes):
+            sizes[self._dim] = -1
+        return sizes
+
+    def _expanded(self, leaves: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
+        """One row is the same for every row, as in torch's broadcasting; a core wants each of them."""
+        expanded = []
+        for leaf in leaves:
+            sizes = list(leaf.shape)
+            sizes[self._dim] = rows
+            expanded.append(leaf.expand(sizes))
+        return expanded

@@ -1,0 +1,47 @@
+"""The weights that a plain function closes over, which a compiler has for constants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from parawrap.tree import flatten
+
+__all__ = ["constant_weights"]
+
+
+@contextmanager
+def constant_weights(model: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+    """Let a plain function be traced that closes over weights: TorchScript takes them for constants if they want no grad.
+
+    A run of the function tells which they are. It is not the traced run, whose warnings are to point at the user's lines.
+    """
+    weights: dict[int, torch.Tensor] = {}
+    if not isinstance(model, torch.nn.Module):
+        with _Watching(weights):
+            model(*args)
+    for weight in weights.values():
+        weight.requires_grad = False
+    try:
+        yield
+    finally:
+        for weight in weights.values():
+            weight.requires_grad = True
+
+
+class _Watching(TorchFunctionMode):
+    """Notes each tensor that wants a gradient and that an operation takes."""
+
+    def __init__(self, weights: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._weights = weights
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in flatten((args, kwargs))[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.is_leaf and leaf.requires_grad:
+                self._weights[id(leaf)] = leaf
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,69 @@
+"""The runtimes that keep the contract: emulated, recorded doubles of the vendor's, and the vendor's own on hardware."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from parawrap.backends.neuron import NeuronRuntime, runtime
+from parawrap.backends.neuron._torch_neuron import TorchNeuron
+from parawrap.backends.neuron._torch_neuronx import TorchNeuronx
+from parawrap.testing import NeuronHost, neuron_host
+from tests.neuron.contract.doubles import Double
+
+_CORES = 4
+_ADAPTERS = {"torch_neuronx": TorchNeuronx, "torch_neuron": TorchNeuron}
+DOUBLES = ["torch_neuronx", "torch_neuronx.experimental", "torch_neuron", "torch_neuron.experimental"]
+_ON_HARDWARE = ["hardware"] if os.environ.get("PARAWRAP_TEST_NEURON") == "1" else []
+
+
+@dataclass
+class Subject:
+    """A runtime under test; the emulated cores that do its work, and the double that notes down what is called."""
+
+    runtime: NeuronRuntime
+    host: NeuronHost | None = None
+    double: Double | None = None
+
+    @property
+    def tolerance(self) -> dict[str, float]:
+        """What may lie between a compiled model and the plain one: neuron-cc multiplies matrices in bfloat16 by default."""
+        return {"rtol": 2e-2, "atol": 2e-2} if self.host is None else {"rtol": 1e-5, "atol": 1e-6}
+
+
+@pytest.fixture(params=["host", *DOUBLES, *_ON_HARDWARE])
+def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    """Every runtime that there is here; on a machine with NeuronCores its own, with PARAWRAP_TEST_NEURON=1."""
+    if request.param == "hardware":
+        assert runtime().name != "host", "PARAWRAP_TEST_NEURON=1, and no vendor's runtime can be imported"
+        yield Subject(runtime())
+        return
+    yield from _emulated(request.param, monkeypatch)
+
+
+@pytest.fixture(params=["host", *DOUBLES])
+def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    """The runtimes on emulated cores, which count what they do; the vendor documents nothing that tells it."""
+    yield from _emulated(request.param, monkeypatch)
+
+
+@pytest.fixture(params=DOUBLES)
+def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    """The adapters over doubles, which note down every call."""
+    yield from _emulated(request.param, monkeypatch)
+
+
+def _emulated(which: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", str(_CORES))
+    monkeypatch.delenv("NEURON_RT_VISIBLE_CORES", raising=False)
+    with neuron_host(cores=_CORES) as host:
+        if which == "host":
+            yield Subject(host, host)
+            return
+        name, _, experimental = which.partition(".")
+        double = Double(name, host, experimental=bool(experimental))
+        double.install(monkeypatch)
+        yield Subject(_ADAPTERS[name](), host, double)

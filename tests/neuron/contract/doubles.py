@@ -1,0 +1,113 @@
+"""Recorded doubles of the vendor's packages.
+
+A double has the names that the vendor documents, notes down what is called, in which order and with what, and has emulated
+cores do the work. It is as strict as the vendor's pages allow it to be: any other name is a failure, its placement context
+is one for the process, and dynamic batching raises the vendor's type of error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from parawrap.errors import ShapeError
+from parawrap.testing import NeuronHost
+
+# "PyTorch NeuronX Tracing API for Inference", "PyTorch NeuronX NeuronCore Placement APIs", "torch.neuron.DataParallel API"
+_PLACEMENT = {"neuron_cores_context", "multicore_context", "set_neuron_cores", "set_multicore"}
+_DOCUMENTED = {
+    "torch_neuronx": {"trace", "dynamic_batch", "DataParallel", "move_trace_to_device", "experimental", *_PLACEMENT},
+    "torch_neuronx.experimental": _PLACEMENT,
+    "torch_neuron": {"trace", "DataParallel", "Optimization", "experimental", *_PLACEMENT},
+    "torch_neuron.experimental": _PLACEMENT,
+}
+
+
+class _Package(ModuleType):
+    """A module with some names. What is documented and not there is missing, as in a release without it."""
+
+    def __init__(self, name: str, there: dict[str, object]) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, loader=None)
+        assert there.keys() <= _DOCUMENTED[name], "the double itself keeps to the documentation"
+        vars(self).update(there)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DOCUMENTED[self.__name__] or name.startswith("__"):
+            raise AttributeError(name)
+        return pytest.fail(f"{self.__name__}.{name} is no documented name")
+
+
+class Double:
+    """A double of one package, `experimental` where its placement still is. `calls` are the calls so far.
+
+    A call is noted as its name and what it was given; "torch.jit.load" is noted where it loads onto chosen cores.
+    """
+
+    def __init__(self, name: str, host: NeuronHost, *, experimental: bool) -> None:
+        self.name = name
+        self.calls: list[tuple[Any, ...]] = []
+        self._host = host
+        self._cores: tuple[int, int] | None = None
+        self._place = f"{name}.experimental" if experimental else name
+        self._load = torch.jit.load
+        placement = {"neuron_cores_context": self._neuron_cores_context}
+        there: dict[str, object] = {"trace": self._trace}
+        if name == "torch_neuronx":
+            there["dynamic_batch"] = self._dynamic_batch
+        there |= {"experimental": _Package(self._place, placement)} if experimental else placement
+        self.package = _Package(name, there)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Be the package that is imported under the name, and what torch.jit.load asks for cores, as the vendor's is."""
+        monkeypatch.setitem(sys.modules, self.name, self.package)
+        monkeypatch.setattr(torch.jit, "load", self._loaded)
+
+    def _trace(self, model: Callable[..., Any], example_inputs: Any, **options: Any) -> torch.jit.ScriptModule:
+        self.calls.append((f"{self.name}.trace", model, example_inputs, options))
+        compiled = self._host.trace(model, example_inputs, **options)
+        if options.get("dynamic_batch_size"):
+            self._host.dynamic_batch(compiled)
+        return compiled
+
+    @contextmanager
+    def _neuron_cores_context(self, start_nc: int = -1, nc_count: int = -1) -> Iterator[None]:
+        """Raises ValueError for a number of cores that there is not, as documented."""
+        assert self._cores is None, "the context was entered twice at once: it is documented as not thread-safe"
+        self.calls.append((f"{self._place}.neuron_cores_context", start_nc, nc_count))
+        if not 0 < nc_count <= self._host.core_count() - start_nc:
+            msg = f"invalid number of NeuronCores: {nc_count}"
+            raise ValueError(msg)
+        self._cores = start_nc, nc_count
+        try:
+            yield
+        finally:
+            self._cores = None
+            self.calls.append(("left",))
+
+    def _loaded(self, file: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        loaded: torch.nn.Module = self._load(file, *args, **kwargs)
+        if self._cores is None:
+            return loaded
+        self.calls.append(("torch.jit.load",))
+        (start, count), self._cores = self._cores, None  # the host, too, may load what it places
+        try:
+            return self._host.place(loaded, start, count)
+        finally:
+            self._cores = start, count
+
+    def _dynamic_batch(self, neuron_script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        self.calls.append((f"{self.name}.dynamic_batch", neuron_script))
+        assert isinstance(neuron_script, torch.jit.ScriptModule), "documented for what trace returns alone"
+        try:
+            self._host.dynamic_batch(neuron_script)
+        except ShapeError as error:
+            raise ValueError(*error.args) from None
+        return neuron_script

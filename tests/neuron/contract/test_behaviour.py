@@ -1,0 +1,259 @@
+"""What every NeuronCore runtime keeps: emulated cores, the adapters over doubles of the vendor's, and real cores.
+
+With PARAWRAP_TEST_NEURON=1 these tests also run on the NeuronCores of the machine, on the runtime that
+PARAWRAP_NEURON_RUNTIME names.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap.backends.neuron import TensorSpec, consecutive
+from parawrap.errors import ReplicaError, ShapeError
+from tests.neuron.contract.models import Around, Doubling, mlp, numbers, rows
+
+
+def assert_near(subject, output, expected):
+    torch.testing.assert_close(output, expected, **subject.tolerance)
+
+
+def assert_equal(output, expected):
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def test_a_traced_model_answers_as_the_plain_one(subject):
+    """What trace gives is a ScriptModule whose answers are the plain model's, without gradients."""
+    model, x = mlp(), rows(2)
+    compiled = subject.runtime.trace(model, x)
+    output = compiled(x)
+    assert isinstance(compiled, torch.jit.ScriptModule)
+    assert_near(subject, output, model(x).detach())
+    assert not output.requires_grad
+
+
+def test_a_function_can_be_traced(subject):
+    """A function of several tensors is compiled as a module is."""
+    compiled = subject.runtime.trace(lambda x, y: 2 * x + y, numbers(3))
+    assert_equal(compiled(*numbers(3)), numbers(3)[0])
+
+
+def test_a_placed_model_is_a_copy(subject):
+    """The copy answers; the model stays what it was, answers too, and can be placed a second time."""
+    model, x = mlp(), rows(2)
+    compiled = subject.runtime.trace(model, x)
+    state = {name: tensor.clone() for name, tensor in compiled.state_dict().items()}
+    first, second = subject.runtime.place(compiled, 0, 1), subject.runtime.place(compiled, 0, 1)
+    assert len({id(compiled), id(first), id(second)}) == 3
+    for answering in (first, second, compiled):
+        assert_near(subject, answering(x), model(x).detach())
+    assert_equal(dict(compiled.state_dict()), state)
+
+
+def test_a_model_answers_on_all_cores(subject):
+    """Placed on every core that there is, in one call, it answers as often as one likes."""
+    count = subject.runtime.core_count()
+    placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(2)), 0, count)
+    for _ in range(2 * count + 1):
+        assert_equal(placed(*numbers(2)), Doubling()(*numbers(2)))
+
+
+def test_consecutive_cores_are_loaded_in_one_call(emulated):
+    """The runs of consecutive cores are loaded once each; cores that were not named hold nothing."""
+    compiled = emulated.runtime.trace(mlp(), rows(2))
+    runs = consecutive([0, 3, 2])
+    placed = [emulated.runtime.place(compiled, start, count) for start, count in runs]
+    assert runs == [(0, 1), (2, 2)]
+    assert len(placed) == 2
+    assert [core.loads for core in emulated.host.stats()] == [1, 0, 1, 1]
+    assert emulated.host.stats()[1].memory_bytes == 0
+
+
+def test_a_placed_model_takes_its_cores_in_turn(emulated):
+    """Each of the cores that it is on has the same share of the inferences, and no other core has any."""
+    placed = emulated.runtime.place(emulated.runtime.trace(mlp(), rows(2)), 1, 3)
+    emulated.host.reset_stats()
+    for _ in range(6):
+        placed(rows(2))
+    assert [core.inferences for core in emulated.host.stats()] == [0, 2, 2, 2]
+
+
+def test_a_wrapper_is_placed_with_all_that_is_compiled_in_it(subject):
+    """A plain module around compiled ones is copied whole: its own parameters, and each compiled part once."""
+    whole = Around(*(subject.runtime.trace(mlp(), rows(2)) for _ in range(2)))
+    placed = subject.runtime.place(whole, 0, 1)
+    assert isinstance(placed, Around)
+    assert placed.before.weight is not whole.before.weight
+    assert all(part is not of_whole for part, of_whole in zip(placed.parts, whole.parts, strict=True))
+    expected = Around(mlp(), mlp())(rows(2))
+    for answering in (placed, whole):
+        assert_near(subject, [part.detach() for part in answering(rows(2))], [part.detach() for part in expected])
+
+
+def test_a_part_that_is_in_a_wrapper_twice_stays_one_part(emulated):
+    """Two references to one compiled part are two references to one loaded copy."""
+    part = emulated.runtime.trace(mlp(), rows(2))
+    placed = emulated.runtime.place(Around(part, part), 0, 1)
+    assert placed.parts[0] is placed.parts[1]
+    assert [core.loads for core in emulated.host.stats()] == [1, 0, 0, 0]
+
+
+@pytest.mark.parametrize("model", [mlp(), nn.Identity(), nn.ModuleList()], ids=["mlp", "identity", "empty"])
+def test_a_model_that_was_not_traced_is_refused(subject, model):
+    """The error names its class and the line that compiles it."""
+    said = rf"{type(model).__name__} was not traced .*parawrap\.neuron\.trace\(model, example_inputs\) first"
+    with pytest.raises(ReplicaError, match=said):
+        subject.runtime.place(model, 0, 1)
+    with pytest.raises(ReplicaError, match=said):
+        subject.runtime.dynamic_batch(model)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_dynamic_batching_gives_every_row_exactly_once(subject, batch):
+    """For batches smaller and larger than the compiled one, outputs have the rows of the inputs, in order and no others."""
+    placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(batch)), 0, subject.runtime.core_count())
+    dynamic = subject.runtime.dynamic_batch(placed)
+    for count in range(1, 3 * batch + 2):
+        assert_equal(dynamic(*numbers(count)), Doubling()(*numbers(count)))
+
+
+def test_dynamic_batching_gives_what_the_compiled_model_gives(emulated):
+    """TorchScript makes a plain tuple of a named one: so it is for every batch."""
+    pair = namedtuple("pair", ["left", "right"])
+    compiled = emulated.runtime.trace(lambda x: pair(2 * x + 1, {"x": x - 1}), torch.ones(2, 3))
+    answer = compiled(torch.ones(2, 3))
+    dynamic = emulated.runtime.dynamic_batch(compiled)
+    for count in range(1, 6):
+        x = torch.arange(3.0 * count).reshape(count, 3)
+        assert_equal(dynamic(x), (2 * x + 1, {"x": x - 1}))
+        assert type(dynamic(x)) is type(answer)
+
+
+def test_dynamic_batching_that_is_asked_for_twice_is_as_once(subject):
+    """What takes any batch stays what it is."""
+    once = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
+    twice = subject.runtime.dynamic_batch(once)
+    assert twice is once
+    assert_equal(twice(*numbers(5)), Doubling()(*numbers(5)))
+
+
+def test_dynamic_batching_before_placing_is_placed_too(subject):
+    """What takes any batch can be placed, and the copy takes any batch."""
+    dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
+    placed = subject.runtime.place(dynamic, 0, 1)
+    assert_equal(placed(*numbers(5)), Doubling()(*numbers(5)))
+
+
+def test_rows_that_disagree_are_refused(subject):
+    """With dynamic batching all inputs have the same rows."""
+    dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
+    with pytest.raises((ValueError, RuntimeError)):
+        dynamic(numbers(4)[0], numbers(3)[1])
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "said"),
+    [
+        (lambda x, y: 2 * x + y.sum(), (torch.ones(3, 2), torch.ones(1, 2)), r"args\[0\].* 3 .*args\[1\].* 1"),
+        (lambda x: (2 * x + 1).sum(), (torch.ones(3, 2),), "output has no batch dimension"),
+        (lambda x: (2 * x + 1).sum(1, keepdim=True).T, (torch.ones(3, 2),), r"args\[0\].* 3 .*output.* 1"),
+    ],
+    ids=["inputs disagree", "a scalar", "outputs disagree"],
+)
+def test_dynamic_batching_is_refused_where_it_cannot_be(subject, model, example, said):
+    """A model whose inputs and outputs do not agree on their rows is refused when asked, by the address of a tensor."""
+    compiled = subject.runtime.trace(model, example)
+    with pytest.raises(ShapeError, match=said):
+        subject.runtime.dynamic_batch(compiled)
+
+
+@pytest.mark.parametrize("shape", [(3, 6), (2, 5), (2, 6, 1), (6,)], ids=str)
+def test_other_shapes_than_the_compiled_one_are_refused(subject, shape):
+    """Without dynamic batching the number of rows, too, is the compiled one."""
+    placed = subject.runtime.place(subject.runtime.trace(mlp(), rows(2)), 0, 1)
+    with pytest.raises((ValueError, RuntimeError)):
+        placed(torch.zeros(shape))
+    assert placed(rows(2)).shape == (2, 3)
+
+
+def test_dynamic_batching_changes_dim_0_alone(subject):
+    """With dynamic batching the other dims still are the compiled ones."""
+    dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(mlp(), rows(2)))
+    with pytest.raises((ValueError, RuntimeError)):
+        dynamic(torch.zeros(4, 5))
+
+
+def test_what_was_unplaced_can_be_placed_again(subject):
+    """Cores are given back and taken again, as often as one likes."""
+    model, x = mlp(), rows(2)
+    compiled = subject.runtime.trace(model, x)
+    for _ in range(3):
+        placed = subject.runtime.place(compiled, 0, subject.runtime.core_count())
+        assert_near(subject, placed(x), model(x).detach())
+        subject.runtime.unplace(placed)
+        del placed
+
+
+def test_the_signature_is_that_of_the_example(subject):
+    """Shapes, dtypes and addresses of inputs and outputs are told of a traced model and of its copies on cores."""
+    compiled = subject.runtime.trace(Doubling(), numbers(2))
+    for model in (compiled, subject.runtime.place(compiled, 0, 1)):
+        signature = subject.runtime.signature(model)
+        assert signature.inputs == tuple(TensorSpec((2, 2), torch.float32, f"args[{i}]") for i in range(2))
+        assert signature.outputs == tuple(TensorSpec((2, 2), torch.float32, f"output[{i}]") for i in range(2))
+        assert signature.batch == 2
+
+
+def test_a_single_tensor_has_an_address_too(subject):
+    """An example that is one tensor is the first argument, and an output that is one tensor is the output."""
+    signature = subject.runtime.signature(subject.runtime.trace(mlp(), rows(2)))
+    assert [str(spec) for spec in (*signature.inputs, *signature.outputs)] == ["(2, 6) float32", "(2, 3) float32"]
+    assert [spec.address for spec in (*signature.inputs, *signature.outputs)] == ["args[0]", "output"]
+
+
+def test_a_plain_module_has_no_signature(subject):
+    """Of a module that was not compiled nothing is told."""
+    assert subject.runtime.signature(mlp()) is None
+
+
+def test_threads_call_a_placed_model_at_once(subject):
+    """Every thread gets the answers to its own inputs."""
+    threads, calls = 8, 20
+    placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(1)), 0, subject.runtime.core_count())
+    together = threading.Barrier(threads)
+
+    def ask(thread):
+        x = torch.full((1, 2), float(thread))
+        together.wait()
+        return [placed(x, x) for _ in range(calls)]
+
+    with ThreadPoolExecutor(threads) as pool:
+        for thread, answers in enumerate(pool.map(ask, range(threads))):
+            expected = (torch.full((1, 2), 2.0 * thread + 1), torch.full((1, 2), 3.0 * thread))
+            assert_equal(answers, [expected] * calls)
+
+
+def test_threads_place_at_once(subject):
+    """Models that are placed by several threads at once all answer."""
+    compiled = subject.runtime.trace(Doubling(), numbers(1))
+    threads = 4
+    together = threading.Barrier(threads)
+
+    def put(thread):
+        together.wait()
+        return subject.runtime.place(compiled, thread % subject.runtime.core_count(), 1)
+
+    with ThreadPoolExecutor(threads) as pool:
+        placed = list(pool.map(put, range(threads)))
+    for model in placed:
+        assert_equal(model(*numbers(1)), Doubling()(*numbers(1)))
+
+
+def test_there_are_cores(subject):
+    """A process that may use NeuronCores has at least one."""
+    assert subject.runtime.core_count() >= 1

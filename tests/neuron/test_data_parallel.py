@@ -1,0 +1,560 @@
+"""`neuron.DataParallel`: the vendor's API, argument for argument, on emulated cores."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import (
+    DeviceListError,
+    DeviceUnavailableError,
+    GatherError,
+    ReplicaError,
+    ShapeError,
+    ShardError,
+    neuron,
+)
+from parawrap.engine import Batching
+from parawrap.testing import neuron_host
+
+
+def net_of(batch=1, device_ids=None, **options):
+    """A linear model compiled for so many rows, and its parallel face."""
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 2).eval()
+    compiled = neuron.trace(plain, torch.zeros(batch, 3))
+    return plain, compiled, neuron.DataParallel(compiled, device_ids, **options)
+
+
+def inferences(host):
+    return [core.inferences for core in host.stats()]
+
+
+def loads(host):
+    return [core.loads for core in host.stats()]
+
+
+# -- which cores
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "indices"),
+    [(None, [0, 1, 2, 3]), ([2], [2]), (["nc:0", "nc:3"], [0, 3]), ([1, "nc:2"], [1, 2]), ([3, 1], [3, 1])],
+    ids=str,
+)
+def test_the_cores_are_those_that_are_named(host, device_ids, indices):
+    """Indices and "nc:#" name the cores that work; without any, all of them do."""
+    plain, _, net = net_of(device_ids=device_ids)
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(net(x), plain(x))
+    assert net.device_ids == indices
+    assert {core for core, count in enumerate(inferences(host)) if count} == set(indices)
+
+
+@pytest.mark.parametrize(
+    ("device_ids", "error", "says"),
+    [
+        (["nc:14"], DeviceUnavailableError, "'nc:14' is not there: this process sees nc:0 to nc:8"),
+        ([9], DeviceUnavailableError, "nc:0 to nc:8"),
+        (["gpu:0"], DeviceListError, "'gpu:0' is no NeuronCore"),
+        ([-1], DeviceListError, "-1 is no NeuronCore"),
+        (["nc:-1"], DeviceListError, "'nc:-1' is no NeuronCore"),
+        (["nc:"], DeviceListError, "'nc:' is no NeuronCore"),
+        ([True], DeviceListError, "True is no NeuronCore"),
+        ([0.0], DeviceListError, "0.0 is no NeuronCore"),
+        ([0, "nc:0"], DeviceListError, "nc:0 is named twice"),
+        ([], DeviceListError, "no NeuronCore is named"),
+    ],
+    ids=str,
+)
+def test_a_list_that_names_no_cores_is_refused(device_ids, error, says):
+    """A core that is not there, or that is none, or named twice, or no core at all: the message says which, and why."""
+    with neuron_host(cores=9), pytest.raises(error, match=says):
+        net_of(device_ids=device_ids)
+
+
+def test_consecutive_cores_are_loaded_in_one_call(host, monkeypatch):
+    """Each run of consecutive cores is one placement, whatever order they are named in."""
+    placed = []
+    place = type(host).place
+    monkeypatch.setattr(type(host), "place", lambda *args: placed.append(args[2:]) or place(*args))
+    net_of(device_ids=[3, 0, 1])
+    assert placed == [(0, 2), (3, 1)]
+
+
+def test_a_replica_is_loaded_once(host):
+    """Calls, and other numbers of workers or rows at once, load nothing more."""
+    _, _, net = net_of()
+    before = loads(host)
+    for rows in (4, 8, 5):
+        net(torch.randn(rows, 3))
+    net.num_workers = 4
+    net(torch.randn(4, 3))
+    net.split_size = 1
+    net(torch.randn(4, 3))
+    assert loads(host) == before
+
+
+def test_the_model_itself_stays_what_and_where_it_is(host):
+    """It still takes its compiled size alone, and is not moved to other cores."""
+    _, compiled, net = net_of(batch=2)
+    net(torch.randn(8, 3))
+    with pytest.raises(RuntimeError, match="compiled for"):
+        compiled(torch.randn(3, 3))
+    assert net.module is compiled
+
+
+# -- rows
+
+
+def test_rows_are_cut_into_whole_inferences(host):
+    """With a compiled batch of 4, nine rows are three inferences, on three cores, and not one on each with much in vain."""
+    plain, _, net = net_of(batch=4)
+    x = torch.randn(9, 3)
+    with pytest.warns(UserWarning, match="9 rows keep 3 of 4 NeuronCores busy"):
+        y = net(x)
+    torch.testing.assert_close(y, plain(x))
+    assert sorted(inferences(host)) == [0, 1, 1, 1]
+
+
+def test_underused_cores_are_told_of_with_the_number_that_uses_them(host):
+    """The warning names rows, cores, and what to divide by; it points at the caller's line."""
+    _, _, net = net_of(batch=2)
+    with pytest.warns(UserWarning, match=r"4 rows keep 2 of 4 NeuronCores busy; .* divided by 8 uses all") as found:
+        net(torch.randn(4, 3))
+    assert found[0].filename == __file__
+
+
+def test_no_rows_give_no_rows(host):
+    """A batch of zero rows is an output of zero rows, and no inference."""
+    _, _, net = net_of()
+    assert net(torch.zeros(0, 3)).shape == (0, 2)
+    assert inferences(host) == [0] * 4
+
+
+@pytest.mark.parametrize("split_size", [1, 2, 3, 100])
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_split_size_and_num_workers_change_no_row(host, split_size, workers):
+    """Whatever is given at once to however many workers, the rows are the plain ones."""
+    plain, _, net = net_of(batch=2)
+    net.num_workers, net.split_size = workers, split_size
+    x = torch.randn(13, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = net(x)
+    torch.testing.assert_close(y, plain(x))
+    assert (net.num_workers, net.split_size) == (workers, split_size)
+
+
+@pytest.mark.parametrize("name", ["num_workers", "split_size"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
+def test_a_number_below_one_is_refused(host, name, value):
+    """The message names the attribute and the value, and the attribute keeps what it was."""
+    _, _, net = net_of()
+    before = getattr(net, name)
+    with pytest.raises(ShardError, match=f"{name}={value!r}"):
+        setattr(net, name, value)
+    assert getattr(net, name) == before
+
+
+def test_the_defaults_are_the_vendors(host):
+    """Two workers a core, and no split size of its own."""
+    _, _, net = net_of()
+    assert (net.num_workers, net.split_size, net.dim) == (8, None, 0)
+
+
+# -- dynamic batching
+
+
+def test_without_dynamic_batching_every_core_gets_the_compiled_size(host):
+    """Then rows / cores must be the compiled size; any other number is refused with both."""
+    plain, _, net = net_of(batch=2)
+    net.disable_dynamic_batching()
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(net(x), plain(x))
+    assert inferences(host) == [1] * 4
+    for rows, each in ((4, "1 a core"), (12, "3 a core"), (9, "2.25 a core"), (0, "0 a core")):
+        with pytest.raises(ShapeError, match=f"{rows} rows on dim 0 over 4 NeuronCores are {each}.* must be 2,"):
+            net(torch.randn(rows, 3))
+    torch.testing.assert_close(net(x), plain(x))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 8])
+def test_a_split_size_of_the_compiled_size_takes_several_chunks(host, workers):
+    """Without dynamic batching too, rows in chunks of the compiled size are taken, on however few workers."""
+    plain, _, net = net_of(batch=2, set_dynamic_batching=False)
+    net.num_workers, net.split_size = workers, 2
+    x = torch.randn(12, 3)
+    torch.testing.assert_close(net(x), plain(x))
+    net.split_size = 3
+    with pytest.raises(ShapeError, match=r"in chunks of 3: .* every chunk must have 2 rows"):
+        net(torch.randn(12, 3))
+
+
+def test_fewer_workers_than_cores_without_dynamic_batching(host):
+    """One worker gives every core's rows, one compiled size after the other."""
+    plain, _, net = net_of(batch=2, set_dynamic_batching=False)
+    net.num_workers = 1
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(net(x), plain(x))
+
+
+def test_disabling_it_loads_the_model_anew_once(host):
+    """The replicas are loaded again without it; a second time, or for a model without it, nothing is."""
+    _, _, net = net_of()
+    before = loads(host)
+    net.disable_dynamic_batching()
+    assert loads(host) == [count + 1 for count in before]
+    net.disable_dynamic_batching()
+    assert loads(host) == [count + 1 for count in before]
+
+
+class Along(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_another_dim_turns_dynamic_batching_off_with_a_warning(host, dim):
+    """Rows on another dim must be the compiled size for each core; the cut and the join are on that dim."""
+    compiled = neuron.trace(Along(), torch.zeros(1, 4, 4))
+    with pytest.warns(UserWarning, match=f"dynamic batching is off, since dim={dim}"):
+        net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=dim)
+    shape = [1, 4, 4]
+    shape[dim] = 8
+    x = torch.randn(shape)
+    assert torch.equal(net(x), x * 2)
+    shape[dim] = 6
+    with pytest.raises(ShapeError, match=f"6 rows on dim {dim} over 2 NeuronCores are 3 a core.* must be 4"):
+        net(torch.randn(shape))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x * 2, x.mean()
+
+
+def test_a_model_without_a_batch_dimension_in_its_outputs_goes_without(host):
+    """Dynamic batching cannot be had of it: a warning names the output and the call to make, and the exact size works."""
+    compiled = neuron.trace(Mean(), torch.zeros(2, 3))
+    with pytest.warns(UserWarning, match=r"output\[1\] has no batch dimension.*set_dynamic_batching=False"):
+        net = neuron.DataParallel(compiled)
+    x = torch.randn(8, 3)
+    with pytest.warns(UserWarning, match="0-d"):
+        y, means = net(x)
+    assert torch.equal(y, x * 2)
+    torch.testing.assert_close(means, x.view(4, 2, 3).mean((1, 2)))
+    with pytest.raises(ShapeError, match="must be 2"):
+        net(torch.randn(6, 3))
+    with pytest.raises(ShapeError, match="no batch dimension"):
+        neuron.dynamic_batch(compiled)
+
+
+# -- what the model is
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 2), torch.tanh, "model.pt"], ids=["module", "function", "path"])
+def test_a_model_that_was_not_traced_is_refused(host, model):
+    """The error says what to call."""
+    with pytest.raises(ReplicaError, match=r"was not traced for NeuronCores.*parawrap.neuron.trace"):
+        neuron.DataParallel(model)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        ((torch.zeros(4, 5),), r"args\[0\] is \(4, 5\) float32, and the model is compiled for \(1, 3\) float32"),
+        ((torch.zeros(4, 3, dtype=torch.float64),), r"\(4, 3\) float64, .* compiled for \(1, 3\) float32"),
+        ((torch.zeros(4, 3, 1),), r"\(4, 3, 1\) float32, .* \(1, 3\) float32"),
+        ((torch.zeros(4, 3), torch.zeros(4, 3)), r"2 values .* 1 tensors: args\[0\] \(1, 3\) float32"),
+        ((), "0 values"),
+        ((3,), r"args\[0\] is 3, .* a tensor there: \(1, 3\) float32"),
+    ],
+    ids=["columns", "dtype", "dims", "too many", "none", "a number"],
+)
+def test_what_the_model_is_not_compiled_for_is_refused(host, call, says):
+    """The error names the argument, what was given and what the model is compiled for; nothing ran."""
+    _, _, net = net_of()
+    with pytest.raises(ShapeError, match=says):
+        net(*call)
+    assert inferences(host) == [0] * 4
+
+
+def test_a_call_by_keywords_is_held_against_the_same_shapes(host):
+    """The error names the argument's place."""
+    _, _, net = net_of()
+    with pytest.raises(ShapeError, match=r"args\[0\] is \(4, 5\)"):
+        net(input=torch.zeros(4, 5))
+
+
+def test_one_row_beside_more_is_the_same_for_every_row(host):
+    """As in torch's broadcasting; the cores get it as often as they want it."""
+    net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(2, 3), torch.zeros(2, 3))))
+    x, y = torch.randn(8, 3), torch.randn(1, 3)
+    assert torch.equal(net(x, y), x + y)
+    assert torch.equal(net(y, x), x + y)
+    with pytest.warns(UserWarning, match="1 row keeps 1 of 4 NeuronCores busy"):
+        assert torch.equal(net(y, y), y + y)
+
+
+def test_an_input_that_is_compiled_without_rows_goes_whole_to_every_core(host):
+    """A table for all rows has no batch dimension: dynamic batching is off, the exact size works."""
+    compiled = neuron.trace(lambda x, table: x @ table, (torch.zeros(2, 3), torch.zeros(1, 3, 5)[0]))
+    with pytest.warns(UserWarning, match=r"args\[0\] is compiled for 2 rows on dim 0, and args\[1\] for 3"):
+        net = neuron.DataParallel(compiled)
+    x, table = torch.randn(8, 3), torch.randn(3, 5)
+    with pytest.raises(ShardError, match=r"args\[1\] has 3 on dim 0"):
+        net(x, table)
+
+
+@pytest.mark.parametrize(("dim", "says"), [(2, "out of range"), (-3, "out of range"), ("0", "no dim"), (None, "no dim")])
+def test_a_dim_that_the_inputs_do_not_have_is_refused(host, dim, says):
+    """When the face is made, before anything is loaded."""
+    with pytest.raises(ShardError, match=says):
+        net_of(dim=dim)
+
+
+def test_rows_that_disagree_are_refused(host):
+    """Two inputs of different rows are refused by name, before anything runs."""
+    net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(1, 3), torch.zeros(1, 3))))
+    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6"):
+        net(torch.zeros(6, 3), torch.zeros(4, 3))
+
+
+def test_a_model_that_does_not_fit_leaves_nothing_behind():
+    """The runtime's error arrives when the face is made, and no core keeps a part of it."""
+    with neuron_host(cores=2, memory_bytes=1000) as host:
+        compiled = neuron.trace(nn.Linear(64, 64), torch.zeros(1, 64))
+        with pytest.raises(RuntimeError, match=r"memory|fit|[Aa]llocation"):
+            neuron.DataParallel(compiled)
+        assert [core.memory_bytes for core in host.stats()] == [0, 0]
+
+
+def test_a_core_that_has_no_room_frees_the_others():
+    """When the second run of cores cannot be loaded, the first is given back."""
+    with neuron_host(cores=4) as host:
+        compiled = neuron.trace(nn.Linear(3, 2), torch.zeros(1, 3))
+        host.unplace(host.place(compiled, 0, 1))
+        place, calls = host.place, []
+
+        def fails(model, start, count):
+            calls.append(start)
+            if start == 2:
+                raise RuntimeError("no room on nc:2")
+            return place(model, start, count)
+
+        host.place = fails
+        with pytest.raises(RuntimeError, match="no room"):
+            neuron.DataParallel(compiled, device_ids=[0, 2])
+        gc.collect()
+        assert calls == [0, 2]
+        assert [core.memory_bytes for core in host.stats()] == [0] * 4
+
+
+# -- a module among modules
+
+
+def test_it_is_a_module_as_the_vendors_is(host):
+    """The model is its child `module`, under whose name its state is; it can be part of another module."""
+    plain, _, net = net_of()
+    assert isinstance(net, nn.Module)
+    assert all(name.startswith("module.") for name in net.state_dict())
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(nn.Sequential(net, nn.ReLU())(x), plain(x).relu())
+
+
+def test_a_copy_has_replicas_of_its_own(host):
+    """A deep copy answers alike, and outlives the one that it was made of."""
+    plain, _, net = net_of()
+    other = copy.deepcopy(net)
+    net.close()
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(other(x), plain(x))
+    other.close()
+
+
+def test_closing_frees_the_cores_and_the_next_call_loads_again(host):
+    """After close no core has memory in use; the face can be called again."""
+    plain, _, net = net_of()
+    x = torch.randn(8, 3)
+    net(x)
+    assert all(core.memory_bytes for core in host.stats())
+    net.close()
+    assert [core.memory_bytes for core in host.stats()] == [0] * 4
+    torch.testing.assert_close(net(x), plain(x))
+    net.close()
+
+
+def test_threads_may_call_at_once(host):
+    """Each caller gets its own rows."""
+    plain, _, net = net_of(batch=2)
+    wrong = []
+
+    def client():
+        for rows in (8, 16, 24, 9, 31):
+            x = torch.randn(rows, 3)
+            with torch.no_grad():
+                if not torch.allclose(net(x), plain(x), atol=1e-6):
+                    wrong.append(rows)
+
+    threads = [threading.Thread(target=client) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_keyword_arguments_are_cut_like_positional_ones(host):
+    """A compiled model keeps the names of its parameters."""
+    plain, _, net = net_of()
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(net(input=x), plain(x))
+
+
+def test_an_error_in_a_lane_names_the_core(host):
+    """What the runtime raises arrives as it is, with the lane, the core and the shard; later calls work."""
+
+    class Fails(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, x):
+            if bool((x == 13).any()):
+                raise KeyError("thirteen")
+            return self.compiled(x)
+
+    plain, compiled, _ = net_of()
+    net = neuron.DataParallel(Fails(compiled))
+    x = torch.randn(8, 3)
+    x[3] = 13
+    with pytest.raises(KeyError, match="thirteen") as caught:
+        net(x)
+    assert any("on nc:" in note for note in caught.value.__notes__)
+    x[3] = 0
+    torch.testing.assert_close(net(x), plain(x))
+
+
+def test_outputs_that_cannot_be_joined_are_told_of(host):
+    """A module around compiled ones whose shards disagree gets the place and the cure."""
+
+    class Ragged(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, x):
+            y = self.compiled(x)
+            return y[:, : 1 + int(x[0, 0])]
+
+    _, compiled, _ = net_of()
+    net = neuron.DataParallel(Ragged(compiled))
+    x = torch.tensor([[0.0, 0, 0], [1, 0, 0], [0, 0, 0], [1, 0, 0]])
+    with pytest.raises(GatherError):
+        net(x)
+
+
+# -- while something else happens
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda net: setattr(net, "num_workers", 3),
+        lambda net: setattr(net, "split_size", 1),
+        lambda net: net.disable_dynamic_batching(),
+        lambda net: net.close(),
+    ],
+    ids=["num_workers", "split_size", "disable_dynamic_batching", "close"],
+)
+def test_a_call_that_is_under_way_finishes_on_its_cores(host, change, monkeypatch):
+    """Whatever another thread changes meanwhile; the memory is given back when the call is over."""
+    plain, _, net = net_of()
+    cut, begun, let = Batching.cut, threading.Event(), threading.Event()
+
+    def paused(self, rows, lanes):
+        if not begun.is_set():
+            begun.set()
+            assert let.wait(30)
+        return cut(self, rows, lanes)
+
+    monkeypatch.setattr(Batching, "cut", paused)
+    x = torch.randn(8, 3)
+    with ThreadPoolExecutor(2) as threads:
+        call = threads.submit(net, x)
+        assert begun.wait(30)
+        changed = threads.submit(change, net)
+        changed.result(30)
+        let.set()
+        torch.testing.assert_close(call.result(30), plain(x))
+    net.close()
+    assert [core.memory_bytes for core in host.stats()] == [0] * 4
+
+
+def test_one_that_is_dropped_frees_its_cores_at_once(host):
+    """Nothing in it refers back to it: no collector is needed."""
+    _, _, net = net_of()
+    net(torch.randn(8, 3))
+    gc.disable()
+    try:
+        del net
+        assert [core.memory_bytes for core in host.stats()] == [0] * 4
+    finally:
+        gc.enable()
+
+
+# -- chunks, workers and cores
+
+
+def test_0d_outputs_of_chunks_are_one_vector(host):
+    """With several chunks a core there is one value a chunk, in row order, on however many workers."""
+    compiled = neuron.trace(lambda x: x.sum(), torch.zeros(2, 3))
+    x = torch.randn(10, 3)
+    for workers in (1, 4, 8):
+        net = neuron.DataParallel(compiled, set_dynamic_batching=False)
+        net.num_workers, net.split_size = workers, 2
+        with pytest.warns(UserWarning, match="one value a shard"):
+            torch.testing.assert_close(net(x), x.view(5, 6).sum(1))
+        net.close()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_fewer_workers_than_cores_use_every_core(workers, dynamic):
+    """Each core gets its share, though no two of them may be neighbours."""
+    with neuron_host(cores=8) as host:
+        plain, _, net = net_of(device_ids=[0, 2, 4, 6], set_dynamic_batching=dynamic)
+        net.num_workers = workers
+        x = torch.randn(4, 3)
+        torch.testing.assert_close(net(x), plain(x))
+        assert inferences(host) == [1, 0, 1, 0, 1, 0, 1, 0]
+        net.close()
+
+
+def test_a_wrapper_of_unknown_size_without_dynamic_batching(host):
+    """Each core gets an equal part of the rows, whatever the workers; what cannot be divided is refused."""
+
+    class Around(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, x):
+            return self.compiled(x)
+
+    plain, compiled, _ = net_of(batch=2)
+    net = neuron.DataParallel(Around(compiled), set_dynamic_batching=False)
+    x = torch.randn(8, 3)
+    for workers in (1, 8):
+        net.num_workers = workers
+        torch.testing.assert_close(net(x), plain(x))
+    with pytest.raises(ShapeError, match=r"9 rows .* 2.25 a core: .* the same whole number for each"):
+        net(torch.randn(9, 3))

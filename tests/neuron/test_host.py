@@ -1,0 +1,954 @@
+"""The emulated NeuronCores: what is compiled, what is refused, what lies on which core, and who runs when."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import tree
+from parawrap.backends.neuron import NeuronRuntime, TensorSpec, using
+from parawrap.errors import DeviceListError, DeviceUnavailableError, ReplicaError, ShapeError
+from parawrap.testing import NeuronHost, _cores, _neuron_host, neuron_host
+from parawrap.testing._loads import load_of
+
+LIMIT_S = 60
+A, B = torch.arange(6.0).view(2, 3), torch.tensor([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0]])
+
+Pair = namedtuple("Pair", ["sum", "difference"])
+
+
+@dataclasses.dataclass
+class Scores:
+    best: torch.Tensor
+    rest: dict[str, torch.Tensor]
+
+
+class Around(nn.Module):
+    """A module around a compiled one, which gives its outputs in a type of the user's own."""
+
+    def __init__(self, compiled, kind):
+        super().__init__()
+        self.compiled, self.kind = compiled, kind
+
+    def forward(self, *args):
+        return self.kind(*self.compiled(*args))
+
+
+class Counting(nn.Module):
+    """Adds how often it was called."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.calls
+
+
+def linear(columns=3):
+    torch.manual_seed(0)
+    return nn.Linear(columns, 2).eval()
+
+
+def inferences(host):
+    return [core.inferences for core in host.stats()]
+
+
+def memory(host):
+    return [core.memory_bytes for core in host.stats()]
+
+
+def loads(host):
+    return [core.loads for core in host.stats()]
+
+
+def saved_and_loaded(compiled):
+    file = io.BytesIO()
+    torch.jit.save(compiled, file)
+    return torch.jit.load(io.BytesIO(file.getvalue()))
+
+
+def same(one, other):
+    """Whether two values have one structure and, bit by bit, one content."""
+    (leaves, structure), (others, other_structure) = tree.flatten(one), tree.flatten(other)
+    return structure == other_structure and all(map(torch.equal, leaves, others))
+
+
+class Clock:
+    """Time as a core sees it: each look at it takes a second, and sleeping takes none."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.slept, self.sleep = 0.0, [], lambda seconds: self.slept.append(seconds)
+        monkeypatch.setattr(_cores, "time", self)
+
+    def set(self, now):
+        self.now = now
+
+    def perf_counter(self):
+        self.now += 1
+        return self.now - 1
+
+
+class Door:
+    """A lock that tells when somebody comes to it, before they have it."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._came = threading.Semaphore(0)
+
+    def __enter__(self):
+        self._came.release()
+        self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+    def wait_for_somebody(self):
+        assert self._came.acquire(timeout=LIMIT_S), "nobody came to the lock"
+
+
+class Occupied:
+    """A placed model whose core is busy until `leave` is set: the program notes what it is given, and waits."""
+
+    def __init__(self, host, placed):
+        self.inside, self.leave, self.given = threading.Event(), threading.Event(), []
+        load = load_of(placed.neff)
+        (core,) = load.cores
+        self.door = core._free = Door()
+        self._program, load.program.run = load.program.run, self._run
+
+    def _run(self, *staged):
+        self.given.append([tensor.clone() for tensor in staged])
+        self.inside.set()
+        assert self.leave.wait(LIMIT_S)
+        return self._program(*staged)
+
+
+# What a compiled model takes and gives
+
+
+@pytest.mark.parametrize(
+    ("function", "args"),
+    [
+        (lambda x: x + 1, (A,)),
+        (lambda x, y: x - y, (A, B)),
+        (lambda x, y: x - y, (A, A)),
+        (lambda x: (x, x * 2), (A,)),
+        (lambda x: (x,), (A,)),
+        (lambda x: [x, x * 2], (A,)),
+        (lambda x: {"b": x, "a": x * 2}, (A,)),
+        (lambda x: (x, [x * 2, x * 3], ({"k": x * 4},)), (A,)),
+        (lambda pair: pair[0] - pair[1], ((A, B),)),
+        (lambda items: items[0] - items[1], ([A, B],)),
+        (lambda named: named["b"] - named["a"], ({"b": A, "a": B},)),
+        (lambda x, rest: x + rest[0] * 2 - rest[1]["k"] * 3, (A, (B, {"k": A}))),
+        (lambda x, y: {"ids": x.argmax(1), "mask": x > y}, (A, B)),
+        (lambda x, weights: (x * weights, weights.sum()), (A, B[0])),
+    ],
+    ids=[
+        "tensor", "two tensors", "one tensor twice", "to a tuple", "to a tuple of one", "to a list", "to a dict",
+        "to nested", "from a tuple", "from a list", "from a dict", "from nested", "other dtypes", "other shapes",
+    ],
+)  # fmt: skip
+def test_structures_go_in_and_come_out_as_they_are(host, function, args):
+    """Tuples, lists and dicts, nested too, are taken and given as in the plain call, bit by bit, also by other values."""
+    compiled = host.trace(function, args)
+    leaves, structure = tree.flatten(args)
+    others = tree.unflatten(structure, [leaf * 3 + place for place, leaf in enumerate(leaves, 1)])
+    assert isinstance(compiled, torch.jit.ScriptModule)
+    assert same(compiled(*args), function(*args))
+    assert same(compiled(*others), function(*others))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x, y: (x + y, x - y), Pair),
+        (lambda x, y: (x + y, {"difference": x - y, "product": x * y}), Scores),
+    ],
+    ids=["namedtuple", "dataclass"],
+)
+def test_a_module_around_a_compiled_one_gives_what_it_likes(host, function, kind):
+    """Types that TorchScript does not know are built around the compiled model; the whole is placed as one."""
+    placed = host.place(Around(host.trace(function, (A, B)), kind), 1, 1)
+    assert same(placed(A, B), kind(*function(A, B)))
+    assert inferences(host) == [0, 1, 0, 0]
+
+
+def test_arguments_may_be_named_as_the_models_are(host):
+    """The compiled model's parameters have the names of the model's."""
+
+    def weighed(x, weight):
+        return x - weight
+
+    compiled = host.trace(weighed, (A, B))
+    assert torch.equal(compiled(weight=B, x=A), A - B)
+
+
+def test_a_function_with_open_ended_arguments_is_compiled_for_those_of_the_example(host):
+    """Where parameters have no names that could be given, the arguments go by their order."""
+    compiled = host.trace(lambda first, *rest: first - rest[0] * rest[1], (A, B, A))
+    assert torch.equal(compiled(A, B, A), A - B * A)
+
+
+@pytest.mark.parametrize("example", [A, (A,), [A]], ids=["tensor", "tuple", "list"])
+def test_example_inputs_are_read_as_torch_reads_them(host, example):
+    """A tensor is the only argument, a tuple or list holds all of them."""
+    assert torch.equal(host.trace(torch.neg, example)(A), -A)
+
+
+def test_the_signature_names_every_tensor(host):
+    """Shapes, dtypes and addresses of inputs and outputs, in the order of their leaves; None for a module around it."""
+    compiled = host.trace(lambda x, rest: {"y": x[:, 0], "z": rest["m"]}, (A, {"m": B > 2}))
+    expected = (
+        (TensorSpec((2, 3), torch.float32, "args[0]"), TensorSpec((2, 3), torch.bool, 'args[1]["m"]')),
+        (TensorSpec((2,), torch.float32, 'output["y"]'), TensorSpec((2, 3), torch.bool, 'output["z"]')),
+    )
+    for model in (compiled, copy.deepcopy(compiled), saved_and_loaded(compiled), host.place(compiled, 0, 2)):
+        assert host.signature(model) == expected
+    assert host.signature(Around(compiled, Pair)) is None
+    assert host.signature(linear()) is None
+
+
+def test_a_vendors_compiler_options_are_accepted(host):
+    """The line that is written on a laptop is the line that is deployed."""
+    compiled = host.trace(linear(), A, compiler_args=["--auto-cast", "none"], compiler_workdir="./work")
+    assert torch.equal(compiled(A), linear()(A))
+
+
+def test_a_function_closes_over_weights_as_constants(host):
+    """Weights that a plain function uses are compiled into it as they are then, and want gradients afterwards as before."""
+    model, scale = linear(), torch.ones(2, requires_grad=True)
+    compiled = host.trace(lambda x: model(x) * scale, A)
+    expected = model(A) * scale
+    with torch.no_grad():
+        model.weight.zero_()
+    assert torch.equal(compiled(A), expected)
+    assert model.weight.requires_grad
+    assert scale.requires_grad
+
+
+def test_a_model_that_trains_is_compiled_as_it_trains(host):
+    """Dropout drops and BatchNorm takes the batch's own statistics, as in the model when it was traced."""
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.5))
+    x = torch.randn(8, 1, 4, 4) * 5 + 3
+    with pytest.warns(torch.jit.TracerWarning, match="Python boolean"):
+        compiled = host.trace(model, x)
+    y = compiled(x)
+    kept = y[y != 0]
+    assert 0.2 < kept.numel() / y.numel() < 0.8
+    assert abs(kept.mean()) < 0.5 < kept.std() < 3
+
+
+def test_each_inference_starts_from_what_was_compiled(host):
+    """What a model writes into its buffers is gone after the inference, on every core, and tracing leaves it as it is."""
+    model = Counting()
+    placed = host.place(host.trace(model, A), 0, 2)
+    assert [placed(A).tolist() for _ in range(3)] == [(A + 1).tolist()] * 3
+    assert model.calls == 0
+
+
+def test_a_model_in_eval_mode_gives_the_models_own_bits(host):
+    """What is compiled computes what the model computes, in its order: no BatchNorm is folded into a convolution."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout())
+    model(torch.randn(8, 3, 8, 8) * 2 + 1)
+    x = torch.randn(2, 3, 8, 8)
+    assert torch.equal(host.trace(model.eval(), x)(x), model(x))
+
+
+def test_what_the_tracer_warns_of_points_at_the_users_line(host):
+    """A branch on a value is warned of, at the place of the branch."""
+
+    def branch(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.warns(torch.jit.TracerWarning, match="Python boolean") as warned:
+        host.trace(branch, A)
+    assert {warning.filename for warning in warned} == {__file__}
+
+
+def test_nobody_is_told_that_torchscript_is_deprecated(host):
+    """Tracing, placing and calling warn of nothing that the user could not change."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled = host.trace(linear(), A)
+        host.place(compiled, 0, 2)(A)
+        compiled(A)
+
+
+def test_what_a_core_gives_has_no_grad_and_is_nobody_elses(host):
+    """No gradient comes out, also for inputs that want one; writing to an output changes neither inputs nor weights."""
+    model = linear()
+    compiled = host.trace(lambda x: (x, model.weight, model(x)), A)
+    given = A.clone().requires_grad_()
+    for output in compiled(given):
+        assert not output.requires_grad
+        output.zero_()
+    assert torch.equal(given, A)
+    assert torch.equal(compiled(A)[1], model.weight)
+
+
+def test_a_model_that_writes_into_its_inputs_writes_into_the_cores_memory(host):
+    """Neither the example nor what a call is given changes."""
+    x, y = A.clone(), A.clone()
+    compiled = host.trace(lambda x: x.mul_(2) + 1, x)
+    assert torch.equal(compiled(y), A * 2 + 1)
+    assert torch.equal(x, A)
+    assert torch.equal(y, A)
+
+
+def test_a_compiled_model_keeps_its_dtypes_under_autocast(host):
+    """Autocast is the caller's; the program was compiled without it."""
+    compiled = host.trace(linear(), A)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under_autocast = compiled(A)
+    assert torch.equal(under_autocast, linear()(A))
+
+
+def test_a_model_that_was_traced_and_first_called_in_inference_mode_works_outside_of_it(host):
+    """Nothing of the mode stays in the program, not in tensors that it writes into either, or in its flags."""
+    calls = torch.zeros(1)
+    with torch.inference_mode():
+        compiled, counting = host.trace(linear(), A), host.trace(lambda x: x + calls.add_(1), A)
+        compiled(A)
+        counting(A)
+    assert not compiled(A).is_inference()
+    assert counting(A).shape == A.shape
+    assert torch.equal(host.dynamic_batch(compiled)(A[:1]), linear()(A)[:1])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("x", "rest", "says"),
+    [
+        (torch.zeros(3, 3), B, r"args\[0\] is \(3, 3\) float32, .* for \(2, 3\) float32: .*neuron.dynamic_batch"),
+        (torch.zeros(2, 4), B, r"args\[0\] is \(2, 4\) float32, .* for \(2, 3\) float32: trace the model for that shape"),
+        (torch.zeros(2), B, r"args\[0\] is \(2,\) float32, .* for \(2, 3\) float32"),
+        (A.double(), B, r"args\[0\] is \(2, 3\) float64, .* for \(2, 3\) float32: convert it with .to\(torch.float32\)"),
+        (A, B.half(), r'args\[1\]\["k"\] is \(2, 3\) float16, .* for \(2, 3\) float32'),
+        (A, torch.zeros(2, 3, device="meta"), r'args\[1\]\["k"\] is on meta: NeuronCores take tensors from the CPU'),
+    ],
+    ids=["rows", "columns", "dimensions", "dtype", "nested dtype", "device"],
+)
+def test_other_shapes_and_dtypes_are_refused_by_name(host, x, rest, says):
+    """The error has the class and text of a ShapeError: the address, what came, what is compiled for, and the cure."""
+    compiled = host.trace(lambda x, rest: x + rest["k"], (A, {"k": B}))
+    with pytest.raises(RuntimeError, match=f"ShapeError: {says}"):
+        compiled(x, {"k": rest})
+    assert inferences(host) == [0] * 4
+
+
+def test_dynamic_batching_is_no_cure_for_a_model_that_is_not_eligible(host):
+    """A model without a batch dimension in its outputs is not told to have its batches cut."""
+    with pytest.raises(RuntimeError, match=r"trace the model for that shape\n"):
+        host.trace(torch.sum, A)(torch.zeros(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("example", "says"),
+    [
+        ((), "example_inputs has no tensors"),
+        ((A, 3), r"example_inputs has a int at args\[1\]"),
+        ((A, {"mask": None}), r'example_inputs has a NoneType at args\[1\]\["mask"\]'),
+        ((A, torch.zeros(2, device="meta")), r"example_inputs has a tensor on meta at args\[1\]"),
+        ((A, Pair(A, {"k": Scores(A, {})})), "no type for, among Pair, Scores"),
+    ],
+    ids=["none", "a number", "None", "another device", "a dataclass"],
+)
+def test_example_inputs_are_tensors_on_the_cpu(host, example, says):
+    """Everything else is refused by its address."""
+    with pytest.raises(TypeError, match=says):
+        host.trace(lambda x, *rest: x, example)
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda x: (x, None), r"the model gives a NoneType at output\[1\]"),
+        (lambda x: {"loss": 3.0}, r'the model gives a float at output\["loss"\]'),
+        (lambda x: (), "the model gives no tensors"),
+        (lambda x: Scores(x, {"k": x}), "no type for, among Scores, dict, tuple"),
+        (lambda x: {"a": x, "b": (x, x)}, "no type for, among dict, tuple: .* dicts with values of one kind"),
+    ],
+    ids=["None", "a number", "nothing", "a dataclass", "a mixed dict"],
+)
+def test_a_model_gives_tensors_in_what_torchscript_knows(host, function, says):
+    """An output that is no tensor is refused by its address, a container that TorchScript does not know by its name."""
+    with pytest.raises(TypeError, match=says):
+        host.trace(function, A)
+
+
+def test_a_compiled_model_is_not_compiled_again(host):
+    """Neither itself nor as a part of another one: a core would wait for a core."""
+    compiled = host.trace(linear(), A)
+    for model in (compiled, nn.Sequential(compiled, nn.ReLU())):
+        with pytest.raises(TypeError, match="compiled for NeuronCores already"):
+            host.trace(model, A)
+
+
+@pytest.mark.parametrize(
+    "model", [linear(), nn.Sequential(), torch.jit.script(linear())], ids=["module", "empty", "script"]
+)
+def test_what_was_not_traced_for_cores_can_neither_be_placed_nor_cut(host, model):
+    """The error says what to do first."""
+    for use in (lambda: host.place(model, 0, 1), lambda: host.dynamic_batch(model)):
+        with pytest.raises(ReplicaError, match=r"was not traced for NeuronCores.*parawrap.neuron.trace\(model"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "error"),
+    [(0, 0, ValueError), (-1, 2, ValueError), (3, 2, DeviceUnavailableError), (4, 1, DeviceUnavailableError)],
+)
+def test_a_model_is_placed_on_cores_that_there_are(host, start, count, error):
+    """A count below one and a core below zero make no sense anywhere; others are not there."""
+    compiled = host.trace(linear(), A)
+    with pytest.raises(error, match=f"start={start}, count={count}"):
+        host.place(compiled, start, count)
+
+
+@pytest.mark.parametrize("given", [{"cores": 0}, {"cores": -1}, {"memory_bytes": 0}, {"latency_s": -0.1}], ids=str)
+def test_a_host_without_cores_memory_or_time_is_refused(given):
+    """The error names what was given."""
+    ((name, value),) = given.items()
+    with pytest.raises(ValueError, match=f"{name}={value}"):
+        NeuronHost(**given)
+
+
+# Saving and copying
+
+
+def test_a_saved_model_runs_in_another_process(host, tmp_path):
+    """Importing parawrap.testing is all that the other process needs before torch.jit.load."""
+    compiled = host.dynamic_batch(host.trace(linear(), A))
+    torch.jit.save(compiled, tmp_path / "model.pt")
+    torch.save((torch.cat([A, B, A[:1]]), compiled(torch.cat([A, B, A[:1]]))), tmp_path / "call.pt")
+    script = (
+        "import sys, torch, parawrap.testing\n"
+        "x, y = torch.load(sys.argv[2])\n"
+        "assert torch.equal(torch.jit.load(sys.argv[1])(x), y)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script, tmp_path / "model.pt", tmp_path / "call.pt"],
+        env={**os.environ, "PARAWRAP_NEURON_RUNTIME": "host"},
+        check=True,
+        timeout=LIMIT_S,
+    )
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved and loaded"])
+def test_a_copy_is_a_program_of_its_own(host, copied):
+    """It gives the same outputs, is loaded by itself, and is not placed where its original is."""
+    placed = host.place(host.trace(linear(), A), 0, 1)
+    other = copied(placed)
+    assert torch.equal(other(A), linear()(A))
+    assert loads(host) == [1, 1, 0, 0]
+    assert inferences(host) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved and loaded"])
+def test_dynamic_batching_is_copied_and_saved_and_can_be_told_apart(host, copied):
+    """A copy from before it was turned on goes without; one from after it has it."""
+    compiled = host.trace(linear(), A)
+    before = copied(compiled)
+    after = copied(host.dynamic_batch(compiled))
+    assert after(A[:1]).shape == (1, 2)
+    with pytest.raises(RuntimeError, match="ShapeError"):
+        before(A[:1])
+
+
+# One inference at a time
+
+
+def test_a_core_runs_one_inference_at_a_time(host):
+    """Whoever comes while the core is busy waits for it, and is served when it is free."""
+    placed = host.place(host.trace(linear(), A), 0, 1)
+    core = Occupied(host, placed)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(placed, A)
+        core.door.wait_for_somebody()
+        assert core.inside.wait(LIMIT_S)
+        second = threads.submit(placed, B)
+        core.door.wait_for_somebody()
+        assert len(core.given) == 1
+        core.leave.set()
+        assert torch.equal(first.result(LIMIT_S), linear()(A))
+        assert torch.equal(second.result(LIMIT_S), linear()(B))
+    assert inferences(host) == [2, 0, 0, 0]
+
+
+def test_inputs_are_in_the_memory_of_the_core_before_it_is_free(host):
+    """What happens to a tensor once its call waits for the core does not reach the program."""
+    placed = host.place(host.trace(linear(), A), 0, 1)
+    core, x = Occupied(host, placed), A.clone()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(placed, B)
+        core.door.wait_for_somebody()
+        assert core.inside.wait(LIMIT_S)
+        second = threads.submit(placed, x)
+        core.door.wait_for_somebody()
+        x.fill_(100)
+        core.leave.set()
+        first.result(LIMIT_S)
+        assert torch.equal(second.result(LIMIT_S), linear()(A))
+
+
+def test_cores_run_at_the_same_time(host):
+    """Two inferences of one placed model meet, each on a core of its own."""
+    placed = host.place(host.trace(linear(), A), 0, 2)
+    program, meeting = load_of(placed.neff).program, threading.Barrier(2)
+    run = program.run
+
+    def meets(*staged):
+        meeting.wait(LIMIT_S)
+        return run(*staged)
+
+    program.run = meets
+    with ThreadPoolExecutor(2) as threads:
+        answers = list(threads.map(placed, (A, B)))
+    assert same(answers, [linear()(A), linear()(B)])
+    assert inferences(host) == [1, 1, 0, 0]
+
+
+def test_many_threads_lose_no_inference_and_take_the_cores_evenly(host):
+    """Each call has its own answer, and the cores were taken in turn whichever thread called."""
+    placed = host.place(host.trace(linear(), A), 0, 4)
+    start = threading.Barrier(8)
+
+    def calls(seed):
+        start.wait(LIMIT_S)
+        inputs = [A + seed + step for step in range(20)]
+        return all(torch.equal(placed(x), linear_of(x)) for x in inputs)
+
+    linear_of = linear()
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(calls, range(8)))
+    assert inferences(host) == [40] * 4
+
+
+def test_a_core_is_free_again_after_a_program_fails(host):
+    """An error of the program reaches the caller, and the next call is served."""
+    compiled = host.trace(lambda x, index: x[:, index], (A, torch.tensor([0, 1])))
+    with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
+        compiled(A, torch.tensor([7, 8]))
+    assert torch.equal(compiled(A, torch.tensor([2, 0])), A[:, [2, 0]])
+    assert inferences(host) == [2, 0, 0, 0]
+
+
+def test_an_inference_takes_at_least_the_latency_in_all(monkeypatch):
+    """The caller sleeps for what the program left of it, and the core is busy for that long."""
+    clock = Clock(monkeypatch)
+    with neuron_host(cores=1, latency_s=5.0) as host:
+        host.trace(linear(), A)(A)
+        assert clock.slept == [4.0]
+        assert host.stats()[0].busy_s == 5.0
+    with neuron_host(cores=1, latency_s=0.5) as host:
+        host.trace(linear(), A)(A)
+        assert clock.slept == [4.0]
+        assert host.stats()[0].busy_s == 1.0
+
+
+def test_a_core_takes_up_what_is_staged_when_it_is_done(monkeypatch):
+    """An input that came while another ran starts when that one ends by the core's clock, however late its thread wakes."""
+    clock = Clock(monkeypatch)
+    core = _cores.Core(0, latency_s=10.0)
+    core.infer(lambda: (), ())  # comes at 0, starts at 0, has run by 1, ends at 10
+    clock.now = 9.0
+    core.infer(lambda: clock.set(13.0) or (), ())  # comes at 9, starts at 10, has run by 13, ends at 20
+    core.infer(lambda: clock.set(41.0) or (), ())  # comes at 14, starts at 20, has run by 41: no time is left to sleep
+    core.infer(lambda: (), ())  # comes at 42, starts at 42, has run by 43, ends at 52
+    assert clock.slept == [9.0, 7.0, 9.0]
+    assert core.busy_s == 10 + 10 + 21 + 10
+
+
+# Placing
+
+
+def test_a_placed_model_takes_its_cores_in_turn_and_leaves_the_model_alone(host):
+    """Each inference goes to the next core; the model that it is a copy of is loaded nowhere."""
+    compiled = host.trace(linear(), A)
+    placed = host.place(compiled, 1, 3)
+    assert placed is not compiled
+    for _ in range(7):
+        assert torch.equal(placed(A), linear()(A))
+    assert inferences(host) == [0, 3, 2, 2]
+    assert loads(host) == [0, 1, 1, 1]
+
+
+def test_each_placed_model_has_turns_of_its_own(host):
+    """Two models on the same cores do not shift each other's turns."""
+    compiled = host.trace(linear(), A)
+    one, other = host.place(compiled, 0, 2), host.place(compiled, 0, 2)
+    for _ in range(2):
+        one(A)
+        other(A)
+    assert inferences(host) == [2, 2, 0, 0]
+
+
+def test_all_that_is_compiled_in_a_module_is_placed(host):
+    """Wherever it is in the module, and once where it is there twice; the module's own weights are copied with it."""
+    first, second = host.trace(linear(), A), host.trace(nn.ReLU(), torch.zeros(2, 2))
+    module = nn.Sequential(first, nn.ModuleDict({"deep": nn.Sequential(second, second)})["deep"], nn.Linear(2, 2))
+    placed = host.place(module, 2, 1)
+    assert loads(host) == [0, 0, 2, 0]
+    assert torch.equal(placed(A), module[2](linear()(A).relu()))
+    assert inferences(host) == [0, 0, 3, 0]
+    assert placed[2].weight is not module[2].weight
+
+
+def test_what_is_compiled_in_a_scripted_module_is_placed(host):
+    """A compiled model is found in a ScriptModule too."""
+    scripted = torch.jit.script(nn.Sequential(host.trace(linear(), A), nn.ReLU()))
+    assert torch.equal(host.place(scripted, 3, 1)(A), linear()(A).relu())
+    assert inferences(host) == [0, 0, 0, 1]
+
+
+def test_a_placed_model_that_was_given_back_is_of_no_use(host):
+    """Its memory is free at once, a call says what to do, and giving it back again changes nothing."""
+    compiled = host.trace(linear(), A)
+    placed = host.place(compiled, 0, 2)
+    host.unplace(placed)
+    host.unplace(placed)
+    assert memory(host) == [0] * 4
+    with pytest.raises(RuntimeError, match=r"taken off its NeuronCores .*: place the model again"):
+        placed(A)
+    assert torch.equal(host.place(compiled, 0, 2)(A), linear()(A))
+
+
+# Loading and memory
+
+
+def test_a_model_that_was_never_placed_goes_to_the_least_used_core(host):
+    """At its first call, to the core with the fewest bytes in use; once, however often it is called."""
+    big, small = (host.trace(linear(columns), torch.zeros(2, columns)) for columns in (4000, 3))
+    host.place(big, 0, 1)
+    kept = [host.place(model, start, count) for model, start, count in ((small, 0, 4), (big, 1, 1), (small, 3, 1))]
+    gc.collect()
+    for _ in range(3):
+        small(A)
+    assert len(kept) == 3
+    assert inferences(host) == [3, 0, 0, 0]
+    assert memory(host)[0] == 2 * small.neff.nbytes
+
+
+def test_memory_is_that_of_the_programs_on_each_core(host):
+    """A program takes its bytes on every core that it is on, weights inside, until it is given back or garbage."""
+    compiled = host.trace(linear(1000), torch.zeros(2, 1000))
+    size = compiled.neff.nbytes
+    assert size > sum(weight.nbytes for weight in linear(1000).parameters())
+    one, other = host.place(compiled, 0, 3), host.place(compiled, 2, 1)
+    assert memory(host) == [size, size, 2 * size, 0]
+    host.unplace(one)
+    assert memory(host) == [0, 0, size, 0]
+    del other
+    gc.collect()
+    assert memory(host) == [0] * 4
+
+
+def test_a_model_that_is_garbage_takes_no_memory(host):
+    """A model that was loaded by its first call is freed with its module, and not before."""
+    compiled = host.trace(linear(), A)
+    compiled(A)
+    gc.collect()
+    compiled(A)
+    assert memory(host) == [compiled.neff.nbytes, 0, 0, 0]
+    assert loads(host) == [1, 0, 0, 0]
+    del compiled
+    gc.collect()
+    assert memory(host) == [0] * 4
+
+
+def test_the_bytes_of_a_loaded_model_can_be_copied(host):
+    """A copy of a compiled model's buffers is that of its bytes, and leaves the cores behind."""
+    compiled = host.trace(linear(), A)
+    compiled(A)
+    copied = copy.deepcopy(dict(compiled.named_buffers()))
+    assert torch.equal(copied["neff"], compiled.neff)
+    assert memory(host) == [compiled.neff.nbytes, 0, 0, 0]
+
+
+def test_a_model_that_does_not_fit_on_one_core_is_loaded_on_none():
+    """The error is the vendor's, with the core and the bytes; the cores before the full one keep nothing of it."""
+    compiled = NeuronHost().trace(linear(), A)
+    size = compiled.neff.nbytes
+    with neuron_host(cores=3, memory_bytes=2 * size - 1) as host:
+        full = host.place(compiled, 1, 1)
+        says = (
+            rf"status=4 message=Allocation Failure: it takes {size} bytes on nc:1, which has {size - 1} of {2 * size - 1}"
+        )
+        with pytest.raises(RuntimeError, match=says):
+            host.place(compiled, 0, 3)
+        assert memory(host) == [0, size, 0]
+        assert loads(host) == [0, 1, 0]
+        host.unplace(full)
+        assert torch.equal(host.place(compiled, 0, 3)(A), linear()(A))
+
+
+def test_a_module_with_two_programs_is_loaded_with_both_or_none():
+    """Where the second does not fit, the first is not left behind."""
+    compiled = NeuronHost().trace(linear(), A)
+    module = nn.ModuleList([compiled, copy.deepcopy(compiled)])
+    size = compiled.neff.nbytes
+    with neuron_host(cores=2, memory_bytes=2 * size - 1) as host:
+        with pytest.raises(RuntimeError, match=f"status=4 .* it takes {2 * size} bytes on nc:0"):
+            host.place(module, 0, 2)
+        assert memory(host) == [0, 0]
+
+
+def test_a_first_call_that_finds_no_room_fails_as_placing_does_and_can_be_repeated():
+    """The call raises the vendor's error; once there is room, the next one is served."""
+    compiled = NeuronHost().trace(linear(), A)
+    with neuron_host(cores=1, memory_bytes=compiled.neff.nbytes) as host:
+        other = host.place(compiled, 0, 1)
+        with pytest.raises(RuntimeError, match="status=4 message=Allocation Failure"):
+            compiled(A)
+        host.unplace(other)
+        assert torch.equal(compiled(A), linear()(A))
+
+
+def test_two_threads_load_a_model_once(host, monkeypatch):
+    """Who comes while it is being loaded waits, and takes what the other one loaded."""
+    door = host._loading = Door()
+
+    class Slow(_neuron_host.Program):
+        def __init__(self, neff):
+            door.wait_for_somebody()  # the one that loads
+            door.wait_for_somebody()  # the other one
+            super().__init__(neff)
+
+    monkeypatch.setattr(_neuron_host, "Program", Slow)
+    compiled = host.trace(linear(), A)
+    with ThreadPoolExecutor(2) as threads:
+        assert same(list(threads.map(compiled, (A, B))), [linear()(A), linear()(B)])
+    assert loads(host) == [1, 0, 0, 0]
+    assert inferences(host) == [2, 0, 0, 0]
+
+
+# Dynamic batching
+
+
+def rowwise(x, rest):
+    return {"y": torch.tanh(x * 3 + rest[0])}, [x.flip(1), rest[0].sum(1)]
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_any_number_of_rows_is_exactly_the_rows_one_by_one(host, batch):
+    """From none to three batches and one row more: each row has the bits that it has in any other company."""
+    compiled = host.dynamic_batch(host.trace(rowwise, (torch.zeros(batch, 3), (torch.zeros(batch, 3),))))
+    x, other = torch.randn(3 * batch + 1, 3), torch.randn(3 * batch + 1, 3)
+    for rows in range(3 * batch + 2):
+        assert same(compiled(x[:rows], (other[:rows],)), rowwise(x[:rows], (other[:rows],)))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_a_network_gives_each_row_its_bits_in_any_company(host, batch):
+    """A row in a batch of any size is the row in a compiled batch of itself alone, at one of the places in it."""
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)).eval()
+    compiled = host.trace(network, torch.zeros(batch, 1, 4, 4))
+    images = torch.randn(3 * batch + 1, 1, 4, 4)
+    alone = torch.stack([compiled(image.expand(batch, 1, 4, 4)) for image in images])
+    host.dynamic_batch(compiled)
+    for rows in range(1, 3 * batch + 2):
+        found = compiled(images[:rows])
+        assert (found[:, None] == alone[:rows]).all(dim=2).any(dim=1).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(host, bad):
+    """NaN and infinity are in the row that they came in, whichever chunk fills up with it."""
+    compiled = host.dynamic_batch(host.trace(linear(), torch.zeros(3, 3)))
+    for rows in range(1, 11):
+        for place in range(rows):
+            x = torch.ones(rows, 3)
+            x[place] = bad
+            fine = torch.isfinite(compiled(x)).all(1)
+            assert fine.tolist() == [row != place for row in range(rows)]
+
+
+def test_a_core_sees_rows_of_the_batch_alone(host):
+    """A short chunk is filled up with rows of the batch, not with zeros: a model that tells who was there shows it."""
+    compiled = host.dynamic_batch(host.trace(lambda x: x.t().expand(4, 4), torch.zeros(4, 1)))
+    for rows in range(1, 14):
+        x = torch.arange(1.0, rows + 1).view(rows, 1)
+        company = compiled(x)
+        assert company.shape == (rows, 4)
+        assert set(company.flatten().tolist()) <= set(x.flatten().tolist())
+        assert all(row + 1 in company[row] for row in range(rows))
+
+
+def test_chunks_take_the_cores_in_turn(host):
+    """A large batch is several inferences, spread over the cores of its model; zero rows are none."""
+    placed = host.dynamic_batch(host.place(host.trace(linear(), A), 0, 2))
+    assert torch.equal(placed(torch.ones(9, 3)), linear()(torch.ones(9, 3)))
+    assert placed(torch.ones(0, 3)).shape == (0, 2)
+    assert inferences(host) == [3, 2, 0, 0]
+
+
+def test_dynamic_batching_is_turned_on_in_place_for_all_in_a_module(host):
+    """What was loaded before has it too, and the model itself comes back."""
+    module = nn.Sequential(host.trace(linear(), A), host.trace(nn.ReLU(), torch.zeros(2, 2)))
+    module(A)
+    assert host.dynamic_batch(module) is module
+    assert torch.equal(module(torch.cat([A, B, A])), linear()(torch.cat([A, B, A])).relu())
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "says"),
+    [
+        (torch.zeros(5, 4), torch.zeros(5, 3), r"args\[0\] is \(5, 4\) float32"),
+        (torch.zeros(5, 3), torch.zeros(5, 3).double(), r"args\[1\] is \(5, 3\) float64"),
+        (torch.zeros(5, 3), torch.zeros(4, 3), r"args\[1\] has shape \(4, 3\) and args\[0\] has \(5, 3\)"),
+        (torch.tensor(1.0), torch.zeros(5, 3), r"args\[0\] is \(\) float32"),
+    ],
+    ids=["columns", "dtype", "rows", "dimensions"],
+)
+def test_with_dynamic_batching_the_rest_is_still_refused(host, x, y, says):
+    """Only dim 0 is free, and the same for all inputs; nothing runs."""
+    compiled = host.dynamic_batch(host.trace(torch.add, (A, B)))
+    with pytest.raises(RuntimeError, match=f"ShapeError: {says}"):
+        compiled(x, y)
+    assert inferences(host) == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "says"),
+    [
+        (torch.sum, (A,), r"output has no batch dimension"),
+        (lambda x, y: x[:, :1] + y, (A, torch.tensor(1.0)), r"args\[1\] has no batch dimension"),
+        (lambda x: x.t(), (A,), r"args\[0\] is compiled for 2 rows on dim 0, and output for 3"),
+    ],
+    ids=["output", "input", "rows"],
+)
+def test_a_model_that_is_not_eligible_is_told_why(host, function, args, says):
+    """Turning dynamic batching on raises, and leaves every part of a module as it was."""
+    eligible, other = host.trace(linear(), A), host.trace(function, args)
+    with pytest.raises(ShapeError, match=f"dynamic batching cannot be had of this model: .*{says}"):
+        host.dynamic_batch(nn.ModuleList([eligible, other]))
+    with pytest.raises(RuntimeError, match="ShapeError"):
+        eligible(A[:1])
+
+
+# Counters, and who serves the process
+
+
+def test_counters_start_anew_and_memory_stays(host):
+    """Resetting forgets what was done, not what is loaded."""
+    placed = host.place(host.trace(linear(), A), 0, 1)
+    placed(A)
+    (before, *_) = host.stats()
+    assert (before.inferences, before.loads) == (1, 1)
+    assert before.busy_s > 0
+    host.reset_stats()
+    (after, *_) = host.stats()
+    assert (after.inferences, after.loads, after.busy_s, after.memory_bytes) == (0, 0, 0.0, before.memory_bytes)
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [
+        ({}, 2),
+        ({"NEURON_RT_NUM_CORES": "5"}, 5),
+        ({"NEURON_RT_VISIBLE_CORES": "7-9,12"}, 4),
+        ({"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "5"}, 1),
+    ],
+    ids=str,
+)
+def test_the_environment_says_how_many_cores_there_are(monkeypatch, environment, count):
+    """It is read when it is asked for; cores are numbered from zero within the process."""
+    for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"):
+        monkeypatch.delenv(name, raising=False)
+    host = NeuronHost()
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert host.core_count() == len(host.stats()) == count
+    assert NeuronHost(cores=6).core_count() == 6
+    compiled = host.trace(linear(), A)
+    host.place(compiled, count - 1, 1)(A)
+    assert inferences(host) == [0] * (count - 1) + [1]
+    with pytest.raises(DeviceUnavailableError, match=f"this process has {count} core"):
+        host.place(compiled, count, 1)
+
+
+def test_a_malformed_environment_is_an_error_of_its_own(monkeypatch):
+    """Nothing is guessed."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-")
+    with pytest.raises(DeviceListError, match="NEURON_RT_VISIBLE_CORES='0-'"):
+        NeuronHost().core_count()
+
+
+def test_a_model_is_loaded_by_the_host_that_serves_when_it_is_called():
+    """At the end of a host's block its models are off its cores; the next host loads them, and what was placed is over."""
+    compiled = NeuronHost().trace(linear(), A)
+    with neuron_host(cores=2) as first:
+        placed = first.place(compiled, 0, 1)
+        compiled(A)
+    assert memory(first) == [0, 0]
+    with neuron_host(cores=2) as second:
+        assert torch.equal(compiled(A), linear()(A))
+        with pytest.raises(RuntimeError, match="place the model again"):
+            placed(A)
+    assert (inferences(first), inferences(second)) == ([0, 1], [1, 0])
+
+
+def test_a_host_places_on_its_own_cores_whoever_serves(host):
+    """Placing is asked of a host; only a first call asks who serves."""
+    other = NeuronHost(cores=1)
+    placed = other.place(host.trace(linear(), A), 0, 1)
+    placed(A)
+    assert (inferences(other), inferences(host)) == ([1], [0] * 4)
+
+
+def test_a_vendors_runtime_is_not_asked_for_emulated_cores():
+    """A model that was compiled for emulated cores says so where another runtime serves."""
+
+    class Vendors(NeuronRuntime):
+        name = "torch_neuronx"
+        core_count = trace = place = unplace = dynamic_batch = signature = None
+
+    compiled = NeuronHost().trace(linear(), A)
+    with using(Vendors()), pytest.raises(RuntimeError, match=r"DeviceUnavailableError: .*torch_neuronx serves this"):
+        compiled(A)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_finds_the_cores_free(host):
+    """A core that another thread has, and a host that somebody loads a model on, keep nobody waiting in the child."""
+    placed, other = host.place(host.trace(linear(), A), 0, 1), host.trace(nn.ReLU(), A)
+    expected, load = linear()(A), load_of(placed.neff)
+    core, run = Occupied(host, placed), load.program.run
+    with ThreadPoolExecutor(1) as threads:
+        busy = threads.submit(placed, A)
+        assert core.inside.wait(LIMIT_S)
+        with host._loading:
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    signal.alarm(LIMIT_S)
+                    core.leave.set()
+                    fine = torch.equal(placed(A), expected) and torch.equal(other(-A), torch.zeros_like(A))
+                    code = 0 if fine and inferences(host) == [1, 1, 0, 0] else 2
+                finally:
+                    os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        core.leave.set()
+        assert torch.equal(busy.result(LIMIT_S), expected)
+    assert run is load.program.run
