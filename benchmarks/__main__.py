@@ -35,6 +35,7 @@ SUITES = {
         "Engine and faces", ("overhead", "growth", "collate", "importing", "replicas"), picture="![growth](growth.png)"
     ),
     "launching": Suite("Launching on one machine", ("launching",)),
+    "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes",), on_every_core=True),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }

@@ -46,7 +46,7 @@ def test_without_a_gpu_everything_else_is_measured(monkeypatch, capsys, started)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 0
     assert "cuda is left out: there is no GPU to measure" in capsys.readouterr().out
-    assert [suite for suite, _, _ in started] == ["engine", "launching", "cpu_lanes"]
+    assert [suite for suite, _, _ in started] == ["engine", "launching", "neuron", "cpu_lanes"]
 
 
 def test_with_a_gpu_the_cuda_suite_is_complete(monkeypatch, started):

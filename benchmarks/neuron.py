@@ -1,0 +1,109 @@
+"""What feeding NeuronCores costs, and how near to ideal it comes; on emulated cores."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from benchmarks._measure import Arm, Row, arm_of, in_turn, take_turns
+from parawrap import neuron, parallel
+from parawrap.testing import neuron_host
+
+_CORES = 4
+_PEER = "torch_neuronx.DataParallel's documented way: a ThreadPoolExecutor with num_workers threads per forward"
+
+_SERVING_CORES, _CLIENTS, _REQUESTS = 8, 16, 100
+_LATENCY_S = 5e-3
+_ROUNDS = 5
+
+
+def rows() -> list[Row]:
+    """A call's overhead beyond its inferences, and a stream of single-row requests."""
+    return [_overhead(_CORES), _overhead(4 * _CORES), _serving()]
+
+
+def _overhead(batch: int) -> Row:
+    """All arms run the same inferences on the same cores; "plain" runs them one after the other, in one thread."""
+    x = torch.randn(batch, 16)
+    with neuron_host(cores=_CORES) as host:
+        compiled = neuron.trace(torch.nn.Identity(), x[:1])
+        net = neuron.DataParallel(compiled)
+        replicas = [neuron.dynamic_batch(host.place(compiled, core, 1)) for core in range(_CORES)]
+        shards = x.chunk(_CORES)
+        arms = take_turns(
+            {
+                "plain": lambda: [replica(shard) for replica, shard in zip(replicas, shards, strict=True)],
+                "parawrap": lambda: net(x),
+                "a pool per call": lambda: _pool_per_call(replicas, x),
+            },
+            rounds=400,
+            calls=5,
+        )
+        net.close()
+    ours, theirs = (arms[name].median_us - arms["plain"].median_us for name in ("parawrap", "a pool per call"))
+    times = f"{theirs / ours:.1f} times less than" if ours > 0 else "less than nothing, against that of"
+    return Row(
+        f"neuron: identity, {batch}x16, {_CORES} emulated cores",
+        arms,
+        f"{ours:.0f} us over the inferences themselves, {times} a pool per call ({theirs:.0f} us); after a few calls "
+        "parawrap may run inferences as short as these in the caller",
+        "at least 4 times less",
+        4 * ours <= theirs,
+        peers=_PEER,
+    )
+
+
+def _pool_per_call(replicas: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
+    with ThreadPoolExecutor(2 * len(replicas)) as pool:
+        return torch.cat(list(pool.map(lambda replica, shard: replica(shard), replicas, x.chunk(len(replicas)))))
+
+
+def _serving() -> Row:
+    """Clients that each send one row, wait for its output, and send the next."""
+    with neuron_host(cores=_SERVING_CORES, latency_s=_LATENCY_S):
+        model = neuron.trace(torch.nn.Identity(), torch.zeros(1, 16))
+        with torch.no_grad(), parallel(model, "neuron") as block:
+            _serve(lambda x: block.submit(x).result(), 2)
+            runs = in_turn({"submit": lambda: _serve(lambda x: block.submit(x).result(), _REQUESTS)}, _ROUNDS)["submit"]
+    ideal_rate = _SERVING_CORES / _LATENCY_S
+    ideal_s = _LATENCY_S * _CLIENTS / _SERVING_CORES  # each request finds as many before it as a core has clients
+    share = statistics.median(_CLIENTS * _REQUESTS / wall_s / ideal_rate for wall_s, _ in runs)
+    p99_s = statistics.median(statistics.quantiles(latencies, n=100)[98] for _, latencies in runs)
+    middle: Arm = arm_of([latency * 1e6 for _, latencies in runs for latency in latencies])
+    return Row(
+        f"neuron: {_CLIENTS} threads submit single rows, {_SERVING_CORES} cores of {_LATENCY_S * 1e3:.0f} ms",
+        {"latency of a request": middle},
+        f"{share:.1%} of the ideal {ideal_rate:.0f} requests/s; p99 {p99_s * 1e3:.1f} ms, {p99_s / ideal_s:.2f} times the "
+        f"ideal {ideal_s * 1e3:.0f} ms",
+        "at least 95%, and p99 under 3 inferences (15 ms)",
+        share >= 0.95 and p99_s < 3 * _LATENCY_S,
+        extra={"share_of_ideal": share, "p99_ms": p99_s * 1e3},
+    )
+
+
+def _serve(request: Callable[[torch.Tensor], object], requests: int) -> tuple[float, list[float]]:
+    """The seconds that all clients took together, and the latency of each request."""
+    latencies: list[list[float]] = [[] for _ in range(_CLIENTS)]
+    ready = threading.Barrier(_CLIENTS + 1)
+
+    def client(mine: list[float]) -> None:
+        x = torch.randn(1, 16)
+        ready.wait()
+        for _ in range(requests):
+            start = time.perf_counter()
+            request(x)
+            mine.append(time.perf_counter() - start)
+
+    threads = [threading.Thread(target=client, args=(mine,)) for mine in latencies]
+    for thread in threads:
+        thread.start()
+    start = time.perf_counter()
+    ready.wait()
+    for thread in threads:
+        thread.join()
+    return time.perf_counter() - start, [latency for mine in latencies for latency in mine]
