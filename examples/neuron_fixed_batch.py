@@ -1,0 +1,32 @@
+"""Dynamic batching disabled: every core gets exactly the compiled number of rows, and other batches are refused.
+
+Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+
+    PARAWRAP_NEURON_RUNTIME=host python examples/neuron_fixed_batch.py
+"""
+
+from __future__ import annotations
+
+import torch
+from small_resnet import IMAGE, report, small_resnet
+
+from parawrap import ShapeError, neuron
+
+
+def main() -> None:
+    """A model for one image on two cores: four images are refused, two are taken."""
+    model = small_resnet()
+    compiled = neuron.trace(model, torch.rand(1, *IMAGE))
+    net = neuron.DataParallel(compiled, device_ids=[0, 1])
+    net.disable_dynamic_batching()
+
+    images = torch.rand(4, *IMAGE)
+    try:
+        net(images)
+    except ShapeError as error:
+        print(f"refused: {error}")
+    report(images[:2], net(images[:2]), model(images[:2]))
+
+
+if __name__ == "__main__":
+    main()
