@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parawrap.backends.neuron import Signature, TensorSpec
-from parawrap.errors import ShapeError
+from parawrap.errors import ShapeError, ShardError
 from parawrap.shards import Parameters
 from parawrap.tree import flatten_call, unflatten
 
@@ -34,6 +34,7 @@ class Fitting:
 
         Raises:
             ShapeError: the model is not compiled for such tensors.
+            ShardError: their rows disagree.
         """
         if self._signature is None:
             return args, kwargs
@@ -43,8 +44,10 @@ class Fitting:
         leaves, spec = flatten_call(args, kwargs)
         self._refuse_unlike(self._signature.inputs, leaves)
         rows = {leaf.shape[self._dim] for leaf in leaves} if self._rows_are_alike else set()
-        if len(rows) != 2 or 1 not in rows:
+        if len(rows) < 2:
             return args, kwargs
+        if len(rows - {1}) > 1:
+            raise self._disagreement(self._signature.inputs, leaves)
         fitted: tuple[tuple[Any, ...], dict[str, Any]] = unflatten(spec, self._expanded(leaves, sum(rows) - 1))
         return fitted
 
@@ -64,7 +67,8 @@ class Fitting:
             raise ShapeError(msg)
         for leaf, spec in zip(leaves, specs, strict=True):
             if not isinstance(leaf, torch.Tensor):
-                msg = f"{spec.address} is {leaf!r}, and the model is compiled for a tensor there: {spec}"
+                given = repr(leaf) if isinstance(leaf, (int, float, str, type(None))) else f"a {type(leaf).__name__}"
+                msg = f"{spec.address} is {given}, and the model is compiled for a tensor there: {spec}"
                 raise ShapeError(msg)
             if leaf.dtype != spec.dtype or self._beside_rows(leaf.shape) != self._beside_rows(spec.shape):
                 msg = (
@@ -78,6 +82,17 @@ class Fitting:
         if -len(sizes) <= self._dim < len(sizes):
             sizes[self._dim] = -1
         return sizes
+
+    def _disagreement(self, specs: Sequence[TensorSpec], leaves: Sequence[torch.Tensor]) -> ShardError:
+        found: dict[int, str] = {}
+        for leaf, spec in zip(leaves, specs, strict=True):
+            found.setdefault(leaf.shape[self._dim], spec.address)
+        found.pop(1, None)
+        (rows, first), (other_rows, other), *_ = found.items()
+        return ShardError(
+            f"the rows of the call disagree: {other} has {other_rows} on dim {self._dim}, {first} has {rows}. All inputs "
+            "of a compiled model have the same rows, or one row for all"
+        )
 
     def _expanded(self, leaves: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
         """One row is the same for every row, as in torch's broadcasting; a core wants each of them."""

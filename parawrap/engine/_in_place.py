@@ -12,7 +12,7 @@ import torch
 from parawrap.engine._session import Entry
 from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
-__all__ = ["InPlace"]
+__all__ = ["CallEntry", "InPlace"]
 
 _rewriting = threading.RLock()
 CallEntry = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]

@@ -59,7 +59,7 @@ class NeuronSession(Session):
         )
 
     def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
-        """What so many shards run: never stale, since the weights are compiled into it."""
+        """What so many shards run: never stale, since its weights are compiled in, or the module's own."""
         cores, workers = self._placed.cores, len(self.devices)
         shards = workers if lanes is None else lanes
         return [LaneReplica(i % workers, self._placed.on(cores[i % len(cores)]), not_a_copy) for i in range(shards)]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from parawrap.backends.neuron import NeuronCore, Signature, consecutive, runtime
+from parawrap.backends.neuron import NeuronCore, Signature, consecutive, modules_around, runtime
 from parawrap.errors import SessionError, ShapeError
 from parawrap.shards import balanced, in_units
 
@@ -20,7 +20,8 @@ __all__ = ["Batching", "PlacedModel"]
 class PlacedModel:
     """Replicas of a compiled model, loaded when it is made and given back by `unplace`. Safe to share between threads.
 
-    Consecutive cores are loaded in one call and have one replica between them, which takes them in turn.
+    Consecutive cores are loaded in one call and have one replica between them, which takes them in turn. What stands around
+    a compiled model, if anything, has the tensors of the module that was given, and follows its train and eval mode.
 
     Raises:
         ReplicaError: the model was not compiled for NeuronCores.
@@ -39,6 +40,7 @@ class PlacedModel:
         self._loaded: list[torch.nn.Module] = []
         self._replicas: dict[int, torch.nn.Module] = {}
         self._turns = itertools.count()
+        self._shells: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._counting = threading.Lock()
         self._calls = 0
         self._wanted = True
@@ -69,6 +71,8 @@ class PlacedModel:
                 msg = "the model was taken off its NeuronCores: call it inside the `with` block, and before close()"
                 raise SessionError(msg)
             self._calls += 1
+            for original, shell in self._shells:
+                shell.training = original.training
         try:
             yield
         finally:
@@ -86,13 +90,14 @@ class PlacedModel:
             if self._wanted or self._calls:
                 return
             loaded, self._loaded = self._loaded, []
-            self._replicas = {}
+            self._replicas, self._shells = {}, []
         for replica in loaded:
             self._runtime.unplace(replica)
 
     def _load(self, model: torch.nn.Module, start: int, count: int) -> None:
         replica = self._runtime.place(model, start, count)
         self._loaded.append(replica)
+        self._shells += zip(modules_around(model), modules_around(replica), strict=True)
         if self.dynamic:
             replica = self._runtime.dynamic_batch(replica)
         self._replicas.update(dict.fromkeys(range(start, start + count), replica))

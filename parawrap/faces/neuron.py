@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 
@@ -43,7 +43,7 @@ class DataParallel(torch.nn.Module):
         set_dynamic_batching: whether to use dynamic batching where the model is eligible.
 
     Attributes:
-        module: the model that was given.
+        module: the model that was given. What is put in its place is seen by the replicas after `close`.
         device_ids: the indices of the cores, in the order given.
         num_workers: how many lanes serve the cores, 2 a core by default. May be set.
         split_size: the most rows that a core is given at once; None is whole inferences where the compiled size is known,
@@ -187,10 +187,10 @@ def _tell(why_not: str) -> None:
 
 
 def _at_least_one(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
         msg = f"{name}={value!r} is no whole number of at least 1"
         raise ShardError(msg)
-    return value
+    return value.__index__()
 
 
 def _sizes(batching: Batching, rows: int, lanes: int) -> tuple[int, ...]:

@@ -2,8 +2,8 @@
 
 Waking a thread takes as long as some work does, and threads that run Python hold each other up: they share the interpreter
 lock. What takes no longer than a thread takes to wake up is run by the caller. What takes up to ten times that may be tried
-in both ways, twice each; the way with the best time is kept for a thousand calls, and then both are tried again. What takes
-longer still always goes to the lanes.
+in both ways, twice each; the way with the best time is kept for a thousand calls, or until the work takes markedly longer,
+and then both are tried again. What takes longer still always goes to the lanes.
 
 Only work that never waits for the work of another lane may be tried: run alone, it would wait for ever.
 """
@@ -36,6 +36,10 @@ class _Pace:
         if self.tried_together < _TRIES:
             return False
         return self.tried_alone < _TRIES or self.alone_ns < self.together_ns
+
+    def outlasted(self, took_ns: int) -> bool:
+        """Whether a call by the caller alone took so long that what is known of the kind holds no more."""
+        return self.tried_alone >= _TRIES and took_ns > 2 * max(self.alone_ns, self.together_ns)
 
     def note(self, took_ns: int, *, alone: bool) -> None:
         if self.tried_alone + self.tried_together >= _TRY_AGAIN_AFTER:
@@ -82,6 +86,9 @@ class Paces:
         if pace is None:
             self._forget_if_many(self._tried)
             pace = self._tried[kind] = _Pace()
+        if alone and pace.outlasted(took_ns):
+            del self._tried[kind]
+            return
         pace.note(took_ns, alone=alone)
 
     def _forget_if_many(self, kinds: set[Hashable] | dict[Hashable, _Pace]) -> None:

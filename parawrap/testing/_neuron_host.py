@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from parawrap.backends.neuron import NeuronRuntime, Signature, cores_given, not_traced, runtime, using
+from parawrap.backends.neuron import NeuronRuntime, Signature, copy_around, cores_given, not_traced, runtime, using
 from parawrap.errors import DeviceUnavailableError
 from parawrap.testing._compiler import compile_for_cores, compiled_in
 from parawrap.testing._cores import Core, CoreStats
@@ -109,7 +109,7 @@ class NeuronHost(NeuronRuntime):
         """
         _refuse_uncompiled(model)
         self._refuse_other_cores(start, count)
-        placed = copy.deepcopy(model)
+        placed = copy_around(model, {id(compiled): copy.deepcopy(compiled) for compiled in compiled_in(model)})
         neffs = [_neff_of(compiled) for compiled in compiled_in(placed)]
         with self._loading:
             self._load(neffs, self._cores()[start : start + count], placed=True)

@@ -80,3 +80,11 @@ def test_after_a_thousand_calls_both_ways_are_tried_again():
     for _ in range(3):
         paces.note("kind", TRIED, 600_000, alone=False)
     assert paces.longest_alone_ns("kind")
+
+
+def test_work_that_has_become_longer_is_tried_again():
+    """The caller does not go on alone when that takes twice as long as either way did."""
+    together, alone = (TRIED, 400_000, False), (TRIED, 300_000, True)
+    learnt = together, together, alone, alone
+    assert paces_after(*learnt, (TRIED, 700_000, True)).longest_alone_ns("kind")
+    assert not paces_after(*learnt, (TRIED, 900_000, True)).longest_alone_ns("kind")

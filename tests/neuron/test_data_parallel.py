@@ -324,7 +324,7 @@ def test_a_dim_that_the_inputs_do_not_have_is_refused(host, dim, says):
 def test_rows_that_disagree_are_refused(host):
     """Two inputs of different rows are refused by name, before anything runs."""
     net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(1, 3), torch.zeros(1, 3))))
-    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6"):
+    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6\. All inputs"):
         net(torch.zeros(6, 3), torch.zeros(4, 3))
 
 
@@ -558,3 +558,69 @@ def test_a_wrapper_of_unknown_size_without_dynamic_batching(host):
         torch.testing.assert_close(net(x), plain(x))
     with pytest.raises(ShapeError, match=r"9 rows .* 2.25 a core: .* the same whole number for each"):
         net(torch.randn(9, 3))
+
+
+# -- what stands around a compiled model
+
+
+class Head(nn.Module):
+    """An ordinary layer behind a compiled one."""
+
+    def __init__(self, compiled):
+        super().__init__()
+        self.compiled = compiled
+        self.head = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.5)
+        self.table = torch.arange(3.0)
+
+    def forward(self, x):
+        return self.drop(self.head(self.compiled(x))), self.table
+
+
+@pytest.fixture
+def head(host):
+    """It, and the model without a core that it should equal."""
+    plain, compiled, net = net_of(batch=2)
+    net.close()
+    model = Head(compiled).eval()
+    return model, lambda x: model.drop(model.head(plain(x)))
+
+
+@pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
+def test_the_layers_around_a_compiled_model_are_its_own(head, device_ids):
+    """What is written into them is seen, their mode is followed, and a tensor of theirs is the same from every core."""
+    model, expected = head
+    net = neuron.DataParallel(model, device_ids)
+    x = torch.randn(8, 3)
+    torch.testing.assert_close(net(x)[0], expected(x))
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    torch.testing.assert_close(net(x)[0], expected(x))
+    assert net(x)[1].shape == (3,)
+    net.train()
+    assert (net(x)[0] == 0).any()
+    net.eval()
+    assert not (net(x)[0] == 0).any()
+    net.close()
+
+
+@pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
+def test_gradients_arrive_in_the_layers_around_a_compiled_model(head, device_ids):
+    """They equal those of the model without cores."""
+    model, expected = head
+    net = neuron.DataParallel(model, device_ids)
+    x = torch.randn(8, 3)
+    net(x)[0].square().sum().backward()
+    found, model.head.weight.grad = model.head.weight.grad, None
+    expected(x).square().sum().backward()
+    torch.testing.assert_close(found, model.head.weight.grad)
+    net.close()
+
+
+def test_a_module_that_cannot_be_copied_is_refused(head, host):
+    """The error says what could not be copied; nothing is left on a core."""
+    model, _ = head
+    model.lock = threading.Lock()
+    with pytest.raises(ReplicaError, match=r"no replica of Head can be made: .*lock"):
+        neuron.DataParallel(model)
+    assert [core.memory_bytes for core in host.stats()] == [0] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -239,3 +240,16 @@ def test_a_kept_block_that_is_closed_says_so(host):
     with pytest.raises(SessionError, match="is closed"):
         block(torch.randn(8, 3))
     assert [core.memory_bytes for core in host.stats()] == [0] * 4
+
+
+def test_a_block_that_is_dropped_frees_its_cores_at_once(host):
+    """Used without `with` and never closed, it leaves nothing for the collector."""
+    _, model = models()
+    block = parallel(model, "neuron")
+    block(torch.randn(8, 3))
+    gc.disable()
+    try:
+        del block
+        assert [core.memory_bytes for core in host.stats()] == [0] * 4
+    finally:
+        gc.enable()

@@ -5,6 +5,7 @@ imported when a runtime is first asked for, never before. NeuronCores are no dev
 and a model that was compiled for a core takes them from there and gives its outputs back there.
 """
 
+from parawrap.backends.neuron._around import copy_around, modules_around
 from parawrap.backends.neuron._choice import runtime, using
 from parawrap.backends.neuron._chunks import in_chunks
 from parawrap.backends.neuron._contract import (
@@ -26,8 +27,10 @@ __all__ = [
     "arguments_of",
     "buffers_kept",
     "consecutive",
+    "copy_around",
     "cores_given",
     "in_chunks",
+    "modules_around",
     "names_cores",
     "no_dynamic_batching",
     "not_traced",

@@ -27,6 +27,7 @@ _WRONG_PACKAGE = "wrong package"  # what the placeholders on PyPI raise, in capi
 
 _choosing = threading.RLock()
 _chosen: NeuronRuntime | None = None
+_instead: list[NeuronRuntime] = []  # inside `using` blocks: the one that was entered last serves
 
 
 def runtime() -> NeuronRuntime:
@@ -40,6 +41,8 @@ def runtime() -> NeuronRuntime:
     """
     global _chosen
     with _choosing:
+        if _instead:
+            return _instead[-1]
         if _chosen is None:
             named = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip()
             _chosen = _load(named) if named else _first_there_is()
@@ -48,15 +51,14 @@ def runtime() -> NeuronRuntime:
 
 @contextmanager
 def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
-    """Have this runtime serve the whole process inside the block: not from two threads at once."""
-    global _chosen
+    """Have this runtime serve the whole process inside the block: all threads, so blocks belong to one of them."""
     with _choosing:
-        before, _chosen = _chosen, other
+        _instead.append(other)
     try:
         yield other
     finally:
         with _choosing:
-            _chosen = before
+            _instead.remove(other)
 
 
 def _first_there_is() -> NeuronRuntime:

@@ -104,10 +104,12 @@ class NeuronRuntime(ABC):
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
         """A copy of a compiled model, loaded onto the cores ``start .. start + count - 1`` in one call.
 
-        The copy takes the cores in turn, one inference each. The model itself stays what and where it is.
+        The copy takes the cores in turn, one inference each. The model itself stays what and where it is. Of a module that
+        holds compiled models the copy has the parameters and buffers around them: not copies of these.
 
         Raises:
-            ReplicaError: nothing in the model was compiled for NeuronCores.
+            ReplicaError: nothing in the model was compiled for NeuronCores, or something around it cannot be copied.
+            ValueError, DeviceUnavailableError: there are no such cores.
             RuntimeError: the runtime could not load it; there is no memory left on a core, say.
         """
 

@@ -86,7 +86,7 @@ def cores_given(environ: Mapping[str, str] | None = None) -> int | None:
     environ = os.environ if environ is None else environ
     listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if listed:
-        return len(_listed(listed))
+        return sum(map(len, _listed(listed)))
     number = environ.get("NEURON_RT_NUM_CORES", "").strip()
     if not number:
         return None
@@ -96,12 +96,12 @@ def cores_given(environ: Mapping[str, str] | None = None) -> int | None:
     return int(number) or None
 
 
-def _listed(listed: str) -> list[int]:
-    cores: list[int] = []
+def _listed(listed: str) -> list[range]:
+    spans: list[range] = []
     for part in listed.split(","):
         span = _span(part.strip())
         why = "is no core and no range" if span is None else "runs backwards" if not span else ""
-        if span and any(core in span for core in cores):
+        if span and any(max(span.start, other.start) < min(span.stop, other.stop) for other in spans):
             why = "names a core again"
         if why or span is None:
             msg = (
@@ -109,8 +109,8 @@ def _listed(listed: str) -> list[int]:
                 "'0-6', '3' or '0,2-4'"
             )
             raise DeviceListError(msg)
-        cores.extend(span)
-    return cores
+        spans.append(span)
+    return spans
 
 
 def _span(part: str) -> range | None:
@@ -121,8 +121,7 @@ def _span(part: str) -> range | None:
 
 def _index(entry: Any) -> int:
     """The index that one entry of a list names."""
-    if isinstance(entry, NeuronCore):
-        return entry.index
+    entry = entry.index if isinstance(entry, NeuronCore) else entry
     if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
         return entry
     if isinstance(entry, str):

@@ -6,7 +6,6 @@ Knows the vendor's documented names, and no others. Of a compiled model the vend
 
 from __future__ import annotations
 
-import copy
 import importlib
 import io
 import threading
@@ -16,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from parawrap.backends.neuron._around import copy_around
 from parawrap.backends.neuron._contract import NeuronRuntime, Signature, TensorSpec, not_traced
 from parawrap.backends.neuron._cores import cores_given
 from parawrap.backends.neuron._neuron_ls import cores_listed
@@ -64,7 +64,7 @@ class VendorRuntime(NeuronRuntime):
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
         """Loads a saved copy where it is to be: the most efficient way, says the vendor, and the one that is documented.
 
-        What stands around the compiled parts is deep-copied.
+        What stands around the compiled parts is copied, but for its tensors.
         """
         parts = _compiled_parts(model)
         context = self._documented("neuron_cores_context")
@@ -72,7 +72,7 @@ class VendorRuntime(NeuronRuntime):
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded = [torch.jit.load(buffer) for buffer in saved]
         copies = list(zip(parts, loaded, strict=True))
-        placed: torch.nn.Module = copy.deepcopy(model, {id(part): there for part, there in copies})
+        placed = copy_around(model, {id(part): there for part, there in copies})
         for original, there in ((model, placed), *copies):
             if original in self._traced:
                 self._traced[there] = self._traced[original]
