@@ -45,7 +45,8 @@ class NeuronSession(Session):
         self._fittings = {
             method: Fitting(placed.signature, batching.dim, cutter.parameters) for method, cutter in cutters.items()
         }
-        self._in_one_lane = Cutter(batching.dim, lists_are_shared=True, sizes=batching.whole)
+        in_one_lane = Cutter(batching.dim, lists_are_shared=True, sizes=batching.whole)
+        self._in_one_lane = None if batching.chunk is None else in_one_lane
         super().__init__(
             placed.in_turn,
             (_CPU,) * workers,
@@ -126,7 +127,7 @@ class NeuronSession(Session):
         return [call(*shard.args, **shard.kwargs) for shard in self._scattered(plan, flat)], plan, flat
 
     def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
-        return self._in_one_lane.plan(args, kwargs, 1)
+        return super()._whole(entry, args, kwargs) if self._in_one_lane is None else self._in_one_lane.plan(args, kwargs, 1)
 
     def _scattered(self, plan: ShardPlan, flat: FlatCall) -> list[Shard]:
         return plan.scatter(flat, (_CPU,) * len(plan.sizes))

@@ -124,6 +124,11 @@ class Batching(NamedTuple):
         compiled = None if placed.signature is None else _compiled_rows(placed.signature, dim)
         return cls(len(placed.cores), dim, compiled, placed.dynamic, split_size, _why_fixed(placed.signature, dim))
 
+    @property
+    def chunk(self) -> int | None:
+        """The rows that a core is given at once of a call that it gets whole; None for all of them."""
+        return self.split_size or (None if self.dynamic else self.compiled)
+
     def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
         """The sizes of a call's shards; there may be more of them than lanes.
 
@@ -146,8 +151,7 @@ class Batching(NamedTuple):
         Raises:
             ShapeError: without dynamic batching, they would not be of the compiled size.
         """
-        size = self.split_size or (None if self.dynamic else self.compiled)
-        return (rows,) if size is None else self._chunks(rows, size)
+        return (rows,) if self.chunk is None else self._chunks(rows, self.chunk)
 
     def _chunks(self, rows: int, size: int) -> tuple[int, ...]:
         full, rest = divmod(rows, size)

@@ -253,3 +253,24 @@ def test_a_block_that_is_dropped_frees_its_cores_at_once(host):
         assert [core.memory_bytes for core in host.stats()] == [0] * 4
     finally:
         gc.enable()
+
+
+class Table(nn.Module):
+    """Holds a compiled model, and takes a table for all rows beside them."""
+
+    def __init__(self, compiled):
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, x, table):
+        return self.compiled(x) @ table
+
+
+def test_a_whole_call_may_have_inputs_of_other_rows(host):
+    """What one core does is not cut, so nothing has to agree."""
+    plain, compiled = models()
+    x, table = torch.randn(8, 3), torch.randn(2, 5)
+    with parallel(Table(compiled), "neuron") as p:
+        torch.testing.assert_close(p.submit(x, table).result(), plain(x) @ table)
+        with pytest.raises(ShardError, match=r"args\[1\] has 2 on dim 0"):
+            p(x, table)

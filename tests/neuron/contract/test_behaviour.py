@@ -84,11 +84,12 @@ def test_a_placed_model_takes_its_cores_in_turn(emulated):
 
 
 def test_a_wrapper_is_placed_with_all_that_is_compiled_in_it(subject):
-    """A plain module around compiled ones is copied whole: its own parameters, and each compiled part once."""
+    """A plain module around compiled ones is copied, with its own parameters, and each compiled part once."""
     whole = Around(*(subject.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     placed = subject.runtime.place(whole, 0, 1)
     assert isinstance(placed, Around)
-    assert placed.before.weight is not whole.before.weight
+    assert placed.before is not whole.before
+    assert placed.before.weight is whole.before.weight
     assert all(part is not of_whole for part, of_whole in zip(placed.parts, whole.parts, strict=True))
     expected = Around(mlp(), mlp())(rows(2))
     for answering in (placed, whole):
