@@ -4,7 +4,7 @@ Knows every room below and no face. A session owns the lanes and the replicas of
 batches through them.
 """
 
-from parawrap.engine._in_place import CallEntry, InPlace
+from parawrap.engine._in_place import InPlace
 from parawrap.engine._neuron_session import NeuronSession
 from parawrap.engine._placed import Batching, PlacedModel
 from parawrap.engine._session import Entry, LanesAwaitThread, Session, Ticket
@@ -15,7 +15,6 @@ from parawrap.replicas import ReplicaSet, original_method
 
 __all__ = [
     "Batching",
-    "CallEntry",
     "Entry",
     "InPlace",
     "LaneStats",

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from parawrap.engine._session import Entry
 from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
-__all__ = ["CallEntry", "InPlace"]
+__all__ = ["InPlace", "Owner"]
 
 _rewriting = threading.RLock()
-CallEntry = Callable[[Entry, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Owner(Protocol):
+    """Whose block it is: what calls of the rewritten methods go through."""
+
+    def call_through(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class InPlace:
@@ -24,14 +30,14 @@ class InPlace:
     Any number of them may be open on one module, in any threads; one lock for all keeps their order.
     """
 
-    def __init__(self, module: torch.nn.Module, methods: Sequence[str], call: CallEntry) -> None:
+    def __init__(self, module: torch.nn.Module, methods: Sequence[str], owner: Owner) -> None:
         self._module = module
         self._methods = methods
-        self._call = call
+        self._owner = weakref.ref(owner)  # one that nobody has any more is not kept by what it rewrote
         self._replaced: list[tuple[str, Any, Any]] = []
 
     def install(self) -> None:
-        """Every call of one of the methods goes through `call` from now on, by whichever reference it comes."""
+        """Every call of one of the methods goes through the owner from now on, by whichever reference it comes."""
         with _rewriting:
             self._install()
 
@@ -41,7 +47,7 @@ class InPlace:
             self._replace("_compiled_call_impl", None)
         for name in dict.fromkeys(self._methods):
             plain = getattr(self._module, name)
-            self._replace(name, StandIn(plain, partial(_called, self._call, Entry(plain, name))))
+            self._replace(name, StandIn(plain, partial(_called, self._owner, Entry(plain, name))))
         # copy, deepcopy and pickle take a module's state from this: theirs is a plain module.
         self._replace("__getstate__", StandIn(self._module.__getstate__, _state))
 
@@ -64,5 +70,6 @@ def _state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return without_stand_ins(state) if isinstance(state, dict) else state
 
 
-def _called(call: CallEntry, entry: Entry, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return call(entry, args, kwargs)
+def _called(owner: weakref.ref[Owner], entry: Entry, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    alive = owner()
+    return entry.plain(*args, **kwargs) if alive is None else alive.call_through(entry, args, kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, resolve_device, resolve_devices
 from parawrap.backends.neuron import NeuronCore, names_cores
-from parawrap.engine import CallEntry, Entry, InPlace, Session, Stats, Trace, stream
+from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
 from parawrap.faces._arguments import checked_in_dims, checked_methods, parameters_of
 from parawrap.faces._on_cores import Joining, cores_of, open_session
@@ -67,7 +66,7 @@ class Parallel(Generic[TargetT]):
         self._cores = cores_of(devices) if names_cores(devices) else ()
         self._devices = () if self._cores else resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), _weakly(self._call))
+        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
         if in_dims and self._cores:
@@ -235,7 +234,7 @@ class Parallel(Generic[TargetT]):
                 self._session = self._new_session()
             return self._session
 
-    def _call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_through(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a stand-in does. One that somebody kept beyond the block calls plainly."""
         session = self._session
         return entry.plain(*args, **kwargs) if session is None else session.call(entry, args, kwargs)
@@ -278,17 +277,6 @@ class Parallel(Generic[TargetT]):
                 return wrapped(*args, **kwargs)
 
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
-
-
-def _weakly(call: CallEntry) -> CallEntry:
-    """The bound method for as long as its object lives: one that nobody has any more goes without the collector."""
-    method = weakref.WeakMethod(call)
-
-    def through(entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        alive = method()
-        return entry.plain(*args, **kwargs) if alive is None else alive(entry, args, kwargs)
-
-    return through
 
 
 def parallel(

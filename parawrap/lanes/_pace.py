@@ -1,9 +1,9 @@
 """Whether work of a kind is done sooner by the caller alone than by several lanes at once.
 
 Waking a thread takes as long as some work does, and threads that run Python hold each other up: they share the interpreter
-lock. What takes no longer than a thread takes to wake up is run by the caller. What takes up to ten times that may be tried
-in both ways, twice each; the way with the best time is kept for a thousand calls, or until the work takes markedly longer,
-and then both are tried again. What takes longer still always goes to the lanes.
+lock. What takes no longer than a thread takes to wake up is run by the caller. What takes up to thirty times that may be
+tried in both ways, twice each; the way with the best time is kept for a thousand calls, or until the work takes markedly
+longer, and then both are tried again. What takes longer still always goes to the lanes.
 
 Only work that never waits for the work of another lane may be tried: run alone, it would wait for ever.
 """
@@ -17,7 +17,7 @@ __all__ = ["WAKE_UP_NS", "Paces"]
 WAKE_UP_NS = 30_000
 """What it takes to wake a thread, roughly: the row of `benchmarks/overhead.py` in which the model sleeps shows it."""
 
-_WORTH_TRYING_NS = 10 * WAKE_UP_NS
+_WORTH_TRYING_NS = 30 * WAKE_UP_NS  # a call or two in a thousand then take at most so long for every lane
 _TRIES = 2
 _TRY_AGAIN_AFTER = 1000
 _MOST_KINDS = 1024
