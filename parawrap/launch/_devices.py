@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from parawrap.errors import PlatformError
+
 __all__ = ["Device", "cores", "first_neuron_core", "rank_device", "visible"]
 
 
@@ -77,13 +79,23 @@ def first_neuron_core(local_rank: int) -> str:
 
 
 def _neuron_cores() -> list[int]:
-    """The NeuronCores that the environment gives to this process; none where there is no Neuron device."""
-    if not any(Path("/dev").glob("neuron*")):
+    """The NeuronCores that the environment gives to this process; none where there is no Neuron device.
+
+    With PARAWRAP_NEURON_RUNTIME=host they are emulated, and 2 unless the environment says otherwise.
+    """
+    emulated = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip() == "host"
+    if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
     listed = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
-    if listed:
-        return [core for part in listed.split(",") for core in _span(part)]
-    return list(range(int(os.environ.get("NEURON_RT_NUM_CORES", "0"))))
+    number = os.environ.get("NEURON_RT_NUM_CORES", "2" if emulated else "0")
+    try:
+        return [core for part in listed.split(",") for core in _span(part)] if listed else list(range(int(number)))
+    except ValueError as error:
+        msg = (
+            f"NEURON_RT_VISIBLE_CORES={listed!r}, NEURON_RT_NUM_CORES={number!r}: {error}; give cores and ranges to the "
+            "first, as in '0-6' or '0,2-4', or a number to the second"
+        )
+        raise PlatformError(msg) from error
 
 
 def _span(part: str) -> range:

@@ -1,0 +1,49 @@
+"""Ranks on NeuronCores: each has one, which it sees as nc:0."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from parawrap import Platform, PlatformError, neuron, wrapper
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    """Cores are emulated in this process and in those that it starts."""
+    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "cores"),
+    [("NEURON_RT_NUM_CORES", "2", ["0", "1"]), ("NEURON_RT_VISIBLE_CORES", "4,6", ["4", "6"])],
+)
+def test_each_rank_has_a_core_of_its_own(monkeypatch, variable, value, cores):
+    """A rank's core is what the process was given one of, and the only one that its models see."""
+    monkeypatch.setenv(variable, value)
+
+    @wrapper(Platform(device="neuron", verbose=False))
+    def serve(x):
+        net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.zeros(1, 3)))
+        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, net(x)
+
+    x = torch.randn(4, 3)
+    results = list(serve(x))
+    assert [result[:3] for result in results] == [(core, 1, [0]) for core in cores]
+    assert all(torch.equal(result[3], x.relu()) for result in results)
+
+
+def test_more_ranks_than_cores_are_refused(monkeypatch):
+    """Never a smaller world than asked for."""
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
+    with pytest.raises(PlatformError, match=r"n_gpus=8: 3 are visible"):
+        Platform(device="neuron", n_gpus=8)
+
+
+def test_a_malformed_list_of_cores_is_named(monkeypatch):
+    """The error shows the variable, and what would do."""
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-a")
+    with pytest.raises(PlatformError, match=r"NEURON_RT_VISIBLE_CORES='0-a'.*'0-6' or '0,2-4'"):
+        Platform(device="neuron")
