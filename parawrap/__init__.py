@@ -9,7 +9,9 @@
 torch.Size([8, 2])
 """
 
-from parawrap import functional, neuron
+import importlib
+from typing import TYPE_CHECKING
+
 from parawrap._version import __version__
 from parawrap.errors import (
     DeviceListError,
@@ -36,9 +38,12 @@ from parawrap.faces.parallel_wrapper import ParallelWrapper
 from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
 from parawrap.faces.tuples import cat, transpose
 from parawrap.faces.tuplewise import Tuplewise
-from parawrap.faces.wrapper import Wrapper, wrapper
-from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 from parawrap.shards import register_split
+
+if TYPE_CHECKING:
+    from parawrap import functional, neuron
+    from parawrap.faces.wrapper import Wrapper, wrapper
+    from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 
 __all__ = [
     "Batch",
@@ -86,3 +91,26 @@ __all__ = [
     "tuple_fn",
     "wrapper",
 ]
+
+
+_LAUNCHING = ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank")
+_LATER = {
+    "Wrapper": "parawrap.faces.wrapper",
+    "wrapper": "parawrap.faces.wrapper",
+    **dict.fromkeys(_LAUNCHING, "parawrap.launch"),
+}
+
+
+def __getattr__(name: str) -> object:
+    """What not every program needs, launching and NeuronCores, is imported when it is first asked for."""
+    if name in ("functional", "neuron"):
+        return importlib.import_module(f"parawrap.{name}")
+    if name not in _LATER:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -38,6 +38,7 @@ ALLOWED = {
 
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
+    "parawrap.backends.neuron", "parawrap.launch",
 ]  # fmt: skip
 
 

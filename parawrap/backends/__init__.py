@@ -6,7 +6,7 @@ Knows torch's device types; refuses to know modules, calls and processes. ``_bas
 
 from parawrap.backends._base import Backend, Stream, Traits
 from parawrap.backends._registry import backend_of, best_backend, register_backend
-from parawrap.backends._resolve import DeviceLike, Devices, resolve_device, resolve_devices
+from parawrap.backends._resolve import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._streams import bring, bring_into, device_of, record_use
 from parawrap.backends._warn import warn_caller
 
@@ -21,6 +21,7 @@ __all__ = [
     "bring",
     "bring_into",
     "device_of",
+    "names_cores",
     "record_use",
     "register_backend",
     "resolve_device",

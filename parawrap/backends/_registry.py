@@ -10,7 +10,7 @@ import torch
 from parawrap.backends._base import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["backend_of", "best_backend", "not_there", "register_backend"]
+__all__ = ["CORE_KINDS", "backend_of", "best_backend", "not_there", "register_backend"]
 
 _MODULES = {
     "cpu": "parawrap.backends.cpu",
@@ -18,7 +18,9 @@ _MODULES = {
     "mps": "parawrap.backends.mps",
     "xla": "parawrap.backends.xla",
 }
-_CORES = ("nc", "neuron")
+CORE_KINDS = ("nc", "neuron")
+"""How NeuronCores are named. They are no devices of torch's, and have no backend here."""
+
 _ANY_ACCELERATOR = "parawrap.backends.accelerator"
 _loaded: dict[str, Backend] = {}
 _loading = threading.Lock()
@@ -65,7 +67,7 @@ def _load(kind: str) -> Backend:
         backend = importlib.import_module(_MODULES[kind]).BACKEND
         assert isinstance(backend, Backend)
         return backend
-    if kind in _CORES:
+    if kind in CORE_KINDS:
         msg = (
             f"{kind!r}: NeuronCores are no devices of torch's. parallel(model, ['nc:0', 'nc:1']) and neuron.DataParallel "
             "take them, for a model that parawrap.neuron.trace compiled"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends._registry import backend_of, best_backend
+from parawrap.backends._registry import CORE_KINDS, backend_of, best_backend
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-__all__ = ["DeviceLike", "Devices", "resolve_device", "resolve_devices"]
+__all__ = ["DeviceLike", "Devices", "names_cores", "resolve_device", "resolve_devices"]
 
 DeviceLike = int | str | torch.device
 Devices = int | str | torch.device | Sequence[DeviceLike] | None
@@ -37,6 +37,12 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
     if isinstance(devices, torch.device):
         return (resolve_device(devices),)
     return _each(devices)
+
+
+def names_cores(devices: object) -> bool:
+    """Whether what a user writes for devices names NeuronCores: "nc", "neuron", "nc:0", or a sequence with one of these."""
+    entries = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    return any(str(entry).partition(":")[0] in CORE_KINDS for entry in entries)  # a NeuronCore is written as it is named
 
 
 def resolve_device(device: DeviceLike) -> torch.device:

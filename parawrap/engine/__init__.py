@@ -5,8 +5,6 @@ batches through them.
 """
 
 from parawrap.engine._in_place import InPlace
-from parawrap.engine._neuron_session import NeuronSession
-from parawrap.engine._placed import Batching, PlacedModel
 from parawrap.engine._session import Entry, LanesAwaitThread, Session, Ticket
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._stream import stream
@@ -14,13 +12,10 @@ from parawrap.engine._trace import Trace
 from parawrap.replicas import ReplicaSet, original_method
 
 __all__ = [
-    "Batching",
     "Entry",
     "InPlace",
     "LaneStats",
     "LanesAwaitThread",
-    "NeuronSession",
-    "PlacedModel",
     "ReplicaSet",
     "Session",
     "Stats",

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
-from parawrap.shards import Parameters
+from parawrap.shards import GatherRules, Parameters
 
-__all__ = ["checked_in_dims", "checked_methods", "parameters_of"]
+__all__ = ["Joining", "checked_in_dims", "checked_methods", "parameters_of"]
+
+
+class Joining(TypedDict):
+    """How a session joins outputs, and whether it checks them."""
+
+    rules: GatherRules
+    output_device: torch.device | None
+    verify: bool
 
 
 def checked_methods(module: Any, methods: Sequence[str]) -> Sequence[str]:

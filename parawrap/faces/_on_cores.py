@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
-
-import torch
+from typing import Any
 
 from parawrap.backends.neuron import NeuronCore, resolve_cores, runtime
-from parawrap.engine import Batching, NeuronSession, PlacedModel
+from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
 from parawrap.errors import ShapeError, ShardError
-from parawrap.shards import Cutter, GatherRules, Sizes
+from parawrap.faces._arguments import Joining
+from parawrap.shards import Cutter, Sizes
 
-__all__ = ["WORKERS_PER_CORE", "Joining", "cores_of", "open_session", "place"]
+__all__ = ["WORKERS_PER_CORE", "cores_of", "open_session", "place"]
 
 WORKERS_PER_CORE = 2
 """One runs while the other one's input is brought over; also torch_neuronx.DataParallel's default of num_workers."""
-
-
-class Joining(TypedDict):
-    """How a session joins outputs, and whether it checks them."""
-
-    rules: GatherRules
-    output_device: torch.device | None
-    verify: bool
 
 
 def cores_of(devices: Any) -> tuple[NeuronCore, ...]:

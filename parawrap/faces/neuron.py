@@ -12,7 +12,8 @@ import torch
 
 from parawrap.backends import warn_caller
 from parawrap.backends.neuron import NeuronCore
-from parawrap.engine import Batching, Entry, NeuronSession, PlacedModel
+from parawrap.engine import Entry
+from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
 from parawrap.errors import ShardError
 from parawrap.faces._on_cores import WORKERS_PER_CORE, cores_of, place
 from parawrap.faces._vector import vector

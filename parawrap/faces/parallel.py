@@ -9,19 +9,20 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import torch
 import wrapt
 
-from parawrap.backends import DeviceLike, Devices, backend_of, resolve_device, resolve_devices
-from parawrap.backends.neuron import NeuronCore, names_cores
+from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
-from parawrap.faces._arguments import checked_in_dims, checked_methods, parameters_of
-from parawrap.faces._on_cores import Joining, cores_of, open_session
+from parawrap.faces._arguments import Joining, checked_in_dims, checked_methods, parameters_of
 from parawrap.faces._progress import Progress
 from parawrap.shards import Cutter, GatherRules, Reduce, Sizes, balanced
+
+if TYPE_CHECKING:
+    from parawrap.backends.neuron import NeuronCore
 
 __all__ = ["Parallel", "parallel"]
 
@@ -63,8 +64,14 @@ class Parallel(Generic[TargetT]):
             msg = f"parallel takes a module or another callable, not {target!r}"
             raise ShardError(msg)
         self.target = target
-        self._cores = cores_of(devices) if names_cores(devices) else ()
-        self._devices = () if self._cores else resolve_devices(devices)
+        self._cores: tuple[NeuronCore, ...] = ()
+        self._devices: tuple[torch.device, ...] = ()
+        if names_cores(devices):
+            from parawrap.faces._on_cores import cores_of
+
+            self._cores = cores_of(devices)
+        else:
+            self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
         self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self)
         parameters = parameters_of(target, methods)
@@ -213,6 +220,8 @@ class Parallel(Generic[TargetT]):
 
     def _new_session(self) -> Session:
         if self._cores:
+            from parawrap.faces._on_cores import open_session
+
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
         return Session(self.target, self._devices, cutters=self._cutters(), **self._joining)
 

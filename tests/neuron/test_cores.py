@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parawrap.backends.neuron import NeuronCore, cores_given, names_cores, resolve_cores
+from parawrap.backends import names_cores
+from parawrap.backends.neuron import NeuronCore, cores_given, resolve_cores
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
 

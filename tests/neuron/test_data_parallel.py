@@ -21,7 +21,7 @@ from parawrap import (
     ShardError,
     neuron,
 )
-from parawrap.engine import Batching
+from parawrap.engine.neuron import Batching
 from parawrap.testing import neuron_host
 
 

@@ -16,7 +16,7 @@ from parawrap.backends.neuron._contract import (
     no_dynamic_batching,
     not_traced,
 )
-from parawrap.backends.neuron._cores import NeuronCore, cores_given, names_cores, resolve_cores
+from parawrap.backends.neuron._cores import NeuronCore, cores_given, resolve_cores
 from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "cores_given",
     "in_chunks",
     "modules_around",
-    "names_cores",
     "no_dynamic_batching",
     "not_traced",
     "quiet_about_torchscript",

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from parawrap.backends._registry import CORE_KINDS
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-__all__ = ["NeuronCore", "cores_given", "names_cores", "resolve_cores"]
+__all__ = ["NeuronCore", "cores_given", "resolve_cores"]
 
-_KINDS = ("nc", "neuron")
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -28,17 +28,6 @@ class NeuronCore:
         return f"nc:{self.index}"
 
 
-def names_cores(devices: Any) -> bool:
-    """Whether what a user writes for devices names NeuronCores: "nc", "neuron", "nc:0", or a sequence with one of these."""
-    if isinstance(devices, str):
-        return devices.partition(":")[0] in _KINDS
-    if isinstance(devices, NeuronCore):
-        return True
-    return isinstance(devices, Sequence) and any(
-        isinstance(entry, (str, NeuronCore)) and names_cores(entry) for entry in devices
-    )
-
-
 def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
     """The cores that `devices` names, of the `visible` ones that this process has; None is all of them.
 
@@ -48,7 +37,7 @@ def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
         DeviceListError: empty, with a duplicate, or with an entry that is no core.
         DeviceUnavailableError: a core that this process does not have; the message says which it has.
     """
-    if devices is None or devices in _KINDS:
+    if devices is None or devices in CORE_KINDS:
         if visible == 0:
             msg = f"no NeuronCore is allocated to this process: {_cure()}"
             raise DeviceUnavailableError(msg)
@@ -126,7 +115,7 @@ def _index(entry: Any) -> int:
         return entry
     if isinstance(entry, str):
         kind, _, index = entry.partition(":")
-        if kind in _KINDS and index.isascii() and index.isdecimal():
+        if kind in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
     msg = f"{shown} is no NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"

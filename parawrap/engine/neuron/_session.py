@@ -1,4 +1,4 @@
-"""The engine on NeuronCores: a session whose lanes are workers, which feed the cores in turn."""
+"""A session whose lanes are workers, which feed the cores in turn."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parawrap.engine._fitting import Fitting
-from parawrap.engine._placed import Batching, PlacedModel
 from parawrap.engine._session import Entry, Session, Ticket, not_a_copy
+from parawrap.engine.neuron._fitting import Fitting
+from parawrap.engine.neuron._placed import Batching, PlacedModel
 from parawrap.replicas import LaneReplica
 from parawrap.shards import Cutter, FlatCall, GatherRules, Shard, ShardPlan
 

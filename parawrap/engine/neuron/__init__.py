@@ -1,0 +1,9 @@
+"""The engine on NeuronCores: a compiled model that is placed once, and a session whose lanes feed its cores.
+
+Knows the runtime's contract and the engine's session; refuses to know faces. Imported where cores are named, not before.
+"""
+
+from parawrap.engine.neuron._placed import Batching, PlacedModel
+from parawrap.engine.neuron._session import NeuronSession
+
+__all__ = ["Batching", "NeuronSession", "PlacedModel"]
