@@ -85,6 +85,8 @@ class Parallel(Generic[TargetT]):
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
+        # Kept from block to block: what was compiled for the shards of one is there for those of the next.
+        self._device_cutters = self._cutters() if self._devices else {}
         self._joining = Joining(
             rules=GatherRules(dim, reduce, join),
             output_device=None if output_device is None else resolve_device(output_device),
@@ -223,7 +225,7 @@ class Parallel(Generic[TargetT]):
             from parawrap.faces._on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
-        return Session(self.target, self._devices, cutters=self._cutters(), **self._joining)
+        return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
     def _cutters(self, sizes: Sizes = balanced) -> dict[str | None, Cutter]:
         """One for each way into the target."""

@@ -75,8 +75,9 @@ class Paces:
         if kind is None:
             return
         if first_ns < WAKE_UP_NS:
-            self._forget_if_many(self._short)
-            self._short.add(kind)
+            if kind not in self._short:
+                self._forget_if_many(self._short)
+                self._short.add(kind)
             return
         self._short.discard(kind)
         if not self._may_try_alone or first_ns >= _WORTH_TRYING_NS:
@@ -87,7 +88,7 @@ class Paces:
             self._forget_if_many(self._tried)
             pace = self._tried[kind] = _Pace()
         if alone and pace.outlasted(took_ns):
-            del self._tried[kind]
+            self._tried.pop(kind, None)
             return
         pace.note(took_ns, alone=alone)
 

@@ -8,6 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import parallel
+from parawrap.backends import backend_of
 
 THREE = ["cpu"] * 3
 
@@ -311,3 +312,14 @@ def test_state_that_forward_keeps_does_not_build_replicas_anew():
             model(x)
     assert len({id(module) for module in model.ran}) == 3
     assert model.last == x[:3].sum().item()
+
+
+def test_a_block_that_is_entered_again_knows_the_sizes_of_shards_that_were_compiled(monkeypatch):
+    """Where each size costs a compilation, a short batch of a later block is cut as an earlier block's batches were."""
+    monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
+    model = nn.Linear(3, 2)
+    block = parallel(model, ["cpu", "cpu"])
+    for rows, sizes in ((8, (4, 4)), (5, (4, 1))):
+        with block:
+            model(torch.randn(rows, 3))
+            assert block.stats().shards == sizes

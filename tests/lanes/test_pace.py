@@ -88,3 +88,12 @@ def test_work_that_has_become_longer_is_tried_again():
     learnt = together, together, alone, alone
     assert paces_after(*learnt, (TRIED, 700_000, True)).longest_alone_ns("kind")
     assert not paces_after(*learnt, (TRIED, 900_000, True)).longest_alone_ns("kind")
+
+
+def test_a_kind_that_is_known_makes_no_other_forgotten():
+    """Only a new kind can be one too many."""
+    paces = Paces()
+    for kind in range(1024):
+        paces.note(kind, BRIEF, BRIEF, alone=False)
+    paces.note(0, BRIEF, BRIEF, alone=False)
+    assert all(paces.longest_alone_ns(kind) == WAKE_UP_NS for kind in range(1024))
