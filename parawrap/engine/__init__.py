@@ -4,8 +4,9 @@ Knows every room below and no face. A session owns the lanes and the replicas of
 batches through them.
 """
 
+from parawrap.engine._entry import Entry, LanesAwaitThread, Ticket
 from parawrap.engine._in_place import InPlace
-from parawrap.engine._session import Entry, LanesAwaitThread, Session, Ticket
+from parawrap.engine._session import Session
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._stream import stream
 from parawrap.engine._trace import Trace

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parawrap.engine._session import Entry
+from parawrap.engine._entry import Entry
 from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
 __all__ = ["InPlace", "Owner"]

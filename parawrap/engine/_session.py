@@ -7,52 +7,26 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 import torch
 
 from parawrap.backends import device_of, record_use
+from parawrap.engine._entry import Entry, LanesAwaitThread, Ticket
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
 from parawrap.engine._work import Work
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LanePool, current_lane, first_failure, sees_only_its_own_thread
+from parawrap.lanes import LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Entry", "LanesAwaitThread", "Session", "Ticket", "not_a_copy"]
+__all__ = ["Session", "not_a_copy"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
-
-
-class Entry(NamedTuple):
-    """Which way into the target a call takes.
-
-    `plain` is the call as it would be without parawrap. `method` names what a replica is asked for; None calls it as a
-    whole, hooks included.
-    """
-
-    plain: Callable[..., Any]
-    method: str | None = None
-
-    def of(self, replica: Any) -> Callable[..., Any]:
-        return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
-
-
-class Ticket(NamedTuple):
-    """A whole call on its way through one lane, with its rows."""
-
-    future: Future[Any]
-    lane: Lane
-    rows: int
-    hint: str = ""  # what to tell where it fails
-
-
-class LanesAwaitThread(Exception):  # noqa: N818
-    """Not an error: the call is to run plainly. Never reaches a user."""
 
 
 class Session:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from parawrap.engine._session import Entry, Session, Ticket, not_a_copy
+from parawrap.engine._entry import Entry, Ticket
+from parawrap.engine._session import Session, not_a_copy
 from parawrap.engine.neuron._fitting import Fitting
 from parawrap.engine.neuron._placed import Batching, PlacedModel
 from parawrap.replicas import LaneReplica
@@ -106,24 +107,24 @@ class NeuronSession(Session):
 
     def _into_replicas(self, entry: Entry) -> Entry:
         """The same way in, but never to the model itself: it is on whichever core the runtime put it."""
-        return Entry(partial(self._in_this_thread, entry.method), entry.method)
+        return Entry(partial(self._in_this_thread, entry), entry.method)
 
-    def _in_this_thread(self, method: str | None, *args: Any, **kwargs: Any) -> Any:
+    def _in_this_thread(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
         """A whole call, without lanes, on the next core in turn."""
-        outputs, plan, flat = self._outputs_here(method, args, kwargs)
+        outputs, plan, flat = self._outputs_here(entry, args, kwargs)
         return outputs[0] if len(outputs) == 1 else self.gather(outputs, plan.sizes, self._beside(flat))
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._count_plain()
-        outputs, plan, flat = self._outputs_here(entry.method, args, kwargs)
+        outputs, plan, flat = self._outputs_here(entry, args, kwargs)
         as_it_is = len(outputs) == 1 and self.rules.keep_single
         return outputs[0] if as_it_is else self.gather(outputs, plan.sizes, self._beside(flat))
 
     def _outputs_here(
-        self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], ShardPlan, FlatCall]:
-        plan, flat = self._whole(Entry(self.target, method), args, kwargs)
-        call = _method_of(self._placed.in_turn(), method)
+        plan, flat = self._whole(entry, args, kwargs)
+        call = entry.of(self._placed.in_turn())
         return [call(*shard.args, **shard.kwargs) for shard in self._scattered(plan, flat)], plan, flat
 
     def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
@@ -133,11 +134,7 @@ class NeuronSession(Session):
         return plan.scatter(flat, (_CPU,) * len(plan.sizes))
 
     def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
-        return _method_of(replica.module, entry.method)
-
-
-def _method_of(replica: Any, method: str | None) -> Callable[..., Any]:
-    return replica if method is None else getattr(replica, method)  # type: ignore[no-any-return]
+        return entry.of(replica.module)
 
 
 def _in_order(works: Sequence[Callable[[], Any]]) -> list[Any]:
