@@ -291,7 +291,7 @@ def test_nobody_works_inside_idle(pool):
 def test_a_caller_that_is_interrupted_while_it_waits_leaves_at_once(pool, monkeypatch):
     """Ctrl-C while a lane works: the caller is out, what was not begun is not run, and the pool is usable."""
     assert threading.current_thread() is threading.main_thread()
-    waiting, ran = threading.Event(), []
+    waiting, began, ran = threading.Event(), threading.Event(), []
     busy, held = SimpleQueue(), SimpleQueue()  # a get is C code: to the pool the lane computes, it waits for nobody
     wait = Flight.wait
 
@@ -300,7 +300,8 @@ def test_a_caller_that_is_interrupted_while_it_waits_leaves_at_once(pool, monkey
         return wait(flight, patience)
 
     monkeypatch.setattr(Flight, "wait", announced)
-    blocked = pool.submit(pool.lanes[2], held.get)  # lane 2 works on something else: its part is not begun
+    blocked = pool.submit(pool.lanes[2], lambda: (began.set(), held.get()))
+    assert began.wait(30)  # lane 2 works on something else: its part is not begun
 
     def interrupt():
         waiting.wait()
