@@ -64,7 +64,10 @@ def _pool_per_call(replicas: Sequence[Callable[[torch.Tensor], torch.Tensor]], x
 
 
 def _serving() -> Row:
-    """Clients that each send one row, wait for its output, and send the next."""
+    """Clients that each send one row, wait for its output, and send the next.
+
+    An emulated core takes up an input that waits the moment it is free, as hardware with a queue does.
+    """
     with neuron_host(cores=_SERVING_CORES, latency_s=_LATENCY_S):
         model = neuron.trace(torch.nn.Identity(), torch.zeros(1, 16))
         with torch.no_grad(), parallel(model, "neuron") as block:

@@ -42,8 +42,8 @@ _cores: weakref.WeakSet[Core] = weakref.WeakSet()
 class Core:
     """One core, by its index within the process. Lives as long as its host; any number of threads may use it.
 
-    A plain lock says who has the core, and nothing else does: a lane takes a thread that it finds inside of `threading` for
-    one that waits for another thread's work, and then shares its place with others.
+    A plain lock says who has the core, not a Condition: lanes take a thread inside of threading's own Python code for one
+    that waits for another thread (see lanes/_lane.py), and would let others have its lane.
     """
 
     def __init__(self, index: int, latency_s: float) -> None:

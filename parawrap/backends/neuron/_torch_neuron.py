@@ -16,7 +16,7 @@ __all__ = ["TorchNeuron"]
 
 
 class TorchNeuron(VendorRuntime):
-    """Lives as long as the process; any number of threads may use it.
+    """The vendor's runtime for Inf1. Lives as long as the process; any number of threads may use it.
 
     Raises:
         ImportError: torch_neuron is not installed, or cannot be imported.
@@ -55,7 +55,7 @@ class _InChunks(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors, call = flatten((args, kwargs))
-        outputs = self._outputs  # of the model before it was compiled, for a batch without rows
+        outputs = self._outputs  # kept for a batch without rows, which runs nothing
 
         def infer(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal outputs

@@ -11,7 +11,7 @@ __all__ = ["TorchNeuronx"]
 
 
 class TorchNeuronx(VendorRuntime):
-    """Lives as long as the process; any number of threads may use it.
+    """The vendor's runtime for Inf2 and Trn. Lives as long as the process; any number of threads may use it.
 
     Raises:
         ImportError: torch_neuronx is not installed, or cannot be imported.
