@@ -63,10 +63,15 @@ class Modes(NamedTuple):
         So does none at all, which is the CPU, for a model whose home is the CPU.
         """
         default_device = _default_in_lane(self.default_device, device, home)
-        if self.grad == torch.is_grad_enabled() and self.inference == torch.is_inference_mode_enabled():
+        if self.inference != torch.is_inference_mode_enabled():
+            with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
+                return self._run_with_autocast(work, default_device)
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self.grad)
+        try:
             return self._run_with_autocast(work, default_device)
-        with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
-            return self._run_with_autocast(work, default_device)
+        finally:
+            torch.set_grad_enabled(before)
 
     def _run_with_autocast(self, work: Callable[[], T], default_device: torch.device | None) -> T:
         context = self.context.copy()  # a context can be entered by one thread at a time

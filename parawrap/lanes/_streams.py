@@ -160,6 +160,8 @@ class LaneStreams:
 
     def unfinished(self) -> int:
         """How many pieces of staged work the device has yet to finish, of those that the host is done with."""
+        if not self._ahead:
+            return 0
         return sum(not all(event.query() for _, event in events) for events in list(self._ahead))
 
     def be_waited_for(self) -> None:

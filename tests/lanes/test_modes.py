@@ -211,6 +211,30 @@ def test_a_mode_that_work_leaves_switched_on_does_not_outlive_the_call(pool):
     assert_clean(pool)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("fails", [True, False], ids=["raises", "returns"])
+@pytest.mark.parametrize("left", [True, False], ids=["on", "off"])
+def test_gradients_that_work_switches_stay_as_they_were_in_the_lane(pool, mode, fails, left):
+    """Work that calls torch.set_grad_enabled and never takes it back, even if it raises, has it for itself."""
+
+    def task():
+        torch.set_grad_enabled(left)
+        if fails:
+            raise ValueError
+        return torch.is_grad_enabled()
+
+    with mode():
+        for lane in pool.lanes[1:]:
+            future = pool.submit(lane, task)
+            if fails:
+                assert isinstance(future.exception(), ValueError)
+            else:
+                assert future.result() is left
+        found = in_lanes(pool, torch.is_grad_enabled)
+        assert found == [torch.is_grad_enabled()] * LANES
+    assert_clean(pool)
+
+
 def test_submitted_work_sees_the_modes_of_when_it_was_submitted(pool):
     """`submit` captures: what the caller switches on later does not count."""
     release = threading.Event()
