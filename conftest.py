@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# The clusters are for more than one folder of tests.
+pytest_plugins = ["tests.clusters.fixtures"]
+
 # A simulated accelerator becomes torch's accelerator for the whole process: those tests run in a process of their own.
 _ON_DEVICES = ["tests/simdevice", "tests/devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES

@@ -22,7 +22,7 @@ from benchmarks.launch_peers import PEERS, SCENARIOS
 from parawrap import Platform, functional, wrapper
 
 PACKAGES = {"accelerate debug_launcher": "accelerate", "torchrunx": "torchrunx", "ddpw": "ddpw"}
-PATIENCE_S = 30
+PATIENCE_S = 20
 
 TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
@@ -40,7 +40,7 @@ def _labelled(peer: str) -> str:
 def second_call() -> Row:
     """One process calls all of them in turn; each has been called once before."""
     peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # it starts no CPU ranks
-    arms = take_turns({_labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=9)
+    arms = take_turns({_labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
     ours = arms["parawrap"].median_us
     faster = {name: arm.median_us / ours for name, arm in arms.items() if name != "parawrap"}
     torchrunx, floor = faster[_labelled("torchrunx")], 1 / faster[_labelled("accelerate debug_launcher")]
@@ -57,7 +57,7 @@ def second_call() -> Row:
 def first_call() -> Row:
     """Fresh processes that have imported torch and the peer, in turn."""
     times: dict[str, list[float]] = {"parawrap": [], "mp.spawn": []}
-    for _ in range(9):
+    for _ in range(7):
         for name, microseconds in times.items():
             microseconds.append(_alone(name, "fine")["seconds"] * 1e6)
     arms = {name: arm_of(microseconds) for name, microseconds in times.items()}

@@ -18,3 +18,12 @@ def test_the_task_style_trains_saves_and_evaluates():
     last = found.stdout.splitlines()[-1]
     assert float(last.split()[1].rstrip("%,")) > 95, last
     assert "the same on every rank: True" in last
+
+
+def test_a_training_that_is_preempted_comes_to_the_same_weights():
+    """The example of preemption is told to leave, starts anew where it was, and loses nothing."""
+    command = [sys.executable, "-W", "error", EXAMPLES / "preemption.py"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "and started anew 1 time(s)" in found.stdout
+    assert found.stdout.splitlines()[-1] == "the same weights as without: True"

@@ -13,7 +13,7 @@ import torch
 
 from parawrap.errors import PlatformError
 
-__all__ = ["Device", "cores", "first_neuron_core", "rank_device", "visible"]
+__all__ = ["Device", "core_of", "cores", "rank_device", "visible"]
 
 
 class Device(enum.StrEnum):
@@ -73,9 +73,17 @@ def rank_device(kind: Device, local_rank: int) -> torch.device:
     return torch.device("mps" if kind is Device.MPS else "cpu")
 
 
-def first_neuron_core(local_rank: int) -> str:
-    """The NEURON_RT_VISIBLE_CORES of the process with this local rank."""
-    return str(_neuron_cores()[local_rank])
+def core_of(local_rank: int) -> str:
+    """The NEURON_RT_VISIBLE_CORES of the process with this local rank.
+
+    Raises:
+        PlatformError: there are fewer cores here than ranks, which cannot be seen from another machine.
+    """
+    found = _neuron_cores()
+    if local_rank >= len(found):
+        msg = f"n_gpus: this node shows {len(found)} NeuronCore(s), and local rank {local_rank} wants one: give fewer"
+        raise PlatformError(msg)
+    return str(found[local_rank])
 
 
 def _neuron_cores() -> list[int]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._groups import meeting_of
-from parawrap.launch._packing import OfMain, packed, unpack
 from parawrap.launch._platform import Platform
+from parawrap.launch.parcels._packing import OfMain, packed, unpack
+from parawrap.launch.ranks._groups import meeting_of
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
 
@@ -41,6 +41,16 @@ class Job:
         """What to call the function in messages."""
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
+    @property
+    def sent_platform(self) -> Platform:
+        """The platform that ranks see: what the parent calls or hands to a queue stays with the parent."""
+        sent = copy.copy(self.platform)
+        object.__setattr__(sent, "upon_finish", None)
+        object.__setattr__(sent, "slurm_additional_parameters", None)
+        if sent.device in (Device.GPU, Device.NEURON):  # what is visible in a rank may be its own alone
+            object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
+        return sent
+
     def call(self) -> Any:
         """Make the call in this process."""
         return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
@@ -52,7 +62,7 @@ class Job:
             UnsendableError: the function or an argument cannot be pickled; the message names the part that cannot.
         """
         call = {
-            "the platform": _without_callbacks(self.platform),
+            "the platform": self.sent_platform,
             "the function": self.function if self.sent_as is None else self.sent_as,
             "the object": self.bound_to,
             "args": self.args,
@@ -81,14 +91,6 @@ def unpacked_call(file: int) -> Job:
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 
-def _without_callbacks(platform: Platform) -> Platform:
-    """The platform that ranks see: what the parent calls or hands to a queue stays with the parent."""
-    sent = copy.copy(platform)
-    object.__setattr__(sent, "upon_finish", None)
-    object.__setattr__(sent, "slurm_additional_parameters", None)
-    return sent
-
-
 @dataclass(frozen=True)
 class Preview:
     """What a launch would start, without starting it; ``print`` shows it.
@@ -101,6 +103,7 @@ class Preview:
         groups: which process groups they would form.
         ranks: a line for each rank.
         payload: bytes that each rank would be sent.
+        script: what would be handed to the cluster; empty where there is none.
 
     >>> from parawrap import Platform, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -118,6 +121,7 @@ class Preview:
     groups: str
     ranks: tuple[str, ...]
     payload: int
+    script: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -125,19 +129,20 @@ class Preview:
             f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
             f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
             *self.ranks,
+            *([self.script] if self.script else []),
         ]
         return "\n".join(lines)
 
 
-def preview(job: Job, launcher: str, command: str) -> Preview:
-    """What a launcher of ranks on one node would start; packs the call, so that what cannot be sent is found."""
+def preview(job: Job, launcher: str, command: str, *, host: str | None = None, script: str = "") -> Preview:
+    """What a launcher would start; packs the call, so that what cannot be sent is found."""
     platform = job.platform
     file = job.packed()
     try:
         payload = os.fstat(file).st_size
     finally:
         os.close(file)
-    meeting = meeting_of(platform)
+    meeting = meeting_of(platform, host)
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
     return Preview(
         launcher=launcher,
@@ -147,6 +152,7 @@ def preview(job: Job, launcher: str, command: str) -> Preview:
         groups=f"process groups {groups}" if groups else "one process group",
         ranks=tuple(f"rank {rank}: {_place(platform, rank)}" for rank in range(platform.world_size)),
         payload=payload,
+        script=script,
     )
 
 

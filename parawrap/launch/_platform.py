@@ -22,6 +22,7 @@ from parawrap.launch._world import surrounding_world
 
 __all__ = ["Platform"]
 
+_ELSEWHERE = ("ray", "slurm")  # launchers whose machines are not this one
 _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
 _NO_BACKENDS = ("undefined", "fake")  # torch lists them beside the real ones
@@ -37,32 +38,37 @@ class Platform:
     Args:
         name: what the launch is called by launchers that have queues.
         device: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"neuron"``: the kind of which every rank gets one; ``"auto"`` is the
-            best kind that this machine shows.
-        launcher: ``"local"`` starts processes on this machine; ``"env"`` joins the world that torchrun, srun or mpirun put
-            this process in. None looks at the environment and takes ``"env"`` inside such a world, else ``"local"``.
+            best kind that this machine shows. ``"slurm"`` and ``"ray"`` are launchers, and are taken as such: on CPUs, or
+            on GPUs where `n_gpus` says how many.
+        launcher: ``"local"`` starts processes on this machine; ``"slurm"`` submits a batch job; ``"ray"`` takes resources
+            of a Ray cluster; ``"env"`` joins the world that torchrun, srun or mpirun put this process in. None looks at the
+            environment and takes ``"env"`` inside such a world, else ``"local"``.
         partition: the queue, for launchers that have queues.
-        n_nodes: machines. The local launcher has one.
+        n_nodes: machines, each with as many ranks. The local launcher has one.
         n_gpus: accelerators, and so ranks, per node; None is all that are visible.
         n_cpus: with ``device="cpu"``, ranks per node; else CPU threads per rank (1: an equal share of the cores).
-        ram: memory per node in GB, for launchers that reserve memory.
+        ram: memory per node in GB (1024 MB each), for launchers that reserve memory.
         spawn_method: ``"forkserver"`` forks every rank from a warm process that has torch loaded; ``"spawn"`` starts a
             fresh interpreter per rank; ``"fork"`` forks this process, which torch and CUDA bear badly.
         ipc_protocol: how ranks find each other: ``"tcp"`` (a store on a free port) or ``"file"`` (in a private folder).
-        master_addr: the address that the store listens on; None is the loopback interface.
+        master_addr: the address that the store listens on; None is the loopback interface, and on a cluster whichever the
+            other nodes reach.
         master_port: its port; 0 is any free one.
         ipc_groups: ``[]`` puts all ranks into one process group; lists of global ranks make one group each, and
             ``current_rank().group`` is the rank's own (None for a rank in no list); None makes no group at all.
         backend: of torch.distributed; None is gloo, and NCCL beside it on GPUs.
         seed: seeds python, numpy, torch and the accelerators alike in every rank, so that models start out equal; None
             seeds every rank differently.
-        timeout_min: minutes after which the launch ends in ``LaunchTimeoutError``.
-        slurm_additional_parameters: passed on to submitit by launchers that use it.
+        timeout_min: minutes after which the launch ends in ``LaunchTimeoutError``, from the start of its ranks on; a job's
+            time in a queue is not counted.
+        slurm_additional_parameters: more of what the job asks for: submitit's parameters (``{"account": "lab"}``), and
+            any other option of ``sbatch`` by its long name.
         console_logs: a folder that gets one file per rank, ``rank-0.log`` and so on, with all that the rank wrote.
         verbose: whether what ranks write is shown here, each line behind its rank.
         upon_finish: called without arguments, in this process, when the ranks have finished without an error. What it
             raises is logged.
         max_restarts: how often the whole group is started anew when a rank fails.
-        grace_s: seconds that ranks have to clean up once they are told to end.
+        grace_s: seconds that ranks have to clean up once they are told to end, and to save when they are preempted.
         hang_timeout_s: ends the launch in ``LaunchTimeoutError`` when for this many seconds no rank wrote anything and
             no main thread went on in its Python code.
 
@@ -132,6 +138,11 @@ class Platform:
         return visible(Device(self.device)) if self.n_gpus is None else self.n_gpus
 
     @property
+    def cpus_per_node(self) -> int:
+        """How many CPU cores the ranks of a node have together, where cores are reserved."""
+        return self.ranks_per_node * (1 if self.device == Device.CPU else self.n_cpus)
+
+    @property
     def world_size(self) -> int:
         """How many ranks a launch has in all."""
         return self.n_nodes * self.ranks_per_node
@@ -173,7 +184,7 @@ def _set(platform: Platform, name: str, value: object) -> None:
 
 def _check_device(platform: Platform) -> None:
     """Settle what device and launcher are; users write launchers where devices belong, and are understood."""
-    kinds = [kind.value for kind in Device if kind not in (Device.SLURM, Device.RAY) or kind.value in LAUNCHERS]
+    kinds = [kind.value for kind in Device]
     if not isinstance(platform.device, str):
         _refuse("device", platform.device, _either(kinds))
     try:
@@ -181,13 +192,13 @@ def _check_device(platform: Platform) -> None:
     except ValueError:
         _refuse("device", platform.device, _either(kinds))
     if kind in (Device.SLURM, Device.RAY):
-        if kind.value not in LAUNCHERS:
-            _refuse("device", platform.device, f"there is no launcher of that name: {_either(kinds)}")
         if platform.launcher not in (None, kind.value):
             _refuse(
                 "launcher", platform.launcher, f"device={kind.value!r} names the launcher already: leave one of them out"
             )
         _set(platform, "launcher", kind.value)
+        kind = Device.CPU if platform.n_gpus is None else Device.GPU
+    if kind is Device.AUTO and platform.launcher in _ELSEWHERE:
         kind = Device.CPU if platform.n_gpus is None else Device.GPU
     if kind is Device.AUTO:
         kind = next(each for each in (Device.GPU, Device.MPS, Device.CPU) if visible(each))
@@ -203,8 +214,8 @@ def _check_launcher(platform: Platform) -> None:
         _refuse("spawn_method", platform.spawn_method, _either(_SPAWN_METHODS))
     if platform.ipc_protocol not in _PROTOCOLS:
         _refuse("ipc_protocol", platform.ipc_protocol, _either(_PROTOCOLS))
-    if platform.max_restarts and platform.spawn_method == "fork":
-        _refuse("spawn_method", "fork", "restarted ranks start as fresh interpreters: leave it out with max_restarts")
+    if platform.ipc_protocol == "file" and platform.launcher == "ray":
+        _refuse("ipc_protocol", "file", "the nodes of a Ray cluster share no folder: give 'tcp'")
     if platform.backend is not None and not isinstance(platform.backend, str):
         _check_backend(platform.backend, "")
     for name in (platform.backend or "").replace(" ", "").split(",") if platform.backend is not None else ():
@@ -311,10 +322,13 @@ def _check_visible(platform: Platform) -> None:
         )
     if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
         _refuse("n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}")
+    if platform.launcher in _ELSEWHERE and kind in (Device.GPU, Device.NEURON) and platform.n_gpus is None:
+        _refuse("n_gpus", None, "what a node of the cluster has cannot be seen from here: give a number per node")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
     world = surrounding_world()
-    size = platform.world_size if here or world is None or not platform.leaves_counts_open else world.world_size
+    joins = world is not None and not here and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
+    size = world.world_size if world is not None and joins else platform.world_size
     if kind is Device.CPU and platform.n_gpus is not None:
         _refuse("n_gpus", platform.n_gpus, "with device='cpu' there are no GPUs, and n_cpus is the number of ranks")
     missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]

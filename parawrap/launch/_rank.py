@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.ranks._preemption import Preemption, RequeueWanted
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -27,9 +28,11 @@ class Rank:
         node: the node's number.
         world_size: how many ranks there are in all.
         device: where this rank's tensors go; on GPUs it is the current device already.
-        group: the process group of ``Platform.ipc_groups`` that this rank is in; None where it is in none.
-        platform: what the launch was started with, but for ``upon_finish``.
+        group: this rank's process group: of the whole world, or its own of ``Platform.ipc_groups``; None where it is in
+            none.
+        platform: what the launch was started with, but for ``upon_finish`` and ``slurm_additional_parameters``.
         restart: how often the group was started anew before.
+        preemption: the rank's part in agreeing on when to save; see `should_checkpoint`.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -48,10 +51,43 @@ class Rank:
     platform: Platform = field(repr=False)
     group: ProcessGroup | None = field(default=None, repr=False)
     restart: int = 0
+    preemption: Preemption | None = field(default=None, repr=False, compare=False)
+
+    def should_checkpoint(self) -> bool:
+        """Whether the launch is about to lose its machines, and this is the moment to save. Call it once a turn of a loop.
+
+        It becomes True at the same turn in every rank, so that none is left waiting in a collective, and stays so. Until
+        then a call talks to nobody. From then on, ``grace_s`` of the platform is left to save, and to `requeue`.
+
+        It is for preemption and time limits of clusters; `Launch.preempt` rehearses it on any launcher. Where the function
+        runs in a process of your own (``inline``, torchrun, srun), the signal SIGUSR2 to a rank does.
+
+        >>> import json, pathlib
+        >>> from parawrap import Platform, current_rank, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=1))
+        ... def count_to(goal, path):
+        ...     done = json.loads(path.read_text()) if path.exists() else 0
+        ...     for step in range(done, goal):
+        ...         if current_rank().should_checkpoint():
+        ...             path.write_text(json.dumps(step))
+        ...             current_rank().requeue()
+        ...     return goal
+        >>> count_to(3, pathlib.Path("count.json"))
+        RankResults(3)
+        """
+        return self.preemption is not None and self.preemption.is_due()
+
+    def requeue(self) -> NoReturn:
+        """End this rank, and have the launch start anew with the same arguments, once every rank has asked for it.
+
+        Ranks that have not within ``grace_s`` are ended. In the new start, ``current_rank().restart`` is one more. What the
+        function is to go on from, it must have saved itself; ``finally`` blocks run.
+        """
+        raise RequeueWanted
 
     def __getstate__(self) -> dict[str, object]:
-        """A process group stays with its process."""
-        return {**vars(self), "group": None}
+        """A process group stays with its process, and so does the line by which ranks agree."""
+        return {**vars(self), "group": None, "preemption": None}
 
 
 IN_RANK = "PARAWRAP_IN_RANK"

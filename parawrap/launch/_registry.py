@@ -7,4 +7,6 @@ __all__ = ["LAUNCHERS"]
 LAUNCHERS = {
     "env": "parawrap.launch.env",
     "local": "parawrap.launch.local",
+    "ray": "parawrap.launch.ray",
+    "slurm": "parawrap.launch.slurm",
 }

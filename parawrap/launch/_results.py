@@ -10,7 +10,7 @@ __all__ = ["Launch", "RankResults", "State"]
 
 R = TypeVar("R", covariant=True)
 
-State = Literal["running", "finished", "failed", "cancelled"]
+State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 
 class RankResults(tuple[R, ...]):
@@ -54,22 +54,31 @@ class Launch(ABC, Generic[R]):
             TimeoutError: the ranks still run after `timeout` seconds.
             BaseException: what the first rank that failed raised, with its own type and with notes on where.
             RankDiedError: a rank was killed, or left without returning.
+            LaunchError: ranks could not be started, or wait for others that have left.
             LaunchTimeoutError: the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
             LaunchCancelledError: `cancel` was called.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether no rank runs any more."""
+        """Whether it has ended, ``upon_finish`` included."""
 
     @abstractmethod
     def cancel(self) -> None:
         """Have the ranks end, and wait until they have: at most the platform's ``grace_s``, and a moment."""
 
+    @abstractmethod
+    def preempt(self) -> None:
+        """Rehearse the loss of the machines, without waiting for it; a launch that has none has nothing to lose.
+
+        ``current_rank().should_checkpoint()`` becomes True in every rank, and those that have not left after the platform's
+        ``grace_s`` are ended. Unless all of them have returned, the launch starts anew; on Slurm by a job that is requeued.
+        """
+
     @property
     @abstractmethod
     def state(self) -> State:
-        """``"running"``, ``"finished"``, ``"failed"`` or ``"cancelled"``."""
+        """``"pending"`` (waits for machines), ``"running"``, ``"finished"``, ``"failed"`` or ``"cancelled"``."""
 
     @abstractmethod
     def logs(self, rank: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import pickle
 import sys
 import time
 import traceback
@@ -19,26 +18,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, LaunchTimeoutError, PlatformError, RankDiedError
-from parawrap.launch import _failures as failures
+from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
-from parawrap.launch._groups import leave_groups
 from parawrap.launch._job import Job, Preview, preview
-from parawrap.launch._outcomes import Outcome, Parcel, Raised, Returned, error_of, values_of
-from parawrap.launch._packing import memory_file, packed
 from parawrap.launch._platform import Platform
-from parawrap.launch._rank import IN_RANK, being
+from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._results import Launch, RankResults, State
-from parawrap.launch._settling import Place, settled
 from parawrap.launch._world import World, surrounding_world
+from parawrap.launch.clusters._queue import requeue_job
+from parawrap.launch.parcels._outcomes import Died, Requeued
+from parawrap.launch.ranks._exchange import Exchange
+from parawrap.launch.ranks._groups import leave_groups
+from parawrap.launch.ranks._preemption import RequeueWanted, at_signal
+from parawrap.launch.ranks._settling import Place, settled
+from parawrap.launch.ranks._store_agreement import StoreAgreement
 
 __all__ = ["launcher"]
 
-_PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
-_LOOK_S = 0.01
-_ECHO_WAIT_S = 1.0
-_LONGEST_READ_S = 60.0
-_FAILED = "failed"
+_REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a job that it requeues, long before this
 _NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
@@ -52,7 +49,12 @@ class _Env:
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
         fitted = replace(job, platform=_fitted(job.platform, world))
-        ending = _run(fitted, world)
+        with at_signal(lambda: None):  # it may come between two calls, and when this one is done
+            ending = _run(fitted, world)
+            while isinstance(ending, Requeued):
+                _requeue_batch_job(world, dist.PrefixStore(f"requeue/{world.restart}/{next(_calls)}", _store_of(world)))
+                world = world._replace(restart=world.restart + 1)
+                ending = _run(fitted, world)
         if isinstance(ending, RankResults):
             fitted.finish()
         return _Past(fitted.platform, ending)
@@ -99,37 +101,65 @@ def _fitted(platform: Platform, world: World) -> Platform:
     return fitted
 
 
-def _run(job: Job, world: World) -> RankResults[Any] | BaseException:
+def _requeue_batch_job(world: World, store: dist.Store) -> None:
+    """In a batch job of Slurm, have it start anew, and wait to be ended; elsewhere the processes stay, and call again."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    if world.global_rank == 0:
+        reason = requeue_job(job)
+        if reason is not None:
+            _log.warning("job %s is not requeued: %s; its ranks start anew where they are", job, reason)
+        store.set("refused", reason or "")
+    if not store.get("refused"):
+        time.sleep(_REQUEUE_WAIT_S)
+
+
+def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
     """Be the rank, make the call, tell the others how it ended, and hear how it ended with them."""
-    store = dist.PrefixStore(f"parawrap/{world.restart}/{next(_calls)}", _store_of(world))
-    exchange = _Exchange(store, world, job.platform)
+    prefix = f"parawrap/{world.restart}/{next(_calls)}"
+    store = dist.PrefixStore(prefix, _store_of(world))
+    exchange = Exchange(store, world, job.platform)
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
     os.environ[IN_RANK] = str(os.getpid())
     hook = sys.excepthook  # torch.distributed puts its own there with each group, and leaves it
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
+    agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
+    meeting = dist.PrefixStore("groups", store) if own_group else None
+    hang_up = leave_groups if own_group else _stay
     try:
-        exchange.tell_result(_as_rank(place, job, dist.PrefixStore("groups", store) if own_group else None, group))
-        return exchange.results()
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        msg = f"rank {world.global_rank} of {world.world_size} left by sys.exit({error.code!r}) and returned nothing"
-        return exchange.tell_error(RankDiedError(msg, rank=world.global_rank, exit_code=code))
-    except BaseException as error:  # noqa: BLE001 (the others have to hear of it)
-        told = exchange.tell_error(error)
         # Others may wait for this rank in a collective until it hangs up, which takes the last reference to the group: its
-        # process goes on, and the frames of a traceback hold on to the group.
+        # process goes on, and the frames of a traceback hold on to what is in them. So no variable here holds the rank.
+        try:
+            with agreement, at_signal(agreement.ask):
+                result = _called(
+                    job, replace(settled(place, job.platform, meeting, group), preemption=agreement.preemption), group
+                )
+            exchange.tell_result(result)
+        except RequeueWanted as wanted:
+            traceback.clear_frames(wanted.__traceback__)
+            hang_up()
+            exchange.tell_requeue()
+        return exchange.results(hang_up)
+    except SystemExit as error:
+        return exchange.tell_exit(Died.by_exit(error, pid=os.getpid()))
+    except BaseException as error:  # noqa: BLE001 (the others have to hear of it)
+        told = exchange.tell_error(error, __file__)
         traceback.clear_frames(error.__traceback__)
         return told
     finally:
+        hang_up()
         if own_group:
-            leave_groups()
             sys.excepthook = hook
 
 
-def _as_rank(place: Place, job: Job, store: dist.Store | None, group: dist.ProcessGroup | None) -> Any:
+def _stay() -> None:
+    """Keep a group that was there before."""
+
+
+def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
     """Make the call as a rank, and end the groups that were made within a world whose own group is the user's."""
-    rank = settled(place, job.platform, store, group)
     try:
         with being(rank):
             return job.call()
@@ -148,108 +178,9 @@ def _store_of(world: World) -> dist.Store:
     return _stores[address]
 
 
-class _Exchange:
-    """How one call ended in every rank, written to and read from the store."""
-
-    def __init__(self, store: dist.Store, world: World, platform: Platform) -> None:
-        self._store = store
-        self._world = world
-        limit = platform.timeout_min
-        self._deadline = None if limit is None else time.monotonic() + 60 * limit
-
-    def tell_result(self, result: Any) -> None:
-        file = packed(result, "result", "the result")
-        try:
-            self._tell("returned", {"at": time.time()}, file)
-        finally:
-            os.close(file)
-
-    def tell_error(self, error: BaseException) -> BaseException:
-        """Tell the others, unless one of them has failed before: then that is the error."""
-        if isinstance(error, _Heard):
-            return error.error
-        is_echo = failures.is_echo(error)
-        if is_echo and self._wait_for_failure(_ECHO_WAIT_S):
-            return self._failure()
-        file = failures.pack_exception(error)
-        try:
-            body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
-            self._tell("raised", body | {"traceback": failures.traceback_of(error, __file__)}, file)
-            self._store.compare_set(_FAILED, "", str(self._world.global_rank))
-        finally:
-            os.close(file)
-        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size}, this one")
-        return error
-
-    def results(self) -> RankResults[Any] | BaseException:
-        """Every rank's result, as soon as the last one is there."""
-        outcomes: dict[int, Outcome] = {}
-        for rank in range(self._world.world_size):
-            self._wait_for(rank)
-            outcomes[rank] = self._hear(rank)
-        self._forget()
-        return values_of(outcomes, self._world.world_size)
-
-    def _tell(self, word: str, body: dict[str, Any], file: int) -> None:
-        rank = self._world.global_rank
-        size = os.fstat(file).st_size
-        pieces = range(0, size, _PIECE)
-        store: Any = self._store  # which takes bytes, though its types say str
-        for i, start in enumerate(pieces):
-            store.set(f"{rank}/{i}", os.pread(file, _PIECE, start))
-        store.set(f"{rank}", pickle.dumps((word, body, len(pieces))))
-
-    def _hear(self, rank: int) -> Outcome:
-        word, body, pieces = pickle.loads(self._store.get(f"{rank}"))
-        file = memory_file("heard")
-        with open(file, "wb", closefd=False) as out:
-            out.writelines(self._store.get(f"{rank}/{i}") for i in range(pieces))
-        if word == "returned":
-            return Returned(body["at"], Parcel(file))
-        return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
-
-    def _wait_for(self, rank: int) -> None:
-        while not self._store.check([f"{rank}"]):
-            if self._store.check([_FAILED]):
-                raise _Heard(self._failure())
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                msg = f"rank {rank} of {self._world.world_size} has not ended within the platform's timeout_min"
-                raise _Heard(LaunchTimeoutError(msg))
-            time.sleep(_LOOK_S)
-        if self._store.check([_FAILED]):
-            raise _Heard(self._failure())
-
-    def _wait_for_failure(self, seconds: float) -> bool:
-        until = time.monotonic() + seconds
-        while not self._store.check([_FAILED]) and time.monotonic() < until:
-            time.sleep(_LOOK_S)
-        return bool(self._store.check([_FAILED]))
-
-    def _failure(self) -> BaseException:
-        rank = int(self._store.get(_FAILED))
-        return error_of(rank, {rank: self._hear(rank)}, self._world.world_size)
-
-    def _forget(self) -> None:
-        """The last to have read everything clears it away; whoever keeps the store stays until then."""
-        world = self._world
-        readers = self._store.add("readers", 1)
-        if readers == world.world_size:
-            for rank in range(world.world_size):
-                _, _, pieces = pickle.loads(self._store.get(f"{rank}"))
-                for key in (f"{rank}", *(f"{rank}/{i}" for i in range(pieces))):
-                    self._store.delete_key(key)
-        elif world.hosts_store:
-            until = time.monotonic() + _LONGEST_READ_S
-            while self._store.add("readers", 0) < world.world_size and time.monotonic() < until:
-                time.sleep(_LOOK_S)
-
-
-class _Heard(Exception):  # noqa: N818 (carries an error, is none)
-    """Another rank has failed."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
+def _line_to_store(world: World) -> dist.Store:
+    """Another line to the same store."""
+    return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
 
 
 class _Past(Launch[Any]):
@@ -268,6 +199,9 @@ class _Past(Launch[Any]):
         return True
 
     def cancel(self) -> None:
+        pass
+
+    def preempt(self) -> None:
         pass
 
     @property

@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._groups import leave_groups
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
+from parawrap.launch.ranks._groups import leave_groups
+from parawrap.launch.ranks._preemption import Preemption, RequeueWanted, at_signal
 
 __all__ = ["run_inline"]
 
@@ -28,12 +29,26 @@ def run_inline(job: Job) -> RankResults[Any]:
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
-    with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
-        seed(platform.seed)
-        with being(Rank(0, 0, 0, 1, device, platform, group)):
-            result = job.call()
+    restart, result = 0, None
+    with at_signal(lambda: None):  # it may come between two calls
+        while True:
+            try:
+                with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
+                    result = _called(job, Rank(0, 0, 0, 1, device, platform, group, restart, Preemption()))
+                break
+            except RequeueWanted:
+                restart += 1
     job.finish()
     return RankResults([result])
+
+
+def _called(job: Job, rank: Rank) -> Any:
+    """Make the call as this rank; the signal that others are preempted by does it here too."""
+    seed(job.platform.seed)
+    preemption = rank.preemption
+    assert preemption is not None
+    with being(rank), at_signal(lambda: preemption.decide(preemption.hold_back())):
+        return job.call()
 
 
 @contextmanager
@@ -48,13 +63,14 @@ def _current_device(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
     """A process group of this process alone; the one that is there already, where there is one."""
+    is_member = platform.requires_ipc and (not platform.ipc_groups or any(0 in group for group in platform.ipc_groups))
     if not platform.requires_ipc or dist.is_initialized():
-        yield dist.group.WORLD if platform.requires_ipc else None
+        yield dist.group.WORLD if is_member else None
         return
     hook = sys.excepthook  # torch.distributed puts its own there, and leaves it
     dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield dist.group.WORLD
+        yield dist.group.WORLD if is_member else None
     finally:
         leave_groups()
         sys.excepthook = hook

@@ -48,6 +48,18 @@ def assert_gone(pids, patience_s=SOON_S):
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
 
 
+def processes_in(folder):
+    """The processes that have this folder among their arguments."""
+
+    def has(process):
+        try:
+            return any(str(folder) in argument for argument in process.cmdline())
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in psutil.process_iter() if has(process)]
+
+
 def failure_of(function, *args, platform=None, patience_s=PATIENCE_S):
     """What a launch of this function raises, and after how many seconds; one that hangs fails the test with its stacks."""
     launch = wrapper(platform or ranks())(function).submit(*args)

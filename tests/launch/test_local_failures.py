@@ -406,7 +406,7 @@ def test_a_rank_that_returns_while_the_other_is_in_a_collective_is_an_error(earl
 
 def test_a_rank_that_waits_for_one_that_has_returned_is_told(monkeypatch):
     """Where no connection breaks, the launch ends after a while, says who had returned, and what the others do."""
-    monkeypatch.setattr("parawrap.launch.local.STUCK_S", 0.5)
+    monkeypatch.setattr("parawrap.launch.watch._launch.STUCK_S", 0.5)
     blocked = blocking("new_group")
 
     def returns():
@@ -423,7 +423,7 @@ def test_a_rank_that_waits_for_one_that_has_returned_is_told(monkeypatch):
 
 def test_a_rank_may_wait_for_one_that_computes(monkeypatch):
     """With a rank gone, another may wait for a third as long as that one is busy."""
-    monkeypatch.setattr("parawrap.launch.local.STUCK_S", 0.3)
+    monkeypatch.setattr("parawrap.launch.watch._launch.STUCK_S", 0.3)
 
     def waits():
         rank = current_rank().global_rank
@@ -524,7 +524,7 @@ def test_stacks_tell_what_a_running_launch_does(tmp_path):
 
     def waits(folder):
         say(folder)
-        while not Path(folder, "go").exists():
+        while not Path(folder, "go").exists():  # the user's line, this one or the next
             time.sleep(0.01)  # the user's line
         return current_rank().global_rank
 
@@ -754,7 +754,7 @@ def test_a_warm_process_that_was_killed_is_replaced():
 
 def test_a_launch_interrupted_while_it_starts_leaves_the_next_one_right(monkeypatch):
     """Ctrl-C between the request for a rank and its answer: later launches still know their processes."""
-    from parawrap.launch import _starters
+    from parawrap.launch.watch import _starters
 
     launchable = wrapper(ranks(1))(lambda: print(os.getpid(), flush=True) or os.kill(os.getpid(), signal.SIGKILL))
 
@@ -938,7 +938,7 @@ def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tm
     (pid,) = said_in(tmp_path, 1)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
     for _ in range(1000):
-        launch._supervisor._wish("stacks")
+        launch._run_of_ranks._loop.call_soon(launch._run_of_ranks._attempt._request_stacks)
     launch.cancel()
     assert launch.state == "cancelled"
     assert_gone([pid])

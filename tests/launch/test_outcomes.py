@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 
 import pytest
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch import RankResults
-from parawrap.launch._failures import is_echo, pack_exception, summary_of, traceback_of
-from parawrap.launch._outcomes import Died, Ended, Parcel, Raised, Returned, error_of, first_failure, values_of
-from parawrap.launch._packing import memory_file, pack
+from parawrap.launch.parcels._failures import is_echo, pack_exception, summary_of, traceback_of
+from parawrap.launch.parcels._outcomes import (
+    Died,
+    Ended,
+    Parcel,
+    Raised,
+    Requeued,
+    Returned,
+    error_of,
+    first_failure,
+    values_of,
+)
+from parawrap.launch.parcels._packing import memory_file, pack
 
+PLACE = "node 3, a-host"
 ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")
 
 
@@ -29,6 +39,10 @@ def raised(error, at=1.0) -> Raised:
 
 def died(at=1.0, **how) -> Died:
     return Died(at, 4711, **how)
+
+
+def error_told(rank, outcomes, world_size) -> BaseException:
+    return error_of(rank, outcomes, world_size, PLACE)
 
 
 def notes_of(error) -> str:
@@ -64,10 +78,14 @@ class Unmakable:
         ({0: raised(ECHO, 1), 1: died(2, exit_code=0)}, 1),
         ({0: raised(ValueError(), 1), 1: died(2)}, 0),
         ({0: raised(ValueError(), 2), 1: died(1)}, 1),
+        ({0: Requeued(1), 1: returned()}, None),
+        ({0: Requeued(1), 1: raised(ECHO, 2)}, None),
+        ({0: Requeued(3), 1: raised(ECHO, 1), 2: raised(KeyError(), 2)}, 2),
+        ({0: Requeued(1), 1: raised(ECHO, 2), 2: died(3, signal=signal.SIGKILL)}, 2),
     ],
 )
 def test_the_earliest_failure_that_is_no_echo_is_told(outcomes, told):
-    """Of failures at the same moment the one of the lowest rank; of nothing but echoes the earliest of them."""
+    """Of failures at the same moment the one of the lowest rank; of only echoes the earliest, but for a requeue's."""
     assert first_failure(outcomes) == told
 
 
@@ -90,10 +108,9 @@ def test_what_a_rank_raised_is_raised():
     try:
         raise KeyError("k")
     except KeyError as caught:
-        error = error_of(1, {1: raised(caught)}, 2)
+        error = error_told(1, {1: raised(caught)}, 2)
     assert (type(error), error.args) == (KeyError, ("k",))
-    assert "rank 1 of 2 (node 0" in error.__notes__[0]
-    assert socket.gethostname() in error.__notes__[0]
+    assert f"rank 1 of 2 ({PLACE})" in error.__notes__[0]
     assert "test_what_a_rank_raised_is_raised" in error.__notes__[0]
 
 
@@ -101,7 +118,7 @@ def test_notes_of_the_user_come_first():
     """What the launch adds stands behind them."""
     own = ValueError("v")
     own.add_note("in epoch 3")
-    assert error_of(0, {0: raised(own)}, 1).__notes__[0] == "in epoch 3"
+    assert error_told(0, {0: raised(own)}, 1).__notes__[0] == "in epoch 3"
 
 
 @pytest.mark.parametrize(
@@ -113,17 +130,18 @@ def test_notes_of_the_user_come_first():
         ({"exit_code": 0}, "left with exit code 0"),
         ({"exit_code": 1, "by_sys_exit": True}, "left by sys.exit(1)"),
         ({}, "nobody knows"),
+        ({"lost_with": "node 3, a-host"}, "was lost with node 3, a-host"),
     ],
 )
 def test_a_rank_that_died_is_told_with_how(how, told):
     """RankDiedError carries rank, signal and exit code, and says them, with the place and the process."""
-    error = error_of(1, {1: died(**how)}, 4)
+    error = error_told(1, {1: died(**how)}, 4)
     assert isinstance(error, RankDiedError)
     assert (error.rank, error.signal, error.exit_code) == (1, how.get("signal"), how.get("exit_code"))
     assert told in str(error)
     assert "rank 1 of 4" in str(error)
     assert "4711" in str(error)
-    assert socket.gethostname() in str(error)
+    assert PLACE in str(error)
 
 
 @pytest.mark.parametrize(
@@ -146,14 +164,14 @@ def test_an_exit_code_is_no_signal(code):
 
 def test_a_rank_that_was_killed_by_sigkill_is_told_who_does_that():
     """Users think of the kernel's memory last."""
-    assert "memory" in notes_of(error_of(0, {0: died(signal=signal.SIGKILL)}, 1))
-    assert not hasattr(error_of(0, {0: died(signal=signal.SIGSEGV)}, 1), "__notes__")
+    assert "memory" in notes_of(error_told(0, {0: died(signal=signal.SIGKILL)}, 1))
+    assert not hasattr(error_told(0, {0: died(signal=signal.SIGSEGV)}, 1), "__notes__")
 
 
 def test_the_last_words_of_a_dead_rank_are_told():
     """Each line indented; of very many, the end."""
     words = "\n".join(f"line {i}" for i in range(10_000))
-    note = notes_of(error_of(0, {0: died(exit_code=1, last_words=words)}, 1))
+    note = notes_of(error_told(0, {0: died(exit_code=1, last_words=words)}, 1))
     assert note.endswith("\n  | line 9999")
     assert len(note) < 4000
 
@@ -167,13 +185,13 @@ def test_what_the_others_did_is_told_in_one_note():
         1: returned(),
         2: Ended(2),
     }
-    (_, note) = error_of(0, outcomes, 5).__notes__
+    (_, note) = error_told(0, outcomes, 5).__notes__
     assert note == "then: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
 
 
 def test_of_very_many_others_only_some_are_told():
     """A thousand ranks fail at once; nobody wants a thousand lines."""
-    note = error_of(0, {rank: raised(ECHO, rank) for rank in range(20)}, 20).__notes__[1]
+    note = error_told(0, {rank: raised(ECHO, rank) for rank in range(20)}, 20).__notes__[1]
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
 
@@ -184,19 +202,19 @@ def test_of_very_many_others_only_some_are_told():
 def test_an_echo_tells_who_had_returned_already(done, told):
     """The usual reason of an echo without a failure: some ranks take no part in a collective."""
     outcomes = {0: raised(ECHO)} | {rank: returned() for rank in done}
-    assert told in notes_of(error_of(0, outcomes, len(done) + 1))
+    assert told in notes_of(error_told(0, outcomes, len(done) + 1))
 
 
 def test_a_failure_that_is_no_echo_does_not_tell_who_had_returned():
     """It needs no such explanation."""
-    assert "returned already" not in notes_of(error_of(0, {0: raised(ValueError()), 1: returned()}, 2))
+    assert "returned already" not in notes_of(error_told(0, {0: raised(ValueError()), 1: returned()}, 2))
 
 
 def test_an_exception_that_cannot_be_made_here_is_told_in_words():
     """Its summary, its traceback there, and why it cannot be made."""
     file = memory_file("test")
     pack(Unmakable("odd"), file, "value")
-    error = error_of(1, {1: Raised(1.0, Parcel(file), "Unmakable: odd", "the traceback", False)}, 2)
+    error = error_told(1, {1: Raised(1.0, Parcel(file), "Unmakable: odd", "the traceback", False)}, 2)
     assert isinstance(error, LaunchError)
     assert "rank 1 raised Unmakable: odd" in str(error)
     assert "No such file" in str(error)
@@ -207,7 +225,7 @@ def test_an_exception_that_takes_no_notes_is_raised_all_the_same():
     """Its type is worth more than what there is to add."""
     file = memory_file("test")
     pack(Frozen("odd"), file, "value")
-    error = error_of(0, {0: Raised(1.0, Parcel(file), "Frozen: odd", "the traceback", False), 1: raised(ECHO)}, 2)
+    error = error_told(0, {0: Raised(1.0, Parcel(file), "Frozen: odd", "the traceback", False), 1: raised(ECHO)}, 2)
     assert (type(error), error.args) == (Frozen, ("odd",))
 
 

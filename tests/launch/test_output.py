@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from parawrap import Platform
 from parawrap.errors import LaunchError
-from parawrap.launch._output import Transcript, open_log_folder
+from parawrap.launch.watch._output import Transcript, open_log_folder
 
 PREFIX = "[rank 3] "
 OUT, ERR = 1, 2
@@ -244,6 +244,17 @@ def test_the_last_words_are_whole_lines_where_that_can_be(text, at_most, words):
     transcript = a_transcript(shown=False)
     transcript.write(OUT, text.encode())
     assert transcript.last_words(at_most) == words
+
+
+def test_the_last_words_of_a_crash_include_what_it_was():
+    """Stacks of many threads, which faulthandler writes after its first line, push out neither it nor what was before."""
+    transcript = a_transcript(shown=False)
+    transcript.write(OUT, b"long ago\n" * 50 + b"just before\n")
+    transcript.write(ERR, b"Fatal Python error: Aborted\n\n" + b"  File one\n" * 50 + b"  File last\n")
+    words = transcript.last_words(200)
+    assert "\njust before\nFatal Python error: Aborted\n...\n  File one\n" in words
+    assert words.endswith("  File one\n  File last\n")
+    assert len(words) <= 200
 
 
 # -- files

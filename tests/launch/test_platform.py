@@ -83,9 +83,9 @@ def test_an_allowed_value_is_kept(field, values):
     [
         ("name", [""], "not empty"),
         ("name", [3, None], "text"),
-        ("device", ["tpu", "", 0, None, torch.device("cpu")], "cpu, gpu, mps or neuron"),
-        ("launcher", [["local"]], "env or local"),  # unhashable
-        ("launcher", ["kubernetes", "Local", 1], "env or local"),
+        ("device", ["tpu", "", 0, None, torch.device("cpu")], "cpu, gpu, mps, neuron, slurm or ray"),
+        ("launcher", [["local"]], "env, local, ray or slurm"),  # unhashable
+        ("launcher", ["kubernetes", "Local", 1], "env, local, ray or slurm"),
         ("partition", [""], "not empty"),
         ("partition", [1], "text"),
         ("n_nodes", [True, 1.0, "1", None], "at least 1"),
@@ -135,13 +135,6 @@ def test_an_endless_grace_is_refused():
 def test_a_port_written_as_digits_is_a_number():
     """os.environ holds texts: those of digits are understood."""
     assert on_cpu(master_port="29500").master_port == 29500
-
-
-def test_restarts_and_fork_do_not_go_together():
-    """The message names the field to leave out."""
-    message = refusal(spawn_method="fork", max_restarts=1)
-    assert message.startswith("spawn_method='fork': ")
-    assert "max_restarts" in message
 
 
 @pytest.mark.parametrize(
@@ -201,12 +194,18 @@ def test_auto_is_mps_before_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", ["slurm", "ray", "SLURM", "Ray"])
 @pytest.mark.parametrize("also", [False, True])
-def test_a_launcher_that_is_not_there_yet_is_refused_with_what_there_is(name, also):
-    """Users write launchers where devices belong; they hear in the words they used that there is no such launcher."""
-    with pytest.raises(PlatformError) as caught:
-        Platform(device=name, launcher=name.lower() if also else None)
-    assert str(caught.value).startswith(f"device={name!r}: there is no launcher of that name: ")
-    assert "cpu, gpu" in str(caught.value)
+@pytest.mark.parametrize(("n_gpus", "device"), [(None, Device.CPU), (2, Device.GPU)])
+def test_a_launcher_may_be_named_as_the_device(name, also, n_gpus, device):
+    """Users write launchers where devices belong; the device is the GPU then where GPUs are asked for, else the CPU."""
+    platform = Platform(device=name, launcher=name.lower() if also else None, n_gpus=n_gpus)
+    assert (platform.launcher, platform.device) == (name.lower(), device)
+
+
+def test_a_launcher_named_as_the_device_is_not_another_one():
+    """The message names the field to leave out."""
+    message = refusal(device="slurm", launcher="local")
+    assert message.startswith("launcher='local': device='slurm' names the launcher already")
+    assert "leave one of them out" in message
 
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "neuron"])

@@ -259,7 +259,7 @@ def methods_launch_without_their_self(trainer: Trainer) -> None:
 def a_launch_tells_how_it_goes(launch: Launch[int]) -> None:
     assert_type(launch.done(), bool)
     assert_type(launch.cancel(), None)
-    assert_type(launch.state, Literal["running", "finished", "failed", "cancelled"])
+    assert_type(launch.state, Literal["pending", "running", "finished", "failed", "cancelled"])
     assert_type(launch.logs(0), str)
     assert_type(launch.stacks(), dict[int, str])
     as_object: Launch[object] = launch

@@ -1,0 +1,103 @@
+"""A training that loses its machines, and goes on where it was: ``should_checkpoint``, ``requeue`` and ``restart``.
+
+``Launch.preempt`` rehearses here what clusters do when they want their machines back: ``python examples/preemption.py``. On
+Slurm, write ``Platform(device="slurm", ...)`` and a path that all nodes see; the loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 (its usual name)
+
+from parawrap import Platform, current_rank, functional, wrapper
+
+Weights = dict[str, Tensor]
+
+BATCH = 128  # rows of all ranks together
+STEPS = 140
+REPORTED = 20
+_LOOK_S = 0.01
+
+
+def rows_of(step: int, count: int) -> Tensor:
+    """This rank's rows of a step's batch. They follow from the step alone, so that a later start finds its place."""
+    per_epoch = count // BATCH
+    epoch, index = divmod(step, per_epoch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
+    rank = current_rank()
+    return order[index * BATCH : (index + 1) * BATCH][rank.global_rank :: rank.world_size]
+
+
+def save(state: dict[str, Any], checkpoint: Path) -> None:
+    """Under another name first: what ends this process in the middle leaves the older checkpoint whole."""
+    begun = checkpoint.with_suffix(".begun")
+    torch.save(state, begun)
+    begun.rename(checkpoint)
+
+
+@wrapper(Platform(device="cpu", n_cpus=2, grace_s=60))
+def train(images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None = None) -> tuple[int, int, Weights]:
+    """Train to the last step; gives the step at which this start began, its number, and the weights.
+
+    Args:
+        images: of 8x8 pixels, a row each.
+        labels: the digits that they show.
+        checkpoint: where to save when the launch is preempted, and to go on from.
+        wait_at: the step at which the first start waits to be preempted: a rehearsal that is late still finds it there.
+    """
+    rank = current_rank()
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = functional.to(net)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    begun = 0
+    if checkpoint.exists():
+        state = torch.load(checkpoint)
+        net.load_state_dict(state["net"])
+        optimiser.load_state_dict(state["optimiser"])
+        begun = state["step"]
+    print(f"start {rank.restart} begins at step {begun}")
+
+    step = begun
+    while step < STEPS:
+        if rank.should_checkpoint():  # True at the same step in every rank
+            if rank.global_rank == 0:
+                save({"net": net.state_dict(), "optimiser": optimiser.state_dict(), "step": step}, checkpoint)
+            rank.requeue()  # the next start begins when every rank is here
+        if step == wait_at and rank.restart == 0:
+            time.sleep(_LOOK_S)
+            continue
+        if step % REPORTED == 0 and rank.global_rank == 0:
+            print(f"at step {step}")
+        rows = rows_of(step, len(images))
+        optimiser.zero_grad()
+        F.cross_entropy(model(images[rows]), labels[rows]).backward()
+        optimiser.step()
+        step += 1
+    return begun, rank.restart, net.state_dict()
+
+
+def main() -> None:
+    """Train twice, once preempted and once not, and compare."""
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
+    with tempfile.TemporaryDirectory() as folder:
+        launch = train.submit(images, labels, Path(folder, "preempted.pt"), wait_at=STEPS - 1)
+        while f"at step {2 * REPORTED}\n" not in launch.logs(0) and not launch.done():
+            time.sleep(_LOOK_S)
+        launch.preempt()
+        begun, restart, weights = launch.results()[0]
+        undisturbed = train(images, labels, Path(folder, "undisturbed.pt"))[0][2]
+    is_equal = all(torch.equal(weights[name], undisturbed[name]) for name in weights)
+    print(f"preempted at step {begun} of {STEPS}, and started anew {restart} time(s)")
+    print(f"the same weights as without: {is_equal}")
+
+
+if __name__ == "__main__":
+    main()

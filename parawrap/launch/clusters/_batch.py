@@ -1,0 +1,146 @@
+"""The batch job of a launch: what it asks Slurm for, and how it is handed over. submitit writes the script and submits it.
+
+The job has one task a node, which starts the node's ranks itself: torch is loaded once a node, and whatever becomes of a
+rank, there is somebody who sees it.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from parawrap.errors import LaunchError, PlatformError
+from parawrap.launch._devices import Device
+from parawrap.launch._platform import Platform
+from parawrap.launch.clusters._folder import Folder
+from parawrap.launch.clusters._queue import slurm_missing, submitting_environment
+
+__all__ = ["log_ends", "script", "submit"]
+
+# Slurm's own limit comes after that of the launch, which tells more.
+_SLACK_MIN = 2.0
+
+# Signals come whenever Slurm wants; those that come before somebody heeds them wait.
+_PATIENT_PYTHON = (
+    "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM)); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+
+# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is loaded, signals are only noted down.
+_TASK = """
+import os, signal, socket, sys
+noted = []
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    signal.signal(number, lambda number, _: noted.append(number))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
+node, start = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+try:
+    from parawrap.launch.clusters._slurm_task import serve
+except BaseException as error:
+    what = f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}"
+    with open(os.path.join(folder, f".trouble-{node}"), "w") as file:
+        file.write(what)
+    os.rename(file.name, os.path.join(folder, f"trouble-{start}-{node}"))
+    raise
+serve(folder, node, start, noted)
+"""
+
+
+def script(platform: Platform, folder: Folder) -> str:
+    """The batch script that `submit` would hand over. Needs submitit, and no Slurm."""
+    slurm = _submitit().slurm.slurm
+    command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
+    return str(slurm._make_sbatch_string(command=command, folder=folder.submitit, **_parameters(platform)))
+
+
+def submit(platform: Platform, folder: Folder) -> str:
+    """Hand the job over; its number.
+
+    Raises:
+        LaunchError: submitit or Slurm is not here, or Slurm refuses the job.
+    """
+    submitit = _submitit()
+    if missing := slurm_missing():
+        msg = (
+            f"there is no {missing} on this machine: launch from a login node of a Slurm cluster, or give launcher='local'"
+        )
+        raise LaunchError(msg)
+    executor = submitit.SlurmExecutor(folder.submitit, python=_python())
+    executor.update_parameters(**_parameters(platform))
+    try:
+        with submitting_environment():
+            job = executor.submit(exec, _TASK, {"folder": str(folder.path)})
+    except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
+        msg = (
+            f"Slurm does not take the job on: {_words_of(error)}. It asks for {platform.n_nodes} node(s) with "
+            f"{platform.ranks_per_node} rank(s) on each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo "
+            "tells what there is"
+        )
+        raise LaunchError(msg) from error
+    return str(job.job_id)
+
+
+def log_ends(folder: Folder, at_most: int) -> str:
+    """The ends of what tasks have written outside of any rank."""
+    logs = [*sorted(folder.submitit.glob("*_log.err")), *sorted(folder.submitit.glob("*_log.out"))]
+    ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
+    return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
+
+
+def _python() -> str:
+    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_PATIENT_PYTHON)}"
+
+
+def _submitit() -> Any:
+    try:
+        import submitit.slurm.slurm
+    except ImportError as error:
+        msg = "launcher='slurm' needs submitit: pip install 'parawrap[slurm]'"
+        raise LaunchError(msg) from error
+    return submitit
+
+
+def _parameters(platform: Platform) -> dict[str, Any]:
+    """What the job asks for, in submitit's names; what the user gives in ``slurm_additional_parameters`` comes last."""
+    limit = platform.timeout_min
+    has_gpus = platform.device == Device.GPU
+    parameters: dict[str, Any] = {
+        "job_name": platform.name,
+        "partition": platform.partition,
+        "nodes": platform.n_nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": platform.cpus_per_node,
+        "gpus_per_node": platform.n_gpus if has_gpus else None,
+        "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
+        "time": None if limit is None else math.ceil(limit + platform.grace_s / 60 + _SLACK_MIN),
+        "signal_delay_s": math.ceil(platform.grace_s),
+        "srun_args": ["--kill-on-bad-exit=1", "--export=ALL"],  # all that the batch script has: submitit sets a variable
+        "wckey": None,
+    }
+    more = _additional(platform.slurm_additional_parameters or {})
+    return parameters | more | {"srun_args": [*parameters["srun_args"], *more.get("srun_args", ())]}
+
+
+def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that submitit knows under its names, with its prefix or without; the others go to ``sbatch`` as they are."""
+    known = set(_submitit().slurm.slurm._get_default_parameters())
+    named = {name.removeprefix("slurm_"): value for name, value in given.items()}
+    for name in ("ntasks_per_node", "nodes"):
+        if name in named:
+            msg = f"slurm_additional_parameters={dict(given)!r}: {name} follows from n_nodes, n_cpus and n_gpus"
+            raise PlatformError(msg)
+    others = {name: value for name, value in named.items() if name not in known}
+    taken = {name: value for name, value in named.items() if name in known}
+    return taken | {"additional_parameters": {**others, **taken.get("additional_parameters", {})}}
+
+
+def _words_of(error: BaseException) -> str:
+    """What ``sbatch`` said, among what submitit says of it."""
+    said = getattr(error, "stderr", None) or str(error)
+    said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
+    lines = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
+    return "; ".join(lines) or said.strip()

@@ -1,0 +1,180 @@
+"""The folder of one launch on a cluster, by which the submitting process and the nodes tell each other what they must.
+
+It lies on a file system that all of them see, and nobody else may enter it. Every file is written by one of them, and is
+there only once it is whole; but for journals, which grow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parawrap.errors import LaunchError
+from parawrap.launch._platform import Platform
+from parawrap.launch.ranks._orders import Surroundings
+
+__all__ = ["Folder", "Plan"]
+
+_ROOT = "PARAWRAP_LAUNCH_DIR"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the nodes of a launch know of it, beside the call.
+
+    Attributes:
+        name: of the function.
+        platform: of the launch.
+        surroundings: of the submitting process, without its environment.
+        token: what nodes have to know to be let in.
+        lease_s: without a sign of the submitting process for so long, nobody waits for the results any more.
+    """
+
+    name: str
+    platform: Platform
+    surroundings: Surroundings
+    token: bytes
+    lease_s: float
+
+
+class Folder:
+    """The folder at this path; what is written and where. Without state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.call = path / "call"
+        self.submitit = path / "submitit"
+        self._plan = path / "plan"
+        self._sign = path / "sign-of-life"
+
+    @classmethod
+    def planned(cls, name: str) -> Folder:
+        """Where `new` would make one, but for the end of its name."""
+        root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
+        return cls(root / "".join(each if each.isalnum() else "-" for each in name))
+
+    @classmethod
+    def new(cls, name: str) -> Folder:
+        """A folder for a new launch: in PARAWRAP_LAUNCH_DIR, or in the home folder, which clusters share.
+
+        Raises:
+            LaunchError: it cannot be made.
+        """
+        planned = cls.planned(name).path
+        try:
+            planned.parent.mkdir(parents=True, exist_ok=True)
+            return cls(Path(tempfile.mkdtemp(prefix=f"{planned.name}-", dir=planned.parent)))  # mode 0700
+        except OSError as error:
+            msg = f"{planned.parent} cannot be written to: {error}; name a folder that all nodes share in {_ROOT}"
+            raise LaunchError(msg) from error
+
+    def _names(self) -> list[str]:
+        """What is in it now. A network's file system remembers for a while that a file was not there, but not this."""
+        with os.scandir(self.path) as entries:
+            return [entry.name for entry in entries]
+
+    def remove(self) -> None:
+        """Have it gone, and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # -- from the submitting process to the nodes
+
+    def write_plan(self, plan: Plan) -> None:
+        _write(self._plan, plan)
+
+    def read_plan(self) -> Plan:
+        plan: Plan = pickle.loads(self._plan.read_bytes())
+        return plan
+
+    def request(self, word: str) -> None:
+        """Ask the nodes for something: ``cancel``, or ``stacks-`` or ``preempt-`` and a number."""
+        _write(self.path / f"request-{word}", None)
+
+    def requests(self) -> list[str]:
+        """What was asked for, whenever that was."""
+        return [name.removeprefix("request-") for name in self._names() if name.startswith("request-")]
+
+    def rehearsals(self) -> int:
+        """How often a preemption was asked for."""
+        return sum(request.startswith("preempt-") for request in self.requests())
+
+    def give_sign_of_life(self, number: int) -> None:
+        """Tell the nodes that somebody waits for the results."""
+        _write(self._sign, number)
+
+    def sign_of_life(self) -> Any:
+        """The last number that was given."""
+        with contextlib.suppress(OSError, EOFError):
+            return pickle.loads(self._sign.read_bytes())
+        return None
+
+    # -- from the nodes, each time that the job is started; `start` counts from 0
+
+    def journal(self, start: int) -> Path:
+        """All that the first node tells."""
+        return self.path / f"journal-{start}"
+
+    def has_journal(self, start: int) -> bool:
+        """Whether it was begun."""
+        return f"journal-{start}" in self._names()
+
+    def parcel(self, start: int, rank: int) -> Path:
+        """What a rank returned or raised."""
+        return self.path / f"parcel-{start}-{rank}"
+
+    def write_address(self, start: int, address: Any) -> None:
+        """Where the other nodes find the first."""
+        _write(self.path / f"address-{start}", address)
+
+    def address(self, start: int) -> Any:
+        """What was written; None as long as nothing was."""
+        path = self.path / f"address-{start}"
+        return pickle.loads(path.read_bytes()) if path.name in self._names() else None
+
+    def troubles(self, start: int) -> list[str]:
+        """What keeps nodes from taking part, in the words of those that could not."""
+        names = sorted(name for name in self._names() if name.startswith(f"trouble-{start}-"))
+        return [(self.path / name).read_text() for name in names]
+
+    def write_trouble(self, start: int, node: int, what: str) -> None:
+        """Tell what keeps this node from taking part."""
+        begun = self.path / f".trouble-{node}"
+        begun.write_text(what)
+        begun.rename(self.path / f"trouble-{start}-{node}")
+
+    def mark_preempted(self, start: int) -> None:
+        """Note that this start of the job is going to be followed by another one, and that this is as it should be."""
+        _write(self.path / f"preempted-{start}", None)
+
+    def was_preempted(self, start: int) -> bool:
+        """Whether that was noted."""
+        return f"preempted-{start}" in self._names()
+
+    def note_restarts(self, count: int, failures: int, rehearsals: int) -> None:
+        """Keep, for the next start of the job, how often ranks were started anew, for a failure, and for a rehearsal."""
+        _write(self.path / "restarts", (count, failures, rehearsals))
+
+    def restarts(self) -> tuple[int, int, int]:
+        """What was noted last."""
+        if "restarts" not in self._names():
+            return 0, 0, 0
+        count, failures, rehearsals = pickle.loads((self.path / "restarts").read_bytes())
+        return count, failures, rehearsals
+
+    def unusable(self, error: OSError) -> LaunchError:
+        """What to raise where something cannot be read or written here."""
+        return LaunchError(f"{self.path} cannot be used: {error}; make room there, or name another folder in {_ROOT}")
+
+
+def _write(path: Path, value: object) -> None:
+    """Under another name first: whoever finds the file finds all of it."""
+    begun = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # others may write it at the same time
+    begun.write_bytes(pickle.dumps(value))
+    begun.rename(path)

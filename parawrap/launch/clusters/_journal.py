@@ -1,0 +1,142 @@
+"""All that the ranks of a launch write and come to, from the node that watches them to the process that submitted them.
+
+One file, which grows; on a network's file system others see what is in it once it was synchronised.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from parawrap.errors import LaunchError
+from parawrap.launch.watch._output import end_of
+
+__all__ = ["Journal", "JournalReader", "JournalRecord", "LogsIntoJournal"]
+
+_HEAD = struct.Struct("<Q")
+_PAUSE_S = 0.1  # between two synchronisations, so that a chatty rank costs the file system no more than a quiet one
+_PIECE = 1 << 22
+_KEPT = 1 << 16
+_MOST_WAITING = 512
+
+Entry = tuple[Any, ...]
+
+
+class Journal:
+    """Writes entries. Any thread may, and waits where the disk is slow; after `close` all of them are there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path.open("wb")
+        self._entries: queue.Queue[bytes | None] = queue.Queue(_MOST_WAITING)
+        self._error: OSError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._write, name="parawrap-journal", daemon=True)
+        self._thread.start()
+
+    def add(self, *entry: Any) -> None:
+        """Write an entry.
+
+        Raises:
+            LaunchError: the file cannot be written.
+        """
+        if self._error is not None:
+            msg = f"{self._path} cannot be written: {self._error}"
+            raise LaunchError(msg) from self._error
+        data = pickle.dumps(entry)
+        self._entries.put(_HEAD.pack(len(data)) + data)
+
+    def close(self) -> None:
+        """Write what is left, and no more."""
+        self._entries.put(None)
+        self._closing.set()
+        self._thread.join()
+
+    def _write(self) -> None:
+        with self._file as file:
+            while (entries := self._next_entries())[-1] is not None:
+                self._append(file, entries)
+                self._closing.wait(_PAUSE_S)
+            self._append(file, entries[:-1])
+
+    def _append(self, file: BinaryIO, entries: Sequence[bytes | None]) -> None:
+        try:
+            if self._error is None:
+                file.write(b"".join(filter(None, entries)))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            self._error = error
+
+    def _next_entries(self) -> list[bytes | None]:
+        """What has come in, one entry at least; None is the end."""
+        entries = [self._entries.get()]
+        while entries[-1] is not None and not self._entries.empty():
+            entries.append(self._entries.get())
+        return entries
+
+
+class JournalReader:
+    """Reads a journal that was begun, from its start, while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = b""
+        self._position = 0
+
+    def new_entries(self) -> list[Entry]:
+        """Those that have come since the last call."""
+        with self._path.open("rb", buffering=0) as file:
+            file.seek(self._position)
+            while data := file.read(_PIECE):
+                self._read += data
+                self._position += len(data)
+        entries, at = [], 0
+        while len(self._read) >= (start := at + _HEAD.size) and len(self._read) >= (end := start + self._length_at(at)):
+            entries.append(pickle.loads(self._read[start:end]))
+            at = end
+        self._read = self._read[at:]
+        return entries
+
+    def _length_at(self, position: int) -> int:
+        return int(_HEAD.unpack_from(self._read, position)[0])
+
+
+class JournalRecord:
+    """What one rank writes, taken to a journal."""
+
+    def __init__(self, journal: Journal, rank: int) -> None:
+        self._journal = journal
+        self._rank = rank
+        self._end = b""
+
+    def write(self, stream: int, data: bytes) -> None:
+        self._end = (self._end + data)[-_KEPT:]
+        self._journal.add("output", self._rank, stream, data)
+
+    def record(self, text: str) -> None:
+        self._journal.add("record", self._rank, text)
+
+    def last_words(self, at_most: int) -> str:
+        return end_of(self._end.decode(errors="replace"), at_most)
+
+
+class LogsIntoJournal(logging.Handler):
+    """Takes what is logged on the node to a journal, for the submitting process to log it."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(logging.WARNING)
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._journal.add("log", record.levelno, self.format(record))
+        except Exception:  # noqa: BLE001 (whoever logs is to hear nothing of it)
+            self.handleError(record)

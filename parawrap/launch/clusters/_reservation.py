@@ -1,0 +1,222 @@
+"""The part of a Ray cluster that a launch has for itself: a bundle of its resources on each node, and a keeper there.
+
+A rank is no actor of its own: its node's keeper starts it as it would be started anywhere else, and sees how it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from parawrap.errors import LaunchError
+from parawrap.launch._devices import Device, cores
+from parawrap.launch._platform import Platform
+from parawrap.launch.clusters._network import Address
+from parawrap.launch.ranks._groups import LOOPBACK
+
+__all__ = ["Reservation", "joined"]
+
+_LOOK_S = 0.2
+_LEAVING_S = 10.0
+_ANSWER_S = 5.0
+_GB = 1 << 30
+
+# Run on each node by its own Python, which may lack parawrap.
+_KEEP = """
+def keep(*of_node):
+    import socket, sys
+    try:
+        from parawrap.launch.clusters._ray_task import serve
+    except BaseException as error:
+        return f"{socket.gethostname()}: {sys.executable} cannot import parawrap: {error!r}"
+    return serve(*of_node)
+"""
+
+
+def joined(platform: Platform) -> Any:
+    """The ray module, with this process in a cluster: its own, that of RAY_ADDRESS, one on this machine, or a new one.
+
+    Raises:
+        LaunchError: ray is not installed, or the cluster cannot be reached or joined this way.
+    """
+    try:
+        ray: Any = importlib.import_module("ray")
+        importlib.import_module("ray.util.client")
+    except ImportError as error:
+        msg = "launcher='ray' needs Ray: pip install 'parawrap[ray]'"
+        raise LaunchError(msg) from error
+    if not ray.is_initialized():
+        _join(ray, platform)
+    if ray.util.client.ray.is_connected():
+        msg = (
+            "Ray Client (ray://) keeps this process outside of the cluster, where no rank can reach it: run the script on "
+            "a node of the cluster, or by 'ray job submit'"
+        )
+        raise LaunchError(msg)
+    return ray
+
+
+def _join(ray: Any, platform: Platform) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        _check_answers(address or "")
+        ray.init(address=address or "auto", **quiet)
+        return
+    except Exception as error:
+        if address is not None or not isinstance(error, ConnectionError):
+            where = "that runs here" if address is None else f"at RAY_ADDRESS={address}"
+            msg = f"the Ray cluster {where} cannot be joined: {error}"
+            raise LaunchError(msg) from error
+    try:
+        ray.init(address="local", num_cpus=max(cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
+    except Exception as error:
+        msg = f"no Ray cluster runs here, and none can be started: {error}"
+        raise LaunchError(msg) from error
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself would try for minutes.
+
+    Raises:
+        OSError: nobody answers at that host and port.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+
+
+class Reservation:
+    """Bundles of a cluster's resources, from when they are asked for until `end`. Belongs to one thread.
+
+    Args:
+        ray: the module.
+        platform: says what every node is to have.
+
+    Raises:
+        LaunchError: the cluster is too small, even when nobody else uses it.
+    """
+
+    def __init__(self, ray: Any, platform: Platform) -> None:
+        self._ray = ray
+        self._platform = platform
+        self._bundle = _bundle(platform)
+        self._tasks: list[Any] = []
+        self._check_size()
+        strategy = "STRICT_SPREAD" if platform.n_nodes > 1 else "STRICT_PACK"
+        self._group = ray.util.placement_group([self._bundle] * platform.n_nodes, strategy=strategy)
+        self._ready = self._group.ready()
+
+    def is_there(self) -> bool:
+        """Whether the resources are this launch's now; waits a moment for it.
+
+        Raises:
+            LaunchError: Ray was shut down.
+        """
+        self._check_ray()
+        ready, _ = self._ray.wait([self._ready], timeout=_LOOK_S)
+        return bool(ready)
+
+    def addresses(self, own: Sequence[str]) -> list[str]:
+        """By which of this process's own addresses, the loopback's among them, its nodes may reach it."""
+        here = self._ray.util.get_node_ip_address()
+        if all(node["NodeManagerAddress"] == here for node in self._nodes()):
+            return [LOOPBACK]
+        return [here, *(each for each in own if each != here)]
+
+    def keep(self, address: Address, payload: bytes) -> None:
+        """Have a keeper on each node, which calls at that address."""
+        place: dict[str, Any] = {"__name__": "__main__"}  # by which a function is sent itself, not its name
+        exec(_KEEP, place)
+        platform, call = self._platform, self._ray.put(payload)
+        share = self._bundle["CPU"] // platform.ranks_per_node
+        for node in range(platform.n_nodes):
+            task = self._ray.remote(place["keep"]).options(
+                name=f"{platform.name}: node {node}",
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
+                memory=self._bundle.get("memory"),
+                max_retries=0,
+                scheduling_strategy=self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                    placement_group=self._group, placement_group_bundle_index=node
+                ),
+            )
+            self._tasks.append(task.remote(address, node, platform.spawn_method, platform.grace_s, share, call))
+
+    def check(self) -> None:
+        """Raise what keeps a node from taking part.
+
+        Raises:
+            LaunchError: a keeper has ended already, or Ray was shut down.
+        """
+        self._check_ray()
+        for node, task in enumerate(self._tasks):
+            ended, _ = self._ray.wait([task], timeout=0)
+            if ended:
+                msg = f"node {node}: {self._fate(task)}"
+                raise LaunchError(msg)
+
+    def end(self) -> None:
+        """Give the resources back, once the keepers have ended; those that do not are killed."""
+        if not self._ray.is_initialized():  # it was shut down, and has ended them: asked now, it would start again
+            return
+        _, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_LEAVING_S) if self._tasks else ([], [])
+        for task in left:
+            with contextlib.suppress(Exception):  # it may end just now
+                self._ray.cancel(task, force=True)
+        self._ray.util.remove_placement_group(self._group)
+
+    def _check_ray(self) -> None:
+        if not self._ray.is_initialized():
+            msg = "ray.shutdown() was called before the launch had its nodes"
+            raise LaunchError(msg)
+
+    def _fate(self, task: Any) -> str:
+        try:
+            return str(self._ray.get(task))
+        except Exception as error:  # noqa: BLE001 (whatever Ray makes of a task that failed)
+            return f"its keeper is gone: {error}"
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        return [node for node in self._ray.nodes() if node["Alive"]]
+
+    def _check_size(self) -> None:
+        """Ray itself would wait for ever for what will never be there."""
+        platform, nodes = self._platform, self._nodes()
+        fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
+        if len(fitting) >= platform.n_nodes:
+            return
+        wanted = _listed(self._bundle, self._bundle)
+        there = "; ".join(f"{node['NodeManagerHostname']} has {_listed(node['Resources'], self._bundle)}" for node in nodes)
+        msg = (
+            f"the platform asks for {platform.n_nodes} node(s) with {wanted} each, and {len(fitting)} of the Ray cluster's "
+            f"nodes have that: {there}"
+        )
+        raise LaunchError(msg)
+
+
+def _bundle(platform: Platform) -> dict[str, float]:
+    """What each node is to have."""
+    has_gpus = platform.device == Device.GPU
+    bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
+    if has_gpus:
+        bundle["GPU"] = platform.ranks_per_node
+    if platform.ram is not None:
+        bundle["memory"] = int(platform.ram * _GB)
+    return bundle
+
+
+def _listed(resources: dict[str, float], names: Iterable[str]) -> str:
+    amounts = {name: resources.get(name, 0) for name in names}
+    return ", ".join(
+        f"{amount / _GB:.1f} GB of memory" if name == "memory" else f"{amount:g} {name}" for name, amount in amounts.items()
+    )
+
+
+def _holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
+    return all(resources.get(name, 0) >= amount for name, amount in bundle.items())

@@ -1,0 +1,257 @@
+"""How ranks end, which of several failures is the one to tell, and the exception that tells it.
+
+A failure of one rank soon fails the others: their collectives break. Those echoes may even be heard before the failure
+itself. The one to tell is the earliest that is no echo; only where all are echoes, the earliest of them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from parawrap.errors import LaunchError, RankDiedError
+from parawrap.launch._results import RankResults
+from parawrap.launch.parcels._failures import add_note
+from parawrap.launch.parcels._packing import memory_file, unpack
+
+__all__ = [
+    "Died",
+    "Ended",
+    "Failure",
+    "Outcome",
+    "Parcel",
+    "Raised",
+    "Requeued",
+    "Returned",
+    "error_of",
+    "first_failure",
+    "returned_already",
+    "values_of",
+]
+
+_TOLD_AT_MOST = 8
+_LAST_WORDS = 2000
+_PIECE = 1 << 24
+
+
+Signal = signal.Signals | int
+
+
+class Parcel:
+    """A value that a rank sent, still packed, in an open file or at a path. Opened once; closed with its holder."""
+
+    def __init__(self, file: int | Path) -> None:
+        self._file: int | None = file if isinstance(file, int) else None
+        self._path = file if isinstance(file, Path) else None
+
+    def open(self) -> Any:
+        """The value."""
+        if self._path is not None:  # whoever removes the file is not to find it mapped
+            self._file = memory_file("parcel")
+            with self._path.open("rb") as packed, open(self._file, "wb", closefd=False) as copy:
+                shutil.copyfileobj(packed, copy)
+        assert self._file is not None, "opened twice"
+        try:
+            return unpack(self._file)
+        finally:
+            self.close()
+
+    def put(self, path: Path) -> Parcel:
+        """The same parcel, in a file of this path, where another process may open it; this one is closed."""
+        if self._file is None:  # it is there already
+            return self
+        with path.open("wb") as out:
+            size = os.fstat(self._file).st_size
+            while out.tell() < size:
+                out.write(os.pread(self._file, _PIECE, out.tell()))
+        self.close()
+        return Parcel(path)
+
+    def close(self) -> None:
+        """Let go of it unopened."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The function returned."""
+
+    at: float
+    value: Parcel
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The function raised."""
+
+    at: float
+    error: Parcel
+    summary: str
+    traceback: str
+    is_echo: bool
+
+
+@dataclass(frozen=True)
+class Died:
+    """The process ended without a result: killed by a signal, by ``sys.exit``, in C code, or together with its node."""
+
+    at: float
+    pid: int
+    signal: Signal | None = None
+    exit_code: int | None = None
+    by_sys_exit: bool = False
+    last_words: str = ""
+    lost_with: str = ""
+
+    @classmethod
+    def of(cls, code: int | None, *, at: float, pid: int, last_words: str, lost_with: str = "") -> Died:
+        """From how the process ended: an exit code, or minus the number of a signal; None where nobody knows."""
+        if code is not None and code < 0:
+            return cls(at, pid, signal=_signal(-code), last_words=last_words)
+        return cls(at, pid, exit_code=code, last_words=last_words, lost_with=lost_with)
+
+    @classmethod
+    def by_exit(cls, error: SystemExit, *, pid: int) -> Died:
+        """By ``sys.exit``, with what it was given."""
+        given = error.code
+        code = given if isinstance(given, int) else int(given is not None)
+        said = "" if given is None or isinstance(given, int) else str(given)
+        return cls(time.time(), pid, exit_code=code, by_sys_exit=True, last_words=said)
+
+    @property
+    def summary(self) -> str:
+        """What happened, as the end of a sentence that begins with the rank."""
+        if self.signal is not None:
+            return f"was killed by {getattr(self.signal, 'name', f'signal {self.signal}')}"
+        if self.by_sys_exit:
+            return f"left by sys.exit({self.exit_code}) and returned nothing"
+        if self.lost_with:
+            return f"was lost with {self.lost_with}"
+        if self.exit_code is None:
+            return "is gone, and nobody knows how it ended"
+        return f"left with exit code {self.exit_code} and returned nothing"
+
+
+@dataclass(frozen=True)
+class Requeued:
+    """The function asked for the launch to be started anew."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The launch told it to end before it was done."""
+
+    at: float
+
+
+def _signal(number: int) -> Signal:
+    """By its name, where it has one: most real-time signals have none."""
+    try:
+        return signal.Signals(number)
+    except ValueError:
+        return number
+
+
+Failure = Raised | Died
+Outcome = Returned | Raised | Died | Requeued | Ended
+
+
+def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
+    """The rank whose failure is to be told; None where none failed.
+
+    Where a rank has left to be started anew, the echoes of that are no failures.
+    """
+    failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
+    if any(isinstance(each, Requeued) for each in outcomes.values()):
+        failures = {rank: each for rank, each in failures.items() if not _is_echo(each)}
+    return min(failures, key=lambda rank: (_is_echo(failures[rank]), failures[rank].at, rank), default=None)
+
+
+def _is_echo(failure: Failure) -> bool:
+    return isinstance(failure, Raised) and failure.is_echo
+
+
+def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> RankResults[Any] | BaseException:
+    """What the ranks returned, or why that cannot be had."""
+    values = []
+    for rank in range(world_size):
+        outcome = outcomes[rank]
+        assert isinstance(outcome, Returned), outcome
+        try:
+            values.append(outcome.value.open())
+        except Exception as error:  # noqa: BLE001 (a class of the user's that cannot be made here)
+            error.add_note(f"this happened while the result of rank {rank} of {world_size} was being unpacked")
+            return error
+    return RankResults(values)
+
+
+def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str) -> BaseException:
+    """The exception to raise for a rank that failed: its own, or RankDiedError; with notes on where, and on the others.
+
+    Args:
+        rank: the one that failed.
+        outcomes: of all ranks that have ended.
+        world_size: how many ranks there are.
+        place: where the rank ran, as a note has it: "node 0, its host's name".
+    """
+    failure = outcomes[rank]
+    if isinstance(failure, Raised):
+        error = _opened(failure, rank)
+        returned = [rank for rank, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+        if failure.is_echo and returned:
+            add_note(error, returned_already(returned))
+        add_note(error, f"raised in rank {rank} of {world_size} ({place}); there:\n{_indented(failure.traceback)}")
+    else:
+        assert isinstance(failure, Died)
+        msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
+        error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=failure.exit_code)
+        if failure.last_words:
+            error.add_note(f"the last that rank {rank} wrote:\n{_indented(failure.last_words[-_LAST_WORDS:])}")
+        if failure.signal is signal.SIGKILL:
+            error.add_note("nobody here sent that signal: a kernel out of memory does, and so does kill -9")
+    for note in _on_others(rank, outcomes, failure):
+        add_note(error, note)
+    return error
+
+
+def _opened(failure: Raised, rank: int) -> BaseException:
+    try:
+        error: BaseException = failure.error.open()
+    except Exception as reason:  # noqa: BLE001 (a class of the user's that cannot be made here)
+        return LaunchError(f"rank {rank} raised {failure.summary}; that exception cannot be rebuilt here: {reason!r}")
+    return error
+
+
+def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> list[str]:
+    """One note on what the other ranks did, in rank order, and what that may mean."""
+    said = []
+    for other, outcome in sorted(outcomes.items()):
+        if other != rank and isinstance(outcome, Raised):
+            said.append(f"rank {other} raised {outcome.summary}")
+        elif other != rank and isinstance(outcome, Died):
+            said.append(f"rank {other} {outcome.summary}")
+    more = len(said) - _TOLD_AT_MOST
+    return ["then: " + "; ".join(said[:_TOLD_AT_MOST]) + (f"; and {more} more" if more > 0 else "")] if said else []
+
+
+def returned_already(ranks: Sequence[int]) -> str:
+    """A note on ranks that others may have waited for in vain."""
+    named = f"rank {ranks[0]} had" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} had"
+    return f"{named} returned already: in a collective, every rank of the group has to take part"
+
+
+def _indented(text: str) -> str:
+    return "\n".join("  | " + line for line in text.splitlines())

@@ -1,0 +1,63 @@
+"""How ranks agree on the turn of their loops at which all of them save.
+
+Each rank counts how often its function was told that no checkpoint is due. When the launch is preempted, every rank is
+asked for its count and holds further answers back; the first call that none of them has had an answer to is the one, for
+all. Until then a call costs a counter, and no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+__all__ = ["Preemption", "RequeueWanted", "at_signal"]
+
+
+class RequeueWanted(BaseException):
+    """Raised in a rank that leaves to be started anew; no ``except Exception`` catches it, and ``finally`` blocks run."""
+
+
+class Preemption:
+    """One rank's side of the agreement. The function asks from its threads, the line to the launch tells from another."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._answered = 0
+        self._held_back = False
+        self._due_from: int | None = None
+
+    def is_due(self) -> bool:
+        """Whether to save now; waits while the ranks agree on it."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held_back or self._due_from is not None)
+            if self._due_from is not None and self._answered >= self._due_from:
+                return True
+            self._answered += 1
+            return False
+
+    def hold_back(self) -> int:
+        """Give no answer any more before `decide`; how many were given."""
+        with self._changed:
+            self._held_back = True
+            return self._answered
+
+    def decide(self, call: int) -> None:
+        """The checkpoint is due from this call on, counted from 0."""
+        with self._changed:
+            self._due_from = call
+            self._changed.notify_all()
+
+
+@contextmanager
+def at_signal(act: Callable[[], object]) -> Iterator[None]:
+    """Call this when SIGUSR2 arrives, for ranks that nobody watches. Only the main thread can take signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR2, lambda *_: act())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL if before is None else before)

@@ -1,0 +1,126 @@
+"""Ranks on the nodes of a Ray cluster.
+
+Ray gives the resources and starts a keeper on each node; from then on a launch is like any other, watched by this process
+over a line to each node. When this process is gone, Ray ends the keepers, and they their ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch._results import Launch, State
+from parawrap.launch.clusters._gathering import GATHERING_S, gathered
+from parawrap.launch.clusters._network import Front, own_addresses
+from parawrap.launch.clusters._node_there import NodeThere
+from parawrap.launch.clusters._reservation import Reservation, joined
+from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.watch._ending import Ending
+from parawrap.launch.watch._launch import WatchedLaunch, orders_of
+from parawrap.launch.watch._loop import Loop
+from parawrap.launch.watch._meeting import meeting_place
+from parawrap.launch.watch._run import Run
+
+__all__ = ["launcher"]
+
+
+class _Ray:
+    """The launcher."""
+
+    def launch(self, job: Job) -> Launch[Any]:
+        return _RayLaunch(job)
+
+    def preview(self, job: Job) -> Preview:
+        platform = job.platform
+        strategy = "each on another machine" if platform.n_nodes > 1 else "on one machine"
+        how = f"{platform.n_nodes} bundle(s), {strategy}, {platform.ranks_per_node} rank(s) in each"
+        return preview(job, "ray", how, host="(this process)")
+
+
+launcher = _Ray()
+
+
+class _Cancelled(Exception):  # noqa: N818 (ends a wait, is no error)
+    """It was cancelled before its ranks had begun."""
+
+
+class _RayLaunch(WatchedLaunch):
+    """Waits for resources, gathers the nodes and runs the ranks, all in its thread."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        with os.fdopen(job.packed(), "rb") as packed:
+            packed.seek(0)
+            self._payload = packed.read()
+        self._cancelled = threading.Event()
+        self._run_of_ranks: Run | None = None
+        self._reservation = Reservation(joined(job.platform), job.platform)
+        self._begin_watch()
+
+    def _watched(self) -> Ending:
+        try:
+            with ExitStack() as cleanup:
+                cleanup.callback(self._reservation.end)
+                return self._begun(cleanup).run()
+        except _Cancelled:
+            return Ending({}, cancelled=True)
+
+    def _begun(self, cleanup: ExitStack) -> Run:
+        """The run, with its ranks started."""
+        platform = self._platform
+        while not self._reservation.is_there():
+            self._check_wanted()
+        hosts = [platform.master_addr] if platform.master_addr else self._reservation.addresses(own_addresses())
+        meeting = cleanup.enter_context(meeting_place(platform, hosts[0]))
+        loop = Loop()
+        nodes = self._gathered(loop, hosts)
+        orders = orders_of(platform, meeting, Surroundings.here().without_environ())
+        run = Run(self._job.name, platform, loop, nodes, orders, self._transcripts)
+        run.begin()
+        self._run_of_ranks = run
+        if self._cancelled.is_set():
+            run.cancel()
+        return run
+
+    def _gathered(self, loop: Loop, hosts: list[str]) -> list[NodeThere]:
+        front = Front(hosts, secrets.token_bytes(32))
+        try:
+            self._reservation.keep(front.address, self._payload)
+            self._payload = b""  # the cluster has it
+            return gathered(front, loop, range(self._platform.n_nodes), self._check_gathering, GATHERING_S)
+        except BaseException:
+            loop.close()
+            raise
+        finally:
+            front.close()
+
+    def _check_gathering(self) -> None:
+        self._check_wanted()
+        self._reservation.check()
+
+    def _check_wanted(self) -> None:
+        if self._cancelled.is_set():
+            raise _Cancelled
+
+    # -- from any thread
+
+    def _request_cancel(self) -> None:
+        self._cancelled.set()
+        if self._run_of_ranks is not None:
+            self._run_of_ranks.cancel()
+
+    def preempt(self) -> None:
+        if self._run_of_ranks is not None:
+            self._run_of_ranks.preempt()
+
+    def stacks(self) -> dict[int, str]:
+        return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()
+
+    @property
+    def state(self) -> State:
+        state = super().state
+        return "pending" if state == "running" and self._run_of_ranks is None else state

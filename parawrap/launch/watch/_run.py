@@ -1,0 +1,205 @@
+"""A launch's run: its ranks are watched, and started anew when they fail or ask for it, until an attempt is the last.
+
+A group is started anew as a whole, as torch.distributed.elastic does it: the ranks of the next attempt meet in a world of
+their own and see in ``restart`` that they are not the first.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from parawrap.launch._platform import Platform
+from parawrap.launch.parcels._outcomes import Died, Ended, Outcome, Raised, Requeued, first_failure
+from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.watch._charge import Charge
+from parawrap.launch.watch._ending import Ending
+from parawrap.launch.watch._loop import Loop
+from parawrap.launch.watch._node import Node
+from parawrap.launch.watch._output import Record
+from parawrap.launch.watch._supervisor import Supervisor
+
+__all__ = ["Run"]
+
+_log = logging.getLogger("parawrap.launch")
+
+
+class Run:
+    """Runs a launch on its nodes, which are closed with it. `cancel`, `preempt` and `stacks` may be called from any thread.
+
+    Args:
+        name: of the function.
+        platform: of the launch.
+        loop: the one of the nodes; closed with the run.
+        nodes: where ranks run, as many on each as the platform says.
+        orders: gives the orders of a rank at a restart.
+        transcripts: one a rank; all attempts write into it.
+        restart: how often the ranks were started before.
+        failures: how often that was because one of them had failed.
+        requeues: whether somebody else starts the ranks anew when they ask for it: then the run ends with that.
+
+    Attributes:
+        restart: how often the ranks of the present attempt were started before.
+        failures: how often that was because one of them had failed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        platform: Platform,
+        loop: Loop,
+        nodes: Sequence[Node],
+        orders: Callable[[int, int], Orders],
+        transcripts: Sequence[Record],
+        *,
+        restart: int = 0,
+        failures: int = 0,
+        requeues: bool = False,
+    ) -> None:
+        self._name = name
+        self._platform = platform
+        self._loop = loop
+        self._nodes = nodes
+        self._orders = orders
+        self._transcripts = transcripts
+        self.restart = restart
+        self._requeues = requeues
+        self.failures = failures
+        self._history: list[str] = []
+        limit = platform.timeout_min
+        self._up_at = None if limit is None else time.monotonic() + 60 * limit
+        self._cancelled = False
+        self._preempted = False
+        self._attempt = self._next_attempt()
+
+    # -- from any thread
+
+    def cancel(self) -> None:
+        """Have the ranks end, and start none anew."""
+        self._loop.call_soon(self._on_cancel)
+
+    def preempt(self, *, ends_late: bool = True) -> None:
+        """Have the ranks save and leave. `ends_late` is False where somebody else ends those that do not."""
+        self._loop.call_soon(lambda: self._on_preempt(ends_late=ends_late))
+
+    def stacks(self) -> dict[int, str]:
+        """What every thread of every running rank is doing."""
+        return self._attempt.ask_for_stacks()
+
+    # -- from the thread that runs it
+
+    def begin(self) -> None:
+        """Start the ranks.
+
+        Raises:
+            LaunchError: they cannot be started; none is left, and the run is closed.
+        """
+        try:
+            self._begin_attempt()
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self) -> Ending:
+        """Watch the ranks to the end of the last attempt."""
+        try:
+            while True:
+                self._attempt.run()
+                wants_more = self._wants_more()
+                is_unfinished = wants_more or self._may_restart()
+                if self._cancelled and is_unfinished:
+                    return self._ending(cancelled=True)
+                elsewhere = self._requeues and (wants_more or self._preempted or self._has_lost_a_node())
+                if is_unfinished and not wants_more:
+                    self.failures += 1
+                if not is_unfinished or elsewhere:
+                    return self._ending(requeued=is_unfinished)
+                self._history.append(f"attempt {self.restart} {self._told()}")
+                self.restart += 1
+                self._attempt = self._next_attempt()
+                self._begin_attempt()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of nodes and loop; ranks that still run are killed."""
+        for node in self._nodes:
+            node.close()
+        self._loop.close()
+
+    def _next_attempt(self) -> Supervisor:
+        per_node = self._platform.ranks_per_node
+        charges = [
+            Charge(rank, self._nodes[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
+        ]
+        return Supervisor(self._platform, self._loop, charges, self._up_at)
+
+    def _begin_attempt(self) -> None:
+        self._attempt.begin(lambda rank: self._orders(rank, self.restart))
+
+    # -- between two attempts
+
+    def _may_restart(self) -> bool:
+        """Whether a rank failed, and that is to be followed by another attempt."""
+        if self._attempt.given_up or first_failure(self._attempt.outcomes()) is None:
+            return False
+        has_nodes = self._requeues or not self._has_lost_a_node()
+        return has_nodes and self.failures < self._platform.max_restarts
+
+    def _has_lost_a_node(self) -> bool:
+        return any(node.is_lost for node in self._nodes)
+
+    def _wants_more(self) -> bool:
+        """Whether ranks left to be started anew: of their own accord, or ended because they had not left in time."""
+        outcomes = self._attempt.outcomes()
+        failed = first_failure(outcomes)
+        if self._attempt.given_up or not (failed is None or (self._attempt.preempted and _is_echo(outcomes[failed]))):
+            return False
+        if any(isinstance(each, Requeued) for each in outcomes.values()):
+            return True
+        late = [rank for rank, each in outcomes.items() if isinstance(each, Ended)]
+        if self._attempt.preempted and late:
+            _log.warning(
+                "preempted, and rank(s) %s of %s had not called requeue() within grace_s=%g: they were ended, as a real "
+                "preemption ends them, and start from the beginning",
+                ", ".join(map(str, late)),
+                self._name,
+                self._platform.grace_s,
+            )
+        return self._attempt.preempted and bool(late)
+
+    def _told(self) -> str:
+        outcomes = self._attempt.outcomes()
+        failed = first_failure(outcomes)
+        if failed is None:
+            return "was preempted" if self._attempt.preempted else "asked to be started anew"
+        outcome = outcomes[failed]
+        assert isinstance(outcome, (Raised, Died))
+        return f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"
+
+    def _on_cancel(self) -> None:
+        self._cancelled = True
+        self._attempt.cancel()
+
+    def _on_preempt(self, *, ends_late: bool) -> None:
+        self._preempted = True
+        self._attempt.preempt(ends_late=ends_late)
+
+    def _ending(self, *, requeued: bool = False, cancelled: bool = False) -> Ending:
+        attempt = self._attempt
+        return Ending(
+            outcomes=attempt.outcomes(),
+            hosts=[node.host for node in self._nodes],
+            history=self._history,
+            stacks=attempt.stacks(),
+            cancelled=attempt.cancelled or cancelled,
+            timed_out=attempt.timed_out,
+            stuck=attempt.stuck,
+            broken=attempt.broken,
+            requeued=requeued,
+        )
+
+
+def _is_echo(outcome: Outcome) -> bool:
+    return isinstance(outcome, Raised) and outcome.is_echo

@@ -1,0 +1,366 @@
+"""The watch over the ranks of one attempt, from their start until the last of them is gone.
+
+What it guarantees: `run` returns in bounded time after the first failure, the end of a time limit or `cancel`, and when it
+returns, no process of the attempt lives.
+
+It decides; where ranks run, and how they are heard and told, is their nodes' affair. One thread runs it. Any other may call
+`ask_for_stacks`.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from parawrap.launch._platform import Platform
+from parawrap.launch.parcels._outcomes import Died, Ended, Outcome, Parcel, Raised, Requeued, Returned, first_failure
+from parawrap.launch.ranks._control import FORCED
+from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.watch._charge import Charge
+from parawrap.launch.watch._loop import Loop
+
+__all__ = ["Supervisor"]
+
+_ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itself
+_STACKS_WAIT_S = 1.0
+_WATCHING_S = 1.0  # who is later than this was not there
+_BURIAL_S = 20.0  # for nodes to tell that what was killed, and what that had left, is gone
+_LAST_WORDS = 2000
+_NEVER = float("inf")
+_NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
+
+
+class Supervisor:
+    """Watches one attempt; lives as long as it does.
+
+    Args:
+        platform: of the launch.
+        loop: the one of the ranks' nodes.
+        charges: the ranks, in their order.
+        up_at: when ``timeout_min`` is over, by the monotonic clock.
+
+    Attributes:
+        cancelled: whether `cancel` ended it.
+        timed_out: which time limit ended it.
+        stuck: whether it was ended because its ranks waited for such as had returned.
+        broken: why there are no outcomes, where ranks could not be started.
+        preempted: whether the ranks were told that they will have to go.
+    """
+
+    def __init__(self, platform: Platform, loop: Loop, charges: Sequence[Charge], up_at: float | None = None) -> None:
+        self._platform = platform
+        self._loop = loop
+        self._charges = charges
+        self._nodes = list({id(charge.node): charge.node for charge in charges}.values())
+        self._changed = threading.Condition()
+        self._outcomes: dict[int, Outcome] = {}
+        self._has_failed = False
+        self._has_told_of_others = False
+        self._stuck: set[int] = set()
+        self._unanswered: set[int] = set()
+        self._up_at = up_at
+        self._end_at: float | None = None
+        self._kill_at: float | None = None
+        self._has_killed = False
+        self._leave_at: float | None = None
+        self._last_sign = time.monotonic()
+        self.cancelled = False
+        self.timed_out: str | None = None
+        self.stuck = False
+        self.broken: str | None = None
+        self.preempted = False
+
+    def ask_for_stacks(self) -> dict[int, str]:
+        """What every thread of every running rank is doing; a rank that gives no answer within a second says so."""
+        with self._changed:
+            asked = [charge for charge in self._charges if charge.is_running]
+            for charge in asked if self.timed_out is None else ():  # what a time limit has them tell is kept
+                charge.stacks = None
+        self._loop.call_soon(self._request_stacks)
+        with self._changed:
+            self._changed.wait_for(
+                lambda: all(charge.stacks is not None or not charge.is_running for charge in asked), _STACKS_WAIT_S
+            )
+            return {charge.rank: charge.stacks or _NO_ANSWER for charge in asked if charge.is_running}
+
+    def outcomes(self) -> dict[int, Outcome]:
+        """How each rank ended; complete once `run` has returned."""
+        return dict(sorted(self._outcomes.items()))
+
+    def stacks(self) -> dict[int, str]:
+        """The stacks that were taken when the time was up."""
+        return {charge.rank: charge.stacks for charge in self._charges if charge.stacks is not None}
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it came to its end before its ranks did."""
+        return self.cancelled or self.stuck or self.timed_out is not None or self.broken is not None
+
+    # -- the watch
+
+    def begin(self, orders: Callable[[int], Orders]) -> None:
+        """Start all ranks; or none of them, where one cannot be started."""
+        try:
+            for charge in self._charges:
+                charge.node.start(orders(charge.rank), self)
+        except BaseException:
+            self.end()
+            self.run()
+            raise
+
+    def run(self) -> None:
+        """Watch until no rank is left."""
+        self._last_sign = time.monotonic()
+        try:
+            while not self._is_over():
+                self._loop.turn(self._patience())
+                self._keep_time()
+        except BaseException:
+            self._kill()
+            raise
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Have every rank end."""
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + self._platform.grace_s
+            for charge in self._charges:
+                charge.tell_to_end()
+
+    def cancel(self) -> None:
+        """Have every rank end, unless they do so already."""
+        if self._kill_at is None and not self._is_over():
+            self.cancelled = True
+            self.end()
+
+    def preempt(self, *, ends_late: bool) -> None:
+        """Tell the ranks to save what they have and to leave; with `ends_late`, those that still run after ``grace_s`` end.
+
+        All ranks are to save at the same turn of their loops: the first at which none of them has been yet. So each is
+        asked how often it was told that no checkpoint is due; from then on it is told nothing before that turn is known. It
+        is not the main thread that answers, for a rank that is ahead may well wait for the others in a collective.
+        """
+        if self._kill_at is not None:
+            return
+        if ends_late and self._leave_at is None:
+            self._leave_at = time.monotonic() + self._platform.grace_s
+        if self.preempted:
+            return
+        self.preempted = True
+        running = [charge for charge in self._charges if charge.is_running]
+        self._unanswered = {charge.rank for charge in running}
+        for charge in running:
+            charge.node.tell(charge.rank, "preempt")
+
+    def _agree_on_checkpoint(self, rank: int) -> None:
+        """This rank has answered, or will not any more; once that is so of all, they are told the turn."""
+        if self._unanswered == {rank}:
+            due_from = max((charge.answered for charge in self._charges if charge.answered is not None), default=0)
+            for charge in self._charges:
+                if charge.is_running:
+                    charge.node.tell(charge.rank, "checkpoint", due_from)
+        self._unanswered.discard(rank)
+
+    def _is_over(self) -> bool:
+        return all(node.is_over for node in self._nodes)
+
+    def _living(self) -> list[Charge]:
+        return [charge for charge in self._charges if charge.is_alive]
+
+    # -- the clock
+
+    def _next_moment(self) -> float:
+        """When the clock itself makes something happen: ranks are killed, ended, out of time, or silent for too long."""
+        if self._kill_at is not None:
+            return self._kill_at
+        if self._end_at is not None:
+            return self._end_at
+        hang = self._platform.hang_timeout_s
+        all_began = all(charge.pid for charge in self._charges)
+        silent_at = self._last_sign + hang if hang is not None and all_began else None
+        return min(each for each in (self._up_at, self._leave_at, silent_at, _NEVER) if each is not None)
+
+    def _patience(self) -> float:
+        looks = [node.look() for node in self._nodes]
+        return min(self._next_moment() - time.monotonic(), *looks)
+
+    def _keep_time(self) -> None:
+        moment = self._next_moment()
+        late_s = time.monotonic() - moment
+        if late_s < 0:
+            return
+        if self._kill_at is not None:
+            self._end_by_force()
+        elif self._end_at is not None or moment == self._leave_at:
+            self.end()
+        elif moment == self._up_at:
+            self._time_out(f"not done after timeout_min={self._platform.timeout_min:g} minutes")
+        elif late_s > _WATCHING_S:  # this process itself was stopped or held up, and has not looked since
+            self._last_sign = time.monotonic()
+        else:
+            self._time_out(f"silent for hang_timeout_s={self._platform.hang_timeout_s:g} seconds")
+
+    def _time_out(self, reason: str) -> None:
+        """Ask every rank what it is doing, then end them."""
+        self.timed_out = reason
+        for charge in self._living():
+            if charge.is_running:
+                charge.stacks = _NO_ANSWER
+                charge.ask_for_stacks()
+        self._end_at = time.monotonic() + _STACKS_WAIT_S
+
+    def _end_by_force(self) -> None:
+        """Kill the ranks; and give up nodes that do not even tell that they are dead."""
+        if self._has_killed:
+            self._kill_at = _NEVER
+            for node in self._nodes:
+                node.give_up()
+        else:
+            self._has_killed = True
+            self._kill_at = time.monotonic() + _BURIAL_S
+            self._kill()
+
+    def _kill(self) -> None:
+        for charge in self._living():
+            charge.kill()
+
+    def _request_stacks(self) -> None:
+        for charge in self._living():
+            charge.ask_for_stacks()
+
+    # -- what nodes tell
+
+    def on_hello(self, rank: int, pid: int) -> None:
+        self._charges[rank].pid = pid
+        self._last_sign = time.monotonic()
+
+    def on_output(self, rank: int, stream: int, data: bytes) -> None:
+        self._charges[rank].transcript.write(stream, data)
+        self._last_sign = time.monotonic()  # now: showing it may have taken long
+
+    def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
+        charge = self._charges[rank]
+        if word == "alive":
+            self._last_sign = time.monotonic()
+        elif word == "stacks":
+            self._on_stacks(charge, body)
+        elif word in ("stuck", "moves"):
+            self._on_stuck(charge, body if word == "stuck" else None)
+        elif word == "answered":
+            charge.answered = body
+            self._agree_on_checkpoint(rank)
+        else:
+            self._settle(charge, _outcome_of(word, body, file, charge))
+
+    def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
+        charge = self._charges[rank]
+        charge.is_alive = False
+        if charge.outcome is None:
+            self._settle(charge, self._died(charge, code, lost_with))
+
+    def on_trouble(self, what: str) -> None:
+        self.broken = self.broken or what
+        self.end()
+
+    def _on_stacks(self, charge: Charge, text: str) -> None:
+        charge.asked = False
+        with self._changed:
+            charge.stacks = text
+            self._changed.notify_all()
+        if self.timed_out is not None and _NO_ANSWER not in self.stacks().values():
+            self._end_at = time.monotonic()
+
+    def _died(self, charge: Charge, code: int | None, lost_with: str) -> Outcome:
+        if charge.told_to_end and not lost_with and _is_our_doing(charge, code):
+            return Ended(time.time())
+        last_words = charge.transcript.last_words(_LAST_WORDS)
+        return Died.of(code, at=time.time(), pid=charge.pid, last_words=last_words, lost_with=lost_with)
+
+    # -- the end of a rank, and what follows from it
+
+    def _settle(self, charge: Charge, outcome: Outcome) -> None:
+        """Take note of how a rank's function ended, and see to the others."""
+        if isinstance(outcome, Raised):
+            charge.transcript.record(outcome.traceback)
+            if self.preempted and charge.told_to_end:  # it was late, and its cleaning up went wrong
+                outcome = Ended(outcome.at)
+        with self._changed:
+            charge.outcome = self._outcomes[charge.rank] = outcome
+            if self.timed_out is None and not self.stuck:
+                charge.stacks = None  # they tell of what is over
+            self._changed.notify_all()
+        self._last_sign = time.monotonic()
+        self._stuck.discard(charge.rank)
+        self._has_failed = self._has_failed or isinstance(outcome, (Raised, Died))
+        first = first_failure(self._outcomes) if self._has_failed else None
+        if first is not None:
+            self._on_failure(self._outcomes[first])
+        elif len(self._outcomes) == len(self._charges):
+            self.end()
+        else:
+            self._on_departure(charge.rank, outcome)
+
+    def _on_departure(self, rank: int, outcome: Outcome) -> None:
+        """Others still run: they may wait for this one, or have to be started anew with it."""
+        if not self._has_told_of_others:
+            self._has_told_of_others = True
+            for charge in self._living():
+                charge.node.tell(charge.rank, "left")
+        if isinstance(outcome, Requeued) and self._leave_at is None:
+            self._leave_at = time.monotonic() + self._platform.grace_s
+        if isinstance(outcome, Requeued) and self.timed_out is None:
+            self._end_at = None  # the echo that was heard was its
+        self._agree_on_checkpoint(rank)
+        self._end_stuck()
+
+    def _on_stuck(self, charge: Charge, stacks: str | None) -> None:
+        """It has waited in torch.distributed for long since others have left; or has got on, where there are no stacks."""
+        with self._changed:
+            charge.stacks = stacks
+            self._changed.notify_all()
+        if stacks is None:
+            self._stuck.discard(charge.rank)
+        else:
+            self._stuck.add(charge.rank)
+            self._end_stuck()
+
+    def _end_stuck(self) -> None:
+        """Where all that still run wait for ranks that have left, none will ever go on. Unless they are to start anew."""
+        if self._stuck and len(self._stuck) + len(self._outcomes) == len(self._charges) and self._kill_at is None:
+            self.stuck = not (self.preempted or any(isinstance(each, Requeued) for each in self._outcomes.values()))
+            self.end()
+
+    def _on_failure(self, first: Outcome) -> None:
+        """End the others; but where only an echo was heard so far, wait for what it is an echo of."""
+        if not (isinstance(first, Raised) and first.is_echo):
+            self.end()
+        elif self._end_at is None:
+            self._end_at = time.monotonic() + _ECHO_WAIT_S
+
+
+def _is_our_doing(charge: Charge, code: int | None) -> bool:
+    """Whether a rank that was told to end can have ended this way because of that."""
+    return code in (None, FORCED, -signal.SIGTERM) or (charge.killed and code == -signal.SIGKILL)
+
+
+def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, charge: Charge) -> Outcome:
+    at = body["at"]
+    if word == "returned":
+        assert file is not None
+        return Returned(at, Parcel(file))
+    if word == "raised":
+        assert file is not None
+        return Raised(at, Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+    if word == "left":
+        return Died(at, charge.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
+    if word == "requeued":
+        return Requeued(at)
+    if charge.told_to_end:
+        return Ended(at)
+    return Died(at, charge.pid, signal=signal.SIGTERM)  # somebody else sent it

@@ -1,0 +1,144 @@
+"""What runs in each rank of a world of torchrun's for test_preemption.py: its scenarios in order, and how they ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parawrap import Platform, current_rank, wrapper
+
+CPU = Platform(device="cpu", grace_s=60, timeout_min=1)
+SCENARIOS = {}
+FOLDER = Path(sys.argv[1])
+
+
+def scenario(function):
+    """Have it played after those above it."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def main():
+    """Play all, and write what each gave or raised."""
+    endings = {}
+    for name, play in SCENARIOS.items():
+        try:
+            endings[name] = play()
+        except Exception as error:  # whatever it is, the tests are to see it
+            endings[name] = repr(error)
+    (FOLDER / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(endings))
+
+
+def signal_rank(number):
+    """As somebody outside would."""
+    os.kill(int((FOLDER / f"{number}.pid").read_text()), signal.SIGUSR2)
+
+
+def wait_for(name):
+    while not (FOLDER / name).exists():
+        time.sleep(0.01)
+
+
+class Marked:
+    """Leaves a file when it is pickled."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def __reduce__(self):
+        (FOLDER / self.name).touch()
+        return str, (self.name,)
+
+
+@scenario
+def telling_of_themselves():
+    (FOLDER / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+    return wrapper(CPU)(dist.barrier)()
+
+
+@scenario
+def a_signal_to_one():
+    """Each rank turns as fast as it can, by itself."""
+    signal.signal(signal.SIGUSR2, own_handler)
+    saved = []
+
+    def turn():
+        rank = current_rank()
+        if rank.restart:
+            return os.getpid(), rank.restart, saved
+        while not rank.should_checkpoint():
+            saved[:] = [saved[0] + 1 if saved else 1]
+            if rank.global_rank == 1 and saved == [2]:
+                signal_rank(1)
+        saved.append(rank.should_checkpoint())
+        try:
+            rank.requeue()
+        finally:
+            saved.append("left")
+
+    results = wrapper(CPU)(turn)()
+    kept = signal.getsignal(signal.SIGUSR2) is own_handler
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)
+    return os.getpid(), results, kept, [thread.name for thread in threading.enumerate()]
+
+
+def own_handler(*_):
+    raise AssertionError
+
+
+@scenario
+def a_rank_that_ends_early():
+    """The other one is told to save, though there is nobody left to agree with, and both start anew."""
+
+    def turn():
+        rank = current_rank()
+        if rank.restart == 0 and rank.global_rank == 0:
+            return Marked("returned")
+        if rank.restart == 0:
+            wait_for("returned")
+            signal_rank(0)  # which has returned: it is to take no harm
+            signal_rank(1)
+            while not rank.should_checkpoint():
+                time.sleep(0.01)
+            rank.requeue()
+        return "again"
+
+    return list(wrapper(CPU)(turn)())
+
+
+@scenario
+def a_failure_beside_a_requeue():
+    def turn():
+        rank = current_rank()
+        if rank.global_rank == 1:
+            raise ValueError("own")
+        rank.requeue()
+
+    return wrapper(CPU)(turn)()
+
+
+@scenario
+def a_rank_that_leaves_alone():
+    """The other one waits for it in a collective."""
+
+    def turn():
+        rank = current_rank()
+        if rank.restart == 0 and rank.global_rank == 0:
+            rank.requeue()
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        return rank.restart, value.item()
+
+    return list(wrapper(CPU)(turn)())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""The folder of a launch on a cluster, its journal, and what waits on a line: nothing is lost, doubled or out of order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+import torch
+
+from parawrap.errors import LaunchError
+from parawrap.launch._platform import Platform
+from parawrap.launch.clusters import _journal
+from parawrap.launch.clusters._folder import Folder, Plan
+from parawrap.launch.clusters._journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
+from parawrap.launch.clusters._outbox import Outbox
+from parawrap.launch.parcels._outcomes import Parcel
+from parawrap.launch.parcels._packing import memory_file, packed
+from parawrap.launch.parcels._wire import Wire, is_readable
+from parawrap.launch.ranks._orders import Surroundings
+from tests.launch.processes import eventually
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "launches"))
+    return Folder.new("my job")
+
+
+def test_a_launch_has_a_folder_of_its_own(folder):
+    """Nobody else may enter it, two launches of one name do not meet, and it goes as a whole."""
+    other = Folder.new("my job")
+    assert other.path != folder.path
+    assert folder.path.name.startswith("my-job-")
+    assert folder.path.stat().st_mode & 0o777 == 0o700
+    folder.request("cancel")
+    folder.remove()
+    assert not folder.path.exists()
+    assert other.path.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_told_with_a_cure(tmp_path, monkeypatch):
+    """The message names the place and the variable that names another."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
+    with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
+        Folder.new("job")
+
+
+def test_what_is_written_is_read(folder):
+    """The plan, requests, signs of life, addresses, troubles and counts, each as it was last."""
+    plan = Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0)
+    folder.write_plan(plan)
+    assert folder.read_plan() == plan
+    assert (folder.requests(), folder.rehearsals(), folder.sign_of_life()) == ([], 0, None)
+    folder.request("preempt-0")
+    folder.request("cancel")
+    folder.give_sign_of_life(7)
+    assert (sorted(folder.requests()), folder.rehearsals(), folder.sign_of_life()) == (["cancel", "preempt-0"], 1, 7)
+    assert (folder.address(0), folder.troubles(0), folder.restarts()) == (None, [], (0, 0, 0))
+    folder.write_address(0, "here")
+    folder.write_trouble(0, 1, "node 1 is blind")
+    folder.note_restarts(3, 1, 1)
+    assert (folder.address(0), folder.troubles(0), folder.restarts()) == ("here", ["node 1 is blind"], (3, 1, 1))
+    assert (folder.address(1), folder.troubles(1)) == (None, [])
+    assert not folder.has_journal(0)
+    Journal(folder.journal(0)).close()
+    assert folder.has_journal(0)
+    folder.mark_preempted(0)
+    assert folder.was_preempted(0)
+    assert not folder.was_preempted(1)
+
+
+def test_a_journal_is_read_while_it_is_written(tmp_path):
+    """Each entry comes once and in order, whatever piece of the file is there; after close all of them are."""
+    path = tmp_path / "journal"
+    journal, reader = Journal(path), JournalReader(path)
+    for number in range(2000):
+        journal.add("output", number, b"x" * (number % 700))
+    read = []
+    eventually(lambda: read.extend(reader.new_entries()) or read, "the first entries")
+    journal.close()
+    read += reader.new_entries()
+    assert [entry[1] for entry in read] == list(range(2000))
+    assert all(len(entry[2]) == entry[1] % 700 for entry in read)
+
+
+def test_half_an_entry_is_none_yet(tmp_path):
+    """An entry of which only the beginning can be seen is read when all of it can."""
+    journal = Journal(tmp_path / "whole")
+    journal.add("first")
+    journal.add("second", b"y" * 1000)
+    journal.close()
+    data = (tmp_path / "whole").read_bytes()
+    growing, reader = tmp_path / "growing", JournalReader(tmp_path / "growing")
+    seen = []
+    with growing.open("wb", buffering=0) as file:
+        for start in range(0, len(data), 37):
+            file.write(data[start : start + 37])
+            seen += reader.new_entries()
+    assert seen == [("first",), ("second", b"y" * 1000)]
+
+
+def test_a_journal_that_cannot_be_written_says_so(tmp_path, monkeypatch):
+    """To the next who adds to it; closing it waits for nothing."""
+
+    def full(_file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(_journal.os, "fsync", full)
+    journal = Journal(tmp_path / "journal")
+    journal.add("first")
+
+    def added():
+        try:
+            journal.add("more")
+        except LaunchError as error:
+            return str(error)
+        return None
+
+    assert "cannot be written: [Errno 28]" in eventually(added, "the error")
+    journal.close()
+
+
+def test_a_journal_that_cannot_be_begun_says_so_at_once(tmp_path):
+    """To whoever makes it."""
+    with pytest.raises(FileNotFoundError):
+        Journal(tmp_path / "nowhere" / "journal")
+
+
+def test_two_who_write_the_same_do_not_trip_over_each_other(folder):
+    """Any number of threads may ask for the same thing at once."""
+    asking = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
+    errors = []
+    hook, threading.excepthook = threading.excepthook, errors.append
+    try:
+        for thread in asking:
+            thread.start()
+        for thread in asking:
+            thread.join()
+    finally:
+        threading.excepthook = hook
+    assert not errors
+    assert folder.requests() == ["cancel"]
+
+
+def test_what_ranks_write_and_nodes_log_goes_into_the_journal(tmp_path):
+    """With the rank, the stream and the level; the end of it is kept for whoever asks for last words."""
+    journal = Journal(tmp_path / "journal")
+    record, handler = JournalRecord(journal, 3), LogsIntoJournal(journal)
+    record.write(1, b"one\n")
+    record.write(2, b"two\n")
+    record.record("a traceback")
+    handler.handle(logging.LogRecord("parawrap", logging.WARNING, "", 0, "late: %s", ("0",), None))
+    journal.close()
+    assert record.last_words(5) == "two\n"
+    assert JournalReader(tmp_path / "journal").new_entries() == [
+        ("output", 3, 1, b"one\n"),
+        ("output", 3, 2, b"two\n"),
+        ("record", 3, "a traceback"),
+        ("log", logging.WARNING, "late: 0"),
+    ]
+
+
+def test_a_parcel_in_a_file_outlives_the_file_once_it_is_open(tmp_path):
+    """What was opened does not hang on the file, which may be gone then."""
+    parcel = Parcel(packed(torch.ones(1 << 20), "result", "it")).put(tmp_path / "parcel")
+    assert parcel.put(tmp_path / "elsewhere") is parcel
+    value = parcel.open()
+    (tmp_path / "parcel").unlink()
+    assert torch.equal(value, torch.ones(1 << 20))
+
+
+@pytest.fixture
+def line():
+    ours, theirs = socket.socketpair()
+    with closing(Wire(ours)) as here, closing(Wire(theirs)) as there:
+        yield here, there
+
+
+def test_no_more_is_under_way_than_the_other_end_takes_in(line):
+    """What has a size waits for room, what comes behind it keeps its place, and all arrives in the end."""
+    here, there = line
+    outbox = Outbox(here)
+    for number in range(40):
+        outbox.put("output", (0, 1, bytes([number]) * 16384), 16384)
+    outbox.put("end", (0, 0))
+    assert outbox.is_full
+    come = []
+    while len(come) < 41:
+        taken_in = 0
+        while is_readable(there, 0):
+            come.append(there.receive())
+            taken_in += 16384
+        assert 0 < taken_in <= 10 * 16384
+        outbox.taken_in(taken_in)
+    assert [message.body[2][0] for message in come[:40]] == list(range(40))
+    assert come[40].word == "end"
+    assert not outbox.is_full
+
+
+def test_a_file_goes_in_pieces_before_its_word(line):
+    """Whatever its size, also none."""
+    here, there = line
+    outbox = Outbox(here)
+    for size in (0, 1, 65536, 300_000):
+        file = memory_file("parcel")
+        os.write(file, os.urandom(size))
+        data = os.pread(file, size, 0)
+        outbox.put_file(2, file)
+        outbox.put("word", (2, "returned"))
+        got = b""
+        while (message := there.receive()).word == "piece":
+            assert message.body[0] == 2
+            got += message.body[1]
+            outbox.taken_in(len(message.body[1]))
+        assert (got, message.word) == (data, "word")
+
+
+def test_when_the_other_end_is_gone_nothing_waits_for_it(line):
+    """The outbox is broken, its files are closed, and what is put in goes nowhere."""
+    here, there = line
+    outbox = Outbox(here)
+    there.close()
+    file = memory_file("parcel")
+    outbox.put("hello", 0)
+    outbox.put_file(0, file)
+    assert outbox.is_broken
+    assert not outbox.is_full
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file)

@@ -1,0 +1,294 @@
+"""Nodes at the other end of a line: what a launch is told of their ranks, and what becomes of both when the line breaks."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from contextlib import ExitStack, closing, contextmanager, suppress
+
+import pytest
+import torch
+
+from parawrap.errors import LaunchError
+from parawrap.launch._job import Job
+from parawrap.launch._platform import Platform
+from parawrap.launch.clusters import _network
+from parawrap.launch.clusters._gathering import gathered
+from parawrap.launch.clusters._keeper import Keeper
+from parawrap.launch.clusters._network import Address, Front, dial, interface_of, own_addresses
+from parawrap.launch.clusters._outbox import Outbox
+from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.watch._ending import verdict
+from parawrap.launch.watch._launch import orders_of
+from parawrap.launch.watch._loop import Loop
+from parawrap.launch.watch._output import Transcript
+from parawrap.launch.watch._run import Run
+from parawrap.launch.watch._starters import starter_named
+from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, said_in, say_function
+
+LOOPBACK = "127.0.0.1"
+TOKEN = b"t" * 32
+
+
+def cluster(**fields):
+    """A platform of two nodes with two ranks each, which form no process group."""
+    return Platform(launcher="slurm", device="cpu", n_nodes=2, n_cpus=2, ipc_groups=None, **fields)
+
+
+def quiet_transcripts():
+    return [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(4)]
+
+
+class Nodes:
+    """Two keepers in threads of this process, and the front that they call."""
+
+    def __init__(self, job, cleanup):
+        self.job = job
+        self._payload = job.packed()
+        cleanup.callback(os.close, self._payload)
+        self.front = cleanup.enter_context(closing(Front([LOOPBACK], TOKEN)))
+        self.wires = [dial_meanwhile(self.front) for _ in range(2)]
+        self._keepers = [threading.Thread(target=self._keep, args=(number,)) for number in range(2)]
+        cleanup.callback(self._end)
+
+    def _keep(self, number):
+        wire = self.wires[number][0]
+        Keeper(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).keep()
+
+    def _end(self):
+        for _, ours in self.wires:
+            ours.close()
+        for keeper in self._keepers:
+            keeper.join(PATIENCE_S)
+            assert not keeper.is_alive()
+
+    def run(self, transcripts=None):
+        """A run of the job on them, not begun."""
+        for keeper in self._keepers:
+            keeper.start()
+        lines = iter([ours for _, ours in self.wires])
+        loop = Loop()
+        nodes = gathered(Lines(lines), loop, range(2), lambda: None, PATIENCE_S)
+        platform = self.job.platform
+        written = transcripts or [
+            Transcript(rank, prefix="", shown=False, folder=None) for rank in range(platform.world_size)
+        ]
+        orders = orders_of(platform, None, Surroundings.here().without_environ())
+        return Run(self.job.name, platform, loop, nodes, orders, written)
+
+
+class Lines:
+    """A front whose callers have been let in already."""
+
+    def __init__(self, lines):
+        self._lines = lines
+
+    def accept(self, patience_s):
+        return next(self._lines, None)
+
+
+def dial_meanwhile(front):
+    """A line from a caller to this front: the caller's end, and the front's."""
+    called = []
+    caller = threading.Thread(target=lambda: called.append(dial(front.address)))
+    caller.start()
+    ours = eventually(lambda: front.accept(0.1), "a call")
+    caller.join()
+    return called[0], ours
+
+
+@contextmanager
+def nodes_for(function, *args, **fields):
+    with ExitStack() as cleanup:
+        yield Nodes(Job(cluster(**fields), function, args), cleanup)
+
+
+def ended(nodes, transcripts=None):
+    """What the launch comes to."""
+    run = nodes.run(transcripts)
+    run.begin()
+    return verdict(nodes.job.name, nodes.job.platform, run.run())
+
+
+def test_ranks_of_other_nodes_run_and_return():
+    """Each knows its node and its number there, and what it wrote and returned arrives, however big that is."""
+
+    def place(big):
+        from parawrap import current_rank
+
+        rank = current_rank()
+        print("in rank", rank.global_rank)
+        return (rank.global_rank, rank.node, rank.local_rank), big + rank.global_rank
+
+    transcripts = quiet_transcripts()
+    with nodes_for(place, torch.zeros(1_000_000)) as nodes:
+        results = ended(nodes, transcripts)
+    assert [result[0] for result in results] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    assert all(torch.equal(result[1], torch.full((1_000_000,), float(rank))) for rank, result in enumerate(results))
+    assert [transcript.text() for transcript in transcripts] == [f"in rank {rank}\n" for rank in range(4)]
+
+
+def test_what_a_rank_of_another_node_raises_names_the_node():
+    """The others are ended, and a note says on which node it was."""
+
+    def fails():
+        from parawrap import current_rank
+
+        if current_rank().global_rank == 3:
+            raise KeyError("three")
+        threading.Event().wait()
+
+    with nodes_for(fails) as nodes:
+        error = ended(nodes)
+    assert repr(error) == "KeyError('three')"
+    assert f"raised in rank 3 of 4 (node 1, {socket.gethostname()})" in error.__notes__[0]
+
+
+def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
+    """The first of them is blamed, the others everywhere are ended, and the node ends its own by itself."""
+    say = say_function()
+
+    def waits():
+        say(tmp_path)
+        threading.Event().wait()
+
+    with nodes_for(waits, grace_s=0.5) as nodes:
+        run = nodes.run()
+        run.begin()
+        watching = threading.Thread(target=lambda: endings.append(run.run()))
+        endings = []
+        watching.start()
+        pids = said_in(tmp_path, 4)
+        nodes.wires[1][0]._socket.shutdown(socket.SHUT_RDWR)
+        watching.join(PATIENCE_S)
+        assert_gone(pids, PATIENCE_S)
+    error = verdict("waits", nodes.job.platform, endings[0])
+    assert str(error).startswith("rank 2 of 4 was lost with its node, which no longer answers (node 1, ")
+
+
+def test_ranks_end_when_nobody_watches_them_any_more(tmp_path):
+    """A keeper whose other end hangs up tells its ranks to end, and kills those that do not."""
+    say = say_function()
+
+    def stays():
+        say(tmp_path)
+        while True:
+            with suppress(BaseException):
+                threading.Event().wait()
+
+    with nodes_for(stays, grace_s=0.2) as nodes:
+        run = nodes.run()
+        run.begin()
+        pids = said_in(tmp_path, 4)
+        run.close()
+        assert_gone(pids, PATIENCE_S)
+
+
+def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
+    """Why it cannot be started, and where, is what the launch says."""
+
+    def refuse(*_):
+        msg = "no more processes"
+        raise LaunchError(msg)
+
+    with nodes_for(int) as nodes:
+        run = nodes.run()
+        monkeypatch.setattr("parawrap.launch.watch._node.NodeHere.start", refuse)
+        run.begin()
+        error = verdict("int", nodes.job.platform, run.run())
+    assert isinstance(error, LaunchError)
+    assert re.match(r"on node [01] \(.+\), no process can be started for rank [0-3]: no more processes", str(error))
+
+
+def test_who_does_not_know_the_token_is_not_let_in():
+    """Neither a wrong token nor one that ends early nor silence opens the line; the next caller is served."""
+    with closing(Front([LOOPBACK], TOKEN)) as front:
+        for said in (b"x" * 32, b"short", b""):
+            with socket.create_connection((LOOPBACK, front.address.port)) as stranger:
+                stranger.sendall(said)
+                if said != b"x" * 32:
+                    stranger.shutdown(socket.SHUT_WR)
+                assert front.accept(PATIENCE_S) is None
+        theirs, ours = dial_meanwhile(front)
+        theirs.close()
+        ours.close()
+
+
+def test_a_caller_takes_the_first_address_that_leads_there():
+    """Addresses at which nobody answers, or somebody else does, are passed over; none at all gives None."""
+    with closing(Front([LOOPBACK], TOKEN)) as front, socket.create_server((LOOPBACK, 0)) as other:
+        port = front.address.port
+        assert dial(Address((LOOPBACK,), other.getsockname()[1], TOKEN)) is None
+        called = []
+        hosts = ("127.0.0.2", LOOPBACK)  # the front listens on the second alone
+        caller = threading.Thread(target=lambda: called.append(dial(Address(hosts, port, TOKEN))))
+        caller.start()
+        ours = eventually(lambda: front.accept(0.1), "a call")
+        caller.join()
+        assert called[0].addresses()[1] == LOOPBACK
+        called[0].close()
+        ours.close()
+
+
+def test_a_line_that_nobody_reads_for_long_is_not_broken(monkeypatch):
+    """What is under way fits into its buffers: a process that is stopped for longer than the dead may be loses nothing."""
+    monkeypatch.setattr(_network, "_SILENCE_S", 1)
+    monkeypatch.setattr(_network, "_QUESTION_S", 1)
+    monkeypatch.setattr(_network, "_QUESTIONS", 1)
+    with closing(Front([LOOPBACK], TOKEN)) as front:
+        theirs, ours = dial_meanwhile(front)
+    outbox = Outbox(theirs)
+    while not outbox.is_full:
+        outbox.put("output", bytes(65536), 65536)
+    threading.Event().wait(6)
+    outbox.put("end", None)
+    words = []
+    while words[-1:] != ["end"]:
+        message = ours.receive()
+        words.append(message.word)
+        outbox.taken_in(65536)
+    assert len(words) > 3
+    theirs.close()
+    ours.close()
+
+
+def test_the_wait_for_nodes_ends_with_what_is_in_their_way():
+    """What the check raises is raised, and lines that were open are closed; time that is up names the missing nodes."""
+    loop = Loop()
+    with closing(Front([LOOPBACK], TOKEN)) as front:
+        theirs, ours = dial_meanwhile(front)
+        theirs.send("hello", (0, "here"))
+        calls = iter([None, KeyError("in the way")])
+
+        def check():
+            error = next(calls)
+            if error is not None:
+                raise error
+
+        with pytest.raises(KeyError, match="in the way"):
+            gathered(Lines(iter([ours])), loop, range(2), check, PATIENCE_S)
+        assert theirs.receive() is None
+        with pytest.raises(LaunchError, match=r"node\(s\) 0, 1 never called"):
+            gathered(front, loop, range(2), lambda: None, 0)
+        theirs.close()
+    loop.close()
+
+
+def test_own_addresses_are_those_of_interfaces():
+    """None is the loopback's where there is another, and each belongs to an interface."""
+    addresses = own_addresses()
+    assert addresses
+    assert all(interface_of(address) is not None for address in addresses)
+    assert addresses == [LOOPBACK] or LOOPBACK not in addresses
+    assert interface_of("192.0.2.1") is None
+
+
+def test_no_process_outlives_a_launch_on_nodes(tmp_path):
+    """When the launch has ended, its ranks have."""
+    say = say_function()
+
+    with nodes_for(lambda: say(tmp_path)) as nodes:
+        ended(nodes)
+    assert all(map(is_gone, said_in(tmp_path, 4)))
