@@ -1,5 +1,5 @@
 # Everything below runs on a fresh machine with Python >= 3.11 and make; nothing needs root, a GPU, or a network beyond
-# the package index.
+# the package index, but for the targets that say so.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,14 +8,33 @@ STAMP := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
-.PHONY: demo test test-xla lint bench bench-cuda docs clean
+# On real clusters: processes by the dozen and minutes of waiting for what a scheduler does when it likes.
+CLUSTERS := contract or slurm or ray
+
+.PHONY: demo test test-launching test-rooms test-devices test-clusters test-xla lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
+# Side by side: tests of launches mostly wait for processes, and those on the simulated devices need one of their own.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(MAKE) --jobs=2 --output-sync=target test-launching test-rooms test-devices
+
+test-launching: $(STAMP)
+	$(BIN)/python -m pytest tests/launch -m 'not ($(CLUSTERS))'
+
+test-rooms: $(STAMP)
+	$(BIN)/python -m pytest --ignore=tests/launch -m 'not ($(CLUSTERS))'
+
+test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
+
+# Apart from `make test`, which is to be over within minutes and runs where nothing but Python is installed. These tests want
+# root and Debian's slurmctld, slurmd, slurm-client, munge and iproute2, and skip what they cannot have. The contract suite is
+# among them, whole: the page that it writes is of all launchers.
+test-clusters: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,slurm,ray]'
+	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
 
 # In an environment of its own: torch_xla goes with one release of torch, which is not the one of the other tests.
 test-xla: $(XLA_STAMP)

@@ -1,0 +1,224 @@
+"""The Slurm cluster of the tests is one: nodes that share files and nothing else, and that can be lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import submitit
+
+from tests.clusters.slurm import SlurmCluster
+from tests.launch.processes import eventually, processes_in
+
+pytestmark = pytest.mark.slurm
+
+ROOT = Path(__file__).parents[2]
+LISTEN = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as inside, socket.create_server(("0.0.0.0", 0)) as outside:
+    print(inside.getsockname()[1], outside.getsockname()[1], flush=True)
+    input()
+"""
+CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=30).close()
+except ConnectionRefusedError:
+    print("refused")
+else:
+    print("connected")
+"""
+
+OWNER = """
+import signal
+from tests.clusters.slurm import SlurmCluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+try:
+    with SlurmCluster() as cluster:
+        print(cluster.folder, cluster.link, flush=True)
+        input()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+@pytest.fixture
+def cluster(slurm):
+    """The cluster, settled after the test."""
+    yield slurm
+    slurm.settle()
+
+
+def submit(cluster, script, *options):
+    """Submit a shell script on both nodes; gives the job's number and the file of its output."""
+    file = Path.cwd() / f"{len(list(Path.cwd().iterdir()))}.out"
+    number = cluster.run(
+        "sbatch", "--parsable", "--nodes", "2", "--output", str(file), "--open-mode", "append", *options, "--wrap", script
+    )
+    return number, file
+
+
+def comes_to(cluster, number, *states):
+    """Wait until a job is in one of these states."""
+    eventually(lambda: cluster.job(number)["JobState"] in states, f"job {number} in {states}")
+
+
+def comes_to_write(file, text):
+    """Wait until a job has written this."""
+    eventually(lambda: file.exists() and text in file.read_text(), f"{text!r} in {file}")
+
+
+def links():
+    """The names of this machine's network links."""
+    return {path.name for path in Path("/sys/class/net").iterdir()}
+
+
+def test_nodes_have_hostnames_of_their_own(slurm):
+    """A node is called by its name, which is not that of the machine of the tests."""
+    assert [slurm.on(node, "hostname") for node in slurm.nodes] == ["node0", "node1"]
+    assert os.uname().nodename not in slurm.nodes
+
+
+def test_localhost_is_another_place_on_each_node(slurm):
+    """What listens on one node is reached from the other by the node's name, and never by localhost."""
+    with subprocess.Popen(
+        slurm.command_on("node0", sys.executable, "-c", LISTEN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as listener:
+        inside, outside = listener.stdout.readline().split()
+        tries = [("node0", outside), ("node0", inside), ("localhost", inside), ("localhost", outside)]
+        answers = [slurm.on("node1", sys.executable, "-c", CONNECT, *place) for place in tries]
+        listener.stdin.close()
+    assert answers == ["connected", "refused", "refused", "refused"]
+
+
+def test_nodes_share_files_and_no_memory(slurm, tmp_path):
+    """A file that one node writes is there on the other; one in /dev/shm is not, and not here."""
+    slurm.on("node0", "touch", str(tmp_path / "file"), "/dev/shm/pw-slurm-test")
+    assert slurm.on("node1", "ls", str(tmp_path)) == "file"
+    assert slurm.on("node1", "ls", "/dev/shm") == ""
+    assert not Path("/dev/shm/pw-slurm-test").exists()
+
+
+def test_a_job_runs_on_both_nodes(cluster):
+    """A task on each node tells its node's name, and the GPUs that it was given."""
+    number, file = submit(cluster, "srun bash -c 'echo $(hostname) $CUDA_VISIBLE_DEVICES'", "--gpus-per-node", "2")
+    comes_to(cluster, number, "COMPLETED")
+    assert sorted(file.read_text().splitlines()) == ["node0 0,1", "node1 0,1"]
+
+
+def test_a_requeued_job_runs_again(cluster):
+    """After scontrol requeue a job starts anew, knows that it did, and need not wait for long."""
+    number, file = submit(cluster, "echo begun ${SLURM_RESTART_COUNT:-0}; sleep 1000")
+    comes_to_write(file, "begun 0")
+    cluster.run("scontrol", "requeue", number)
+    eventually(lambda: cluster.hasten() or "begun 1" in file.read_text(), "the restart")
+    assert cluster.job(number)["Restarts"] == "1"
+
+
+def test_an_urgent_job_preempts(cluster):
+    """A job of the urgent partition has the running one signalled, and takes its place when that one ends."""
+    general, file = submit(
+        cluster,
+        "trap 'echo signalled; exit' USR2; echo begun; while :; do sleep 0.1; done",
+        "--exclusive",
+        "--signal=B:USR2@60",
+    )
+    comes_to_write(file, "begun")
+    urgent, _ = submit(cluster, "true", "--exclusive", "--partition", "urgent")
+    comes_to(cluster, urgent, "COMPLETED")
+    assert "signalled" in file.read_text()
+    assert cluster.job(general)["JobState"] == "COMPLETED"
+
+
+def test_a_killed_node_goes_down_and_comes_back(cluster):
+    """A node that vanishes takes its processes along, its job is requeued, and a new start of the node brings it back."""
+    _, file = submit(cluster, "srun bash -c 'echo begun $(hostname) ${SLURM_RESTART_COUNT:-0}; sleep 1000'")
+    comes_to_write(file, "begun node1 0")
+    (sleeping,) = [each for each in psutil.process_iter() if each.name() == "sleep" and on_node(each, cluster, "node1")]
+    cluster.kill_node("node1")
+    assert not sleeping.is_running()
+    cluster.declare_down("node1")
+    assert cluster.state_of("node1").startswith("DOWN")
+    cluster.restore_node("node1")
+    assert cluster.state_of("node1") == "IDLE"
+    eventually(lambda: cluster.hasten() or "begun node1 1" in file.read_text(), "the restart")
+
+
+def on_node(process, cluster, node):
+    """Whether a process is one of a node's."""
+    first = psutil.Process(int(cluster.command_on(node)[2]))
+    return first in process.parents()
+
+
+def test_submitit_submits_without_accounting(cluster, tmp_path):
+    """Submitit needs no sacct for a submission, and the result comes to its folder."""
+    executor = submitit.SlurmExecutor(tmp_path / "logs")
+    executor.update_parameters(time=15, nodes=2, ntasks_per_node=1)
+    job = executor.submit(os.uname)
+    comes_to(cluster, job.job_id, "COMPLETED")
+    assert job.paths.result_pickle.exists()
+
+
+def test_clusters_do_not_meet(slurm):
+    """A second cluster numbers its own jobs, has its own nodes, and its end leaves nothing of it, and all of the first."""
+    with SlurmCluster(1) as other:
+        assert other.run("sinfo", "--noheader", "--Node", "--partition", "general", "--format", "%N") == "node0"
+        assert other.on("node0", "hostname", "--all-ip-addresses") != slurm.on("node0", "hostname", "--all-ip-addresses")
+        assert processes_in(other.folder)
+        assert other.link in links()
+    assert not other.folder.exists()
+    assert not processes_in(other.folder)
+    assert other.link not in links()
+    slurm.settle()
+
+
+def test_a_failed_start_leaves_nothing(monkeypatch):
+    """A cluster whose daemons do not start says what they wrote, and is gone."""
+    before, folders = links(), set(Path("/tmp").glob("pw-slurm-*"))
+    monkeypatch.setattr("tests.clusters.slurm._NODE", "echo no daemon; false")
+    with pytest.raises(RuntimeError, match=r"(?s)have ended: node0.*no daemon"), SlurmCluster():
+        pass
+    assert links() <= before
+    assert set(Path("/tmp").glob("pw-slurm-*")) <= folders
+
+
+@contextlib.contextmanager
+def owner():
+    """A process that has a cluster until it reads a line; its folder and link."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        try:
+            folder, link = process.stdout.readline().split()
+            yield process, Path(folder), link
+        finally:
+            process.kill()
+
+
+def test_the_kill_of_its_owner_ends_a_cluster():
+    """When the process that started a cluster is killed, all its processes end, and so does its network."""
+    with owner() as (process, folder, link):
+        assert processes_in(folder)
+        process.send_signal(signal.SIGKILL)
+        try:
+            eventually(lambda: not processes_in(folder), "the end of its processes")
+            eventually(lambda: link not in links(), "the end of its network")
+        finally:
+            shutil.rmtree(folder)
+
+
+def test_an_interrupt_ends_a_cluster():
+    """Ctrl-C in the process that has a cluster ends it as its `with` does."""
+    with owner() as (process, folder, link):
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read() == "interrupted\n"
+        assert not folder.exists()
+        assert not processes_in(folder)
+        assert link not in links()
