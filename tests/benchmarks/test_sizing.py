@@ -1,0 +1,164 @@
+"""The page on a launch's size: its formulae on known constants, and that it is what the results give. Nothing is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import sizing, sizing_page, sizing_probes
+from benchmarks.sizing_model import COSTS, CURES, LIMITS, Constants, Limit, constants_of, cost, fit, most_ranks
+
+ONES = Constants(*[1.0] * len(Constants._fields))
+
+
+def report_of_meshes(kind):
+    """Runs whose times are 2 ms a rank and, where all are connected, 1 ms a pair."""
+    full = kind == "full"
+    return [
+        {
+            "n_ranks": n,
+            "cpu_s": 0.002 * n + full * 0.001 * n**2,
+            "store_s": 0.002 * n + full * 0.001 * n**2,
+            "files_a_rank": n + 3 if full else 6,
+            "keys": n,
+            "bytes": n * (154 + 8 * n),
+        }
+        for n in (8, 16)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "expected"),
+    [
+        ("files", 10, 2 * 1232.0),
+        ("touched", 10_000, 1250 * 0.1),
+        ("node", 10_000, 2 * 1.5 + 8 * 0.25 + 0.5),
+        ("watch", 100, 100 * 2.0 + 100**2 * 0.5),
+        ("head_files", 17, 17 * (1 + 1) + 3 * 1),
+        ("gloo_mb", 1000, 1000**2 * (154 + 8 * 1000) / 1e9),
+        ("gloo_store", 1000, 1000**2 * 0.25 + 1000**2 * (154 + 8 * 1000) / 1e6 * 4),
+        ("gloo_rank", 10, 3.0 + 10 * 5.0),
+        ("gloo_files", 10, 13),
+        ("groups", 80, 3 * 80 * 10 * 0.125),
+        ("exchange", 10, 4 * 100 * 0.125),
+    ],
+)
+def test_costs_follow_their_formulae(name, ranks, expected):
+    """Nodes are counted in whole, and what every rank does with every other goes with the square."""
+    constants = ONES._replace(
+        import_files=1232, import_touched_mb=100, import_s=1.5, fork_s=0.25, rank_s=0.5, watch_rank_s=2, watch_pair_s=0.5,
+        gloo_key_bytes=154, gloo_key_bytes_a_rank=8, gloo_store_pair_s=0.25, store_mb_s=4, gloo_rank_s=3, gloo_pair_s=5,
+        gloo_files=3, store_question_s=0.125,
+    )  # fmt: skip
+    assert cost(name, constants, ranks) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_a_cost_never_falls_as_ranks_are_added(name):
+    """So that there is a largest number of ranks within a limit."""
+    costs = [cost(name, ONES, ranks) for ranks in (1, 8, 9, 10, 100, 1_000, 10_000)]
+    assert costs == sorted(costs)
+
+
+def test_the_most_ranks_are_those_that_just_fit():
+    """The limit itself is allowed, and one rank more is too many."""
+    limit = Limit("gloo_files", 1024, "", "", ())
+    assert most_ranks(limit, ONES._replace(gloo_files=3)) == 1021
+    assert most_ranks(limit, ONES._replace(gloo_files=2000)) == 0
+
+
+def test_every_limit_is_one_of_a_cost_and_has_a_cure():
+    """Nothing that breaks is left without what to use then."""
+    assert {limit.cost for limit in LIMITS} <= set(COSTS)
+    assert {cure for limit in LIMITS for cure in limit.cures} == set(CURES)
+    assert all(limit.cures for limit in LIMITS)
+
+
+def test_a_fit_finds_the_linear_and_the_quadratic_part():
+    """Exactly, where there is nothing else; and no quadratic part below nothing."""
+    assert fit([(n, 3 * n + 0.5 * n**2) for n in (8, 64, 512)]) == pytest.approx((3, 0.5))
+    assert fit([(n, 3 * n) for n in (8, 64, 512)]) == pytest.approx((3, 0), abs=1e-9)
+    assert fit([(8, 8.0), (64, 60.0)])[1] == 0
+    assert fit([(8, 24.0)]) == (3, 0)
+
+
+def test_rows_have_the_constants_of_what_the_probes_found():
+    """All the constants that the page needs, in the units that it needs them in."""
+    held = {"files_a_rank": 1, "files_a_node": 1, "memory_kb_a_rank": 0.5}
+    words = ("cpu_s", "rss_mb", "pss_mb", "own_mb")
+    watching = {
+        "runs": [{"n_ranks": n, "watch_s": 2e-4 * n} | held for n in (8, 16)],
+        "line_s": [1e-5],
+        "mb_s": [1e-3],
+        "mb_put_s": [2e-3],
+    }
+    store = {
+        "line_s": 1e-4,
+        "line_kb": 1.5,
+        "files_a_line": 0.99,
+        "question_s": [5e-5],
+        "busy_question_s": [4e-5],
+        "mb_s": [2e-4],
+    }
+    found = [
+        sizing.imports({"cpu_s": [1.0, 3.0, 2.0], "files": 10, "touched_mb": 1.0, "whole_mb": 2.0}),
+        *sizing.ranks(
+            {"fork_s": [0.003]} | {f"{method}_{word}": [4.0] for method in ("forkserver", "spawn") for word in words}
+        ),
+        sizing.watch(watching),
+        sizing.words(watching),
+        sizing.store(store | {"questions_a_second": [20_000]}),
+        sizing.gloo(report_of_meshes("full")),
+        sizing.lazy_gloo(report_of_meshes("lazy")),
+    ]
+    constants = constants_of([row.as_json() for row in found])
+    assert constants.import_s == 2.0
+    assert (constants.watch_rank_s, constants.watch_pair_s) == pytest.approx((2e-4, 0), abs=1e-12)
+    assert constants.result_mb_s == pytest.approx(3e-3)
+    assert constants.store_question_s == pytest.approx(4e-5)
+    assert constants.store_files_a_line == 1
+    assert (constants.gloo_key_bytes, constants.gloo_key_bytes_a_rank) == (154, 8)
+    assert (constants.gloo_store_pair_s, constants.gloo_pair_s) == pytest.approx((1e-3, 1e-3))
+    assert (constants.gloo_files, constants.lazy_files) == (3, 6)
+    assert constants.lazy_store_rank_s == pytest.approx(2e-3)
+
+
+def test_the_page_is_what_the_results_give():
+    """Nobody has changed one of them alone: `python -m benchmarks.sizing_page` writes the page anew."""
+    assert sizing_page.PAGE.read_text() == sizing_page.page(json.loads(sizing_page.RESULTS.read_text()))
+
+
+def test_the_page_names_each_limit_with_the_ranks_that_it_allows():
+    """The smallest first, and what to use beside the size that first exceeds it."""
+    document = json.loads(sizing_page.RESULTS.read_text())
+    text = sizing_page.page(document)
+    constants = constants_of(document["rows"])
+    first = min(LIMITS, key=lambda limit: most_ranks(limit, constants))
+    row = text.split("| --- |", 1)[1].splitlines()[1]
+    assert COSTS[first.cost].what in row
+    assert first.beyond in row
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the probes read /proc, which is Linux's")
+def test_a_probe_counts_every_rank_of_a_small_launch():
+    """The lines of a launch on two nodes are answered to the end, and each result takes a file of its own."""
+    code = (
+        "import json; from benchmarks.sizing_probes import _Load, _watched; print(json.dumps(_watched(_Load(16, lines=1))))"
+    )
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
+    told = json.loads(
+        subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=sizing_page.PAGE.parent.parent).stdout
+    )
+    assert told["n_ranks"] == 16
+    assert told["files_a_node"] == 1
+    assert told["watch_s"] > 0
+
+
+def test_a_probe_that_fails_is_named():
+    """What it wrote is not taken for figures."""
+    with pytest.raises(RuntimeError, match="the probe 'nonsense' ended with exit code 1"):
+        sizing_probes.found("nonsense")
