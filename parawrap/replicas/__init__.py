@@ -6,6 +6,7 @@ its parameters; one on another device has copies, written in place when the orig
 
 from parawrap.replicas._set import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.replicas._stand_in import StandIn, original_method, put, restore, without_stand_ins
+from parawrap.replicas._watch import module_tree
 
 __all__ = [
     "Freshness",
@@ -13,6 +14,7 @@ __all__ = [
     "ReplicaSet",
     "StandIn",
     "home_of",
+    "module_tree",
     "original_method",
     "put",
     "restore",

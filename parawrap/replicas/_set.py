@@ -85,6 +85,7 @@ class ReplicaSet:
         self.original = module
         self.devices = tuple(devices)
         self.freshness = Freshness()
+        self.generation = 0  # one more with each refresh
         self._lanes: list[Replica | None] = []  # None: the original itself
         self._mirrors: dict[torch.device, Mirror] = {}
         self._buffers = Ledger()
@@ -134,8 +135,13 @@ class ReplicaSet:
             or any(replica.touched() for replica in self._touchable)
         )
 
+    def written_by_lanes(self) -> bool:
+        """Whether a lane's call changes buffers: then it matters over how many lanes a call is cut."""
+        return bool(self._unseen) or bool(self._buffers.changed())
+
     def refresh(self) -> None:
         """Bring every replica into line with the module; if that fails midway, the next refresh begins anew."""
+        self.generation += 1
         try:
             self._refresh()
         except BaseException:

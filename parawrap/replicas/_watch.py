@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from parawrap.replicas._script import attributes_of
+from parawrap.replicas._script import ScriptedState
 
 __all__ = ["Watch", "may_be_written_unseen", "module_tree"]
 
@@ -47,7 +47,7 @@ class Watch:
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
         self._modules = list(modules)
         self._classes = [*map(type, modules)]
-        self._scripted = {m: _scripted_state(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
+        self._scripted = {m: ScriptedState(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
         self._dicts = [(module, own) for module in modules if module not in self._scripted for own in _dicts(module)]
         self._lively = [own for _, own in self._dicts]
         self._lengths = [len(own) for own in self._lively]
@@ -59,13 +59,13 @@ class Watch:
             [*map(len, self._lively)] == self._lengths
             and [*map(type, self._modules)] == self._classes
             and all(map(is_, self._now(), self._kept))
-            and all(_same(_scripted_state(module), before) for module, before in self._scripted.items())
+            and all(state.intact() for state in self._scripted.values())
         )
 
     def changed(self) -> list[torch.nn.Module]:
         """The modules that changed since they were looked at."""
         found = [module for module, cls in zip(self._modules, self._classes, strict=True) if type(module) is not cls]
-        found += [module for module, before in self._scripted.items() if not _same(_scripted_state(module), before)]
+        found += [module for module, state in self._scripted.items() if not state.intact()]
         end = 0
         for (module, own), length in zip(self._dicts, self._lengths, strict=True):
             start, end = end, end + length
@@ -80,16 +80,3 @@ class Watch:
 def _dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     own = vars(module)
     return own, own["_parameters"], own["_buffers"], own["_modules"]
-
-
-def _scripted_state(module: torch.nn.Module) -> list[Any]:
-    """The attributes of a scripted module and of those in it, which lie in C++."""
-    return [value for part in module.modules() for value in (part.training, *attributes_of(part).values())]
-
-
-def _same(now: list[Any], before: list[Any]) -> bool:
-    """Tensors are compared by identity; what C++ makes a new Python object of at each look, by value."""
-    return len(now) == len(before) and all(
-        one is other or (not isinstance(one, torch.Tensor) and type(one) is type(other) and one == other)
-        for one, other in zip(now, before, strict=True)
-    )

@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 import types
+import warnings
 
 import pytest
 import torch
@@ -385,6 +386,22 @@ def test_a_torchscript_module_is_parallel(make):
     assert_close(grads, [parameter.grad for parameter in model.parameters()])
 
 
+@pytest.mark.parametrize("plan", [None, "auto", "lanes"])
+@pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
+def test_a_frozen_torchscript_module_is_parallel(freeze, plan):
+    """What torch.jit.freeze makes has no train mode and no parameters any more; it is cut and mapped all the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).eval())
+    x = torch.randn(7, 4)
+    with torch.no_grad():
+        plain = model(x)
+        with parallel(model, THREE, plan=plan) as p:
+            for _ in range(40):
+                assert_close(model(x), plain)
+            assert all(torch.equal(output, plain) for output in p.map([x, x]))
+
+
 def test_a_torchscript_module_that_was_never_called_is_restored():
     """Opening a block leaves no cached forward in the vars of a fresh scripted module."""
     model = torch.jit.script(nn.Linear(4, 3))
@@ -547,7 +564,7 @@ def test_a_copy_made_in_the_block_can_be_parallel_itself():
 def test_decorated_the_block_is_the_call():
     """@parallel(model) makes the model parallel for the length of each call, and keeps the function's name."""
     model = Sizes()
-    p = parallel(model, THREE)
+    p = parallel(model, THREE, plan="lanes")
 
     @p
     def evaluate(x, *, factor):
@@ -565,7 +582,7 @@ def test_a_decorated_function_may_recurse():
     """The block nests with the recursion and ends with the outermost call."""
     model = Sizes()
 
-    @parallel(model, TWO)
+    @parallel(model, TWO, plan="lanes")
     def descend(x, depth):
         y = model(x)
         return descend(y, depth - 1) if depth else y
@@ -767,7 +784,7 @@ def test_p_after_close_is_refused():
 def test_a_closed_block_may_be_entered_again():
     """Entering after the end starts anew."""
     model = Sizes()
-    p = parallel(model, TWO)
+    p = parallel(model, TWO, plan="lanes")
     for _ in range(3):
         with p:
             model(torch.ones(4, 1))
