@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from parawrap._version import __version__
+from parawrap.engine import Plan
 from parawrap.errors import (
     DeviceListError,
     DeviceUnavailableError,
@@ -21,6 +22,7 @@ from parawrap.errors import (
     LaunchError,
     LaunchTimeoutError,
     ParawrapError,
+    PlanError,
     PlatformError,
     RankDiedError,
     ReplicaError,
@@ -59,6 +61,8 @@ __all__ = [
     "Parallel",
     "ParallelWrapper",
     "ParawrapError",
+    "Plan",
+    "PlanError",
     "Platform",
     "PlatformError",
     "Preview",

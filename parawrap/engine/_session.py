@@ -13,7 +13,8 @@ from weakref import WeakSet
 import torch
 
 from parawrap.backends import device_of, record_use
-from parawrap.engine._entry import Entry, LanesAwaitThread, Ticket
+from parawrap.engine._call import Call, LanesAwaitThread, Ticket
+from parawrap.engine._entry import Entry
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._trace import Trace
@@ -24,7 +25,7 @@ from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Session", "not_a_copy"]
+__all__ = ["Session", "not_a_copy", "originals_of"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 
@@ -97,17 +98,22 @@ class Session:
             return self._replicas.replicas(lanes)
 
     def apply(
-        self, works: Sequence[Callable[[], Any]], kind: Hashable = None, sources: Collection[torch.device] = ()
+        self,
+        works: Sequence[Callable[[], Any]],
+        kind: Hashable = None,
+        sources: Collection[torch.device] = (),
+        threads: int | None = None,
     ) -> list[Any]:
         """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
 
-        `sources` are the devices, other than the module's, that the works take something from.
+        `sources` are the devices, other than the module's, that the works take something from. `threads` is how many an
+        operator may use in each lane; by default the lane's share of the cores.
 
         Raises:
             BaseException: the error of the first lane that failed, with a note on lane, device and shard. The other
                 lanes have finished by then.
         """
-        outcomes = self.pool.run(works, kind, sources)
+        outcomes = self.pool.run(works, kind, sources, threads)
         error = first_failure(outcomes, self.pool.lanes)
         if error is not None:
             try:
@@ -141,22 +147,41 @@ class Session:
         if self._never_cuts or self._is_at_hand(args, kwargs) or self._cannot_follow() or self.pool.awaits_a_thread():
             return self._run_plainly(entry, args, kwargs)
         plan, flat = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
-        if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat.leaves)):
-            return self._run_plainly(entry, args, kwargs)
+        return self._run(Call(entry, args, kwargs, plan, flat))
+
+    def _run(self, call: Call) -> Any:
+        """A call that can be cut, as far as its caller and the lanes go."""
+        if self._is_whole(call):
+            return self._run_plainly(call.entry, call.args, call.kwargs)
+        return self._cut(call)
+
+    def _cut(self, call: Call) -> Any:
+        """The call over as many lanes as its plan has shards."""
+        plan, flat = call.plan, call.flat
         try:
             replicas = self.replicate(len(plan.sizes))
         except LanesAwaitThread:
-            return self._run_plainly(entry, args, kwargs)
-        expected = self._expected(entry, plan, flat)
-        sources = self._sources(flat)
-        works = self._works(entry, replicas, plan, flat) if sources or not self._stays_on_cpu else []
-        outputs = self.apply(works or self._on_views(entry, replicas, self._scattered(plan, flat)), plan, sources)
-        output = self.gather(outputs, plan.sizes, self._beside(flat), _originals(replicas, works))
+            return self._run_without_lanes(call)
+        expected = self._expected(call.entry, plan, flat)
+        outputs, originals = self._outputs(call, replicas)
+        output = self.gather(outputs, plan.sizes, self._beside(flat), originals)
         self._count(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
             self._verified.add(plan)
         return output
+
+    def _outputs(self, call: Call, replicas: Sequence[LaneReplica]) -> tuple[list[Any], Originals]:
+        """What the lanes return, and what tells the copies among it."""
+        sources = self._sources(call.flat)
+        if not sources and self._stays_on_cpu:
+            works = self._on_views(call.entry, replicas, self._scattered(call.plan, call.flat))
+            return self.apply(works, call.plan), originals_of(replicas, ())
+        placed = self._works(call.entry, replicas, call.plan, call.flat)
+        return self.apply(placed, call.plan, sources), originals_of(replicas, placed)
+
+    def _run_without_lanes(self, call: Call) -> Any:
+        return self._run_plainly(call.entry, call.args, call.kwargs)
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
         """Run a whole call, not cut, in the lane that has least to do."""
@@ -173,7 +198,22 @@ class Session:
         if replica is None:
             return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, plan.rows)
 
+        sources = self._sources(flat)
+        run, stage = self._errand(entry, replica, plan, flat, at_hand=self._stays_on_cpu and not sources)
+        future = self.pool.submit(lane, run, stage, sources)
+        self._futures.add(future)
+        with self._counting:
+            self._calls += 1
+            self._lane_rows[lane.index] += plan.rows
+        return Ticket(future, lane, plan.rows)
+
+    def _errand(
+        self, entry: Entry, replica: LaneReplica, plan: ShardPlan, flat: FlatCall, *, at_hand: bool
+    ) -> tuple[Callable[[], Any], Callable[[], None] | None]:
+        """What a lane does for a whole call, and what comes before it; nothing where everything is at hand."""
         works = self._works(entry, [replica] * len(plan.sizes), plan, flat)
+        if at_hand and len(works) == 1 and self.rules.keep_single:
+            return works[0], None
 
         def place() -> None:
             for work in works:
@@ -182,12 +222,7 @@ class Session:
         def run() -> Any:
             return self.gather([work.run_placed() for work in works], plan.sizes, self._beside(flat))
 
-        future = self.pool.submit(lane, run, place, self._sources(flat))
-        self._futures.add(future)
-        with self._counting:
-            self._calls += 1
-            self._lane_rows[lane.index] += plan.rows
-        return Ticket(future, lane, plan.rows)
+        return run, place
 
     def stats(self) -> Stats:
         """The counters as they stand."""
@@ -251,6 +286,10 @@ class Session:
         devices = (*map(device_of, flat.leaves), self.output_device)
         return {device for device in devices if device is not None and device != self.pool.home}
 
+    def _is_whole(self, call: Call) -> bool:
+        """Whether one lane gets all of it, and that lane is the caller with what it has."""
+        return len(call.plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(call.flat.leaves))
+
     def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
         return (
@@ -311,7 +350,7 @@ class Session:
                 self._lane_rows[shard % len(self._lane_rows)] += size
 
 
-def _originals(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
+def originals_of(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
     """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
     of_module = [replica.original_of for replica in replicas]
     if not any(work.copies for work in works):

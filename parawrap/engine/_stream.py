@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from parawrap.engine._entry import Entry, Ticket
+from parawrap.engine._call import Ticket
+from parawrap.engine._entry import Entry
 from parawrap.engine._session import Session
 from parawrap.lanes import note
 

@@ -15,8 +15,8 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
-from parawrap.errors import SessionError, ShardError
+from parawrap.engine import Entry, InPlace, Plan, PlannedSession, Session, Stats, Trace, plan_of, stream
+from parawrap.errors import PlanError, SessionError, ShardError
 from parawrap.faces._arguments import Joining, checked_in_dims, checked_methods, parameters_of
 from parawrap.faces._progress import Progress
 from parawrap.shards import Cutter, GatherRules, Reduce, Sizes, balanced
@@ -59,6 +59,7 @@ class Parallel(Generic[TargetT]):
         reduce: Reduce = "mean",
         join: Literal["cat", "list"] = "cat",
         verify: bool = False,
+        plan: Plan | Literal["auto", "default", "lanes"] | None = None,
     ) -> None:
         if not callable(target):
             msg = f"parallel takes a module or another callable, not {target!r}"
@@ -82,6 +83,10 @@ class Parallel(Generic[TargetT]):
                 "same for all rows can be a constant of the model that is traced"
             )
             raise ShardError(msg)
+        self._plan = plan_of(plan)
+        if plan is not None and self._cores:
+            msg = f"plan={plan!r} is not taken on NeuronCores: how a compiled model is run is settled when it is compiled"
+            raise PlanError(msg)
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
@@ -198,6 +203,11 @@ class Parallel(Generic[TargetT]):
         window = _BATCHES_PER_LANE * len(session.devices) if window is None else window
         return self._mapped(session, batches, window, progress)
 
+    @property
+    def plan(self) -> Plan:
+        """What was measured and what was chosen; `print` shows a table."""
+        return self._plan
+
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
         with self._lock:
@@ -225,7 +235,7 @@ class Parallel(Generic[TargetT]):
             from parawrap.faces._on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
-        return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
+        return PlannedSession(self.target, self._devices, cutters=self._device_cutters, plan=self._plan, **self._joining)
 
     def _cutters(self, sizes: Sizes = balanced) -> dict[str | None, Cutter]:
         """One for each way into the target."""
@@ -301,6 +311,7 @@ def parallel(
     reduce: Reduce = "mean",
     join: Literal["cat", "list"] = "cat",
     verify: bool = False,
+    plan: Plan | Literal["auto", "default", "lanes"] | None = None,
 ) -> Parallel[TargetT]:
     """Make a model, or any callable, data-parallel inside a ``with`` block.
 
@@ -324,6 +335,9 @@ def parallel(
             value a lane; or a function of that vector.
         join: "cat" joins outputs along `dim`; "list" returns the list of the lanes' outputs.
         verify: run the first call of each structure plainly too, and compare.
+        plan: in which way calls are run, where several give the same. None: on the CPU, a call that the lanes do not make
+            faster is run plainly, which is seen from its first calls; on accelerators every call is cut. "auto": the
+            fastest of all ways there are, which the first calls find out. "lanes": every call is cut. Or a `Plan`.
 
     Returns:
         A `Parallel`: a context manager, a decorator (``@parallel(model)``: the block is the call), and a callable with
@@ -335,6 +349,7 @@ def parallel(
         GatherError: of outputs that cannot be joined, at the call.
         ReplicaError: of a module of which no replica can be made, at the first call.
         VerifyError: with `verify`, of outputs that differ, at the call.
+        PlanError: of a plan that there is not, here.
 
     Example:
         >>> import torch
@@ -357,4 +372,5 @@ def parallel(
         reduce=reduce,
         join=join,
         verify=verify,
+        plan=plan,
     )

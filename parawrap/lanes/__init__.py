@@ -8,6 +8,7 @@ from parawrap.lanes._modes import Modes, sees_only_its_own_thread
 from parawrap.lanes._outcome import Outcome, first_failure, note
 from parawrap.lanes._pace import WAKE_UP_NS
 from parawrap.lanes._pool import LanePool
+from parawrap.lanes._threads import intra_op_threads
 
 __all__ = [
     "WAKE_UP_NS",
@@ -19,6 +20,7 @@ __all__ = [
     "Task",
     "current_lane",
     "first_failure",
+    "intra_op_threads",
     "note",
     "sees_only_its_own_thread",
 ]

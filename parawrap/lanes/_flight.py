@@ -10,6 +10,7 @@ import threading
 
 from parawrap.lanes._lane import Lane, Task
 from parawrap.lanes._outcome import Outcome
+from parawrap.lanes._threads import adopted
 
 __all__ = ["Flight", "Share"]
 
@@ -49,13 +50,14 @@ class Flight:
 class Share:
     """One lane's part of a call. Whoever claims it first does it: the lane's thread, or the caller that ran out of work."""
 
-    __slots__ = ("_flight", "_unclaimed", "lane", "slot", "work")
+    __slots__ = ("_flight", "_threads", "_unclaimed", "lane", "slot", "work")
 
-    def __init__(self, lane: Lane, work: Task, flight: Flight, slot: int) -> None:
+    def __init__(self, lane: Lane, work: Task, flight: Flight, slot: int, threads: int | None) -> None:
         self.lane = lane
         self.work = work
         self.slot = slot
         self._flight = flight
+        self._threads = threads
         self._unclaimed = threading.Lock()
 
     def claim(self) -> bool:
@@ -67,7 +69,11 @@ class Share:
 
     def __call__(self) -> None:
         if self.claim():
-            self.do()
+            self._flight.land(self.slot, self._outcome())
+
+    def _outcome(self) -> Outcome:
+        with adopted(self._threads):
+            return self.lane.occupy(self._taken())
 
     def _taken(self) -> Task:
         work = self.work

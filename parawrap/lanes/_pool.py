@@ -96,25 +96,33 @@ class LanePool:
         """False after `close`, and in a process forked from the one that made the pool."""
         return self._end.alive and self._forks == _forks
 
-    def run(self, tasks: Sequence[Task], kind: Hashable = None, sources: Collection[torch.device] = ()) -> list[Outcome]:
+    def run(
+        self,
+        tasks: Sequence[Task],
+        kind: Hashable = None,
+        sources: Collection[torch.device] = (),
+        threads: int | None = None,
+    ) -> list[Outcome]:
         """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
 
         Work of one `kind` is taken to last about as long each time. Where the caller alone was done sooner than the lanes
         would be, it begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
 
-        `sources` are further devices on which the caller has something that the tasks use.
+        `sources` are further devices on which the caller has something that the tasks use. `threads` is how many an
+        operator may use in each lane, if not the pool's own figure.
         """
         flight = Flight(len(tasks))
+        threads = threads or self.threads
         lanes = self.lanes[: len(tasks)]
         works = self._places.placed(lanes, tasks, sources)
         done, start = 0, perf_counter_ns()
         longest_ns = self._paces.longest_alone_ns(kind)
         try:
-            with self.share_of_cores():
+            with intra_op_threads(threads):
                 if longest_ns or len(works) == 1:
                     done = self._run_alone(works, flight, longest_ns)
                 if done < len(works):
-                    self._run_together(works, flight, done)
+                    self._run_together(works, flight, done, threads)
         finally:
             if not torch.is_grad_enabled():
                 self._places.wait_for(lanes)
@@ -129,8 +137,8 @@ class LanePool:
                 return slot + 1
         return len(tasks)
 
-    def _run_together(self, tasks: Sequence[Task], flight: Flight, first: int) -> None:
-        shares = self._send(tasks, flight, first + 1)
+    def _run_together(self, tasks: Sequence[Task], flight: Flight, first: int, threads: int | None) -> None:
+        shares = self._send(tasks, flight, first + 1, threads)
         try:
             self._run_own(first, tasks[first], flight)
             error = flight.outcomes[first].error
@@ -226,14 +234,16 @@ class LanePool:
             self._places.wait_for(self.lanes)
             self._places.end()
 
-    def _send(self, tasks: Sequence[Task], flight: Flight, first: int) -> list[Share]:
+    def _send(self, tasks: Sequence[Task], flight: Flight, first: int, threads: int | None) -> list[Share]:
         """Hand the tasks from the `first` on to their lanes."""
         if first >= len(tasks):
             return []
         # Nothing that a lane is handed refers to the pool: it may be collected while a lane still wakes up.
         modes = Modes.capture(self.backend.type)
         lanes = self.lanes[: len(tasks)]
-        shares = [Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i) for i in range(first, len(tasks))]
+        shares = [
+            Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i, threads) for i in range(first, len(tasks))
+        ]
         with self._gate:  # nothing is put behind the word that ends a lane
             if self.alive:  # closed by another thread in the meantime: the caller runs what there is
                 self._ensure_started(lanes[first:])

@@ -12,10 +12,13 @@ first operator. The two are what make the order of calls matter:
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
 
 import torch
 
-__all__ = ["intra_op_threads", "settle"]
+__all__ = ["adopted", "intra_op_threads", "settle"]
 
 _counting = threading.Lock()
 _inside = 0
@@ -27,7 +30,24 @@ def settle(threads: int) -> None:
     """Give the calling thread its figure for good: for a lane, as the first thing it does."""
     torch.get_num_threads()
     torch.set_num_threads(threads)
-    _seen.yes = True
+    _seen.yes = _seen.is_lane = True
+
+
+@contextmanager
+def adopted(threads: int | None) -> Iterator[None]:
+    """In a lane's own thread, operators use that many threads inside the block; elsewhere nothing changes.
+
+    The figure for new threads changes too. Whoever waits for the lane, until after the block, restores that with its own.
+    """
+    figure = torch.get_num_threads()
+    changes = threads is not None and figure != threads and getattr(_seen, "is_lane", False)
+    if changes:
+        torch.set_num_threads(cast("int", threads))
+    try:
+        yield
+    finally:
+        if changes:
+            torch.set_num_threads(figure)
 
 
 class intra_op_threads:  # noqa: N801

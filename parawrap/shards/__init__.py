@@ -7,11 +7,12 @@ truncated or dropped: the rows of the shards, in lane order, are the rows of the
 from parawrap.shards._cutter import Cutter, Sizes
 from parawrap.shards._gather import GatherRules, Originals, Reduce, gather
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import FlatCall, Piece, Shard, ShardPlan, balanced, in_units
+from parawrap.shards._plan import CALL_ROOTS, FlatCall, Piece, Shard, ShardPlan, balanced, in_proportion, in_units
 from parawrap.shards._split import register_split
 from parawrap.shards._verify import check_equal
 
 __all__ = [
+    "CALL_ROOTS",
     "Cutter",
     "FlatCall",
     "GatherRules",
@@ -25,6 +26,7 @@ __all__ = [
     "balanced",
     "check_equal",
     "gather",
+    "in_proportion",
     "in_units",
     "register_split",
 ]

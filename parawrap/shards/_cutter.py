@@ -22,6 +22,7 @@ __all__ = ["Cutter", "Sizes"]
 
 Sizes = Callable[[int, int], tuple[int, ...]]
 _MOST_PLANS = 1024
+_WHOLE = 0  # in the place of the number of lanes: a call that is not cut
 # What `_extent` says of a leaf without rows.
 _BROADCAST = -1
 _NUMBER = -2  # or what else a size, a stride or an option is made of
@@ -82,18 +83,18 @@ class Cutter:
         extents = tuple([_extent(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)])
         plan = plans.get((extents, lanes))
         if plan is None:
-            if len(plans) >= _MOST_PLANS:
-                plans.clear()
-            plan = plans[extents, lanes] = self._make(spec, leaves, dims, extents, lanes)
+            plan = _kept(plans, (extents, lanes), self._make(spec, leaves, dims, extents, lanes))
         return plan, FlatCall(leaves, spec)
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
         """The plan that hands this call uncut to one lane, and the call taken apart. Rows may disagree there."""
         leaves, spec = flatten_call(args, kwargs)
-        rows = next(
-            (e for leaf, dim in zip(leaves, self._layout(spec).dims, strict=True) if (e := _extent(leaf, dim)) >= 0), 0
-        )
-        return ShardPlan(spec, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
+        dims, plans, _ = self._layout(spec)
+        rows = next((e for leaf, dim in zip(leaves, dims, strict=True) if (e := _extent(leaf, dim)) >= 0), 0)
+        plan = plans.get(((rows,), _WHOLE))
+        if plan is None:
+            plan = _kept(plans, ((rows,), _WHOLE), ShardPlan(spec, (None,) * len(leaves), (rows,)))
+        return plan, FlatCall(leaves, spec)
 
     def _make(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int], lanes: int
@@ -237,3 +238,11 @@ def _extent(leaf: Any, dim: int | None) -> int:
         return _NUMBER
     shape = getattr(leaf, "shape", ())  # of an array of another library
     return _FOREIGN - shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else _OBJECT
+
+
+def _kept(plans: dict[Any, ShardPlan], key: Any, plan: ShardPlan) -> ShardPlan:
+    """The plan, which is among these from now on."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
+    return plan

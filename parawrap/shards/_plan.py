@@ -14,7 +14,7 @@ from parawrap.errors import ShardError
 from parawrap.shards._split import splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, unflatten
 
-__all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal", "in_units"]
+__all__ = ["CALL_ROOTS", "FlatCall", "Piece", "Shard", "ShardPlan", "balanced", "equal", "in_proportion", "in_units"]
 
 _TENSOR = frozenset({torch.Tensor})
 CALL_ROOTS = ("args", "kwargs")
@@ -62,6 +62,22 @@ def in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:
     units = -(-rows // unit)
     *full, last = (unit * count for count in balanced(units, parts))
     return (*full, last - (units * unit - rows))
+
+
+def in_proportion(rows: int, weights: Sequence[int]) -> tuple[int, ...]:
+    """Sizes that add up to `rows` and are to each other as the weights, rounded; none is zero while there are rows for all.
+
+    >>> in_proportion(10, (3, 1)), in_proportion(3, (98, 1, 1)), in_proportion(2, (1, 1, 1))
+    ((8, 2), (1, 1, 1), (1, 1))
+    """
+    if rows <= len(weights):
+        return balanced(rows, len(weights))
+    ends = [round(rows * sum(weights[: lane + 1]) / sum(weights)) for lane in range(len(weights))]
+    sizes = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+    while min(sizes) == 0:
+        sizes[sizes.index(0)] += 1
+        sizes[sizes.index(max(sizes))] -= 1
+    return tuple(sizes)
 
 
 class FlatCall(NamedTuple):
@@ -117,6 +133,10 @@ class ShardPlan:
     @property
     def rows(self) -> int:
         return sum(self.sizes)
+
+    def resized(self, sizes: tuple[int, ...]) -> ShardPlan:
+        """The plan that cuts the same calls into shards of other sizes; of a plan that cuts."""
+        return ShardPlan(self.spec, self.dims, sizes)
 
     def uncut(self) -> ShardPlan:
         """The plan that hands the same calls whole to one lane."""

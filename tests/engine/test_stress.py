@@ -25,7 +25,7 @@ def test_many_calls_in_one_block_keep_memory_flat():
     """100,000 calls, submits among them, with changing rows, under no_grad: memory does not grow."""
     model = nn.Linear(4, 2)
     xs = [torch.randn(rows, 4) for rows in (2, 3, 5, 8)]
-    with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
+    with torch.no_grad(), parallel(model, ["cpu"] * 2, plan="lanes") as p:
 
         def calls(count):
             for index in range(count):

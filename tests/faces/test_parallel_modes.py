@@ -235,7 +235,8 @@ def test_the_profiler_sees_what_the_lanes_do():
 
     model = Profiled()
     x = torch.randn(9, 4)
-    with parallel(model, THREE) as p, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    with parallel(model, THREE, plan="lanes") as p, profiler as profile:
         for _ in range(5):
             assert_close(model(x), model.linear(x))
         assert p.stats().shards == (3, 3, 3)

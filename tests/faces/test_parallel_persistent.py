@@ -220,7 +220,7 @@ def test_a_buffer_is_copied_once_for_a_change():
     """An unchanged model in eval is not refreshed; a changed buffer is, once."""
     model = nn.BatchNorm1d(4).eval()
     x = torch.randn(7, 4)
-    with parallel(model, THREE) as p:
+    with parallel(model, THREE, plan="lanes") as p:
         for _ in range(3):
             model(x)
         assert p.stats().refreshes == 0
@@ -307,7 +307,7 @@ def test_state_that_forward_keeps_does_not_build_replicas_anew():
 
     model = Remembers()
     x = torch.arange(28.0).reshape(7, 4)
-    with parallel(model, THREE):
+    with parallel(model, THREE, plan="lanes"):
         for _ in range(4):
             model(x)
     assert len({id(module) for module in model.ran}) == 3

@@ -384,7 +384,7 @@ def test_stats_are_there_after_the_block():
 def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
     """A file of complete events, one a piece of work, with a name for each lane."""
     path = tmp_path / "deep" / "lanes.json"
-    with parallel(lambda x: x, THREE) as p:
+    with parallel(lambda x: x, THREE, plan="lanes") as p:
         p(torch.zeros(6))
         with p.trace(path) as trace:
             for _ in range(4):
@@ -461,7 +461,7 @@ def test_verify_runs_once_a_structure():
         rows.append(len(x))
         return x
 
-    with parallel(target, TWO, verify=True) as p:
+    with parallel(target, TWO, verify=True, plan="lanes") as p:
         for _ in range(3):
             p(torch.zeros(8))
         assert sorted(rows) == [4] * 6 + [8]

@@ -16,7 +16,8 @@ import torch
 
 from parawrap.errors import SessionError
 from parawrap.lanes import LanePool, current_lane, first_failure
-from parawrap.lanes._flight import Flight
+from parawrap.lanes._flight import Flight, Share
+from parawrap.lanes._lane import Lane
 
 CPU = torch.device("cpu")
 LANES = 3
@@ -408,6 +409,27 @@ def test_an_idle_lane_keeps_nothing_of_its_last_work_alive(pool):
     del value
     gc.collect()
     assert gone() is None
+
+
+def test_a_share_has_let_go_of_its_outcome_when_it_tells_of_it():
+    """A lane's thread may sleep before its next line: what it then held, an error's frames too, would outlive the call."""
+
+    class Value:
+        pass
+
+    class Listening(Flight):
+        def land(self, slot, outcome):
+            made = weakref.ref(outcome.value)
+            del outcome
+            kept.append(made() is not None)
+
+    kept: list[bool] = []
+    lane = Lane(0, CPU)
+    Share(lane, Value, Listening(1), 0, None)()
+    claimed = Share(lane, Value, Listening(1), 0, None)
+    assert claimed.claim()
+    claimed.do()
+    assert kept == [False, False]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from parawrap.engine._entry import Entry, Ticket
+from parawrap.engine._call import Ticket
+from parawrap.engine._entry import Entry
 from parawrap.engine._session import Session, not_a_copy
 from parawrap.engine.neuron._fitting import Fitting
 from parawrap.engine.neuron._placed import Batching, PlacedModel
@@ -67,13 +68,18 @@ class NeuronSession(Session):
         return [LaneReplica(i % workers, self._placed.on(cores[i % len(cores)]), not_a_copy) for i in range(shards)]
 
     def apply(
-        self, works: Sequence[Callable[[], Any]], kind: Hashable = None, sources: Collection[torch.device] = ()
+        self,
+        works: Sequence[Callable[[], Any]],
+        kind: Hashable = None,
+        sources: Collection[torch.device] = (),
+        threads: int | None = None,
     ) -> list[Any]:
         """Run the works in the lanes, those beyond the lanes in turn after the first ones; their values in order."""
         lanes = len(self.devices)
         if len(works) <= lanes:
-            return super().apply(works, kind, sources)
-        of_lanes = super().apply([partial(_in_order, works[lane::lanes]) for lane in range(lanes)], kind, sources)
+            return super().apply(works, kind, sources, threads)
+        in_lanes = [partial(_in_order, works[lane::lanes]) for lane in range(lanes)]
+        of_lanes = super().apply(in_lanes, kind, sources, threads)
         values: list[Any] = [None] * len(works)
         for lane, of_lane in enumerate(of_lanes):
             values[lane::lanes] = of_lane
