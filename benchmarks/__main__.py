@@ -1,6 +1,7 @@
 """``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/.
 
-Each suite runs in a process of its own, whose allocator and threads are fixed before torch is loaded.
+Each suite runs in a process of its own, whose allocator and threads are fixed before torch is loaded. Whenever a whole
+suite was measured, the page and the picture over all of them are written anew.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks import summary
+from benchmarks._apart import ALLOCATOR
 from benchmarks._measure import Row
+from benchmarks._neighbours import Neighbours, cores_of_others
+from benchmarks._table import markdown
 
 
 class Suite(NamedTuple):
@@ -28,21 +33,27 @@ class Suite(NamedTuple):
     picture: str = ""
     on_every_core: bool = False  # torch's own threads are an arm: they get what there is
     needs_gpu: bool = False
+    page: str = ""  # the module that writes a page of docs/ from the results
 
 
 SUITES = {
     "engine": Suite(
-        "Engine and faces", ("overhead", "growth", "collate", "importing", "replicas"), picture="![growth](growth.png)"
+        "Engine and faces",
+        ("overhead", "growth", "collate", "importing", "replicas", "memory"),
+        picture="![growth](growth.png)",
     ),
     "launching": Suite("Launching on one machine", ("launching",)),
+    "sizing": Suite("What a launch's size costs", ("sizing",), page="sizing_page"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes",), on_every_core=True),
+    "plan": Suite(
+        "Plain, default and auto on the CPU",
+        ("zoo", "training", "mapping", "submitting", "interpreter"),
+        on_every_core=True,
+    ),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
 RESULTS = Path(__file__).parent / "results"
-# The same allocator for every arm: glibc returns large buffers to the kernel unless told not to, and the comparison would
-# then be one of page faults.
-ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 
 def main(words: Sequence[str]) -> int:
@@ -100,8 +111,10 @@ def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) ->
 
 def _measure(suite: str, names: Sequence[str]) -> int:
     RESULTS.mkdir(exist_ok=True)
+    before = Neighbours.now()
     rows = [row for name in names for row in _rows(name)]
-    _show(suite, rows, keep=len(names) == len(SUITES[suite].names))
+    others = cores_of_others(before, Neighbours.now())
+    _show(suite, rows, keep=len(names) == len(SUITES[suite].names), others=others)
     return 0 if all(row.held for row in rows) else 1
 
 
@@ -112,12 +125,15 @@ def _rows(name: str) -> list[Row]:
     return rows
 
 
-def _show(suite: str, rows: list[Row], *, keep: bool) -> None:
+def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = None) -> None:
     """Print a suite's table; write it too, where the whole suite was measured."""
     title, command, picture = SUITES[suite].title, SUITES[suite].command, SUITES[suite].picture
     date, hardware, versions = str(dt.datetime.now(dt.UTC).date()), _hardware(), _versions()
+    if others is not None:
+        hardware["others"] = f"other processes on {others:.2f} cores"
     machine = ", ".join([date, *hardware.values(), *(f"{name} {version}" for name, version in versions.items())])
-    table = "\n".join([_table(rows), *(f"{row.extra['markdown']}\n" for row in rows if "markdown" in row.extra)])
+    more = [f"{row.extra['markdown']}\n" for row in rows if "markdown" in row.extra]
+    table = "\n".join([markdown([row.as_json() for row in rows]), *more])
     print(f"\n{machine}\n\n{table}", flush=True)
     if keep:
         command = f"`{command}` (`python -m benchmarks {suite}`)"
@@ -132,6 +148,9 @@ def _show(suite: str, rows: list[Row], *, keep: bool) -> None:
         page = [f"# {title}", machine, method, table.rstrip("\n"), *filter(None, [picture])]
         (RESULTS / f"{suite}.md").write_text("\n\n".join(page) + "\n")
         (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
+        if SUITES[suite].page:
+            importlib.import_module(f"benchmarks.{SUITES[suite].page}").write()
+        summary.write(RESULTS, {name: each.title for name, each in SUITES.items()})
 
 
 def _hardware() -> dict[str, str]:
@@ -159,16 +178,6 @@ def _versions() -> dict[str, str]:
 
     cuda = {"CUDA": str(torch.version.cuda)} if torch.version.cuda else {}
     return {"torch": torch.__version__, **cuda, "Python": platform.python_version(), "parawrap": parawrap.__version__}
-
-
-def _table(rows: list[Row]) -> str:
-    lines = ["| what | measured | result | wanted | held |", "|---|---|---|---|---|"]
-    for row in rows:
-        arms = "<br>".join(f"{name}: {arm}" for name, arm in row.arms.items())
-        arms = arms or "<br>".join(f"{key}: {value}" for key, value in row.extra.get("us", {}).items())
-        held = "yes" if row.held else "**no**"
-        lines.append(f"| {row.name} | {arms} | {row.verdict} | {row.wanted} | {held} |")
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

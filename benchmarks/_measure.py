@@ -6,15 +6,17 @@ The machine's other work then falls on all arms alike. Threads and allocator are
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["Arm", "Row", "Work", "arm_of", "in_turn", "take_turns", "wall_us"]
+__all__ = ["Arm", "Ratio", "Row", "Work", "arm_of", "in_turn", "ratio_of", "take_turns", "wall_us"]
 
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 Work = Callable[[], object]
 
@@ -32,8 +34,23 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Ratio:
+    """How many times as long one arm took as another: the median of the rounds, and between what it lies."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+@dataclass(frozen=True)
 class Row:
-    """One comparison: what was done, by whom, what was asked for, and whether it held."""
+    """One comparison: what was done, by whom, what was asked for, and whether it held.
+
+    ``extra["limits"]``, by name, is how many times as fast it could be at most, by what stands in its way.
+    """
 
     name: str
     arms: Mapping[str, Arm]
@@ -65,9 +82,9 @@ def take_turns(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle:
     return {name: arm_of(values) for name, values in times.items()}
 
 
-def in_turn(arms: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
+def in_turn(arms: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
     """What each arm gave at each of its turns; every other round goes backwards."""
-    given: dict[str, list[T]] = {name: [] for name in arms}
+    given: dict[K, list[T]] = {name: [] for name in arms}
     order = list(arms)
     for turn in range(rounds):
         for name in order if turn % 2 else reversed(order):
@@ -83,7 +100,19 @@ def wall_us(work: Work, calls: int = 1) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def arm_of(values: list[float]) -> Arm:
+def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
+    """Of times that were taken in the same rounds.
+
+    Each round gives one ratio, so that what disturbs a whole round disturbs both of its times. The bounds hold the median
+    with 95% confidence whatever the distribution: they are the ratios whose ranks are 0.98 sqrt(n) off the middle (the sign
+    test; David and Nagaraja, Order Statistics, 2003, section 7.1).
+    """
+    ratios = sorted(value / other for value, other in zip(values, others, strict=True))
+    rank = max(0, math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))))
+    return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank])
+
+
+def arm_of(values: Sequence[float]) -> Arm:
     """From times in microseconds."""
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return Arm(median, low, high)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
+from benchmarks._limits import cores_limit, interpreter_limit
 from benchmarks._measure import Arm, Row, take_turns
 from benchmarks.cuda_nets import Net, encoder, mlp, plain_attention, resnet18
 from parawrap import parallel
@@ -38,7 +40,32 @@ def rows(nets: Sequence[Net] = NETS, lanes: Sequence[int] = LANES, rounds: int =
 def _row(net: Net, lanes: Sequence[int], rounds: int, cores: int) -> Row:
     model, x = net.make().eval(), net.batch(net.usual)
     pairs = {count: _pair(model, x, count, rounds) for count in lanes if count <= cores}
-    return lanes_row(f"CPU lanes: {net.name}, {net.usual} rows", pairs, [n for n in lanes if n > cores], cores)
+    row = lanes_row(f"CPU lanes: {net.name}, {net.usual} rows", pairs, [n for n in lanes if n > cores], cores)
+    return replace(row, extra={**row.extra, "limits": _limits(pairs, _one_row(model, net, rounds))})
+
+
+def _one_row(model: nn.Module, net: Net, rounds: int) -> float:
+    """Microseconds for a plain call of one row at one thread."""
+    x = net.batch(1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            return take_turns({"one row": partial(model, x)}, rounds=rounds, settle=1)["one row"].median_us
+    finally:
+        torch.set_num_threads(before)
+
+
+def _limits(pairs: Mapping[int, tuple[Arm, Arm]], one_row_us: float) -> dict[str, float]:
+    """How many times as fast as torch's threads so many lanes could be."""
+    if 1 not in pairs:
+        return {}
+    one_thread_us = pairs[1][0].median_us
+    limits: dict[str, float] = {}
+    for count, (threads, _) in pairs.items():
+        limits[f"cores, {count}"] = cores_limit(threads.median_us, one_thread_us, count)
+        limits[f"interpreter, {count}"] = interpreter_limit(threads.median_us, one_thread_us, one_row_us, count)
+    return limits
 
 
 def _pair(model: nn.Module, x: torch.Tensor, count: int, rounds: int) -> tuple[Arm, Arm]:
@@ -47,7 +74,7 @@ def _pair(model: nn.Module, x: torch.Tensor, count: int, rounds: int) -> tuple[A
     torch.set_num_threads(count)
     mine = deepcopy(model)  # the block rewrites it in place
     try:
-        with torch.no_grad(), parallel(mine, ["cpu"] * count):
+        with torch.no_grad(), parallel(mine, ["cpu"] * count, plan="lanes"):
             # A team of OpenMP threads spins on after its last operator: each turn outlasts it before its clock starts.
             arms = take_turns({"torch": partial(model, x), "lanes": partial(mine, x)}, rounds=rounds, settle=1)
     finally:

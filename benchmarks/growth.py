@@ -37,7 +37,7 @@ def rows(pictures: Path) -> list[Row]:
 def _cost(lanes: int, leaves: int, rounds: int) -> tuple[float, float]:
     """Microseconds for a call of a function that returns its input, tensors of 64x16; and for torch's operators alone."""
     values = [torch.randn(64, 16) for _ in range(leaves)]
-    with parallel(_same, ["cpu"] * lanes) as p:
+    with parallel(_same, ["cpu"] * lanes, plan="lanes") as p:
         arms = take_turns({"call": lambda: p(values), "bare": lambda: _bare(values, lanes)}, rounds=rounds)
     return arms["call"].median_us, arms["bare"].median_us
 

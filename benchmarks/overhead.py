@@ -38,7 +38,7 @@ class _Lingering(torch.nn.Module):
 
 def _against_peers(name: str, model: torch.nn.Module, x: torch.Tensor, own_us: float) -> Row:
     plain = model.forward  # the block rewrites model.forward: the peers are given the method itself
-    with parallel(model, ["cpu"] * LANES):
+    with parallel(model, ["cpu"] * LANES, plan="lanes"):
         arms = take_turns(
             {
                 "plain": lambda: plain(x),

@@ -23,6 +23,7 @@ def test_lanes_beyond_the_cores_are_left_out_and_named():
     assert list(row.arms) == ["torch's threads: 1", "lanes: 1", "torch's threads: 2", "lanes: 2"]
     assert row.verdict.endswith("; 4, 8 left out: the process may use 2 cores")
     assert row.extra["skipped"] == [4, 8]
+    assert set(row.extra["limits"]) == {"cores, 1", "interpreter, 1", "cores, 2", "interpreter, 2"}
     assert torch.get_num_threads() == before
 
 
@@ -36,7 +37,7 @@ def test_both_arms_have_the_same_number_of_cores():
             return super().forward(x)
 
     cpu_lanes.rows([TINY._replace(make=lambda: Counting(4, 4))], lanes=(1, 2), rounds=2, cores=2)
-    assert seen == {8: {1, 2}, 4: {1}}
+    assert seen == {8: {1, 2}, 4: {1}, 1: {1}}
 
 
 def test_a_gain_is_how_many_times_as_fast_the_lanes_are():

@@ -46,7 +46,7 @@ def test_without_a_gpu_everything_else_is_measured(monkeypatch, capsys, started)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 0
     assert "cuda is left out: there is no GPU to measure" in capsys.readouterr().out
-    assert [suite for suite, _, _ in started] == ["engine", "launching", "neuron", "cpu_lanes"]
+    assert [suite for suite, _, _ in started] == ["engine", "launching", "sizing", "neuron", "cpu_lanes", "plan"]
 
 
 def test_with_a_gpu_the_cuda_suite_is_complete(monkeypatch, started):
@@ -102,8 +102,9 @@ def test_results_tell_where_when_and_how(monkeypatch, tmp_path, capsys):
     page = (tmp_path / "cuda.md").read_text()
     assert page.startswith(f"# On one GPU\n\n{document['date']}, ")
     assert "NVIDIA H200, driver 580.1" in page
-    assert "| what | arm: 2.0 us (1.0 to 3.0) | verdict | wanted | **no** |" in page
+    assert "| what | arm: 2.0 us (1.0 to 3.0) | verdict |  | wanted | **no** | torch |" in page
     assert "make bench-cuda" in page
+    assert "| what | verdict |  | wanted | **no** | torch |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_part_of_a_suite_is_printed_and_not_written(monkeypatch, tmp_path, capsys):
