@@ -13,6 +13,8 @@ from parawrap.replicas._tensors import Tensors
 
 __all__ = ["ScriptedState", "fill_script", "replicate_script"]
 
+_HOOKED = "_is_full_backward_hook"
+
 
 def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
     """The module, then each scripted module in it, beside a copy that shares code and, as yet, every attribute."""
@@ -63,7 +65,12 @@ class ScriptedState:
         parts: list[Any] = [*module.modules()]
         # A dictionary within torch's own, there since 1.2, and ten times as fast to look into.
         self._children: list[dict[str, Any]] = [part._modules._python_modules for part in parts]
-        self._getters = [partial(part._c.getattr, name) for part in parts for name in _names_of(part)]
+        self._getters = [
+            partial(part._c.getattr, name)
+            for part in parts
+            for name in _names_of(part)
+            if part is module or name != _HOOKED  # hooks of the modules in it never run
+        ]
         self._before = self._now()
 
     def intact(self) -> bool:

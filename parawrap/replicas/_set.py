@@ -14,6 +14,7 @@ from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._mirror import Mirror, send
+from parawrap.replicas._pure import writes_nothing
 from parawrap.replicas._shell import Replica
 from parawrap.replicas._tensors import Tensors
 from parawrap.replicas._watch import Watch, may_be_written_unseen, module_tree
@@ -77,6 +78,7 @@ class LaneReplica(NamedTuple):
 class ReplicaSet:
     """One module for each lane: the original itself in lane 0 where it lies there, shells in the other lanes.
 
+    Where the module's code writes nothing the original serves all lanes of its device.
     The caller sees to it that no lane runs during `refresh`. Lives as long as the session.
     """
 
@@ -87,6 +89,7 @@ class ReplicaSet:
         self.freshness = Freshness()
         self.generation = 0  # one more with each refresh
         self._lanes: list[Replica | None] = []  # None: the original itself
+        self._has_shells = False
         self._mirrors: dict[torch.device, Mirror] = {}
         self._buffers = Ledger()
         self._names: dict[torch.nn.Module, str] = {}
@@ -123,11 +126,10 @@ class ReplicaSet:
 
     def stale(self) -> bool:
         """Whether the module changed since the last `refresh`, or a lane's buffers did: a tensor, an attribute, ..."""
-        if not self._lanes:
+        if not self._lanes or self._moved():
             return True
-        return (
-            self._moved()
-            or not self._watch.intact()
+        return self._has_shells and (
+            not self._watch.intact()
             or any(mirror.originals.changed() for mirror in self._mirrors.values())
             or bool(self._unseen)
             or bool(self._buffers.changed())
@@ -249,8 +251,9 @@ class ReplicaSet:
         at_home = self.devices if self._home is None else (self._home,)
         self._mirrors = {device: Mirror(device) for device in self.devices if device not in at_home}
         self._buffers = Ledger()
+        shared = writes_nothing(self.original)
         self._lanes = [
-            None if lane == 0 and device in at_home else Replica(self.original, self._tensors_on(device))
+            None if device in at_home and (lane == 0 or shared) else Replica(self.original, self._tensors_on(device))
             for lane, device in enumerate(self.devices)
         ]
         self._look()
@@ -300,7 +303,8 @@ class ReplicaSet:
             for lane, replica in enumerate(self._lanes)
         ]
         self._touchable = [replica for replica in self._shelled() if replica.may_be_touched()]
-        if self._shelled():
+        self._has_shells = bool(self._shelled())
+        if self._has_shells:
             self._watch = Watch(list(self._names))
             self._unseen = [
                 buffer

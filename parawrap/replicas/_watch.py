@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -12,6 +12,11 @@ import torch
 from parawrap.replicas._script import ScriptedState
 
 __all__ = ["Watch", "may_be_written_unseen", "module_tree"]
+
+_C: Any = torch._C
+# A number that is another one after each change of a dictionary: what torch's compiler guards modules by. It has no public
+# name; where a release of torch has none, all items are looked at each time.
+_version: Callable[[dict[Any, Any]], int] | None = getattr(getattr(_C._dynamo, "guards", None), "dict_version", None)
 
 
 def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
@@ -41,7 +46,8 @@ def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool
 class Watch:
     """What the modules of a tree looked like at one moment: the very objects in their dictionaries.
 
-    Asked before every call, so `intact` is one pass in C over all of them; which module changed is looked up only then.
+    Asked before every call, so `intact` asks the dictionaries for their versions, in C, and looks into them only where one
+    is another; which module changed is looked up only then.
     """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
@@ -51,14 +57,15 @@ class Watch:
         self._dicts = [(module, own) for module in modules if module not in self._scripted for own in _dicts(module)]
         self._lively = [own for _, own in self._dicts]
         self._lengths = [len(own) for own in self._lively]
+        self._all_plain = {dict}.issuperset(map(type, self._lively))
+        self._versions = self._versions_now()  # before what they are the versions of
         self._kept = list(self._now())
 
     def intact(self) -> bool:
         """Whether every module still has the same attributes, parameters, buffers and children."""
         return (
-            [*map(len, self._lively)] == self._lengths
-            and [*map(type, self._modules)] == self._classes
-            and all(map(is_, self._now(), self._kept))
+            [*map(type, self._modules)] == self._classes
+            and self._dicts_are_intact()
             and all(state.intact() for state in self._scripted.values())
         )
 
@@ -72,6 +79,21 @@ class Watch:
             if len(own) != length or not all(map(is_, own.values(), self._kept[start:end])):
                 found.append(module)
         return list(dict.fromkeys(found))
+
+    def _dicts_are_intact(self) -> bool:
+        versions = self._versions_now()
+        if versions is not None and versions == self._versions:
+            return True
+        intact = [*map(len, self._lively)] == self._lengths and all(map(is_, self._now(), self._kept))
+        if intact:
+            self._versions = versions  # something was changed, and changed back
+        return intact
+
+    def _versions_now(self) -> list[int] | None:
+        """None where a version does not tell all: an OrderedDict keeps to itself that its order was changed."""
+        if _version is None or not self._all_plain:
+            return None
+        return [*map(_version, self._lively)]
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(own.values() for own in self._lively)

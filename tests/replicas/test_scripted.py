@@ -38,8 +38,16 @@ class Holds(nn.Module):
         return output if math.isnan(self.limit) else output.clamp(max=self.limit)
 
 
-def scripted(size, limit=math.nan):
-    return torch.jit.script(Holds(size, limit).eval())
+class Resets(Holds):
+    """Has code that writes, so that every lane but the first needs a replica."""
+
+    @torch.jit.export
+    def reset(self):
+        self.limit = 0.0
+
+
+def scripted(size, limit=math.nan, kind=Resets):
+    return torch.jit.script(kind(size, limit).eval())
 
 
 def another_item(model):
@@ -136,9 +144,10 @@ def test_a_scripted_module_that_does_not_change_is_not_stale(size):
 
 @every_size
 @every_change
-def test_calls_of_a_scripted_module_are_of_what_it_is(change, size):
-    """Before and after a change both lanes give the plain answer, and only the change brings the replicas into line."""
-    model = scripted(size)
+@pytest.mark.parametrize("kind", [Holds, Resets])
+def test_calls_of_a_scripted_module_are_of_what_it_is(kind, change, size):
+    """Before and after a change both lanes give the plain answer, and only a change brings replicas into line, if any."""
+    model = scripted(size, kind=kind)
     x = torch.randn(6, size)
     with torch.no_grad(), parallel(model, TWO, plan="lanes") as p:
 
@@ -156,5 +165,5 @@ def test_calls_of_a_scripted_module_are_of_what_it_is(change, size):
         change(model)
         for _ in range(4):
             call()
-        assert replicas.generation == before + 1
+        assert replicas.generation == before + (kind is Resets)
         assert p.stats().shards == (3, 3)
