@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parawrap.engine._entry import Entry
-from parawrap.lanes import Lane
+from parawrap.lanes import LaneFuture
 from parawrap.shards import FlatCall, ShardPlan
 
 if TYPE_CHECKING:
     from parawrap.engine.plan import Turn
 
-__all__ = ["Call", "LanesAwaitThread", "Ticket"]
+__all__ = ["Call", "LanesAwaitThread", "Ticket", "failed"]
 
 
 class Call(NamedTuple):
@@ -29,11 +28,17 @@ class Call(NamedTuple):
 class Ticket(NamedTuple):
     """A whole call on its way through one lane, with its rows."""
 
-    future: Future[Any]
-    lane: Lane
+    future: LaneFuture
     rows: int
     hint: str = ""  # what to tell where it fails
 
 
 class LanesAwaitThread(Exception):  # noqa: N818
     """Not an error: the call is to run plainly. Never reaches a user."""
+
+
+def failed(error: Exception) -> LaneFuture:
+    """A future that fails, known to no frame that the error's traceback holds."""
+    future = LaneFuture()
+    future.set_exception(error)
+    return future

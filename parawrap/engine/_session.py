@@ -13,14 +13,14 @@ from weakref import WeakSet
 import torch
 
 from parawrap.backends import device_of, record_use
-from parawrap.engine._call import Call, LanesAwaitThread, Ticket
+from parawrap.engine._call import Call, LanesAwaitThread, Ticket, failed
 from parawrap.engine._entry import Entry
 from parawrap.engine._reference import plain_output
-from parawrap.engine._stats import LaneStats, Stats
+from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._trace import Trace
-from parawrap.engine._work import Work
+from parawrap.engine._work import UncutWork, Work
 from parawrap.errors import SessionError
-from parawrap.lanes import LanePool, current_lane, first_failure, sees_only_its_own_thread
+from parawrap.lanes import LaneFuture, LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 from parawrap.tree import Opaque, flatten
@@ -61,15 +61,13 @@ class Session:
         self.output_device = output_device  # None: where the module lies, or what a callable is given
         self.pool = LanePool(self.devices, home, labels, may_try_alone=may_try_alone)
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
+        self._plans_every_call = plans_every_call
         self._never_cuts = self._stays_on_cpu and len(self.devices) == 1 and not plans_every_call
         self._futures: WeakSet[Future[Any]] = WeakSet()
+        self.tally = Tally(len(self.devices))
         self._verifies = verify
         self._verified: WeakSet[ShardPlan] = WeakSet()
         self._refreshing = threading.Lock()
-        self._counting = threading.Lock()
-        self._calls = self._plain_calls = 0
-        self._lane_rows = [0] * len(self.devices)
-        self._shards: tuple[int, ...] = ()
 
     # The four verbs
 
@@ -165,7 +163,7 @@ class Session:
         expected = self._expected(call.entry, plan, flat)
         outputs, originals = self._outputs(call, replicas)
         output = self.gather(outputs, plan.sizes, self._beside(flat), originals)
-        self._count(plan.sizes)
+        self.tally.cut(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
             self._verified.add(plan)
@@ -184,36 +182,42 @@ class Session:
         return self._run_plainly(call.entry, call.args, call.kwargs)
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a whole call, not cut, in the lane that has least to do."""
+        """Run a whole call, not cut, in one lane."""
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
             raise SessionError(msg)
-        plan, flat = self._whole(entry, args, kwargs)
-        uncut = self._has_no_lanes() or self._cannot_follow()
-        lane = self.pool.lanes[0] if uncut else self.pool.least_loaded()
+        uncut = self._uncut(entry, args, kwargs)
+        rows = uncut.rows if isinstance(uncut, Shard) else uncut[0].rows
         try:
-            replica = None if uncut else self.replicate()[lane.index]
+            replicas = [] if self._has_no_lanes() or self._cannot_follow() else self.replicate()
         except LanesAwaitThread:
-            replica = None
-        if replica is None:
-            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), lane, plan.rows)
-
-        sources = self._sources(flat)
-        run, stage = self._errand(entry, replica, plan, flat, at_hand=self._stays_on_cpu and not sources)
-        future = self.pool.submit(lane, run, stage, sources)
+            replicas = []
+        if not replicas:
+            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), rows)
+        if isinstance(uncut, Shard):
+            ways = [self._way_into(entry, replica) for replica in replicas]
+            future = self.pool.submit_to_any(UncutWork(ways, uncut, replicas[0].write_back, self.tally))
+        else:
+            future = self._submit_apart(entry, replicas, *uncut)
         self._futures.add(future)
-        with self._counting:
-            self._calls += 1
-            self._lane_rows[lane.index] += plan.rows
-        return Ticket(future, lane, plan.rows)
+        self.tally.whole()
+        return Ticket(future, rows)
 
-    def _errand(
-        self, entry: Entry, replica: LaneReplica, plan: ShardPlan, flat: FlatCall, *, at_hand: bool
-    ) -> tuple[Callable[[], Any], Callable[[], None] | None]:
-        """What a lane does for a whole call, and what comes before it; nothing where everything is at hand."""
-        works = self._works(entry, [replica] * len(plan.sizes), plan, flat)
-        if at_hand and len(works) == 1 and self.rules.keep_single:
-            return works[0], None
+    def _uncut(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | tuple[ShardPlan, FlatCall]:
+        """A whole call as one shard, where nothing of it is to be brought anywhere, or else taken apart."""
+        at_hand = self._stays_on_cpu and self.rules.keep_single
+        if at_hand and not (kwargs or self._plans_every_call) and all(map(_is_plain_on_cpu, args)):
+            return Shard(args, kwargs, self.cutters[entry.method].rows(args))
+        plan, flat = self._whole(entry, args, kwargs)
+        if at_hand and len(plan.sizes) == 1 and not self._sources(flat):
+            return plan.scatter(flat, self.devices)[0]
+        return plan, flat
+
+    def _submit_apart(self, entry: Entry, replicas: Sequence[LaneReplica], plan: ShardPlan, flat: FlatCall) -> LaneFuture:
+        """To the lane that has least to do, which brings the inputs to its device while it still runs what is before."""
+        sources = self._sources(flat)
+        lane = self.pool.least_loaded()
+        works = self._works(entry, [replicas[lane.index]] * len(plan.sizes), plan, flat)
 
         def place() -> None:
             for work in works:
@@ -222,16 +226,14 @@ class Session:
         def run() -> Any:
             return self.gather([work.run_placed() for work in works], plan.sizes, self._beside(flat))
 
-        return run, place
+        future = self.pool.submit(lane, run, place, sources)
+        self.tally.rows(lane.index, plan.rows)
+        return future
 
     def stats(self) -> Stats:
         """The counters as they stand."""
         fresh = self._replicas.freshness if self._replicas is not None else Freshness()
-        lanes = tuple(
-            LaneStats(lane.device, lane.label, lane.tasks, rows, lane.busy_ns / 1e9)
-            for lane, rows in zip(self.pool.lanes, self._lane_rows, strict=True)
-        )
-        return Stats(self._calls, self._plain_calls, self._shards, fresh.refreshes, fresh.copied_bytes, lanes)
+        return self.tally.stats(self.pool.lanes, fresh)
 
     def trace(self, path: str | Path) -> Trace:
         """A recorder of when each lane works."""
@@ -325,7 +327,7 @@ class Session:
         )
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._count_plain()
+        self.tally.plain()
         output = entry.plain(*args, **kwargs)
         return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
 
@@ -336,18 +338,6 @@ class Session:
         home = self.pool.home if self.pool.home is not None else self.devices[0]
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         return (plain_output(run, plan, flat, home, self.devices),)
-
-    def _count_plain(self) -> None:
-        with self._counting:
-            self._calls += 1
-            self._plain_calls += 1
-
-    def _count(self, sizes: tuple[int, ...]) -> None:
-        with self._counting:
-            self._calls += 1
-            self._shards = sizes
-            for shard, size in enumerate(sizes):
-                self._lane_rows[shard % len(self._lane_rows)] += size
 
 
 def originals_of(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
@@ -368,11 +358,15 @@ def _found(copies: Mapping[int, torch.Tensor], lookup: Any, tensor: torch.Tensor
     return lookup(tensor) if copied is None else copied
 
 
-def _done(work: Callable[[], Any]) -> Future[Any]:
+def _is_plain_on_cpu(value: object) -> bool:
+    return type(value) is torch.Tensor and value.is_cpu
+
+
+def _done(work: Callable[[], Any]) -> LaneFuture:
     """A future that is there already."""
-    future: Future[Any] = Future()
+    future = LaneFuture()
     try:
         future.set_result(work())
     except Exception as error:  # noqa: BLE001
-        future.set_exception(error)
+        return failed(error)
     return future

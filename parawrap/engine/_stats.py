@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LaneStats", "Stats"]
+from parawrap.lanes import Lane
+from parawrap.replicas import Freshness
+
+__all__ = ["LaneStats", "Stats", "Tally"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +56,45 @@ class Stats:
             for index, lane in enumerate(self.lanes)
         )
         return "\n".join([head, *rows])
+
+
+class Tally:
+    """Counts what a session does. Any number of threads may count at once; refers to no session."""
+
+    def __init__(self, lanes: int) -> None:
+        self._counting = threading.Lock()
+        self._calls = self._plain = 0
+        self._rows = [0] * lanes
+        self._shards: tuple[int, ...] = ()
+
+    def plain(self) -> None:
+        """Count a plain call."""
+        with self._counting:
+            self._calls += 1
+            self._plain += 1
+
+    def cut(self, sizes: tuple[int, ...]) -> None:
+        """Count a call that was cut into shards of these sizes."""
+        with self._counting:
+            self._calls += 1
+            self._shards = sizes
+            for shard, size in enumerate(sizes):
+                self._rows[shard % len(self._rows)] += size
+
+    def whole(self) -> None:
+        """Count a call that some lane is to run whole."""
+        with self._counting:
+            self._calls += 1
+
+    def rows(self, lane: int, rows: int) -> None:
+        """Count the rows of a whole call, which that lane runs."""
+        with self._counting:
+            self._rows[lane] += rows
+
+    def stats(self, lanes: Sequence[Lane], fresh: Freshness) -> Stats:
+        """The counters as they stand."""
+        of_lanes = tuple(
+            LaneStats(lane.device, lane.label, lane.tasks, rows, lane.busy_ns / 1e9)
+            for lane, rows in zip(lanes, self._rows, strict=True)
+        )
+        return Stats(self._calls, self._plain, self._shards, fresh.refreshes, fresh.copied_bytes, of_lanes)

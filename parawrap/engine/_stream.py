@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
 from typing import Any
 
-from parawrap.engine._call import Ticket
+from parawrap.engine._call import Ticket, failed
 from parawrap.engine._entry import Entry
 from parawrap.engine._session import Session
 from parawrap.lanes import note
@@ -34,13 +33,14 @@ def stream(
     try:
         for ticket in tickets:
             flying.append(ticket)
+            del ticket  # one that fails has the error, whose traceback holds this frame
             if len(flying) >= window:
                 yield _landed(flying, arrived)
         while flying:
             yield _landed(flying, arrived)
     finally:
-        for ticket in flying:
-            ticket.future.cancel()
+        while flying:
+            flying.pop().future.cancel()
 
 
 def _landed(flying: deque[Ticket], arrived: Callable[[Ticket], None] | None) -> Any:
@@ -50,6 +50,7 @@ def _landed(flying: deque[Ticket], arrived: Callable[[Ticket], None] | None) -> 
     except Exception as error:
         if ticket.hint:
             note(error, ticket.hint)
+        del ticket
         raise
     if arrived is not None:
         arrived(ticket)
@@ -65,23 +66,17 @@ def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator
         except StopIteration:
             return
         except Exception as error:  # noqa: BLE001
-            yield _failed(session, error)
+            yield Ticket(failed(error), 0)
             return
         args, kwargs = _as_call(batch)
         try:
             ticket = session.submit(entry, args, kwargs)
         except Exception as error:  # noqa: BLE001
-            yield _failed(session, error)
+            yield Ticket(failed(error), 0)
             return
         ticket = ticket._replace(hint=_HINT if isinstance(batch, list) else "")
         del batch, args, kwargs  # the source may take long to give the next one
         yield ticket
-
-
-def _failed(session: Session, error: Exception) -> Ticket:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return Ticket(future, session.pool.lanes[0], 0)
 
 
 def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

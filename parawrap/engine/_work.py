@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from parawrap.backends import record_use
+from parawrap.engine._stats import Tally
+from parawrap.lanes import Lane
 from parawrap.shards import Piece, Shard
 from parawrap.tree import flatten_call
 
-__all__ = ["Work"]
+__all__ = ["UncutWork", "Work"]
 
 
 class Work:
@@ -49,4 +51,29 @@ class Work:
         value = self._call(*shard.args, **shard.kwargs)
         if self._afterwards is not None:
             self._afterwards()
+        return value
+
+
+class UncutWork:
+    """A whole call of what lies on the CPU, run once, by the lane that comes to it first.
+
+    `ways` has each lane's way into its replica; `write_back` is for lane 0 alone.
+    """
+
+    __slots__ = ("_shard", "_tally", "_ways", "_write_back")
+
+    def __init__(
+        self, ways: Sequence[Callable[..., Any]], shard: Shard, write_back: Callable[[], None] | None, tally: Tally
+    ) -> None:
+        self._ways = ways
+        self._shard = shard
+        self._write_back = write_back
+        self._tally = tally
+
+    def __call__(self, lane: Lane) -> Any:
+        args, kwargs, rows = self._shard[:3]
+        self._tally.rows(lane.index, rows)
+        value = self._ways[lane.index](*args, **kwargs)
+        if self._write_back is not None and lane.index == 0:
+            self._write_back()
         return value

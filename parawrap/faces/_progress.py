@@ -33,7 +33,7 @@ class Progress:
         self._bar.close()
 
     def __call__(self, ticket: Ticket) -> None:
-        self._rows[ticket.lane.index] += ticket.rows
+        self._rows[ticket.future.lane] += ticket.rows
         passed = time.perf_counter() - self._start
         speeds = {f"lane {lane}": f"{rows / passed:,.0f} rows/s" for lane, rows in sorted(self._rows.items())}
         self._bar.set_postfix(speeds, refresh=False)

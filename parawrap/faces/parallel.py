@@ -99,7 +99,7 @@ class Parallel(Generic[TargetT]):
         )
         self._lock = threading.RLock()
         self._session: Session | None = None
-        self._last_stats: Stats | None = None
+        self._last: Session | None = None  # for what it counted
         self._depth = 0
         self._closed = False
 
@@ -153,7 +153,7 @@ class Parallel(Generic[TargetT]):
             return self.target(*args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the call whole, not cut, on the lane with least to do; a future of its output.
+        """Run the call whole, not cut, in one lane, on the CPU in whichever is free first; a future of its output.
 
         An exception is raised by ``future.result()``. A future that has not begun can be cancelled; leaving the block by an
         exception cancels all of those.
@@ -174,7 +174,7 @@ class Parallel(Generic[TargetT]):
     def map(self, batches: Iterable[Any], *, window: int | None = None, progress: bool = False) -> Iterator[Any]:
         """Stream whole batches through the lanes and yield their outputs in order.
 
-        Batches are neither cut nor joined; each goes to the lane with least to do. A tuple batch is ``model(*batch)``, a
+        Batches are neither cut nor joined; each is run whole in one lane. A tuple batch is ``model(*batch)``, a
         dict ``model(**batch)``, anything else ``model(batch)``. An exception arrives in its batch's place; closing the
         generator drops what no lane has begun.
 
@@ -211,8 +211,8 @@ class Parallel(Generic[TargetT]):
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
         with self._lock:
-            if self._session is None and self._last_stats is not None:
-                return self._last_stats
+            if self._session is None and self._last is not None:
+                return self._last.stats()
         return self._opened().stats()
 
     def trace(self, path: str | Path) -> Trace:
@@ -226,8 +226,7 @@ class Parallel(Generic[TargetT]):
         """The session, which this block no longer has: to be closed without the lock, as lanes may still be at work."""
         session, self._session = self._session, None
         self._closed = True
-        if session is not None:
-            self._last_stats = session.stats()
+        self._last = session or self._last
         return session
 
     def _new_session(self) -> Session:

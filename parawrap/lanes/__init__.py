@@ -8,11 +8,13 @@ from parawrap.lanes._modes import Modes, sees_only_its_own_thread
 from parawrap.lanes._outcome import Outcome, first_failure, note
 from parawrap.lanes._pace import WAKE_UP_NS
 from parawrap.lanes._pool import LanePool
+from parawrap.lanes._streams import LaneFuture
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = [
     "WAKE_UP_NS",
     "Lane",
+    "LaneFuture",
     "LanePool",
     "Modes",
     "Outcome",

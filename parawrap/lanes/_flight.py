@@ -1,18 +1,27 @@
-"""One call on its way through the lanes: its shares, and the outcomes that the caller waits for.
+"""Calls on their way through the lanes: in shares, whose outcomes the caller waits for, or whole, with a future.
 
 A lane's thread may come to its next line long after the caller went on. What it then still held of the call, a graph above
 all, would outlive it: so a share lets go of its work, and the flight of its outcomes, before anybody is told.
+
+An error's traceback holds the frames that ran the work, and these what their variables hold. None of them may lead back to
+the error, or the whole call stays until the garbage collector comes by.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from parawrap.lanes._lane import Lane, Task
-from parawrap.lanes._outcome import Outcome
+from parawrap.lanes._outcome import Outcome, note
+from parawrap.lanes._streams import LaneFuture, Reached
 from parawrap.lanes._threads import adopted
 
-__all__ = ["Flight", "Share"]
+__all__ = ["Backlog", "Flight", "Share", "Whole"]
 
 
 class Flight:
@@ -79,3 +88,82 @@ class Share:
         work = self.work
         del self.work
         return work
+
+
+class Whole:
+    """A call that one lane runs whole; its future tells what came of it. `work` is told the lane."""
+
+    __slots__ = ("_future", "_outcome", "_work")
+
+    def __init__(self, work: Callable[[Lane], tuple[Any, Reached]], future: LaneFuture) -> None:
+        self._work = work
+        self._future = future
+        self._outcome: Outcome | None = None
+
+    def do(self, lane: Lane) -> None:
+        """Do it in the calling thread as that lane's work, unless nobody waits for it any more, and tell."""
+        if self._begins(lane):
+            self._outcome = lane.occupy(partial(self._taken(), lane))
+        self.tell(lane)
+
+    def run(self, lane: Lane) -> None:
+        """The first half of `do`, where the calling thread has the lane already."""
+        if self._begins(lane):
+            self._outcome = lane.run(partial(self._taken(), lane))
+
+    def tell(self, lane: Lane) -> None:
+        """The second, which may take long: callbacks are run. One that exits does not end the lane: it is only told."""
+        outcome, future = self._outcome, self._future
+        del self._outcome, self._future  # in which the error is, whose traceback holds the frames that hold this
+        try:
+            if outcome is None:
+                return
+            if outcome.error is None:
+                future.land(*outcome.value)
+            else:
+                note(outcome.error, f"in {lane}")
+                future.set_exception(outcome.error)
+        except BaseException:  # noqa: BLE001
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+
+    def _begins(self, lane: Lane) -> bool:
+        self._future.lane = lane.index
+        return self._future.set_running_or_notify_cancel()
+
+    def _taken(self) -> Callable[[Lane], tuple[Any, Reached]]:
+        work = self._work
+        del self._work
+        return work
+
+
+class Backlog:
+    """Whole calls that any lane may run, oldest first. A lane looks here whenever it would rest."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Whole] = deque()
+
+    def put(self, call: Whole) -> None:
+        self._waiting.append(call)
+
+    def do_next(self, lane: Lane) -> bool:
+        """Do the oldest of them in that lane; False where there is none, or another lane was sooner."""
+        if not self._waiting:
+            return False
+        lane.at_rest = False
+        mine = lane.take()  # before the call: a caller may have the lane for long, and another one be free meanwhile
+        try:
+            call = self._next()
+            if call is not None:
+                call.run(lane)
+        finally:
+            if mine:
+                lane.release()
+        if call is not None:
+            call.tell(lane)
+        return call is not None
+
+    def _next(self) -> Whole | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None

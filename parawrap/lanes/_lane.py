@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["PATIENCE_S", "Errand", "Lane", "Span", "Task", "current_lane"]
 
 Task = Callable[[], Any]
-Errand = Callable[[], None]
+Errand = Callable[[], object]
 
 
 class _Here(threading.local):
@@ -47,10 +47,18 @@ class Span(NamedTuple):
 class Lane:
     """One device slot and, once work was sent to it, its thread. Lives as long as its pool; shared between threads.
 
-    `device` is where its tensors lie; `label` is how it is told of, the device's name by default.
+    `device` is where its tensors lie; `label` is how it is told of, the device's name by default. Before its thread rests
+    it calls `do_next`, which does one thing that waits for any lane, or says that there is none; `at_rest` tells of the
+    thread that it must be woken for what comes then.
     """
 
-    def __init__(self, index: int, device: torch.device, label: str | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        label: str | None = None,
+        do_next: Callable[[Lane], bool] = lambda _: False,
+    ) -> None:
         self.index = index
         self.device = device
         self.label = str(device) if label is None else label
@@ -61,14 +69,33 @@ class Lane:
         self.busy_ns = 0
         self.recorders: tuple[list[Span], ...] = ()
         self.inbox: SimpleQueue[Errand | None] = SimpleQueue()
+        self._do_next = do_next
+        self.at_rest = True
         self.thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return f"lane {self.index} on {self.label}"
 
+    def look(self) -> bool:
+        """Do one thing that waits for any lane, if there is one."""
+        return self._do_next(self)
+
+    def wake(self) -> None:
+        """Have the thread look for what waits for any lane."""
+        self.at_rest = False
+        self.inbox.put(self.look)
+
     def occupy(self, task: Task) -> Outcome:
         """Run `task` in the calling thread as this lane's work."""
         mine = self.take()
+        try:
+            return self.run(task)
+        finally:
+            if mine:
+                self.release()
+
+    def run(self, task: Task) -> Outcome:
+        """Run `task` in the calling thread, which has taken the lane."""
         before, _here.lane = current_lane(), self
         start = perf_counter_ns()
         try:
@@ -78,8 +105,6 @@ class Lane:
             _here.lane = before
             self.tasks += 1
             self.busy_ns += end - start
-            if mine:
-                self.release()
             for spans in self.recorders:
                 spans.append(Span(self.index, start, end))
 
@@ -117,7 +142,7 @@ class Lane:
         """Start the lane's thread and wait until its figure of intra-op threads stands."""
         ready = threading.Event()
         name = f"parawrap-{self}"
-        thread = threading.Thread(target=_serve, args=(self.inbox, threads, ready), name=name, daemon=True)
+        thread = threading.Thread(target=_serve, args=(self, threads, ready), name=name, daemon=True)
         thread.start()
         ready.wait()
         self.thread = thread
@@ -128,14 +153,22 @@ def current_lane() -> Lane | None:
     return _here.lane
 
 
-def _serve(inbox: SimpleQueue[Errand | None], threads: int | None, ready: threading.Event) -> None:
-    """A lane's thread: refers to its inbox alone, so that an abandoned pool can be collected."""
+def _serve(lane: Lane, threads: int | None, ready: threading.Event) -> None:
+    """A lane's thread: refers to its lane and not to the pool, so that an abandoned one can be collected."""
     if threads is not None:
         settle(threads)
     ready.set()
     while True:
-        errand = inbox.get()
+        # Said before it looks: whoever has something for any lane after that wakes this one, or it is seen.
+        lane.at_rest = True
+        while lane.inbox.empty() and lane.look():
+            lane.at_rest = True
+        errand = lane.inbox.get()
+        lane.at_rest = False
         if errand is None:
-            return
+            break
         errand()
         del errand  # a waiting lane keeps nothing of the last call alive
+        lane.look()  # in turn with what comes to this lane, so that neither waits for the other for ever
+    while lane.look():
+        pass

@@ -24,6 +24,7 @@ _C: Any = torch._C  # what torch tells of the thread's state has no public name 
 # torch has it since 2.8; before that, hooks on saved tensors are not seen here.
 _top_hooks: Callable[[bool], object] = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 _function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
+_set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled  # what torch.set_grad_enabled makes an object for
 
 
 class _Autocast(NamedTuple):
@@ -67,14 +68,19 @@ class Modes(NamedTuple):
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
                 return self._run_with_autocast(work, default_device)
         before = torch.is_grad_enabled()
-        torch.set_grad_enabled(self.grad)
+        _set_grad_enabled(self.grad)
         try:
+            if not self.autocast and default_device is None:
+                return self._own_context().run(work)
             return self._run_with_autocast(work, default_device)
         finally:
-            torch.set_grad_enabled(before)
+            _set_grad_enabled(before)
+
+    def _own_context(self) -> contextvars.Context:
+        return self.context.copy()  # one can be entered by one thread at a time
 
     def _run_with_autocast(self, work: Callable[[], T], default_device: torch.device | None) -> T:
-        context = self.context.copy()  # a context can be entered by one thread at a time
+        context = self._own_context()
         if not self.autocast:
             return _run_with_device(context, work, default_device)
         before = _autocast(state.kind for state in self.autocast)

@@ -16,6 +16,11 @@ class Outcome(NamedTuple):
     value: Any = None
     error: BaseException | None = None
 
+    @property
+    def is_interrupt(self) -> bool:
+        """Whether it is Ctrl-C or an exit, which is no failure of the work."""
+        return self.error is not None and not isinstance(self.error, Exception)
+
 
 def capture(work: Callable[[], Any]) -> Outcome:
     """Run `work` and keep what comes, whatever it is: a lane must outlive the work it is given."""

@@ -18,7 +18,6 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import monotonic, perf_counter_ns
@@ -28,14 +27,14 @@ import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
-from parawrap.lanes._flight import Flight, Share
+from parawrap.lanes._flight import Backlog, Flight, Share, Whole
 from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
-from parawrap.lanes._outcome import Outcome, note
+from parawrap.lanes._outcome import Outcome
 from parawrap.lanes._pace import Paces
 from parawrap.lanes._places import Places
 from parawrap.lanes._profiled import fork, is_profiling
-from parawrap.lanes._streams import LaneFuture
+from parawrap.lanes._streams import LaneFuture, Reached
 from parawrap.lanes._threads import intra_op_threads
 
 __all__ = ["LanePool"]
@@ -68,7 +67,9 @@ class LanePool:
         may_try_alone: bool = False,
     ) -> None:
         names = [None] * len(devices) if labels is None else labels
-        self.lanes = tuple(Lane(i, device, name) for i, (device, name) in enumerate(zip(devices, names, strict=True)))
+        self._backlog = Backlog()
+        named = enumerate(zip(devices, names, strict=True))
+        self.lanes = tuple(Lane(index, device, name, self._backlog.do_next) for index, (device, name) in named)
         self.backend: Backend = backend_of(devices[0].type)
         self._places = Places(self.backend, self.lanes, home)
         self.threads = self.backend.intra_op_threads(len(devices))
@@ -141,9 +142,8 @@ class LanePool:
         shares = self._send(tasks, flight, first + 1, threads)
         try:
             self._run_own(first, tasks[first], flight)
-            error = flight.outcomes[first].error
-            if error is not None and not isinstance(error, Exception):
-                _drop(shares, flight)  # Ctrl-C: what has not begun need not
+            if flight.outcomes[first].is_interrupt:  # kept in no variable: its traceback may hold this frame
+                _drop(shares, flight)  # what has not begun need not
             for share in reversed(shares):  # the lane that was woken last is the last to begin
                 if not share.lane.busy.locked() and share.claim():
                     share.do()
@@ -174,28 +174,32 @@ class LanePool:
 
     def submit(
         self, lane: Lane, task: Task, stage: Callable[[], object] | None = None, sources: Collection[torch.device] = ()
-    ) -> Future[Any]:
+    ) -> LaneFuture:
         """Run `task` whole in that lane's own thread, behind what waits there. `sources` as in `run`.
 
         `stage` comes before it; where the device can, it runs beside the work that was submitted before.
         """
         future = LaneFuture()
         work = self._carried(lane, self._places.staged(lane, task, stage, sources), Modes.capture(self.backend.type))
-
-        def errand() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            value, error = lane.occupy(work)
-            if error is None:
-                future.land(*value)
-            else:
-                note(error, f"in {lane}")
-                future.set_exception(error)
-
         with self._gate:
-            self._ensure_started((lane,))
-            lane.given += 1
-            self._dispatch(lane, errand)
+            self._give(lane, partial(Whole(lambda _: work(), future).do, lane))
+        return future
+
+    def submit_to_any(self, task: Callable[[Lane], Any]) -> LaneFuture:
+        """Run `task` whole in the lane that is free first, oldest task first; it is told the lane.
+
+        For lanes on the CPU, and tasks that have nothing to bring there.
+        """
+        future = LaneFuture()
+        call = Whole(partial(_run_in, task, Modes.capture(self.backend.type), self.home), future)
+        with self._gate:
+            if is_profiling():
+                lane = self.least_loaded()
+                self._give(lane, partial(call.do, lane))
+            else:
+                self._ensure_started(())
+                self._backlog.put(call)
+                self._wake_one()
         return future
 
     @contextmanager
@@ -251,6 +255,18 @@ class LanePool:
                     self._dispatch(share.lane, share)
         return shares
 
+    def _give(self, lane: Lane, errand: Errand) -> None:
+        self._ensure_started((lane,))
+        lane.given += 1
+        self._dispatch(lane, errand)
+
+    def _wake_one(self) -> None:
+        """See to it that a lane that rests looks at the backlog; one that does not will look before it rests."""
+        lane = min(self.lanes, key=lambda lane: (not lane.at_rest, _queued(lane)))
+        if lane.at_rest:
+            self._ensure_started((lane,))
+            lane.wake()
+
     def _dispatch(self, lane: Lane, errand: Errand) -> None:
         if is_profiling():
             fork(errand)
@@ -262,7 +278,7 @@ class LanePool:
         return partial(modes.run, task, lane.device, self.home)
 
     def _load(self, lane: Lane) -> tuple[int, int]:
-        return lane.inbox.qsize() + lane.busy.locked() + self._places.unfinished(lane), lane.given
+        return _queued(lane) + self._places.unfinished(lane), lane.given
 
     def _ensure_started(self, lanes: Sequence[Lane]) -> None:
         if not self.alive:
@@ -281,6 +297,16 @@ def _drop(shares: Sequence[Share], flight: Flight) -> None:
     for share in shares:
         if share.claim():
             flight.land(share.slot, Outcome())
+
+
+def _queued(lane: Lane) -> int:
+    """How much is before the next piece of work, as far as the host knows: nothing where a lane rests."""
+    return lane.inbox.qsize() + (lane.busy.locked() or not lane.at_rest)
+
+
+def _run_in(task: Callable[[Lane], Any], modes: Modes, home: torch.device | None, lane: Lane) -> tuple[Any, Reached]:
+    """The task in a lane under those modes; where all lies on the CPU, nothing is to be reached."""
+    return modes.run(partial(task, lane), lane.device, home), ()
 
 
 def _abandon(places: Places) -> None:

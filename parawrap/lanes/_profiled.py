@@ -20,7 +20,7 @@ import torch
 __all__ = ["fork", "is_profiling"]
 
 _C: Any = torch._C
-_waiting: dict[int, Callable[[], None]] = {}
+_waiting: dict[int, Callable[[], object]] = {}
 _tickets = itertools.count()
 
 
@@ -29,7 +29,7 @@ def is_profiling() -> bool:
     return bool(_C._autograd._profiler_enabled())
 
 
-def fork(work: Callable[[], None]) -> None:
+def fork(work: Callable[[], object]) -> None:
     """Start `work` in a thread that shares the caller's profiler; it must not raise."""
     ticket = next(_tickets)
     _waiting[ticket] = work

@@ -230,6 +230,7 @@ class LaneFuture(Future[Any]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.lane = 0  # the index of the one that runs it
         self._reached: Reached = ()
 
     def land(self, value: Any, reached: Reached) -> None:
@@ -242,7 +243,11 @@ class LaneFuture(Future[Any]):
             _here.lands = before
 
     def result(self, timeout: float | None = None) -> Any:
-        value = super().result(timeout)
+        try:
+            value = super().result(timeout)
+        except BaseException:
+            del self  # which has the error, whose traceback holds this frame
+            raise
         for device, event in self._reached:
             stream = backend_of(device.type).stream(device)
             if stream is None or getattr(_here, "lands", False):

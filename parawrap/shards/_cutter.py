@@ -96,6 +96,11 @@ class Cutter:
             plan = _kept(plans, ((rows,), _WHOLE), ShardPlan(spec, (None,) * len(leaves), (rows,)))
         return plan, FlatCall(leaves, spec)
 
+    def rows(self, args: Sequence[torch.Tensor]) -> int:
+        """The rows of a call of these tensors, given by position: of the first that has any."""
+        dims = [self.in_dims.get(self._name_at((0, index)) or "", self.dim) for index in range(len(args))]
+        return next((extent for leaf, dim in zip(args, dims, strict=True) if (extent := _extent(leaf, dim)) >= 0), 0)
+
     def _make(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int], lanes: int
     ) -> ShardPlan:

@@ -299,8 +299,8 @@ def test_submit_takes_what_a_call_would_refuse():
     assert (len(a), len(b), c) == (3, 2, ["x", "y", "z"])
 
 
-def test_submit_goes_to_the_lane_with_least_to_do():
-    """While one lane is held, the others take the work."""
+def test_what_is_submitted_goes_to_a_lane_that_is_free():
+    """While one lane is held, the others do all that comes after, and its rows are counted for them."""
     hold = threading.Event()
     started = threading.Event()
 
@@ -313,13 +313,30 @@ def test_submit_goes_to_the_lane_with_least_to_do():
     with parallel(target, THREE) as p:
         held = p.submit(-torch.ones(1))
         started.wait(20)
-        for _ in range(6):
-            p.submit(torch.ones(1)).result(20)
-        tasks = [lane.tasks for lane in p.stats().lanes]
+        for future in [p.submit(torch.ones(2)) for _ in range(12)]:
+            future.result(20)
+        lanes = p.stats().lanes
         hold.set()
         held.result(20)
-    assert tasks[0] == 0
-    assert sum(tasks) == 6
+    assert (lanes[held.lane].tasks, lanes[held.lane].rows) == (0, 1)
+    assert sum(lane.tasks for lane in lanes) == 12
+    assert sum(lane.rows for lane in lanes) == 25
+
+
+def test_rows_that_are_counted_after_the_block_are_those_of_all_calls():
+    """Also of the calls that were still waiting when it ended."""
+    hold = threading.Event()
+
+    def target(x):
+        hold.wait(20)
+        return x
+
+    with parallel(target, TWO) as p:
+        futures = [p.submit(torch.ones(3)) for _ in range(20)]
+        threading.Timer(0.05, hold.set).start()
+    assert all(future.done() for future in futures)
+    assert (p.stats().calls, sum(lane.tasks for lane in p.stats().lanes)) == (20, 20)
+    assert sum(lane.rows for lane in p.stats().lanes) == 60
 
 
 def test_a_future_that_has_not_begun_can_be_cancelled():

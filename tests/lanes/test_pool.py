@@ -6,6 +6,7 @@ import concurrent.futures
 import gc
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -289,6 +290,15 @@ def test_nobody_works_inside_idle(pool):
     assert began.is_set()
 
 
+@pytest.fixture
+def ctrl_c():
+    """SIGINT interrupts, also where the tests run in a shell's background, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_caller_that_is_interrupted_while_it_waits_leaves_at_once(pool, monkeypatch):
     """Ctrl-C while a lane works: the caller is out, what was not begun is not run, and the pool is usable."""
     assert threading.current_thread() is threading.main_thread()
@@ -476,3 +486,179 @@ def test_a_lane_is_told_by_its_index_and_device(pool):
     pool.run(together(lambda lane: lane))
     assert pool.lanes[1].thread.name == "parawrap-lane 1 on cpu"
     assert pool.lanes[1].thread.daemon
+
+
+# Work for any lane
+
+
+def occupied(pool, *lanes):
+    """Have those lanes work until the event is set."""
+    release = threading.Event()
+    for lane in lanes:
+        began = threading.Event()
+        pool.submit(pool.lanes[lane], lambda began=began: (began.set(), release.wait()))
+        assert began.wait(20)
+    return release
+
+
+@pytest.fixture
+def held(pool):
+    """The first lane is busy until the event is set: the next work is put before it all the same, in its turn."""
+    release = occupied(pool, 0)
+    yield release
+    release.set()
+
+
+def test_no_work_waits_for_a_busy_lane_while_another_is_free(pool, held):
+    """Though it was put before all lanes in turn, the free ones do all of it."""
+    futures = [pool.submit_to_any(lambda lane: lane) for _ in range(30)]
+    assert pool.lanes[0] not in [future.result(20) for future in futures]
+    assert not held.is_set()
+
+
+def test_work_for_any_lane_is_begun_in_order_of_arrival(pool, held):
+    """The oldest first, whichever lane it was put before."""
+    other = occupied(pool, 2)
+    order = []
+    futures = [pool.submit_to_any(lambda lane, number=number: order.append(number)) for number in range(30)]
+    concurrent.futures.wait(futures, 20)
+    other.set()
+    assert order == list(range(30))
+
+
+def test_a_future_tells_the_lane_that_ran_it(pool, held):
+    """Not the lane before which it was put."""
+    futures = [pool.submit_to_any(lambda lane: (lane.index, current_lane().index)) for _ in range(12)]
+    for future in futures:
+        assert future.result(20) == (future.lane, future.lane)
+
+
+def test_an_error_names_the_lane_that_ran_the_work(pool, held):
+    """The note is on the lane that was free."""
+
+    def fail(lane):
+        raise ValueError(lane.index)
+
+    for future in [pool.submit_to_any(fail) for _ in range(6)]:
+        error = future.exception(20)
+        assert error.__notes__ == [f"in lane {error.args[0]} on cpu"]
+
+
+def test_cancelled_work_for_any_lane_is_not_run(pool):
+    """What no lane has begun can be called off."""
+    release = occupied(pool, 0, 1, 2)
+    dropped = pool.submit_to_any(lambda lane: pytest.fail("cancelled work ran"))
+    behind = pool.submit_to_any(lambda lane: "behind")
+    assert dropped.cancel()
+    release.set()
+    assert behind.result(20) == "behind"
+
+
+def test_close_waits_for_work_for_any_lane():
+    """Closing the pool ends no thread before everything that waits is done."""
+    pool = LanePool([CPU] * LANES)
+    release = occupied(pool, 0, 1, 2)
+    futures = [pool.submit_to_any(lambda lane: "done") for _ in range(12)]
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    release.set()
+    closing.join(20)
+    assert [future.result(0) for future in futures] == ["done"] * 12
+
+
+def test_work_for_any_lane_needs_an_open_pool(pool):
+    """A closed pool refuses it, and keeps nothing of it."""
+    pool.close()
+    with pytest.raises(SessionError, match="closed"):
+        pool.submit_to_any(lambda lane: 1)
+
+
+def test_a_pool_with_work_for_any_lane_can_be_forgotten():
+    """What waits refers to no pool: without its last reference the lanes finish and end."""
+    pool = LanePool([CPU] * LANES)
+    release = occupied(pool, 0, 1, 2)
+    futures = [pool.submit_to_any(lambda lane: "done") for _ in range(6)]
+    known, threads = weakref.ref(pool), own_threads(pool)
+    release.set()
+    del pool
+    assert known() is None
+    assert [future.result(20) for future in futures] == ["done"] * 6
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_callback_that_takes_long_holds_up_nobody(pool):
+    """The lane whose thread runs it is not taken for one that rests: a callback may even wait for what it submits."""
+    answers = SimpleQueue()
+
+    def again(future):
+        answers.put(pool.submit_to_any(lambda lane: future.result() + 1).result(20))
+
+    for _ in range(20):
+        pool.submit_to_any(lambda lane: 1).add_done_callback(again)
+        assert answers.get(timeout=20) == 2
+
+
+def test_work_for_any_lane_waits_for_no_lane_that_a_caller_has(pool):
+    """A caller works in the first lane for long: what comes meanwhile is done in others, while it does."""
+    release, began = threading.Event(), threading.Event()
+    for lane in pool.lanes:
+        pool.submit(lane, lambda: None).result(20)  # all threads are there
+    caller = threading.Thread(target=pool.run, args=([lambda: (began.set(), release.wait(20)), lambda: None],))
+    caller.start()
+    assert began.wait(20)
+    futures = [pool.submit_to_any(lambda lane: lane.index) for _ in range(30)]
+    assert 0 not in [future.result(20) for future in futures]
+    release.set()
+    caller.join(20)
+
+
+def test_a_callback_that_exits_ends_no_lane(pool, monkeypatch):
+    """What it raises is told as that of any thread, and the lane goes on."""
+    told = SimpleQueue()
+    monkeypatch.setattr(threading, "excepthook", lambda args: told.put(args.exc_type))
+    holding = occupied(pool, 0, 1, 2)
+    future = pool.submit_to_any(lambda lane: 1)
+    future.add_done_callback(lambda _: sys.exit(3))
+    holding.set()
+    assert told.get(timeout=20) is SystemExit
+    assert future.result(20) == 1
+    alive = [pool.submit(lane, lambda: "alive") for lane in pool.lanes]
+    assert [future.result(20) for future in alive] == ["alive"] * LANES
+
+
+def test_an_interrupt_while_work_is_handed_over_loses_no_other(monkeypatch):
+    """Wherever it comes between: what was handed over before and after is done, at the end of the pool at the latest."""
+    pool = LanePool([CPU])
+    release = occupied(pool, 0)
+    wake, interrupts = LanePool._wake_one, [False, True, False]
+
+    def interrupted(pool):
+        if interrupts.pop(0):
+            raise KeyboardInterrupt
+        wake(pool)
+
+    monkeypatch.setattr(LanePool, "_wake_one", interrupted)
+    before = pool.submit_to_any(lambda lane: "before")
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit_to_any(lambda lane: "interrupted")
+    after = pool.submit_to_any(lambda lane: "after")
+    release.set()
+    pool.close()
+    assert (before.result(0), after.result(0)) == ("before", "after")
+
+
+def test_calls_of_a_profiled_caller_are_spread_and_are_its_own(pool):
+    """A profiler sees what its thread submits, all of it and nothing else, in as many lanes as there are."""
+    release = occupied(pool, 0, 1, 2)
+    x = torch.zeros(2)
+    others = [pool.submit_to_any(lambda lane: torch.sin(x)) for _ in range(6)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        own = [pool.submit_to_any(lambda lane: (torch.cos(x), lane.index)[1]) for _ in range(LANES)]
+        release.set()
+        lanes = [future.result(20) for future in own]
+        concurrent.futures.wait(others, 20)
+    counts = {event.key: event.count for event in profiler.key_averages() if event.key in ("aten::sin", "aten::cos")}
+    assert counts == {"aten::cos": LANES}
+    assert sorted(lanes) == list(range(LANES))

@@ -121,7 +121,7 @@ class NeuronSession(Session):
         return outputs[0] if len(outputs) == 1 else self.gather(outputs, plan.sizes, self._beside(flat))
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._count_plain()
+        self.tally.plain()
         outputs, plan, flat = self._outputs_here(entry, args, kwargs)
         as_it_is = len(outputs) == 1 and self.rules.keep_single
         return outputs[0] if as_it_is else self.gather(outputs, plan.sizes, self._beside(flat))
