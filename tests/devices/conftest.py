@@ -25,6 +25,7 @@ def races(monkeypatch):
     The list is of the races told of until the test last reset the counters.
     """
     require("sim", _missing)
+    gc.collect()  # what earlier tests left has memory on the devices
     torch.manual_seed(0)
     simdevice.reset_stats()
     found: list[str] = []

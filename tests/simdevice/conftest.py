@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from types import ModuleType
 
@@ -29,6 +30,7 @@ def _installed() -> ModuleType:
 @pytest.fixture(autouse=True)
 def sim(installed: ModuleType) -> ModuleType:
     """Torch's module of the devices, which have nothing left to do and nothing counted."""
+    gc.collect()  # what earlier tests left has memory there
     for index in range(installed.device_count()):
         installed.synchronize(index)
     reset_stats()
