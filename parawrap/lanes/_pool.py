@@ -2,7 +2,8 @@
 
 What this file guarantees:
 
-- A lane runs one piece of work at a time, in order of arrival: whoever works in it holds ``lane.busy``.
+- A lane runs one piece of work at a time: whoever works in it holds ``lane.busy``.
+- What is sent to a lane is begun in order of arrival; so is what any lane may run, by whichever is free first.
 - A caller runs lane 0 itself, and then whatever no lane has begun: it never waits for a thread that is still waking.
 - Whatever work raises comes back as an :class:`Outcome`; the lane lives on.
 - Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly. A thread that
@@ -197,7 +198,7 @@ class LanePool:
                 lane = self.least_loaded()
                 self._give(lane, partial(call.do, lane))
             else:
-                self._ensure_started(())
+                self._refuse_closed()
                 self._backlog.put(call)
                 self._wake_one()
         return future
@@ -280,10 +281,13 @@ class LanePool:
     def _load(self, lane: Lane) -> tuple[int, int]:
         return _queued(lane) + self._places.unfinished(lane), lane.given
 
-    def _ensure_started(self, lanes: Sequence[Lane]) -> None:
+    def _refuse_closed(self) -> None:
         if not self.alive:
             msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
             raise SessionError(msg)
+
+    def _ensure_started(self, lanes: Sequence[Lane]) -> None:
+        self._refuse_closed()
         if all(lane.thread is not None for lane in lanes):
             return
         with intra_op_threads(1):  # a lane sets the figure for new threads too: leaving the block restores it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 
 from parawrap import Parallel, Plan, parallel
 from parawrap.engine.plan import PLAIN, Way, _planner, _spares
-from parawrap.engine.plan._candidates import Candidates
-from parawrap.engine.plan._race import Race
 from tests.devices.zoo import SIMS, Where, assert_same_gradients, mlp, rows, side_stream
+from tests.settled import settle_on
 
 WAYS = {
     "plain": PLAIN,
@@ -28,28 +28,10 @@ WAYS = {
 EXPECTED_OF_20 = dict(zip(WAYS.values(), ([20], [10, 10], [7, 7, 6], [5] * 4, [8, 6, 4, 2], [2, 18]), strict=True))
 
 
-class Settled(Race):
-    """A race that is over before it begins."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__(list(dict.fromkeys([PLAIN, way])))
-        self.settle(way)
-
-    def note(self, *_: Any) -> None: ...
-
-    def enter(self, *_: Any) -> None: ...
-
-    def restart(self) -> None: ...
-
-
 @pytest.fixture
 def force(monkeypatch):
     """Settle every choice on one way, before anything is measured."""
-
-    def settle(way: Way) -> None:
-        monkeypatch.setattr(Candidates, "race", lambda *_: Settled(way))
-
-    return settle
+    return partial(settle_on, monkeypatch)
 
 
 def chosen(p: Parallel[Any]) -> Way | None:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,7 @@ from torch.testing import assert_close
 from parawrap import GatherError, Parallel, Plan, PlanError, SessionError, parallel, testing
 from parawrap.backends import cpu
 from parawrap.engine.plan import PLAIN, Way, _candidates, _memory, _race, _spares
-from parawrap.engine.plan._candidates import Candidates
-from parawrap.engine.plan._race import Race
+from tests.settled import settle_on
 
 TWO = ["cpu"] * 2
 FOUR = ["cpu"] * 4
@@ -40,28 +40,10 @@ WAYS = {
 every_way = pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 
 
-class Settled(Race):
-    """A race that is over before it begins."""
-
-    def __init__(self, way: Way) -> None:
-        super().__init__(list(dict.fromkeys([PLAIN, way])))
-        self.settle(way)
-
-    def note(self, *_: Any) -> None: ...
-
-    def enter(self, *_: Any) -> None: ...
-
-    def restart(self) -> None: ...
-
-
 @pytest.fixture
 def force(monkeypatch):
     """Settle every choice on one way, before anything is measured."""
-
-    def settle(way: Way) -> None:
-        monkeypatch.setattr(Candidates, "race", lambda *_: Settled(way))
-
-    return settle
+    return partial(settle_on, monkeypatch)
 
 
 @pytest.fixture
