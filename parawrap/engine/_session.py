@@ -20,7 +20,7 @@ from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._trace import Trace
 from parawrap.engine._work import UncutWork, Work
 from parawrap.errors import SessionError
-from parawrap.lanes import LaneFuture, LanePool, current_lane, first_failure, sees_only_its_own_thread
+from parawrap.lanes import Hand, LaneFuture, LanePool, current_lane, first_failure, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
 from parawrap.tree import Opaque, flatten
@@ -181,7 +181,14 @@ class Session:
     def _run_without_lanes(self, call: Call) -> Any:
         return self._run_plainly(call.entry, call.args, call.kwargs)
 
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+    def hand(self, window: int) -> Hand | None:
+        """With what a caller submits that has so many calls in flight, if it may run some itself while it waits.
+
+        While it runs one it submits nothing: with fewer than two for each lane the others would run out of work.
+        """
+        return self.pool.hand() if self._stays_on_cpu and window >= 2 * len(self.devices) else None
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], hand: Hand | None = None) -> Ticket:
         """Run a whole call, not cut, in one lane."""
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
@@ -196,10 +203,10 @@ class Session:
             return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), rows)
         if isinstance(uncut, Shard):
             ways = [self._way_into(entry, replica) for replica in replicas]
-            future = self.pool.submit_to_any(UncutWork(ways, uncut, replicas[0].write_back, self.tally))
+            future = self.pool.submit_to_any(UncutWork(ways, uncut, replicas[0].write_back, self.tally), hand)
         else:
             future = self._submit_apart(entry, replicas, *uncut)
-        self._futures.add(future)
+            self._futures.add(future)
         self.tally.whole()
         return Ticket(future, rows)
 
@@ -248,6 +255,7 @@ class Session:
 
     def cancel(self) -> None:
         """Drop what was submitted and has not begun."""
+        self.pool.drop_waiting()
         for future in list(self._futures):
             future.cancel()
 

@@ -9,7 +9,7 @@ from typing import Any
 from parawrap.engine._call import Ticket, failed
 from parawrap.engine._entry import Entry
 from parawrap.engine._session import Session
-from parawrap.lanes import note
+from parawrap.lanes import Hand, note
 
 __all__ = ["stream"]
 
@@ -29,35 +29,40 @@ def stream(
     the generator drops the batches that no lane has begun.
     """
     flying: deque[Ticket] = deque()
-    tickets = _tickets(session, entry, batches)
+    hand = session.hand(window)
+    tickets = _tickets(session, entry, batches, hand)
     try:
         for ticket in tickets:
             flying.append(ticket)
             del ticket  # one that fails has the error, whose traceback holds this frame
             if len(flying) >= window:
-                yield _landed(flying, arrived)
+                yield _landed(flying, hand, arrived)
         while flying:
-            yield _landed(flying, arrived)
+            yield _landed(flying, hand, arrived)
     finally:
         while flying:
             flying.pop().future.cancel()
 
 
-def _landed(flying: deque[Ticket], arrived: Callable[[Ticket], None] | None) -> Any:
+def _landed(flying: deque[Ticket], hand: Hand | None, arrived: Callable[[Ticket], None] | None) -> Any:
     ticket = flying.popleft()
     try:
+        if hand is not None:
+            hand.wait_for(ticket.future)
         result = ticket.future.result()
-    except Exception as error:
-        if ticket.hint:
+    except BaseException as error:
+        if ticket.hint and isinstance(error, Exception):
             note(error, ticket.hint)
         del ticket
         raise
+    if hand is not None:
+        hand.back_to_caller()
     if arrived is not None:
         arrived(ticket)
     return result
 
 
-def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator[Ticket]:
+def _tickets(session: Session, entry: Entry, batches: Iterable[Any], hand: Hand | None) -> Iterator[Ticket]:
     """One ticket a batch; a source of batches that fails gives a last ticket that raises its error."""
     source = iter(batches)
     while True:
@@ -70,7 +75,7 @@ def _tickets(session: Session, entry: Entry, batches: Iterable[Any]) -> Iterator
             return
         args, kwargs = _as_call(batch)
         try:
-            ticket = session.submit(entry, args, kwargs)
+            ticket = session.submit(entry, args, kwargs, hand)
         except Exception as error:  # noqa: BLE001
             yield Ticket(failed(error), 0)
             return

@@ -176,7 +176,7 @@ class Parallel(Generic[TargetT]):
 
         Batches are neither cut nor joined; each is run whole in one lane. A tuple batch is ``model(*batch)``, a
         dict ``model(**batch)``, anything else ``model(batch)``. An exception arrives in its batch's place; closing the
-        generator drops what no lane has begun.
+        generator drops what no lane has begun. On the CPU the calling thread runs short batches too, while it waits.
 
         Args:
             batches: any iterable; it is read in the caller's thread, at most `window` batches ahead of the results.

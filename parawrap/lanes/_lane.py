@@ -114,11 +114,18 @@ class Lane:
         False where waiting might have no end: the thread that has the lane waits for another one, which may be the calling
         thread; or it has had it for very long. The lane is then shared, as a plain module is between threads.
         """
+        if self.take_if_free():
+            return True
+        mine, until = False, monotonic() + _LONGEST_WAIT_S
+        while not mine and not self.stuck() and monotonic() < until:
+            mine = self.busy.acquire(timeout=PATIENCE_S)
+        if mine:
+            self._owner = threading.get_ident()
+        return mine
+
+    def take_if_free(self) -> bool:
+        """As `take`, without waiting."""
         mine = self.busy.acquire(blocking=False)
-        if not mine:
-            until = monotonic() + _LONGEST_WAIT_S
-            while not mine and not self.stuck() and monotonic() < until:
-                mine = self.busy.acquire(timeout=PATIENCE_S)
         if mine:
             self._owner = threading.get_ident()
         return mine

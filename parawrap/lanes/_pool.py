@@ -5,6 +5,7 @@ What this file guarantees:
 - A lane runs one piece of work at a time: whoever works in it holds ``lane.busy``.
 - What is sent to a lane is begun in order of arrival; so is what any lane may run, by whichever is free first.
 - A caller runs lane 0 itself, and then whatever no lane has begun: it never waits for a thread that is still waking.
+- A caller with a `Hand` in what it submits to any lane runs some of that as lane 0 while it waits, and nothing of others.
 - Whatever work raises comes back as an :class:`Outcome`; the lane lives on.
 - Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly. A thread that
   such work waits for does not wait for that lane either: it shares it.
@@ -29,6 +30,7 @@ import torch
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
 from parawrap.lanes._flight import Backlog, Flight, Share, Whole
+from parawrap.lanes._hand import Hand
 from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome
@@ -186,13 +188,17 @@ class LanePool:
             self._give(lane, partial(Whole(lambda _: work(), future).do, lane))
         return future
 
-    def submit_to_any(self, task: Callable[[Lane], Any]) -> LaneFuture:
+    def hand(self) -> Hand | None:
+        """For a caller that submits to any lane and may work while it waits; none where there is but one lane."""
+        return Hand(self._backlog, self.lanes[0], self.threads) if len(self.lanes) > 1 else None
+
+    def submit_to_any(self, task: Callable[[Lane], Any], hand: Hand | None = None) -> LaneFuture:
         """Run `task` whole in the lane that is free first, oldest task first; it is told the lane.
 
-        For lanes on the CPU, and tasks that have nothing to bring there.
+        For lanes on the CPU, and tasks that have nothing to bring there. With a `hand` the caller may be that lane.
         """
         future = LaneFuture()
-        call = Whole(partial(_run_in, task, Modes.capture(self.backend.type), self.home), future)
+        call = Whole(partial(_run_in, task, Modes.capture(self.backend.type), self.home), future, hand)
         with self._gate:
             if is_profiling():
                 lane = self.least_loaded()
@@ -200,8 +206,12 @@ class LanePool:
             else:
                 self._refuse_closed()
                 self._backlog.put(call)
-                self._wake_one()
+                self._wake_one(self.lanes[1:] if hand is not None and hand.is_prompt() else self.lanes)
         return future
+
+    def drop_waiting(self) -> None:
+        """Cancel what was submitted to any lane, and that none has begun."""
+        self._backlog.cancel()
 
     @contextmanager
     def idle(self) -> Iterator[bool]:
@@ -261,9 +271,9 @@ class LanePool:
         lane.given += 1
         self._dispatch(lane, errand)
 
-    def _wake_one(self) -> None:
-        """See to it that a lane that rests looks at the backlog; one that does not will look before it rests."""
-        lane = min(self.lanes, key=lambda lane: (not lane.at_rest, _queued(lane)))
+    def _wake_one(self, lanes: Sequence[Lane]) -> None:
+        """See to it that one of these that rests looks at the backlog; one that does not will look before it rests."""
+        lane = min(lanes, key=lambda lane: (not lane.at_rest, _queued(lane)))
         if lane.at_rest:
             self._ensure_started((lane,))
             lane.wake()

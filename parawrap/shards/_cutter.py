@@ -98,8 +98,12 @@ class Cutter:
 
     def rows(self, args: Sequence[torch.Tensor]) -> int:
         """The rows of a call of these tensors, given by position: of the first that has any."""
-        dims = [self.in_dims.get(self._name_at((0, index)) or "", self.dim) for index in range(len(args))]
-        return next((extent for leaf, dim in zip(args, dims, strict=True) if (extent := _extent(leaf, dim)) >= 0), 0)
+        for index, leaf in enumerate(args):  # as it is asked for each batch that is mapped, with nothing made on the way
+            dim = self.in_dims.get(self._name_at((0, index)) or "", self.dim) if self.in_dims else self.dim
+            extent = _extent(leaf, dim)
+            if extent >= 0:
+                return extent
+        return 0
 
     def _make(
         self, spec: TreeSpec, leaves: Sequence[Any], dims: Sequence[int | None], extents: Sequence[int], lanes: int

@@ -634,10 +634,10 @@ def test_an_interrupt_while_work_is_handed_over_loses_no_other(monkeypatch):
     release = occupied(pool, 0)
     wake, interrupts = LanePool._wake_one, [False, True, False]
 
-    def interrupted(pool):
+    def interrupted(pool, lanes):
         if interrupts.pop(0):
             raise KeyboardInterrupt
-        wake(pool)
+        wake(pool, lanes)
 
     monkeypatch.setattr(LanePool, "_wake_one", interrupted)
     before = pool.submit_to_any(lambda lane: "before")

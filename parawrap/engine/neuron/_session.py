@@ -14,6 +14,7 @@ from parawrap.engine._entry import Entry
 from parawrap.engine._session import Session, not_a_copy
 from parawrap.engine.neuron._fitting import Fitting
 from parawrap.engine.neuron._placed import Batching, PlacedModel
+from parawrap.lanes import Hand
 from parawrap.replicas import LaneReplica
 from parawrap.shards import Cutter, FlatCall, GatherRules, Shard, ShardPlan
 
@@ -96,11 +97,15 @@ class NeuronSession(Session):
             args, kwargs = self._fittings[entry.method].fit(args, kwargs)
             return super().call(self._into_replicas(entry), args, kwargs)
 
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+    def hand(self, window: int) -> Hand | None:
+        """None: a thread that has a core do something waits, and had better feed the others."""
+        return None
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], hand: Hand | None = None) -> Ticket:
         """Run a whole call on one core. What `call` refuses is refused here too, and not by the future."""
         with self._placed.in_use():
             args, kwargs = self._fittings[entry.method].fit(args, kwargs)
-            return super().submit(self._into_replicas(entry), args, kwargs)
+            return super().submit(self._into_replicas(entry), args, kwargs, hand)
 
     def in_use(self) -> AbstractContextManager[None]:
         """Inside the block the model stays on its cores, for a call that is about to be made."""
