@@ -37,6 +37,7 @@ class Candidates:
         self.all_lanes = Way(len(lanes), threads or 0)
         self.is_quick = plan.rule == "default"
         self.on_cpu = lanes[0].device.type == "cpu"
+        self._cores = usable_cores()  # once: the first call of each kind would wait for files of the system
         self._plan = plan
         self._is_module = is_module
         self._memory = HeldMemory()
@@ -50,7 +51,7 @@ class Candidates:
             return Race([PLAIN, self.all_lanes] if rows > 1 else [PLAIN], QUICK)
         lanes = self.all_lanes.lanes
         if self.on_cpu:
-            threads = min(usable_cores(), torch.get_num_threads())
+            threads = min(self._cores, torch.get_num_threads())
             ways = on_cpu(lanes, threads, rows=rows, differentiable=case.grad and self._is_module)
         else:
             ways = on_accelerators(lanes, rows=rows)

@@ -140,7 +140,7 @@ class Planner:
         is_module = self._module is not None
         self._candidates = Candidates(plan, lanes, threads, is_module=is_module)
         self._book = plan.book(target, [lane.label for lane in lanes])
-        self._devices = tuple(dict.fromkeys(lane.device for lane in lanes))
+        self._devices = () if self._candidates.on_cpu else tuple(dict.fromkeys(lane.device for lane in lanes))
         self._writes_buffers = writes_buffers
         self._can_trace = can_trace
         self._kinds = Kinds(self._contest)
