@@ -237,9 +237,9 @@ class Planner:
         """Undo what was done to the process."""
         self._candidates.close()
 
-    def spare(self, entry: Entry, flat: FlatCall, took_ns: int = 0) -> None:
-        """Have calls like this one be plain, and go no further than where they come in: of shorter ones more."""
-        self._spares.grant(entry, flat, training=self._is_training(), took_ns=took_ns)
+    def spare(self, entry: Entry, flat: FlatCall) -> None:
+        """Have calls like this one, which cannot be cut, be plain, and go no further than where they come in."""
+        self._spares.grant(entry, flat, training=self._is_training())
 
     def count_extra(self, runs: int) -> None:
         """The model was run so often beyond the calls that were made of it."""
@@ -320,7 +320,13 @@ class Planner:
     def _grant(self, turn: Turn, took_ns: int) -> None:
         """Spare calls like this one the long way, where they are plain."""
         if turn.way._replace(memory_kept=False) == PLAIN and self._candidates.on_cpu:
-            self.spare(turn.entry, turn.flat, took_ns)
+            self._spares.grant(
+                turn.entry,
+                turn.flat,
+                training=self._is_training(),
+                took_ns=took_ns,
+                may_be_plain=lambda: turn.kind.contest.fixed is None,
+            )
 
 
 def _waited_for(work: Callable[[], Any], device: torch.device) -> Any:

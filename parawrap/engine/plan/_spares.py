@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import length_hint
 from typing import Any
 
@@ -30,21 +30,31 @@ class Spares:
         self._used_up = 0
         self._entries: list[Entry] = []
 
-    def grant(self, entry: Entry, flat: FlatCall, *, training: bool, took_ns: int = 0) -> None:
+    def grant(
+        self,
+        entry: Entry,
+        flat: FlatCall,
+        *,
+        training: bool,
+        took_ns: int = 0,
+        may_be_plain: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Have calls like this one be plain, and go no further than where they come in.
 
         The shorter they are, the more of them; where it is not known what they take (0), as many as there can be.
+        `may_be_plain` is asked when nobody can withdraw: whoever does that has it say no before.
         """
         calls = min(_MOST_CALLS, int(_ASKING_NS / (_FOR_ASKING * took_ns))) if took_ns else _MOST_CALLS
         if not calls or entry.spared is None or len(flat.leaves) != 1 or type(flat.leaves[0]) is not torch.Tensor:
             return
         if flat.spec == flatten_call((flat.leaves[0],), {})[1]:
             like = flat.leaves[0].shape, torch.is_grad_enabled(), training
-            left = self._left((entry.method, *like), calls)
-            if left is not None:
-                if not any(entry is other for other in self._entries):
-                    self._entries.append(entry)
-                entry.spared.tickets[like] = left
+            with self._access:
+                left = self._left((entry.method, *like), calls) if may_be_plain() else None
+                if left is not None:
+                    if not any(entry is other for other in self._entries):
+                        self._entries.append(entry)
+                    entry.spared.tickets[like] = left
 
     def withdraw(self) -> None:
         """Have all calls go the whole way again."""
@@ -66,13 +76,12 @@ class Spares:
 
         None are let go of before the last is taken: a thread may have looked them up, and take one a moment later.
         """
-        with self._access:
-            left, given = self._tickets.get(like, (None, 0))
-            if left is not None and length_hint(left):
-                return left
-            if left is None and len(self._tickets) >= _MOST_SHAPES:
-                return None
-            self._used_up += given
-            left = iter(range(calls))
-            self._tickets[like] = left, calls
+        left, given = self._tickets.get(like, (None, 0))
+        if left is not None and length_hint(left):
             return left
+        if left is None and len(self._tickets) >= _MOST_SHAPES:
+            return None
+        self._used_up += given
+        left = iter(range(calls))
+        self._tickets[like] = left, calls
+        return left
