@@ -3,7 +3,7 @@
 Knows threads, devices and torch's thread-local modes; refuses to know modules and how a call is cut.
 """
 
-from parawrap.lanes._hand import Hand
+from parawrap.lanes._backlog import Hand
 from parawrap.lanes._lane import Lane, Span, Task, current_lane
 from parawrap.lanes._modes import Modes, sees_only_its_own_thread
 from parawrap.lanes._outcome import Outcome, first_failure, note

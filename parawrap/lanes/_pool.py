@@ -29,8 +29,8 @@ import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
-from parawrap.lanes._flight import Backlog, Flight, Share, Whole
-from parawrap.lanes._hand import Hand
+from parawrap.lanes._backlog import Backlog, Hand, Whole
+from parawrap.lanes._flight import Flight, Share
 from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
 from parawrap.lanes._modes import Modes
 from parawrap.lanes._outcome import Outcome

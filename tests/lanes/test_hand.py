@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from parawrap.lanes import Hand, LaneFuture, LanePool, current_lane
-from parawrap.lanes import _hand as hand_module
+from parawrap.lanes import _backlog as backlog_module
 
 CPU = torch.device("cpu")
 PATIENCE = 20
@@ -30,7 +30,7 @@ def clock(monkeypatch) -> SimpleQueue[int]:
             now[0] += passed.get()
         return now[0]
 
-    monkeypatch.setattr(hand_module, "perf_counter_ns", read)
+    monkeypatch.setattr(backlog_module, "perf_counter_ns", read)
     return passed
 
 
@@ -143,7 +143,7 @@ def test_a_call_of_others_is_left_to_the_lanes(pool, hand):
 
 def test_a_caller_waits_beside_a_call_of_others_between_its_own(pool, hand, monkeypatch):
     """The lane's thread, which had found only what the caller would do, is woken for it, and the caller for its next."""
-    monkeypatch.setattr(hand_module, "PATIENCE_S", -1)
+    monkeypatch.setattr(backlog_module, "PATIENCE_S", -1)
     releases = [occupied(pool, lane) for lane in (0, 1)]
     futures = [pool.submit_to_any(where, given) for given in (hand, None, hand)]
     assert waits_until(hand, futures[-1], releases[0].set)
@@ -170,7 +170,7 @@ def test_a_caller_that_has_its_result_wakes_the_lane_for_others(pool, hand):
 
 def test_a_lane_that_is_done_tells_the_caller_that_waits_for_it(pool, hand, monkeypatch):
     """The caller does not find out by looking again and again."""
-    monkeypatch.setattr(hand_module, "PATIENCE_S", -1)
+    monkeypatch.setattr(backlog_module, "PATIENCE_S", -1)
     releases = [occupied(pool, lane) for lane in (0, 1)]
     assert waits_until(hand, pool.submit_to_any(where, hand), releases[0].set)
     releases[1].set()
@@ -178,7 +178,7 @@ def test_a_lane_that_is_done_tells_the_caller_that_waits_for_it(pool, hand, monk
 
 def test_a_caller_is_told_when_a_lane_has_done_what_it_waits_for(pool, hand, monkeypatch):
     """Also where it found nothing to do itself."""
-    monkeypatch.setattr(hand_module, "PATIENCE_S", -1)
+    monkeypatch.setattr(backlog_module, "PATIENCE_S", -1)
     began, release = threading.Event(), threading.Event()
     future = pool.submit_to_any(lambda lane: (began.set(), release.wait(PATIENCE)), hand)
     assert began.wait(PATIENCE)
@@ -187,7 +187,7 @@ def test_a_caller_is_told_when_a_lane_has_done_what_it_waits_for(pool, hand, mon
 
 def test_two_callers_take_turns_in_lane_0(pool, monkeypatch):
     """Neither waits for the other's calls for longer than they take."""
-    monkeypatch.setattr(hand_module, "PATIENCE_S", -1)
+    monkeypatch.setattr(backlog_module, "PATIENCE_S", -1)
     release = occupied(pool, 1)
     done: SimpleQueue[int] = SimpleQueue()
 
