@@ -206,7 +206,7 @@ class Session:
             future = self.pool.submit_to_any(UncutWork(ways, uncut, replicas[0].write_back, self.tally), hand)
         else:
             future = self._submit_apart(entry, replicas, *uncut)
-            self._futures.add(future)
+        self._futures.add(future)
         self.tally.whole()
         return Ticket(future, rows)
 
@@ -255,7 +255,6 @@ class Session:
 
     def cancel(self) -> None:
         """Drop what was submitted and has not begun."""
-        self.pool.drop_waiting()
         for future in list(self._futures):
             future.cancel()
 

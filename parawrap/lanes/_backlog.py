@@ -58,10 +58,6 @@ class Whole:
             if self.hand is not None:
                 self.hand.took(lane.busy_ns - before)
 
-    def cancel(self) -> None:
-        """Instead of doing it: nobody gets anything of it."""
-        self._future.cancel()
-
     def interrupt(self) -> BaseException | None:
         """After `run`: what stopped it that is no failure of its own."""
         outcome = self._outcome
@@ -107,11 +103,6 @@ class Backlog:
 
     def put(self, call: Whole) -> None:
         self._waiting.append(call)
-
-    def cancel(self) -> None:
-        """Do none of those that wait now."""
-        while (call := self._next()) is not None:
-            call.cancel()
 
     def do_next(self, lane: Lane) -> bool:
         """Do the oldest in that lane's thread; False where there is none, another lane was sooner, or a caller will."""
@@ -230,7 +221,7 @@ class Hand:
 
     def took(self, call_ns: int) -> None:
         """Hear what one of its calls took."""
-        self._call_ns = min(call_ns, 2 * self._call_ns)  # one that the machine held up changes little
+        self._call_ns = max(1, min(call_ns, 2 * self._call_ns))  # one that the machine held up changes little
 
     def landed(self, future: LaneFuture) -> None:
         """Hear, from whichever thread, that one of its calls is done."""

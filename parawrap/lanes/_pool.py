@@ -209,10 +209,6 @@ class LanePool:
                 self._wake_one(self.lanes[1:] if hand is not None and hand.is_prompt() else self.lanes)
         return future
 
-    def drop_waiting(self) -> None:
-        """Cancel what was submitted to any lane, and that none has begun."""
-        self._backlog.cancel()
-
     @contextmanager
     def idle(self) -> Iterator[bool]:
         """For whoever changes what lanes work with: True when no lane works inside the block, nor a device for one.

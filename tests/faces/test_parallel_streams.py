@@ -14,6 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import SessionError, ShardError, VerifyError, parallel
+from parawrap.lanes import _backlog
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -33,6 +34,30 @@ def test_map_gives_every_result_in_order(count, window):
     with parallel(lambda x: x + 1, THREE) as p:
         results = list(p.map(batches(count), window=window))
     assert [result[0].item() for result in results] == [index + 1 for index in range(count)]
+
+
+def test_who_iterates_over_a_map_runs_short_batches_while_it_waits(monkeypatch):
+    """As a lane: in order, with one result a batch; here the other lane waits until that happens."""
+    monkeypatch.setattr(_backlog, "perf_counter_ns", lambda: 0)  # it is never away
+    caller, helped = threading.get_ident(), threading.Event()
+
+    def model(x):
+        if threading.get_ident() == caller:
+            helped.set()
+        assert helped.wait(20)
+        return x + 1
+
+    with parallel(model, TWO) as p:
+        results = list(p.map(batches(12)))
+        assert p.stats().lanes[0].tasks > 0
+    assert [result[0].item() for result in results] == [index + 1 for index in range(12)]
+
+
+def test_with_few_batches_in_flight_who_iterates_over_a_map_only_waits(monkeypatch):
+    """While it ran one, the lanes would run out of work."""
+    monkeypatch.setattr(_backlog, "perf_counter_ns", lambda: 0)
+    with parallel(lambda x: threading.get_ident(), TWO) as p:
+        assert threading.get_ident() not in list(p.map(batches(12), window=3))
 
 
 def test_map_keeps_the_order_when_lanes_do_not():

@@ -288,17 +288,6 @@ def test_a_closed_pools_calls_are_done_while_a_caller_waits(pool, hand):
     assert [future.result(0) for future in futures] == ["done"] * 20
 
 
-def test_what_waits_can_be_dropped(pool, hand):
-    """What has begun is done, and the rest never."""
-    releases = [occupied(pool, lane) for lane in (0, 1)]
-    futures = [pool.submit_to_any(lambda lane: pytest.fail("dropped work ran"), given) for given in (hand, None)]
-    pool.drop_waiting()
-    assert all(future.cancelled() for future in futures)
-    for release in releases:
-        release.set()
-    assert pool.submit_to_any(lambda lane: 1).result(PATIENCE) == 1
-
-
 def test_one_lane_lends_no_hand(clock):
     """Its caller would do all the work, and bring in nothing meanwhile."""
     pool = LanePool([CPU])
