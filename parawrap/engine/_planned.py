@@ -13,9 +13,10 @@ import torch
 from parawrap.engine._backward import LaneBackward
 from parawrap.engine._call import Call, LanesAwaitThread
 from parawrap.engine._entry import Entry
-from parawrap.engine._session import Session, originals_of
+from parawrap.engine._session import Session
 from parawrap.engine._stats import Stats
 from parawrap.engine._traced import Traces
+from parawrap.engine._verbs import originals_of
 from parawrap.engine._work import Work
 from parawrap.engine.plan import Plan, Planner, Turn
 from parawrap.lanes import intra_op_threads

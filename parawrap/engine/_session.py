@@ -1,42 +1,35 @@
-"""One target on its lanes: the four verbs, and the call that puts them together."""
+"""Calls of one target: cut over its lanes by the four verbs, whole in one of them, or plain."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from parawrap.backends import device_of, record_use
 from parawrap.engine._call import Call, LanesAwaitThread, Ticket, failed
 from parawrap.engine._entry import Entry
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._trace import Trace
-from parawrap.engine._work import UncutWork, Work
+from parawrap.engine._verbs import Verbs, originals_of
+from parawrap.engine._work import UncutWork
 from parawrap.errors import SessionError
-from parawrap.lanes import Hand, LaneFuture, LanePool, current_lane, first_failure, sees_only_its_own_thread
-from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.lanes import Hand, LaneFuture, current_lane, sees_only_its_own_thread
+from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
-from parawrap.tree import Opaque, flatten
 
-__all__ = ["Session", "not_a_copy", "originals_of"]
-
-_NOWHERE: tuple[torch.device, ...] = ()
+__all__ = ["Session"]
 
 
-class Session:
-    """Owns the lanes and the replicas of one target, from when it is made until `close`. Safe to share between threads.
+class Session(Verbs):
+    """The calls of a target, and what is counted of them. Safe to share between threads.
 
-    Each of the four verbs may be called alone, as torch.nn.DataParallel's may; `call` is all of them in order.
-
-    `labels` tell of the lanes otherwise than by their devices. With `plans_every_call` a call goes through its cutter
-    though there is one lane on the CPU. `may_try_alone` says that no work in a lane ever waits for another lane.
+    With `verify` the first call of each structure is compared with the plain one. With `plans_every_call` a call goes
+    through its cutter though there is one lane on the CPU. The other options are those of `Verbs`.
     """
 
     def __init__(
@@ -52,91 +45,32 @@ class Session:
         plans_every_call: bool = False,
         may_try_alone: bool = False,
     ) -> None:
-        self.target = target
-        self.devices = tuple(devices)
-        self.cutters = cutters
-        self.rules = rules
-        self._replicas = ReplicaSet(target, devices) if isinstance(target, torch.nn.Module) else None
-        home = home_of(target) if isinstance(target, torch.nn.Module) else None
-        self.output_device = output_device  # None: where the module lies, or what a callable is given
-        self.pool = LanePool(self.devices, home, labels, may_try_alone=may_try_alone)
-        self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
+        super().__init__(
+            target,
+            devices,
+            cutters=cutters,
+            rules=rules,
+            output_device=output_device,
+            labels=labels,
+            may_try_alone=may_try_alone,
+        )
         self._plans_every_call = plans_every_call
         self._never_cuts = self._stays_on_cpu and len(self.devices) == 1 and not plans_every_call
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self.tally = Tally(len(self.devices))
         self._verifies = verify
         self._verified: WeakSet[ShardPlan] = WeakSet()
-        self._refreshing = threading.Lock()
 
-    # The four verbs
+    def stats(self) -> Stats:
+        """The counters as they stand."""
+        fresh = self._replicas.freshness if self._replicas is not None else Freshness()
+        return self.tally.stats(self.pool.lanes, fresh)
 
-    def scatter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, list[Shard]]:
-        """Cut a call into one shard a lane; with fewer rows than lanes, the surplus lanes get none."""
-        plan, flat = self.cutters[None].plan(args, kwargs, len(self.devices))
-        return plan, self._scattered(plan, flat)
+    def trace(self, path: str | Path) -> Trace:
+        """A recorder of when each lane works."""
+        return Trace(self.pool.lanes, path)
 
-    def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
-        """What each of the first lanes runs, brought into line with the original if that has changed.
-
-        Raises:
-            ReplicaError: one cannot be made.
-            LanesAwaitThread: a lane waits for a thread, which may be this one, and cannot be brought into line.
-        """
-        lanes = len(self.devices) if lanes is None else lanes
-        if self._replicas is None:
-            return [LaneReplica(lane, self.target, not_a_copy) for lane in range(lanes)]
-        with self._refreshing:
-            if self._replicas.stale():
-                with self.pool.idle() as alone:
-                    if not alone:
-                        raise LanesAwaitThread
-                    self._replicas.refresh()
-                self.pool.home = self._replicas.home
-            return self._replicas.replicas(lanes)
-
-    def apply(
-        self,
-        works: Sequence[Callable[[], Any]],
-        kind: Hashable = None,
-        sources: Collection[torch.device] = (),
-        threads: int | None = None,
-    ) -> list[Any]:
-        """Run work i in lane i; their values in lane order. Work of one `kind` is taken to last about as long each time.
-
-        `sources` are the devices, other than the module's, that the works take something from. `threads` is how many an
-        operator may use in each lane; by default the lane's share of the cores.
-
-        Raises:
-            BaseException: the error of the first lane that failed, with a note on lane, device and shard. The other
-                lanes have finished by then.
-        """
-        outcomes = self.pool.run(works, kind, sources, threads)
-        error = first_failure(outcomes, self.pool.lanes)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error
-                outcomes.clear()  # the traceback holds frames that hold this list: no cycle keeps the call's tensors
-        values = [outcome.value for outcome in outcomes]
-        if not self._stays_on_cpu:
-            record_use(leaf for value in values for leaf in flatten(value)[0])
-        return values
-
-    def gather(
-        self, outputs: Sequence[Any], sizes: Sequence[int], device: torch.device | None = None, originals: Originals = ()
-    ) -> Any:
-        """Join the outputs of shards of those sizes, on the output device unless another is given."""
-        if self._stays_on_cpu:
-            device = None  # where they are
-        elif device is None:
-            device = self.output_device or self.pool.home or self.devices[0]
-        self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a graph of its own
-        with self.pool.share_of_cores():
-            return gather(outputs, sizes, self.rules, device, originals)
-
-    # A call
+    # Calls that are cut
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, gather; or the plain call, where nothing is to be cut or it would be wrong to."""
@@ -178,8 +112,28 @@ class Session:
         placed = self._works(call.entry, replicas, call.plan, call.flat)
         return self.apply(placed, call.plan, sources), originals_of(replicas, placed)
 
-    def _run_without_lanes(self, call: Call) -> Any:
-        return self._run_plainly(call.entry, call.args, call.kwargs)
+    def _expected(self, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
+        """With verify, the plain output of the first call of a structure."""
+        if not self._verifies or plan in self._verified:
+            return None
+        home = self.pool.home if self.pool.home is not None else self.devices[0]
+        run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
+        return (plain_output(run, plan, flat, home, self.devices),)
+
+    def _is_whole(self, call: Call) -> bool:
+        """Whether one lane gets all of it, and that lane is the caller with what it has."""
+        return len(call.plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(call.flat.leaves))
+
+    def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
+        return (
+            len(self.devices) == 1
+            and not kwargs
+            and all(isinstance(arg, torch.Tensor) for arg in args)
+            and self._lies_in_lane_0(args)
+        )
+
+    # Whole calls, each in one lane
 
     def hand(self, window: int) -> Hand | None:
         """With what a caller submits that has so many calls in flight, if it may run some itself while it waits.
@@ -237,86 +191,16 @@ class Session:
         self.tally.rows(lane.index, plan.rows)
         return future
 
-    def stats(self) -> Stats:
-        """The counters as they stand."""
-        fresh = self._replicas.freshness if self._replicas is not None else Freshness()
-        return self.tally.stats(self.pool.lanes, fresh)
-
-    def trace(self, path: str | Path) -> Trace:
-        """A recorder of when each lane works."""
-        return Trace(self.pool.lanes, path)
-
-    def close(self) -> None:
-        """Let the lanes finish, end their threads and let go of the replicas. A call that is under way finishes too."""
-        self.pool.close()
-        with self._refreshing:
-            if self._replicas is not None:
-                self._replicas.forget()
+    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
+        """The plan by which one lane gets the whole call."""
+        return self.cutters[entry.method].whole(args, kwargs)
 
     def cancel(self) -> None:
         """Drop what was submitted and has not begun."""
         for future in list(self._futures):
             future.cancel()
 
-    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
-        """The plan by which one lane gets the whole call."""
-        return self.cutters[entry.method].whole(args, kwargs)
-
-    def _scattered(self, plan: ShardPlan, flat: FlatCall) -> list[Shard]:
-        return plan.scatter(flat, self.devices)
-
-    def _on_views(self, entry: Entry, replicas: Sequence[LaneReplica], shards: Sequence[Shard]) -> list[Callable[[], Any]]:
-        """What the lanes run where nothing is to be brought anywhere: as `_works`, with less on the way."""
-        return [
-            partial(self._way_into(entry, replica), *shard.args, **shard.kwargs)
-            for replica, shard in zip(replicas, shards, strict=True)
-        ]
-
-    def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
-        return entry.plain if replica.module is self.target else entry.of(replica.module)
-
-    def _works(self, entry: Entry, replicas: Sequence[LaneReplica], plan: ShardPlan, flat: FlatCall) -> list[Work]:
-        works = []
-        for replica, piece in zip(replicas, plan.cut(flat), strict=True):
-            afterwards = replica.write_back if replica.lane == 0 else None
-            works.append(Work(self._way_into(entry, replica), piece, self.devices[replica.lane], afterwards))
-        return works
-
-    def _beside(self, flat: FlatCall) -> torch.device | None:
-        """Where the plain call of a callable would leave its output: where its first tensor lies."""
-        if self.output_device is not None or self.pool.home is not None:
-            return self.output_device
-        return next((device for leaf in flat.leaves if (device := device_of(leaf)) is not None), None)
-
-    def _sources(self, flat: FlatCall) -> Collection[torch.device]:
-        """Where inputs lie and the output goes, beside the module's device; none where all of it is the CPU."""
-        if self._stays_on_cpu and all(getattr(leaf, "is_cpu", not isinstance(leaf, Opaque)) for leaf in flat.leaves):
-            return _NOWHERE
-        devices = (*map(device_of, flat.leaves), self.output_device)
-        return {device for device in devices if device is not None and device != self.pool.home}
-
-    def _is_whole(self, call: Call) -> bool:
-        """Whether one lane gets all of it, and that lane is the caller with what it has."""
-        return len(call.plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(call.flat.leaves))
-
-    def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
-        return (
-            len(self.devices) == 1
-            and not kwargs
-            and all(isinstance(arg, torch.Tensor) for arg in args)
-            and self._lies_in_lane_0(args)
-        )
-
-    def _lies_in_lane_0(self, leaves: Sequence[Any]) -> bool:
-        """Whether the first lane runs the module itself, and these and the output lie beside it."""
-        device = self.devices[0]
-        return (
-            self._replicas is not None
-            and self._replicas.is_on(device)
-            and self.output_device in (None, device)
-            and all(device_of(leaf) in (None, device) for leaf in leaves)
-        )
+    # Plain calls, in the caller's thread
 
     def must_run_plainly(self) -> bool:
         """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
@@ -333,36 +217,13 @@ class Session:
             or self.pool.backend.is_capturing()
         )
 
+    def _run_without_lanes(self, call: Call) -> Any:
+        return self._run_plainly(call.entry, call.args, call.kwargs)
+
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tally.plain()
         output = entry.plain(*args, **kwargs)
         return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
-
-    def _expected(self, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
-        """With verify, the plain output of the first call of a structure."""
-        if not self._verifies or plan in self._verified:
-            return None
-        home = self.pool.home if self.pool.home is not None else self.devices[0]
-        run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
-        return (plain_output(run, plan, flat, home, self.devices),)
-
-
-def originals_of(replicas: Sequence[LaneReplica], works: Sequence[Work]) -> Originals:
-    """For each lane, what finds the tensor of the call or of the module that a tensor of that lane is a copy of."""
-    of_module = [replica.original_of for replica in replicas]
-    if not any(work.copies for work in works):
-        return of_module
-    return [partial(_found, work.copies, lookup) for work, lookup in zip(works, of_module, strict=True)]
-
-
-def not_a_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """What a target without replicas has copies of."""
-    return None
-
-
-def _found(copies: Mapping[int, torch.Tensor], lookup: Any, tensor: torch.Tensor) -> torch.Tensor | None:
-    copied = copies.get(id(tensor))
-    return lookup(tensor) if copied is None else copied
 
 
 def _is_plain_on_cpu(value: object) -> bool:

@@ -19,7 +19,7 @@ import torch
 
 from parawrap import parallel
 from parawrap.backends import _streams as backend_streams
-from parawrap.engine import _session as engine_session
+from parawrap.engine import _verbs as engine_verbs
 from parawrap.engine import _work as engine_work
 from parawrap.lanes import _streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
@@ -162,7 +162,7 @@ STORIES = [
     Story(input_for_another_gpu, None, backend_streams, "_record"),
     Story(input_brought_over, ONE, engine_work, "record_use"),
     Story(result_used_elsewhere, ONE, lane_streams, "record_use"),
-    Story(parts_joined_elsewhere, TWICE, engine_session, "record_use"),
+    Story(parts_joined_elsewhere, TWICE, engine_verbs, "record_use"),
     Story(caller_before_lanes, TWICE, lane_streams.LaneStreams, "_following"),
     Story(lanes_before_caller, TWICE, lane_streams.LaneStreams, "be_waited_for"),
 ]

@@ -14,7 +14,7 @@ from parawrap.replicas._set import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 
-session_module = importlib.import_module(engine.Session.__module__)
+verbs_module = importlib.import_module(engine.Session.gather.__module__)
 
 
 def equals_plain() -> bool:
@@ -70,12 +70,12 @@ def test_scatter_that_drops_a_row(monkeypatch):
 
 def test_gather_in_swapped_order(monkeypatch):
     """A gather that swaps two lanes' outputs gives the rows in another order, and the check sees it."""
-    gather = session_module.gather
+    gather = verbs_module.gather
 
     def swapped(outputs, *rest):
         return gather([outputs[1], outputs[0], *outputs[2:]], *rest)
 
-    monkeypatch.setattr(session_module, "gather", swapped)
+    monkeypatch.setattr(verbs_module, "gather", swapped)
     assert not equals_plain()
 
 

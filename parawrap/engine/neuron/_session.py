@@ -11,7 +11,8 @@ import torch
 
 from parawrap.engine._call import Ticket
 from parawrap.engine._entry import Entry
-from parawrap.engine._session import Session, not_a_copy
+from parawrap.engine._session import Session
+from parawrap.engine._verbs import not_a_copy
 from parawrap.engine.neuron._fitting import Fitting
 from parawrap.engine.neuron._placed import Batching, PlacedModel
 from parawrap.lanes import Hand
