@@ -5,7 +5,8 @@ expense of a lane. So a caller that comes back promptly for one short call after
 no lane has begun, as lane 0 and instead of that lane's thread, until the one that it waits for is done.
 
 It does so only where nobody loses by it. Calls of others are left to the lanes, however old. One that stays away for long
-leaves all to the lanes, and so does one whose calls are long: while it runs one it submits nothing, and takes nothing in.
+leaves all to the lanes, and so does one whose calls are long, or not known yet: while it runs one it submits nothing, and
+takes nothing in.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = ["Backlog", "Hand", "Whole"]
 
 _LONGEST_NS = 5_000_000  # a wake-up is at most a fiftieth of what is longer
 _PROMPT = 4  # away for less than this part of a call
+_KNOWN = 4  # calls, after which the next ones are taken to be as long
 
 
 class Whole:
@@ -180,7 +182,7 @@ class Backlog:
 class Hand:
     """Used by one thread, which gives it with what it submits to any lane, and waits for that by it."""
 
-    __slots__ = ("_awaited", "_backlog", "_bell", "_call_ns", "_lane", "_since", "_threads")
+    __slots__ = ("_awaited", "_backlog", "_bell", "_call_ns", "_heard_of", "_lane", "_since", "_threads")
 
     def __init__(self, backlog: Backlog, lane: Lane, threads: int | None) -> None:
         self._backlog = backlog
@@ -189,7 +191,8 @@ class Hand:
         self._awaited: LaneFuture | None = None
         self._bell = threading.Lock()  # held, until somebody rings
         self._bell.acquire()
-        self._call_ns = _LONGEST_NS  # what a call takes; until one is done, that it will pay
+        self._call_ns = _LONGEST_NS  # what a call takes
+        self._heard_of = 0
         self._since = perf_counter_ns()
 
     def keeps(self, lane: Lane) -> bool:
@@ -198,7 +201,8 @@ class Hand:
 
     def is_prompt(self) -> bool:
         """Whether the caller came back so soon, and its calls are so short, that it does best to work as a lane itself."""
-        return self._call_ns <= _LONGEST_NS and (perf_counter_ns() - self._since) * _PROMPT < self._call_ns
+        are_short = self._heard_of >= _KNOWN and self._call_ns <= _LONGEST_NS
+        return are_short and (perf_counter_ns() - self._since) * _PROMPT < self._call_ns
 
     def wait_for(self, future: LaneFuture) -> None:
         """Return when it is done, having worked meanwhile; or at once, where that does not pay.
@@ -221,6 +225,7 @@ class Hand:
 
     def took(self, call_ns: int) -> None:
         """Hear what one of its calls took."""
+        self._heard_of += 1
         self._call_ns = max(1, min(call_ns, 2 * self._call_ns))  # one that the machine held up changes little
 
     def landed(self, future: LaneFuture) -> None:

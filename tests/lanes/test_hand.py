@@ -46,8 +46,17 @@ def pool(clock) -> Iterator[LanePool]:
 
 @pytest.fixture
 def hand(pool) -> Hand:
+    """Of a caller whose calls are known to be short."""
+    hand = known_hand(pool)
+    assert hand.is_prompt()
+    return hand
+
+
+def known_hand(pool) -> Hand:
     hand = pool.hand()
     assert hand is not None
+    for _ in range(backlog_module._KNOWN):
+        hand.took(1_000_000)
     return hand
 
 
@@ -104,9 +113,19 @@ def test_a_caller_that_was_away_for_long_leaves_all_to_the_lanes(pool, hand, clo
         hand.back_to_caller()
 
 
+def test_calls_that_are_not_known_yet_are_left_to_the_lanes(pool):
+    """They may be long, or wait for what the caller does with the first results: it runs none before some were short."""
+    hand = pool.hand()
+    for _ in range(backlog_module._KNOWN):
+        future = pool.submit_to_any(where, hand)
+        hand.wait_for(future)
+        assert future.result(PATIENCE)[1] != threading.get_ident()
+    assert hand.is_prompt()
+
+
 def test_long_calls_are_left_to_the_lanes(hand, pool):
     """While a caller runs a long one, it could take nothing in and submit nothing."""
-    for _ in range(2):
+    for _ in range(3):
         hand.took(10**8)
     assert not hand.is_prompt()
     future = pool.submit_to_any(where, hand)
@@ -192,7 +211,7 @@ def test_two_callers_take_turns_in_lane_0(pool, monkeypatch):
     done: SimpleQueue[int] = SimpleQueue()
 
     def call_in_turn():
-        hand = pool.hand()
+        hand = known_hand(pool)
         for _ in range(50):
             future = pool.submit_to_any(lambda lane: None, hand)
             hand.wait_for(future)
