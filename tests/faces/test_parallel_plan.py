@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from parawrap import GatherError, Parallel, Plan, PlanError, SessionError, parallel, testing
 from parawrap.backends import cpu
-from parawrap.engine.plan import PLAIN, Way, _candidates, _memory, _race, _spares
+from parawrap.engine.plan import PLAIN, Way, _backward_clock, _candidates, _memory, _planner, _race, _spares
 from tests.settled import settle_on
 
 TWO = ["cpu"] * 2
@@ -50,6 +50,20 @@ def force(monkeypatch):
 def spare_all(monkeypatch):
     """Let plain calls count as short however crowded the machine is."""
     monkeypatch.setattr(_spares, "_ASKING_NS", 10**15)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Time passes for the plan where the test says how much, in seconds, and nowhere else."""
+    now, access = [0], threading.Lock()
+
+    def let_pass(seconds: float) -> None:
+        with access:
+            now[0] += int(seconds * 1e9)
+
+    for module in (_planner, _backward_clock):
+        monkeypatch.setattr(module, "perf_counter_ns", lambda: now[0])
+    return let_pass
 
 
 @pytest.fixture
@@ -630,19 +644,19 @@ def test_one_forward_between_training_steps_tells_nothing():
         assert contests(p)[0].saw_backward
 
 
-def test_backward_is_part_of_what_is_measured():
+def test_backward_is_part_of_what_is_measured(passes):
     """In training, a way whose forward is fast and whose backward is slow is not chosen."""
 
     class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             ctx.rows = len(x)
-            time.sleep(0.005 if len(x) == 8 else 0.0)
+            passes(0.005 if len(x) == 8 else 0.0)
             return x * 1
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:
-            time.sleep(0.0 if ctx.rows == 8 else 0.03)
+            passes(0.0 if ctx.rows == 8 else 0.03)
             return grad
 
     class Model(nn.Module):
@@ -673,7 +687,7 @@ def test_backward_is_part_of_what_is_measured():
     assert last < first
 
 
-def test_a_choice_in_training_stands(monkeypatch):
+def test_a_choice_in_training_stands(monkeypatch, passes):
     """A call whose forward is a small part of what was measured is not taken for one that has become faster."""
 
     class Late(torch.autograd.Function):
@@ -683,7 +697,7 @@ def test_a_choice_in_training_stands(monkeypatch):
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor:  # noqa: ARG004
-            time.sleep(0.005 if len(grad) == 8 else 0.03)
+            passes(0.005 if len(grad) == 8 else 0.03)
             return grad
 
     class Model(nn.Module):
