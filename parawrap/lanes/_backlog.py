@@ -199,8 +199,8 @@ class Hand:
         """Whether that lane's thread is to leave the hand's calls to the caller, which waits and will run them."""
         return lane is self._lane and self._awaited is not None
 
-    def is_prompt(self) -> bool:
-        """Whether the caller came back so soon, and its calls are so short, that it does best to work as a lane itself."""
+    def does_well_to_help(self) -> bool:
+        """Whether the caller had better work as a lane: its calls are known to be short, and it came back soon."""
         are_short = self._heard_of >= _KNOWN and self._call_ns <= _LONGEST_NS
         return are_short and (perf_counter_ns() - self._since) * _PROMPT < self._call_ns
 
@@ -210,7 +210,7 @@ class Hand:
         Raises:
             BaseException: what interrupted the caller in its work.
         """
-        if future.done() or not self.is_prompt():
+        if future.done() or not self.does_well_to_help():
             return
         try:
             self._awaited = future

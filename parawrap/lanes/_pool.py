@@ -206,7 +206,7 @@ class LanePool:
             else:
                 self._refuse_closed()
                 self._backlog.put(call)
-                self._wake_one(self.lanes[1:] if hand is not None and hand.is_prompt() else self.lanes)
+                self._wake_one(self.lanes[1:] if hand is not None and hand.does_well_to_help() else self.lanes)
         return future
 
     @contextmanager

@@ -78,6 +78,7 @@ def mapped(p, x):
 @pytest.mark.stress
 @pytest.mark.parametrize("plan", [None, "auto", "lanes"])
 @pytest.mark.parametrize("way", [called, submitted, mapped])
+@pytest.mark.usefixtures("helps_at_once")
 def test_calls_that_fail_let_go_of_what_they_held(way, plan):
     """Not one tensor of 200 calls that failed is left to the garbage collector, whoever ran the lanes."""
 

@@ -181,6 +181,7 @@ def test_context_variables_follow():
     assert seen_in_lanes(variable.get) == ["unset"] * 3
 
 
+@pytest.mark.usefixtures("helps_at_once")
 def test_modes_follow_into_submit_and_map():
     """Whole calls on lanes run under the modes of whoever sent them."""
 

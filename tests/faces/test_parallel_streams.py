@@ -30,6 +30,7 @@ def batches(count, rows=2):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
 @pytest.mark.parametrize("window", [None, 1, 2, 50])
+@pytest.mark.usefixtures("run_either_way")
 def test_map_gives_every_result_in_order(count, window):
     """One result a batch, in the order of the batches, whatever the window."""
     with parallel(lambda x: x + 1, THREE) as p:
@@ -65,6 +66,7 @@ def test_with_few_batches_in_flight_who_iterates_over_a_map_only_waits(monkeypat
         assert threading.get_ident() not in list(p.map(batches(12), window=3))
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_keeps_the_order_when_lanes_do_not():
     """A batch that takes long does not let later ones pass."""
     release = threading.Event()
@@ -154,6 +156,7 @@ Two = namedtuple("Two", ["x", "y"])
     ],
     ids=["tuple", "dict", "namedtuple"],
 )
+@pytest.mark.usefixtures("run_either_way")
 def test_map_spreads_tuples_and_dicts(batch):
     """A tuple batch is model(*batch), a dict model(**batch)."""
 
@@ -165,12 +168,14 @@ def test_map_spreads_tuples_and_dicts(batch):
         assert [out.tolist() for out in p.map([batch] * 3)] == [[2.0, 2.0]] * 3
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_hands_over_a_list_as_it_is():
     """A list, a string or a number is model(batch)."""
     with parallel(lambda batch: batch, TWO) as p:
         assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_takes_a_data_loader():
     """The usual source of batches."""
     data = list(torch.arange(10.0)[:, None])
@@ -179,6 +184,7 @@ def test_map_takes_a_data_loader():
     assert torch.cat(results)[:, 0].tolist() == [2.0 * index for index in range(10)]
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_raises_the_sources_error_in_its_place():
     """Every batch before the failing one is yielded; the error is the source's own."""
 
@@ -195,6 +201,7 @@ def test_map_raises_the_sources_error_in_its_place():
 
 
 @pytest.mark.parametrize("window", [1, 4, 20])
+@pytest.mark.usefixtures("run_either_way")
 def test_map_raises_the_models_error_in_its_place(window):
     """Results before the failing batch come first; then the user's exception with a note on its lane."""
 
@@ -212,6 +219,7 @@ def test_map_raises_the_models_error_in_its_place(window):
     assert results == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_raises_the_cuts_error_in_its_place():
     """A batch whose rows cannot be counted fails at its place, not ahead of the results before it."""
     from parawrap import register_split
@@ -253,6 +261,7 @@ def test_closing_map_drops_what_has_not_begun():
     assert max(x for x in begun if x != 99) <= 3
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_breaking_out_of_map_leaves_the_block_usable():
     """A break in the loop is a close."""
     with parallel(lambda x: x, TWO) as p:
@@ -288,6 +297,7 @@ def test_map_whose_block_has_ended_is_refused():
         list(stream)
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_map_gives_the_gradients_of_plain_calls():
     """Outputs of map carry their graphs."""
     model = nn.Linear(1, 1)
@@ -299,6 +309,7 @@ def test_map_gives_the_gradients_of_plain_calls():
     assert_close(grad, model.weight.grad)
 
 
+@pytest.mark.usefixtures("run_either_way")
 def test_hooks_of_the_root_run_once_a_batch_in_map():
     """In map a call is whole: the model's own hooks run with it."""
     model = nn.Linear(1, 1)

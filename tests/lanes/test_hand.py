@@ -48,7 +48,7 @@ def pool(clock) -> Iterator[LanePool]:
 def hand(pool) -> Hand:
     """Of a caller whose calls are known to be short."""
     hand = known_hand(pool)
-    assert hand.is_prompt()
+    assert hand.does_well_to_help()
     return hand
 
 
@@ -120,14 +120,14 @@ def test_calls_that_are_not_known_yet_are_left_to_the_lanes(pool):
         future = pool.submit_to_any(where, hand)
         hand.wait_for(future)
         assert future.result(PATIENCE)[1] != threading.get_ident()
-    assert hand.is_prompt()
+    assert hand.does_well_to_help()
 
 
 def test_long_calls_are_left_to_the_lanes(hand, pool):
     """While a caller runs a long one, it could take nothing in and submit nothing."""
     for _ in range(3):
         hand.took(10**8)
-    assert not hand.is_prompt()
+    assert not hand.does_well_to_help()
     future = pool.submit_to_any(where, hand)
     hand.wait_for(future)
     assert future.result(PATIENCE)[1] != threading.get_ident()
@@ -137,10 +137,10 @@ def test_one_call_that_was_held_up_changes_nothing(hand):
     """A machine that was busy elsewhere for a moment does not make short calls long."""
     hand.took(1_000_000)
     hand.took(10**9)
-    assert hand.is_prompt()
+    assert hand.does_well_to_help()
     hand.took(10**9)
     hand.took(10**9)
-    assert not hand.is_prompt()
+    assert not hand.does_well_to_help()
 
 
 def test_a_call_of_others_is_left_to_the_lanes(pool, hand):
