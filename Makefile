@@ -11,7 +11,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 # On real clusters: processes by the dozen and minutes of waiting for what a scheduler does when it likes.
 CLUSTERS := contract or slurm or ray
 
-.PHONY: demo test test-launching test-rooms test-devices test-clusters test-xla lint bench bench-cuda docs clean
+.PHONY: demo test test-launching test-rooms test-devices test-packages test-clusters test-xla lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -28,6 +28,11 @@ test-rooms: $(STAMP)
 
 test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
+
+# With the packages of other projects whose values parawrap cuts and joins; they skip without these.
+test-packages: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,packages]'
+	$(BIN)/python -m pytest tests/shards/test_packages.py tests/faces/test_packages.py
 
 # Apart from `make test`, which is to be over within minutes and runs where nothing but Python is installed. These tests want
 # root and Debian's slurmctld, slurmd, slurm-client, munge and iproute2, and skip what they cannot have. The contract suite is

@@ -1,1 +1,1 @@
-"""Every figure that the project claims, measured beside what it is compared with."""
+"""Measurements of every figure that the project claims."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/.
 
-Each suite runs in a process of its own, whose allocator and threads are fixed before torch is loaded. Whenever a whole
-suite was measured, the page and the picture over all of them are written anew.
+Each suite runs in its own process, with allocator and threads fixed before torch is loaded. A complete suite also updates
+the page over all suites.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import summary
-from benchmarks._apart import ALLOCATOR
 from benchmarks._measure import Row
 from benchmarks._neighbours import Neighbours, cores_of_others
+from benchmarks._process import ALLOCATOR
 from benchmarks._table import markdown
 
 
 class Suite(NamedTuple):
-    """What is measured together, and written to one pair of files."""
+    """Benchmarks that run together and share one pair of result files."""
 
     title: str
     names: tuple[str, ...]
     command: str = "make bench"
     picture: str = ""
-    on_every_core: bool = False  # torch's own threads are an arm: they get what there is
+    on_every_core: bool = False  # torch's own threads are an arm
     needs_gpu: bool = False
     page: str = ""  # the module that writes a page of docs/ from the results
 
@@ -39,32 +39,27 @@ class Suite(NamedTuple):
 SUITES = {
     "engine": Suite(
         "Engine and faces",
-        ("overhead", "growth", "collate", "importing", "replicas", "memory"),
+        ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
         picture="![growth](growth.png)",
     ),
     "launching": Suite("Launching on one machine", ("launching",)),
-    "sizing": Suite("What a launch's size costs", ("sizing",), page="sizing_page"),
+    "sizing": Suite("Cost of a launch by size", ("sizing",), page="sizing_page"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
-    "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes",), on_every_core=True),
-    "plan": Suite(
-        "Plain, default and auto on the CPU",
-        ("zoo", "training", "mapping", "submitting", "interpreter"),
-        on_every_core=True,
-    ),
+    "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), on_every_core=True),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the named suites and benchmarks, or all that this machine can; 1 where one was not held or could not run."""
+    """Run the named suites and benchmarks, or all suites. Return 1 if a row misses its goal or a suite cannot run."""
     jobs = _jobs(words)
     codes = [0]
     for suite in [suite for suite in jobs if SUITES[suite].needs_gpu]:
         why = _missing_gpu()
         if why is not None:
             del jobs[suite]
-            print(f"{suite} {'cannot run' if words else 'is left out'}: {why}", flush=True)
+            print(f"{suite} {'cannot run' if words else 'is skipped'}: {why}", flush=True)
             codes.append(1 if words else 0)
     for suite, names in jobs.items():
         fixed = _fixed(SUITES[suite])
@@ -76,13 +71,13 @@ def main(words: Sequence[str]) -> int:
 
 
 def _jobs(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """For each suite that is asked for, the benchmarks in it. A word that names both means the suite."""
+    """Return the benchmarks to run in each suite. A word that names a suite and a benchmark means the suite."""
     jobs: dict[str, tuple[str, ...]] = {}
     for word in words or SUITES:
         suite = word if word in SUITES else next((suite for suite in SUITES if word in SUITES[suite].names), None)
         if suite is None:
             every = sorted({*SUITES, *(name for suite in SUITES.values() for name in suite.names)})
-            msg = f"there is no suite or benchmark {word!r}: name some of {', '.join(every)}, or none for all suites"
+            msg = f"{word!r} is not a suite or benchmark. Use one of {', '.join(every)}, or no word for all suites"
             raise SystemExit(msg)
         whole = SUITES[suite].names
         asked = whole if word == suite else (*jobs.get(suite, ()), word)
@@ -97,7 +92,7 @@ def _missing_gpu() -> str | None:
 
 
 def _fixed(suite: Suite) -> dict[str, str]:
-    """The environment in which every arm of the suite is measured."""
+    """Return the environment of all arms of the suite."""
     from parawrap.backends.cpu import usable_cores
 
     threads = usable_cores() if suite.on_every_core else 1
@@ -112,21 +107,22 @@ def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) ->
 def _measure(suite: str, names: Sequence[str]) -> int:
     RESULTS.mkdir(exist_ok=True)
     before = Neighbours.now()
-    rows = [row for name in names for row in _rows(name)]
+    keep = len(names) == len(SUITES[suite].names)
+    rows = [row for name in names for row in _rows(name, keep=keep)]
     others = cores_of_others(before, Neighbours.now())
-    _show(suite, rows, keep=len(names) == len(SUITES[suite].names), others=others)
+    _show(suite, rows, keep=keep, others=others)
     return 0 if all(row.held for row in rows) else 1
 
 
-def _rows(name: str) -> list[Row]:
+def _rows(name: str, *, keep: bool) -> list[Row]:
     print(f"measuring {name} ...", flush=True)
     module = importlib.import_module(f"benchmarks.{name}")
-    rows: list[Row] = module.rows(RESULTS) if name == "growth" else module.rows()
+    rows: list[Row] = module.rows(RESULTS if keep else None) if name == "growth" else module.rows()
     return rows
 
 
 def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = None) -> None:
-    """Print a suite's table; write it too, where the whole suite was measured."""
+    """Print a suite's table, and write it if `keep`."""
     title, command, picture = SUITES[suite].title, SUITES[suite].command, SUITES[suite].picture
     date, hardware, versions = str(dt.datetime.now(dt.UTC).date()), _hardware(), _versions()
     if others is not None:
@@ -137,7 +133,7 @@ def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = Non
     print(f"\n{machine}\n\n{table}", flush=True)
     if keep:
         command = f"`{command}` (`python -m benchmarks {suite}`)"
-        method = f"Command: {command}. Median and middle half of the times, in turn."
+        method = f"Command: {command}. Times are medians and quartiles; arms take turns."
         document = {
             "date": date,
             "command": command.replace("`", ""),

@@ -1,7 +1,7 @@
-"""How everything here is measured: the arms take turns, and medians are compared.
+"""Timing: arms take turns, and their medians are compared.
 
-The machine's other work then falls on all arms alike. Threads and allocator are the same for all arms of a run:
-``python -m benchmarks`` fixes both before torch is loaded.
+Other load on the machine then affects all arms alike. ``python -m benchmarks`` sets threads and allocator for the whole
+process before torch is loaded.
 """
 
 from __future__ import annotations
@@ -9,12 +9,27 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TypeVar
 
-__all__ = ["Arm", "Ratio", "Row", "Work", "arm_of", "in_turn", "ratio_of", "take_turns", "wall_us"]
+import torch
+
+__all__ = [
+    "Arm",
+    "Ratio",
+    "Row",
+    "Work",
+    "arm_of",
+    "in_turn",
+    "ratio_of",
+    "take_turns",
+    "threads",
+    "times_in_turn",
+    "wall_us",
+]
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -23,7 +38,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Arm:
-    """The times of one way of doing a thing, in microseconds a call."""
+    """The times of one way of doing the work, in microseconds per call."""
 
     median_us: float
     low_us: float
@@ -35,7 +50,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as long one arm took as another: the median of the rounds, and between what it lies."""
+    """The median ratio of two arms' times over all rounds, and its confidence interval."""
 
     median: float
     low: float
@@ -47,9 +62,9 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: what was done, by whom, what was asked for, and whether it held.
+    """One comparison: its arms, the result, the goal, and True in `held` if the result meets the goal.
 
-    ``extra["limits"]``, by name, is how many times as fast it could be at most, by what stands in its way.
+    ``extra["limits"]`` maps the name of a bottleneck to the best speed-up that it allows.
     """
 
     name: str
@@ -65,10 +80,19 @@ class Row:
 
 
 def take_turns(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0) -> dict[str, Arm]:
-    """Time each arm `rounds` times, in turn, `calls` calls at a time; medians, and the middle half of the times.
+    """Time each arm as `times_in_turn` does, and return medians and quartiles."""
+    times = times_in_turn(arms, rounds=rounds, calls=calls, settle=settle)
+    return {name: arm_of(values) for name, values in times.items()}
 
-    Each turn begins with `settle` calls that are not timed, where one arm's leftovers (threads that still spin) would
-    otherwise fall on the next.
+
+def times_in_turn(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle: int = 0) -> dict[str, list[float]]:
+    """Time each arm `rounds` times, in turn, and return the microseconds per call of each round.
+
+    Args:
+        arms: The work of each arm. Each arm first makes one turn that is not timed.
+        rounds: The number of timed turns of each arm.
+        calls: The number of calls in one turn.
+        settle: The number of untimed calls before each turn. They outlast OpenMP threads of the arm before, which spin.
     """
 
     def turn(work: Work) -> float:
@@ -76,14 +100,13 @@ def take_turns(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, settle:
             work()
         return wall_us(work, calls)
 
-    for work in arms.values():  # warm up
+    for work in arms.values():
         wall_us(work, calls)
-    times = in_turn({name: partial(turn, work) for name, work in arms.items()}, rounds)
-    return {name: arm_of(values) for name, values in times.items()}
+    return in_turn({name: partial(turn, work) for name, work in arms.items()}, rounds)
 
 
 def in_turn(arms: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
-    """What each arm gave at each of its turns; every other round goes backwards."""
+    """Return the results of each arm's turns. Every second round runs in reverse order."""
     given: dict[K, list[T]] = {name: [] for name in arms}
     order = list(arms)
     for turn in range(rounds):
@@ -93,7 +116,7 @@ def in_turn(arms: Mapping[K, Callable[[], T]], rounds: int) -> dict[K, list[T]]:
 
 
 def wall_us(work: Work, calls: int = 1) -> float:
-    """Microseconds a call, by the wall clock."""
+    """Return the microseconds of wall time per call."""
     start = time.perf_counter()
     for _ in range(calls):
         work()
@@ -101,10 +124,10 @@ def wall_us(work: Work, calls: int = 1) -> float:
 
 
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
-    """Of times that were taken in the same rounds.
+    """Return the ratio of times from the same rounds.
 
-    Each round gives one ratio, so that what disturbs a whole round disturbs both of its times. The bounds hold the median
-    with 95% confidence whatever the distribution: they are the ratios whose ranks are 0.98 sqrt(n) off the middle (the sign
+    Each round gives one ratio: a disturbance affects both of its times. The interval covers the median with 95%
+    confidence for any distribution. Its ends are the ratios with ranks 0.98 sqrt(n) below and above the middle (the sign
     test; David and Nagaraja, Order Statistics, 2003, section 7.1).
     """
     ratios = sorted(value / other for value, other in zip(values, others, strict=True))
@@ -113,6 +136,17 @@ def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
 
 
 def arm_of(values: Sequence[float]) -> Arm:
-    """From times in microseconds."""
+    """Return the median and the quartiles of times in microseconds."""
     low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
     return Arm(median, low, high)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Give the caller's operators `count` threads. Lanes that start inside share them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

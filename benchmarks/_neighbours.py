@@ -1,4 +1,4 @@
-"""How much of the machine others used while something was measured: a figure of a busy machine is read with care."""
+"""Load from other processes during a measurement. Read the figures of a busy machine with care."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STAT = Path("/proc/stat")
 
 
 class Neighbours(NamedTuple):
-    """Seconds of all cores together so far: spent by anybody, and by this process and those children that have ended."""
+    """Processor seconds so far: of the whole machine, and of this process with its finished children."""
 
     all_s: float
     own_s: float
@@ -21,7 +21,7 @@ class Neighbours(NamedTuple):
 
     @classmethod
     def now(cls) -> Neighbours | None:
-        """None where nothing tells."""
+        """Read the counters, or return None on a system without /proc/stat."""
         if not _STAT.exists():
             return None
         # user, nice, system, idle, iowait, irq, softirq, steal: proc(5)
@@ -33,7 +33,7 @@ class Neighbours(NamedTuple):
 
 
 def cores_of_others(before: Neighbours | None, after: Neighbours | None) -> float | None:
-    """How many cores were busy, on average, with what neither this process nor its children did; what was stolen counts."""
+    """Return the average number of cores that other processes used. Stolen time counts as theirs."""
     if before is None or after is None or after.at_s <= before.at_s:
         return None
     others_s = (after.all_s - before.all_s) - (after.own_s - before.own_s)

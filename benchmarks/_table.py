@@ -1,31 +1,31 @@
-"""Rows as a table in markdown, from what the JSON files hold."""
+"""Rows of the JSON files as a table in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks._limits import listed
 from benchmarks._measure import Arm
 
 __all__ = ["markdown"]
 
-_HEAD = ("what", "measured", "result", "limits", "wanted", "held", "beside")
+_HEAD = ("benchmark", "times", "result", "limits", "wanted", "held", "compared with")
 
 
-def markdown(rows: Sequence[Mapping[str, Any]], *, measured: bool = True) -> str:
-    """All of it, or without the times."""
-    head = [word for word in _HEAD if measured or word != "measured"]
+def markdown(rows: Sequence[Mapping[str, Any]], *, times: bool = True) -> str:
+    """Return the table, with or without the column of times."""
+    head = [word for word in _HEAD if times or word != "times"]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     for row in rows:
+        limits = row["extra"].get("limits", {})
         cells = {
-            "what": row["name"],
-            "measured": _times(row),
+            "benchmark": row["name"],
+            "times": _times(row),
             "result": row["verdict"],
-            "limits": listed(row["extra"].get("limits", {})),
+            "limits": "<br>".join(f"{name}: {value:.2f}" for name, value in limits.items()),
             "wanted": row["wanted"],
             "held": "yes" if row["held"] else "**no**",
-            "beside": row["peers"],
+            "compared with": row["peers"],
         }
         lines.append(f"| {' | '.join(cells[word] for word in head)} |")
     return "\n".join(lines) + "\n"

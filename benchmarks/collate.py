@@ -1,4 +1,4 @@
-"""default_collate(2) against torch's default_collate followed by chunk."""
+"""`default_collate(2)`, compared with torch's `default_collate` followed by `chunk`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from torch.utils.data import default_collate
 import parawrap
 from benchmarks._measure import Row, take_turns
 
-_NOISE = 1.05  # two equal arms differ by this much here
+_NOISE = 1.05  # two equal arms differ by up to this ratio
 
 
 def rows() -> list[Row]:
-    """Small vectors, and images."""
+    """Measure small vectors and images."""
     vectors = [(torch.randn(128), label) for label in range(64)]
     images = [(torch.randn(3, 224, 224), label) for label in range(32)]
     return [

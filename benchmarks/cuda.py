@@ -1,19 +1,18 @@
-"""On one GPU: what a call costs beyond the plain one, and how near `map` comes to the limits of the machine.
+"""One GPU: the overhead of a call, and the throughput of `map` compared with the machine's limits.
 
-float32 is computed as torch does by default, in every arm. `cpu_lanes` completes the suite: the lanes of the host's own
-cores.
+All arms use torch's default float32 precision. The suite also runs `cpu_lanes` on the host.
 """
 
 from __future__ import annotations
 
 from benchmarks import cuda_calls, cuda_map
 from benchmarks._measure import Row
-from benchmarks.cuda_nets import plain_attention
 from benchmarks.cuda_target import the_gpu
+from benchmarks.nets import plain_attention
 
 
 def rows() -> list[Row]:
-    """Calls against torch.nn.DataParallel, one lane against none, and streams of batches."""
+    """Compare calls with torch.nn.DataParallel, one lane with the plain call, and `map` with loops."""
     target = the_gpu()
     with plain_attention():
         return [*cuda_calls.rows(target), *cuda_map.rows(target)]

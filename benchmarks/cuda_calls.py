@@ -1,8 +1,8 @@
-"""What a parallel call on a GPU costs beyond the plain call, against torch.nn.DataParallel.
+"""The overhead of a parallel call on a GPU over the plain call, compared with torch.nn.DataParallel.
 
-One GPU stands in for two: with ``device_ids=[0, 0]`` the batch is cut, the module replicated and two threads run, and what
-is left out is the copy of parameters between devices. A call is timed from an idle device until it returned ("issued") and
-until the device is idle again. Each arm has a copy of the net to itself.
+One GPU stands in for two: ``device_ids=[0, 0]`` cuts the batch, replicates the module, and runs two threads, but copies no
+parameters between devices. A call is timed from an idle device until the call returns ("issued") and until the device is
+idle again. Each arm has its own copy of the net.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import nn
 
 import parawrap
 from benchmarks._measure import Arm, Row, Work, arm_of, in_turn
-from benchmarks.cuda_nets import NETS, Net
 from benchmarks.cuda_target import Target
+from benchmarks.nets import Net, encoder, mlp, resnet18
 
 __all__ = ["OURS", "PLAIN", "THEIRS", "added_row", "compared_row", "rows"]
 
@@ -28,12 +28,17 @@ PEERS = f"torch.nn.DataParallel of torch {torch.__version__}"
 LEAST = 3.0
 MOST_ADDED_US = 10.0
 _WARM_UP = 10
+NETS = (
+    Net("MLP of 3 x 1024", mlp, (1024,), usual=8192, small=8),
+    Net("ResNet-18 shape, 64x64 images", resnet18, (3, 64, 64), usual=256, small=4),
+    Net("encoder of 12 x 768, 128 tokens", encoder, (128, 768), usual=64, small=4),
+)
 
 Times = Mapping[str, Arm]
 
 
 def rows(target: Target, nets: Sequence[Net] = NETS, rounds: int = 200) -> list[Row]:
-    """Every net, over one and two lanes, with a small batch and a usual one, and in training; then one lane alone."""
+    """Measure every net over one and two lanes, with small and usual batches, and in training; then a block of one lane."""
     return [*(row for net in nets for row in _rows_of(net, target, rounds)), _one_lane(nets[0], target, rounds * 2)]
 
 
@@ -80,7 +85,7 @@ def _arms(model: nn.Module, lanes: int, target: Target) -> Iterator[dict[str, nn
 
 
 def _compared(name: str, works: Mapping[str, Work], target: Target, rounds: int, least: float | None) -> Row:
-    """Time the arms; a peer that cannot do this at all is named, and the others are timed without it."""
+    """Time the arms. A peer that raises is named in the row, and the other arms are timed without it."""
     refusal = _refusal(works[THEIRS])
     able = {arm: work for arm, work in works.items() if refusal is None or arm != THEIRS}
     issued, finished = issued_and_finished(able, target.synchronize, rounds)
@@ -90,7 +95,7 @@ def _compared(name: str, works: Mapping[str, Work], target: Target, rounds: int,
 def _refusal(work: Work) -> str | None:
     try:
         work()
-    except Exception as error:  # noqa: BLE001 (whatever the peer raises is what is told)
+    except Exception as error:  # noqa: BLE001 (the row reports any error)
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return None
 
@@ -98,7 +103,7 @@ def _refusal(work: Work) -> str | None:
 def issued_and_finished(
     works: Mapping[str, Work], synchronize: Work, rounds: int, warm_up: int = _WARM_UP
 ) -> tuple[dict[str, Arm], dict[str, Arm]]:
-    """Each work from an idle device: until the call returned, and until the device is idle again."""
+    """Time each work from an idle device until the call returns, and until the device is idle again."""
     for work in works.values():
         for _ in range(warm_up):
             work()
@@ -112,7 +117,7 @@ def issued_and_finished(
 
 def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf_counter) -> tuple[float, float]:
     start = clock()
-    kept = work()  # what it returned is let go of after the clock was read
+    kept = work()  # freed after the clock is read
     issued = clock()
     synchronize()
     finished = clock()
@@ -121,7 +126,7 @@ def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf
 
 
 def compared_row(name: str, issued: Times, finished: Times, least: float | None, refusal: str | None = None) -> Row:
-    """The row for these times; `least`: how many times less than the peer's our overhead is to be, if that was asked."""
+    """Return the row for these times. `least` is the goal: the peer's overhead divided by parawrap's."""
     ours = _beyond_plain(finished, OURS)
     verdict = f"{_signed(ours)}, {_signed(_beyond_plain(issued, OURS))} until issued; "
     held = least is None
@@ -136,7 +141,7 @@ def compared_row(name: str, issued: Times, finished: Times, least: float | None,
 
 
 def _in_times(ours: float, theirs: float) -> str:
-    """Figures below or near nothing have no meaningful ratio: the overheads speak for themselves."""
+    """Return the ratio of the overheads, or nothing if parawrap's is not positive."""
     if ours <= 0:
         return ""
     return f": {theirs / ours:.1f} times less" if theirs >= ours else f": more than {THEIRS}'s"
@@ -149,10 +154,10 @@ def _wanted(least: float | None) -> str:
 
 
 def _one_lane(net: Net, target: Target, rounds: int) -> Row:
-    """A block of one lane, on the device where the net lies."""
+    """Measure a block of one lane, on the net's device."""
     x = net.batch(net.small).to(target.device)
     model = net.make().eval().to(target.device)
-    untouched = deepcopy(model)  # the block rewrites the other in place
+    untouched = deepcopy(model)
     with torch.no_grad(), parawrap.parallel(model, target.lanes(1)):
         works = {PLAIN: partial(untouched, x), "parawrap.parallel": partial(model, x)}
         issued, finished = issued_and_finished(works, target.synchronize, rounds)
@@ -160,11 +165,11 @@ def _one_lane(net: Net, target: Target, rounds: int) -> Row:
 
 
 def added_row(name: str, issued: Times, finished: Times) -> Row:
-    """The row for what one lane adds, at the call's return and at its end."""
+    """Return the row for the overhead of one lane, when the call returns and when the device is idle."""
     at_return, at_end = (_beyond_plain(times, "parawrap.parallel") for times in (issued, finished))
     verdict = f"{_signed(at_end)}, {_signed(at_return)} until issued"
     held = max(at_return, at_end) < MOST_ADDED_US
-    return Row(name, _both(issued, finished), verdict, f"under {MOST_ADDED_US:g} us more, both ways", held)
+    return Row(name, _both(issued, finished), verdict, f"under {MOST_ADDED_US:g} us more, issued and finished", held)
 
 
 def _beyond_plain(times: Times, arm: str) -> float:

@@ -1,8 +1,7 @@
-"""`map` over batches that lie on the host, against the plain loop, as a share of what the machine can do at most.
+"""`map` over batches on the host, compared with the plain loop and with the machine's limits.
 
-The limits are measured in turn with the arms: copies of the same batches, pinned, into one buffer on the device, and the
-same kernels over a batch that is there already; both by the device's clock. The arms are timed by the wall clock, until
-the device is idle.
+The limits take turns with the arms: copies of the same batches, pinned, into one buffer on the device, and the same kernels
+over a batch on the device. The device's clock times the limits. The wall clock times the arms until the device is idle.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LEAST_SHARE = 0.9
 
 
 class Stream(NamedTuple):
-    """A model and what it is fed: `distinct` batches lie on the host, and a pass goes over them `times` times."""
+    """A model and its input: one pass reads the `distinct` batches on the host `times` times."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -38,12 +37,12 @@ class Stream(NamedTuple):
     times: int
 
     @property
-    def bytes_a_batch(self) -> int:
+    def bytes_per_batch(self) -> int:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 class RowMean(nn.Module):
-    """Reads all that it is given and returns next to nothing. It has a parameter, and so a place, as models do."""
+    """A model that reads its whole input and returns little. Its parameter gives it a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class RowMean(nn.Module):
 
 
 class MatmulChain(nn.Module):
-    """The same large product, over and over; the weight keeps the size of what it is given."""
+    """A chain of equal large matrix products."""
 
     def __init__(self, width: int, length: int) -> None:
         super().__init__()
@@ -74,7 +73,7 @@ COMPUTE = Stream(
 
 
 def rows(target: Target, transfer: Stream = TRANSFER, compute: Stream = COMPUTE, rounds: int = 9) -> list[Row]:
-    """Either model, from pinned memory and from pageable."""
+    """Measure both models, from pinned and from pageable memory."""
     return [*_transfer_bound(transfer, target, rounds), *_compute_bound(compute, target, rounds)]
 
 
@@ -107,7 +106,7 @@ def _compute_bound(stream: Stream, target: Target, rounds: int) -> list[Row]:
 
 
 def _batches(stream: Stream, target: Target) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """One pass from pinned memory and one from pageable, of the same values."""
+    """Return the batches of one pass in pinned and in pageable memory, with equal values."""
     pageable = [torch.randn(stream.shape).to(stream.dtype) for _ in range(stream.distinct)]
     pinned = [target.pin(batch) for batch in pageable]
     return pinned * stream.times, pageable * stream.times
@@ -122,7 +121,7 @@ def _row(
     rounds: int,
     least: float | None = None,
 ) -> Row:
-    """Time a pass by each of the ways; the times are then told by the batch."""
+    """Time a pass of each arm, and divide by the number of batches."""
     model = stream.make().eval().to(target.device)
     with torch.no_grad(), ExitStack() as blocks:
         passes: dict[str, Callable[[], float]] = {limit[0]: partial(target.elapsed_us, limit[1])}
@@ -135,7 +134,7 @@ def _row(
             target.synchronize()
         times = in_turn(passes, rounds)
     arms = {name: arm_of([us / len(batches) for us in values]) for name, values in times.items()}
-    return streamed_row(f"map: {stream.name}, {memory}", arms, stream.bytes_a_batch, least)
+    return streamed_row(f"map: {stream.name}, {memory}", arms, stream.bytes_per_batch, least)
 
 
 def _until_idle(target: Target, work: Work) -> float:
@@ -156,10 +155,10 @@ def _exhaust(stream: Callable[[Sequence[torch.Tensor]], Iterable[Any]], batches:
         pass
 
 
-def streamed_row(name: str, arms: Mapping[str, Arm], bytes_a_batch: int, least: float | None = None) -> Row:
-    """The row for these times a batch, of which the first is the limit's; `least`: the share that map is to reach."""
+def streamed_row(name: str, arms: Mapping[str, Arm], bytes_per_batch: int, least: float | None = None) -> Row:
+    """Return the row for these times per batch. The first arm is the limit; `least` is map's goal as a share of it."""
     limit, *others = arms
-    rates = {arm: bytes_a_batch / times.median_us / 1e3 for arm, times in arms.items()}
+    rates = {arm: bytes_per_batch / times.median_us / 1e3 for arm, times in arms.items()}
     shares = {arm: arms[limit].median_us / arms[arm].median_us for arm in others}
     told = ", ".join(f"{arm} {rates[arm]:.1f} GB/s ({share:.1%})" for arm, share in shares.items())
     wanted = "reported" if least is None else f"map at least {least:.0%} of {limit}"

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.cuda_python``: whether the Python that runs this can run the CUDA suite, or what it lacks.
+"""``python -m benchmarks.cuda_python``: check that this Python can run the CUDA suite.
 
-`make bench-cuda` asks it of $(PYTHON) before it makes a venv, since machines with GPUs often bring a torch that fits them
-and have no network. Needs nothing but the standard library.
+`make bench-cuda` checks $(PYTHON) this way before it creates a venv: machines with GPUs often have their own torch and no
+network. This module imports only the standard library until torch is found.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ SETUP = Path(__file__).parents[1] / "setup.cfg"
 
 
 def main() -> int:
-    """0 where it can; else 1 and a line on what it lacks."""
+    """Return 0 if it can. Otherwise print the missing packages and return 1."""
     why = _why_not()
     if why is not None:
-        print(f"{sys.executable} is passed over: {why}", file=sys.stderr)
+        print(f"{sys.executable} cannot run the CUDA suite: {why}", file=sys.stderr)
     return 0 if why is None else 1
 
 
@@ -28,8 +28,8 @@ def _why_not() -> str | None:
     lacks = lacking(requirements())
     if lacks:
         return (
-            f"it lacks {', '.join(lacks)}. Where its torch is the one to measure, install them there; without a network, "
-            "bring wheels: pip install --no-index --no-deps --target FOLDER *.whl, then PYTHONPATH=FOLDER make bench-cuda"
+            f"it lacks {', '.join(lacks)}. Install them there to measure its torch. Without a network, copy wheels: "
+            "pip install --no-index --no-deps --target FOLDER *.whl, then PYTHONPATH=FOLDER make bench-cuda"
         )
     from benchmarks.cuda_target import missing
 
@@ -37,14 +37,14 @@ def _why_not() -> str | None:
 
 
 def requirements() -> list[str]:
-    """What parawrap itself requires, as setup.cfg has it."""
+    """Return parawrap's requirements from setup.cfg."""
     setup = configparser.ConfigParser()
     setup.read(SETUP)
     return setup["options"]["install_requires"].split()
 
 
 def lacking(wanted: list[str]) -> list[str]:
-    """Those of the requirements, each ``name>=version``, that are not met here."""
+    """Return the requirements, each ``name>=version``, that are not met."""
     lacks = []
     for requirement in wanted:
         name, _, least = requirement.partition(">=")

@@ -1,4 +1,4 @@
-"""The one GPU that the CUDA suite runs on: how to wait for it, how to time it, and who does the same there."""
+"""The GPU of the CUDA suite: how to wait for it and time it, and the peer on it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Target", "missing", "the_gpu"]
 
 @dataclass(frozen=True)
 class Target:
-    """All that the suite asks of a device, so that its arithmetic can be tested where there is no GPU.
+    """The device's functions that the suite uses. Tests replace them on machines without a GPU.
 
-    `elapsed_us` times work by the device's own clock; `pin` gives a host tensor that the device can read by itself;
-    `peer` wraps a module over so many lanes on the device, as torch.nn.DataParallel does.
+    `elapsed_us` times work by the device's clock. `pin` copies a tensor to pinned memory. `peer` wraps a module over a
+    number of lanes on the device, as torch.nn.DataParallel does.
     """
 
     device: str
@@ -28,20 +28,20 @@ class Target:
     peer: Callable[[torch.nn.Module, int], torch.nn.Module]
 
     def lanes(self, count: int) -> list[str]:
-        """The device, named so many times."""
+        """Return `count` entries of the device."""
         return [self.device] * count
 
 
 def missing() -> str | None:
-    """Why the CUDA suite cannot run here."""
+    """Return the reason that the CUDA suite cannot run here, or None."""
     if torch.cuda.is_available():
         return None
     built = f"is built for CUDA {torch.version.cuda} and sees no GPU" if torch.version.cuda else "is built without CUDA"
-    return f"there is no GPU to measure: torch {torch.__version__} {built}"
+    return f"no GPU is available: torch {torch.__version__} {built}"
 
 
 def the_gpu() -> Target:
-    """The first GPU. Kernels are chosen by rule, not by trial, in every arm alike."""
+    """Return the first GPU, with cuDNN's autotuning off in every arm."""
     torch.backends.cudnn.benchmark = False
     return Target(
         device="cuda:0",
@@ -53,7 +53,7 @@ def the_gpu() -> Target:
 
 
 def _between_events(work: Work) -> float:
-    """Microseconds between two marks in the device's queue, one before what `work` queues and one after."""
+    """Return the microseconds between two events in the device's queue, before and after `work`."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()

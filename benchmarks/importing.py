@@ -1,4 +1,4 @@
-"""What ``import parawrap`` adds to ``import torch``."""
+"""The time that ``import parawrap`` adds to ``import torch``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks._measure import Row, take_turns
 
 
 def rows() -> list[Row]:
-    """Fresh interpreters, in turn."""
+    """Time fresh interpreters, in turn."""
     arms = take_turns(
         {
             "import torch": lambda: _run("import torch"),

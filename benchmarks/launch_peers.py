@@ -1,6 +1,6 @@
-"""Five ways to start two gloo ranks on this machine, each doing the same: one all_reduce, or a failure.
+"""Six ways to start two gloo ranks on this machine, with one all_reduce or a failure in the ranks.
 
-``python -m benchmarks.launch_peers PEER SCENARIO`` makes one launch in a fresh process and prints what came of it as JSON.
+``python -m benchmarks.launch_peers PEER SCENARIO`` runs one launch in a fresh process and prints the outcome as JSON.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SCENARIOS = ("fine", "raises", "killed")
 
 
 def one_reduce() -> float:
-    """What every rank does: the smallest thing that needs all of them."""
+    """Run the smallest collective that needs all ranks."""
     value = torch.ones(2)
     dist.all_reduce(value)
     return value[0].item()
 
 
 def task(rank: int, scenario: str) -> float:
-    """Fail in rank 1 while rank 0 waits for it in a collective, or do not."""
+    """Fail in rank 1 while rank 0 waits in a collective, or finish, by scenario."""
     one_reduce()
     if rank == 1 and scenario == "raises":
         raise ValueError(repr(time.time()))
@@ -42,19 +42,19 @@ def task(rank: int, scenario: str) -> float:
 
 
 def in_rank(scenario: str) -> float:
-    """The task where a process group is there already."""
+    """Run the task in an existing process group."""
     return task(dist.get_rank(), scenario)
 
 
 def in_own_group(rank: int, port: int, scenario: str) -> None:
-    """The task where the peer leaves the process group to its user."""
+    """Create the process group, then run the task."""
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     task(rank, scenario)
     dist.destroy_process_group()
 
 
 def under_agent(scenario: str) -> float:
-    """The task under an elastic agent, which says by the environment where to meet."""
+    """Run the task under an elastic agent, which sets the rendezvous in the environment."""
     dist.init_process_group("gloo")
     try:
         return in_rank(scenario)
@@ -63,7 +63,7 @@ def under_agent(scenario: str) -> float:
 
 
 def free_port() -> int:
-    """A port that is free now; whoever takes it later takes it."""
+    """Return a port that is free now. Another process may take it later."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -134,14 +134,14 @@ MODULES = {
 
 
 def main() -> None:
-    """One launch; how long it took, what it returned or raised, and how long after the failure."""
+    """Run one launch. Print its time, its result or error, and the time of its end."""
     peer, scenario = sys.argv[1:]
     importlib.import_module(MODULES[peer])
     start = time.time()
     found: dict[str, Any] = {}
     try:
         found["returned"] = repr(PEERS[peer](scenario))
-    except BaseException as error:  # noqa: BLE001 (whatever a peer raises is what is measured)
+    except BaseException as error:  # noqa: BLE001 (any error of a peer is a result)
         found["raised"] = f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else ''}"
         found["keeps_type"] = isinstance(error, ValueError)
         found["text"] = "\n".join([str(error), *getattr(error, "__notes__", [])])

@@ -1,4 +1,4 @@
-"""Starting two gloo ranks on this machine: parawrap beside those who do the same, what each returns, and how each fails."""
+"""Starting two gloo ranks on this machine: parawrap and its peers, their results, and their failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
 def rows() -> list[Row]:
-    """Second calls, first calls, failures, averages, and large results."""
+    """Measure second calls, first calls, failures, averages, and large results."""
     return [second_call(), first_call(), failures(), averages(), large_results()]
 
 
@@ -38,8 +38,8 @@ def _labelled(peer: str) -> str:
 
 
 def second_call() -> Row:
-    """One process calls all of them in turn; each has been called once before."""
-    peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # it starts no CPU ranks
+    """Call all peers in turn in one process, after one warm-up call each."""
+    peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # ddpw does not start CPU ranks
     arms = take_turns({_labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
     ours = arms["parawrap"].median_us
     faster = {name: arm.median_us / ours for name, arm in arms.items() if name != "parawrap"}
@@ -55,7 +55,7 @@ def second_call() -> Row:
 
 
 def first_call() -> Row:
-    """Fresh processes that have imported torch and the peer, in turn."""
+    """Time the first call in fresh processes that have imported torch and the peer."""
     times: dict[str, list[float]] = {"parawrap": [], "mp.spawn": []}
     for _ in range(7):
         for name, microseconds in times.items():
@@ -66,13 +66,13 @@ def first_call() -> Row:
 
 
 def failures() -> Row:
-    """What each returns, and what each makes of a rank that raises or is killed while the other waits for it."""
+    """Tabulate each peer's result, and its error if a rank raises or dies while the other rank waits."""
     lines = ["| | returned | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
     waits: dict[str, float] = {}
     for name in PEERS:
         found = {scenario: _alone(name, scenario) for scenario in SCENARIOS}
         told = [_told(scenario, found[scenario]) for scenario in SCENARIOS]
-        if "raised" in found["fine"]:  # ddpw makes no process group on the CPU
+        if "raised" in found["fine"]:  # ddpw does not create a process group on the CPU
             told = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
         lines.append(f"| {_labelled(name)} | {' | '.join(told)} |")
         if name == "parawrap":
@@ -90,7 +90,7 @@ def failures() -> Row:
 
 def _told(scenario: str, found: dict[str, Any]) -> str:
     if "hung" in found:
-        return f"hung: ended after {PATIENCE_S} s; {found['hung']} of its processes were left"
+        return f"hung: killed after {PATIENCE_S} s with {found['hung']} child processes"
     if "returned" in found:
         return f"`{found['returned'][:60]}`" + ("" if scenario == "fine" else ", as if nothing had happened")
     names = "names the signal" if re.search("SIGKILL|signal 9|Signal 9", found["text"]) else "does not name the signal"
@@ -100,7 +100,7 @@ def _told(scenario: str, found: dict[str, Any]) -> str:
 
 
 def _alone(peer: str, scenario: str) -> dict[str, Any]:
-    """One launch in a process of its own, which is ended when it takes too long."""
+    """Run one launch in its own process, and kill the process after a timeout."""
     with tempfile.TemporaryDirectory() as folder:
         killed_at = Path(folder) / "killed"
         process = subprocess.Popen(
@@ -122,7 +122,7 @@ def _alone(peer: str, scenario: str) -> dict[str, Any]:
 
 
 def _raised_at(text: str) -> str | None:
-    """The time that the failing rank wrote into its exception."""
+    """Return the time that the failing rank wrote into its exception."""
     times = re.findall(r"\b1\d{9}\.\d+\b", text)
     return times[0] if times else None
 
@@ -139,12 +139,12 @@ def _kill_tree(process: subprocess.Popen[str]) -> int:
 
 
 def averages() -> Row:
-    """Gradients of 300 parameters, averaged together and one by one."""
+    """Average the gradients of 300 parameters, together and one by one."""
     (ours, theirs, equal), _ = wrapper(TWO)(_average_gradients)()
     ratio = theirs.median_us / ours.median_us
     return Row(
         "average_params_grads, 300 parameters of 64x64 and 64, 2 ranks",
-        {"parawrap": ours, "one all_reduce a parameter": theirs},
+        {"parawrap": ours, "one all_reduce per parameter": theirs},
         f"{ratio:.1f} times faster; bit-identical on both ranks: {equal}",
         "at least 4 times faster, bit-identical",
         ratio >= 4 and equal,
@@ -172,13 +172,13 @@ def _average_gradients() -> tuple[Any, Any, bool]:
 
 
 def large_results() -> Row:
-    """A gigabyte from each of two ranks."""
+    """Return a gigabyte from each of two ranks."""
     start = time.perf_counter()
     results = wrapper(TWO)(_gigabyte)()
     seconds = time.perf_counter() - start
     whole = all(result.nbytes == 2**30 and result[-1] == rank for rank, result in enumerate(results))
     return Row(
-        "1 GB from each of 2 ranks, made and brought back", {}, f"{seconds:.1f} s, whole: {whole}", "both whole", whole
+        "1 GB from each of 2 ranks, created and returned", {}, f"{seconds:.1f} s, whole: {whole}", "both whole", whole
     )
 
 

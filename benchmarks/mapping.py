@@ -1,61 +1,109 @@
-"""`map` over lanes against the loop that one would write, and against a ThreadPoolExecutor with as many workers.
+"""`map` over two lanes, compared with a ThreadPoolExecutor of two workers and with loops.
 
-Batches of 4 of an encoder, traced and not. All arms keep their memory, each is a process of its own.
+Each arm has its own module object: inside the block, the block's own object is parallel. Lanes and workers use one thread
+each.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks._apart import KEPT, Apart, all_apart, bursts_in_turn
-from benchmarks._limits import cores_limit
-from benchmarks._measure import Row
-from benchmarks.zoo_nets import ZOO
-from parawrap.backends.cpu import usable_cores
+from benchmarks._measure import Ratio, Row, arm_of, ratio_of, threads, times_in_turn
+from benchmarks.nets import SMALL_ENCODER, Net
+from parawrap import parallel
 
-__all__ = ["rows"]
+__all__ = ["IN_FLIGHT", "LANES", "executor", "map_row", "rows", "windowed"]
 
-_NET, _ROWS, _BATCHES = "encoder", 4, 32
-_WANTED = 1.5
-_WARM_CALLS = 5
-_ONE, _LOOP, _MAP, _POOL = "loop, one thread", "loop, torch's threads", "map", "ThreadPoolExecutor"
-_WAYS = {_ONE: "loop", _LOOP: "loop", _MAP: "map", _POOL: "executor"}
+LANES, IN_FLIGHT = 2, 4
+_ROWS, _BATCHES = 4, 32
+_WANTED = 0.95
+_ONE, _LOOP, _MAP, _POOL = "loop, one thread", f"loop, {LANES} threads", "map", "ThreadPoolExecutor"
 
 
-def rows() -> list[Row]:
-    """The traced encoder, for which something is wanted, and the one as it is, whose lanes share the interpreter."""
-    return [_row("traced", traced=True), _row("not traced", traced=False)]
+def rows(net: Net = SMALL_ENCODER, rounds: int = 60, batches: int = _BATCHES) -> list[Row]:
+    """Measure the traced net, which has a goal, and the net as it is."""
+    return [_row(net, rounds, batches, traced=True), _row(net, rounds, batches, traced=False)]
 
 
-def _row(name: str, *, traced: bool) -> Row:
-    cores = usable_cores()
-    given = {"net": _NET, "traced": traced, "rows": _ROWS, "batches": _BATCHES}
-    threads = {arm: {**KEPT, "OMP_NUM_THREADS": str(1 if arm == _ONE else cores)} for arm in _WAYS}
-    starts = {
-        arm: partial(Apart, f"{__package__}.zoo_arms:Stream", threads[arm], way=way, **given) for arm, way in _WAYS.items()
-    }
-    with all_apart(starts) as processes:
-        for process in processes.values():
-            process.ask("burst", calls=_WARM_CALLS)
-        taken = bursts_in_turn(processes, calls=1, pairs=dict.fromkeys([_ONE, _LOOP, _POOL], _MAP))
-    gains = {arm: taken.gain(_MAP, arm) for arm in (_ONE, _LOOP, _POOL)}
-    one = taken.median(_ONE)
+def _row(net: Net, rounds: int, count: int, *, traced: bool) -> Row:
+    batches = [net.batch(_ROWS) for _ in range(count)]
+    with torch.no_grad(), threads(LANES), executor() as pool:
+        plain, ours, theirs = (_model(net, batches[0], traced=traced) for _ in range(3))
+
+        def loop_on_one_thread() -> None:
+            with threads(1):
+                _loop(plain, batches)
+
+        with parallel(ours, ["cpu"] * LANES, out_dims=0) as p:
+            times = times_in_turn(
+                {
+                    _ONE: loop_on_one_thread,
+                    _LOOP: lambda: _loop(plain, batches),
+                    _POOL: lambda: list(windowed(pool, theirs, batches)),
+                    _MAP: lambda: list(p.map(batches, buffersize=IN_FLIGHT)),
+                },
+                rounds=rounds,
+                settle=1,
+            )
+    kind = "traced" if traced else "not traced"
+    name = f"map: {net.name}, {kind}, {count} batches of {_ROWS}, {LANES} lanes"
+    return map_row(name, times, judged=traced)
+
+
+def map_row(name: str, times: dict[str, list[float]], *, judged: bool) -> Row:
+    """Return the row of these times, which come from the same rounds; `judged` if a goal applies."""
+    gains: dict[str, Ratio] = {arm: ratio_of(values, times[_MAP]) for arm, values in times.items() if arm != _MAP}
     return Row(
-        f"map: {ZOO[_NET].title}, {name}, {_BATCHES} batches of {_ROWS}, {cores} lanes",
-        taken.arms,
-        "times as fast as "
-        + ", ".join(f"{arm}: {gain}" for arm, gain in gains.items())
-        + f"; the loop, itself: {taken.itself(_LOOP)}",
-        f"at least {_WANTED} times as fast as the loop at one thread" if traced else "reported",
-        not traced or gains[_ONE].median >= _WANTED,
-        peers=f"torch {torch.__version__}; concurrent.futures",
-        extra={
-            "limits": {
-                "cores, over one thread": cores_limit(one, one, cores),
-                "cores, over torch's threads": cores_limit(taken.median(_LOOP), one, cores),
-            },
-            "gains": {arm: gain.median for arm, gain in gains.items()},
-        },
+        name,
+        {arm: arm_of(values) for arm, values in times.items()},
+        "map's speed-up over " + ", ".join(f"{arm}: {gain}" for arm, gain in gains.items()),
+        f"at least {_WANTED} times the speed of a ThreadPoolExecutor" if judged else "reported",
+        not judged or gains[_POOL].median >= _WANTED,
+        peers=f"concurrent.futures, {LANES} workers, {IN_FLIGHT} batches in flight; torch {torch.__version__}",
+        extra={"gains": {arm: gain.median for arm, gain in gains.items()}},
     )
+
+
+def _model(net: Net, example: torch.Tensor, *, traced: bool) -> nn.Module:
+    model = net.make().eval()
+    return torch.jit.trace(model, example) if traced else model
+
+
+def _loop(model: nn.Module, batches: Iterable[torch.Tensor]) -> None:
+    for batch in batches:
+        model(batch)
+
+
+def executor() -> ThreadPoolExecutor:
+    """Return a pool with one worker per lane. Operators use one thread in each worker."""
+
+    def begin() -> None:
+        torch.get_num_threads()  # torch drops the setting of a thread that has not read it once
+        torch.set_num_threads(1)
+
+    return ThreadPoolExecutor(LANES, initializer=begin)
+
+
+def windowed(pool: ThreadPoolExecutor, model: nn.Module, batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield outputs in order with `IN_FLIGHT` batches in flight. Executor.map would read all batches at once."""
+    pending: deque[Future[Any]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_without_gradients, model, batch))
+            if len(pending) >= IN_FLIGHT:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        wait(pending)
+
+
+def _without_gradients(model: nn.Module, batch: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return model(batch)

@@ -1,4 +1,4 @@
-"""What feeding NeuronCores costs, and how near to ideal it comes; on emulated cores."""
+"""The overhead of feeding NeuronCores, and the throughput compared with the ideal, on emulated cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from parawrap import neuron, parallel
 from parawrap.testing import neuron_host
 
 _CORES = 4
-_PEER = "torch_neuronx.DataParallel's documented way: a ThreadPoolExecutor with num_workers threads per forward"
+_PEER = "torch_neuronx.DataParallel's documented method: a ThreadPoolExecutor with num_workers threads per forward"
 
 _SERVING_CORES, _CLIENTS, _REQUESTS = 8, 16, 100
 _LATENCY_S = 5e-3
@@ -23,12 +23,12 @@ _ROUNDS = 5
 
 
 def rows() -> list[Row]:
-    """A call's overhead beyond its inferences, and a stream of single-row requests."""
+    """Measure the overhead of a call, and a stream of single-row requests."""
     return [_overhead(_CORES), _overhead(4 * _CORES), _serving()]
 
 
 def _overhead(batch: int) -> Row:
-    """All arms run the same inferences on the same cores; "plain" runs them one after the other, in one thread."""
+    """Run the same inferences on the same cores in every arm; "plain" runs them in sequence, in one thread."""
     x = torch.randn(batch, 16)
     with neuron_host(cores=_CORES) as host:
         compiled = neuron.trace(torch.nn.Identity(), x[:1])
@@ -39,19 +39,18 @@ def _overhead(batch: int) -> Row:
             {
                 "plain": lambda: [replica(shard) for replica, shard in zip(replicas, shards, strict=True)],
                 "parawrap": lambda: net(x),
-                "a pool per call": lambda: _pool_per_call(replicas, x),
+                "pool per call": lambda: _pool_per_call(replicas, x),
             },
             rounds=400,
             calls=5,
         )
         net.close()
-    ours, theirs = (arms[name].median_us - arms["plain"].median_us for name in ("parawrap", "a pool per call"))
-    times = f"{theirs / ours:.1f} times less than" if ours > 0 else "less than nothing, against that of"
+    ours, theirs = (arms[name].median_us - arms["plain"].median_us for name in ("parawrap", "pool per call"))
+    times = f", {theirs / ours:.1f} times less" if ours > 0 else ""
     return Row(
         f"neuron: identity, {batch}x16, {_CORES} emulated cores",
         arms,
-        f"{ours:.0f} us over the inferences themselves, {times} a pool per call ({theirs:.0f} us); after a few calls "
-        "parawrap may run inferences as short as these in the caller",
+        f"overhead: {ours:.0f} us, pool per call {theirs:.0f} us{times}",
         "at least 4 times less",
         4 * ours <= theirs,
         peers=_PEER,
@@ -64,9 +63,9 @@ def _pool_per_call(replicas: Sequence[Callable[[torch.Tensor], torch.Tensor]], x
 
 
 def _serving() -> Row:
-    """Clients that each send one row, wait for its output, and send the next.
+    """Measure clients that each send one row and wait for its output.
 
-    An emulated core takes up an input that waits the moment it is free, as hardware with a queue does.
+    An idle emulated core starts a pending input at once, like hardware with a queue.
     """
     with neuron_host(cores=_SERVING_CORES, latency_s=_LATENCY_S):
         model = neuron.trace(torch.nn.Identity(), torch.zeros(1, 16))
@@ -74,13 +73,13 @@ def _serving() -> Row:
             _serve(lambda x: block.submit(x).result(), 2)
             runs = in_turn({"submit": lambda: _serve(lambda x: block.submit(x).result(), _REQUESTS)}, _ROUNDS)["submit"]
     ideal_rate = _SERVING_CORES / _LATENCY_S
-    ideal_s = _LATENCY_S * _CLIENTS / _SERVING_CORES  # each request finds as many before it as a core has clients
+    ideal_s = _LATENCY_S * _CLIENTS / _SERVING_CORES  # each request waits for the other clients of its core
     share = statistics.median(_CLIENTS * _REQUESTS / wall_s / ideal_rate for wall_s, _ in runs)
     p99_s = statistics.median(statistics.quantiles(latencies, n=100)[98] for _, latencies in runs)
     middle: Arm = arm_of([latency * 1e6 for _, latencies in runs for latency in latencies])
     return Row(
         f"neuron: {_CLIENTS} threads submit single rows, {_SERVING_CORES} cores of {_LATENCY_S * 1e3:.0f} ms",
-        {"latency of a request": middle},
+        {"latency per request": middle},
         f"{share:.1%} of the ideal {ideal_rate:.0f} requests/s; p99 {p99_s * 1e3:.1f} ms, {p99_s / ideal_s:.2f} times the "
         f"ideal {ideal_s * 1e3:.0f} ms",
         "at least 95%, and p99 under 3 inferences (15 ms)",
@@ -90,7 +89,7 @@ def _serving() -> Row:
 
 
 def _serve(request: Callable[[torch.Tensor], object], requests: int) -> tuple[float, list[float]]:
-    """The seconds that all clients took together, and the latency of each request."""
+    """Return the seconds until all clients finished, and the latency of each request."""
     latencies: list[list[float]] = [[] for _ in range(_CLIENTS)]
     ready = threading.Barrier(_CLIENTS + 1)
 

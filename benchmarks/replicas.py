@@ -1,54 +1,56 @@
-"""How many bytes of parameters are copied between devices; counted on the simulated accelerator of the tests."""
+"""The bytes of parameters copied between devices, counted on the simulated accelerator of the tests."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from benchmarks._measure import Row
-
-_COUNT = """
-import torch
-from tests import simdevice
-why = simdevice.available()
-if why is not None:
-    raise SystemExit(why)
-simdevice.install(4)
+from benchmarks._process import in_process
 from parawrap import parallel
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)).to("sim:0")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-size = sum(p.nbytes for p in model.parameters())
-x = torch.randn(64, 64, device="sim:0")
-moved = lambda: simdevice.stats().d2d_bytes
-with parallel(model, 4) as p:
-    with torch.no_grad():
-        model(x)
-        before = moved(); model(x); rows = moved() - before
-    model(x).sum().backward(); optimizer.step()
-    with torch.no_grad():
-        before = moved(); model(x); step = moved() - before
-        before = moved(); model(x); after = moved() - before
-    print(rows - (3 * x.nbytes // 4 + 3 * 64 * 8 * 4 // 4), (step - after) / size, p.stats().refreshes)
-"""
+
+__all__ = ["count", "rows"]
+
+_DEVICES = 4
 
 
 def rows() -> list[Row]:
-    """A second inference call, and the call after an optimizer step, on four devices."""
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNT], capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False
-    )
-    if done.returncode:
-        return [
-            Row(
-                "replicas: bytes copied",
-                {},
-                f"not measured: {done.stderr.strip().splitlines()[-1]}",
-                "0, then 3",
-                held=True,
-            )
-        ]
-    second, step, refreshes = done.stdout.split()
-    verdict = f"{second} bytes of parameters at the second call, {step} times the model after a step, {refreshes} refresh"
-    held = (int(second), float(step), int(refreshes)) == (0, 3.0, 1)
-    return [Row("replicas: bytes copied, 4 simulated devices", {}, verdict, "0; 3 times (once a device); 1 refresh", held)]
+    """Measure a second inference call, and the first inference call after an optimizer step."""
+    name = f"replicas: bytes copied, {_DEVICES} simulated devices"
+    wanted = "0 bytes at the second call; 3 times the model (once per other device) after a step"
+    found = in_process(f"{__name__}:count")
+    if isinstance(found, str):
+        return [Row(name, {}, f"not measured: {found}", wanted, held=True)]
+    second, step = found
+    verdict = f"{second} bytes of parameters at the second call; {step:g} times the model after a step"
+    return [Row(name, {}, verdict, wanted, (second, step) == (0, 3.0))]
+
+
+def count() -> tuple[int, float] | str:
+    """Return the copied bytes and the copied multiples of the model, or the reason that nothing can be counted."""
+    from tests import simdevice
+
+    if (reason := simdevice.available()) is not None:
+        return reason
+    simdevice.install(_DEVICES)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).to("sim:0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size, x = sum(parameter.nbytes for parameter in model.parameters()), torch.randn(64, 64, device="sim:0")
+    rows_moved = (_DEVICES - 1) * (x.nbytes + 64 * 8 * 4) // _DEVICES
+
+    def moved() -> Any:
+        before = simdevice.stats().d2d_bytes
+        model(x)
+        return simdevice.stats().d2d_bytes - before
+
+    with parallel(model, _DEVICES, out_dims=0):
+        with torch.no_grad():
+            moved()
+            second = moved()
+        model(x).sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            step, after = moved(), moved()
+    return second - rows_moved, (step - after) / size

@@ -1,4 +1,4 @@
-"""The constants of a launch's cost, from which docs/launch_sizing.md computes what launches of other sizes would cost."""
+"""The constants of a launch's cost. docs/launch_sizing.md computes the cost of other sizes from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REPORTED = "reported"
 
 
 def rows() -> list[Row]:
-    """Imports, ranks, the watch over them, the store that they meet at, and gloo's ways to connect them."""
+    """Measure imports, ranks, the process that watches them, the store, and gloo's two ways to connect ranks."""
     watching, meeting = found("watching"), found("meeting")
     return [
         imports(found("imports")),
@@ -30,7 +30,7 @@ def rows() -> list[Row]:
 
 
 def imports(report: Report) -> Row:
-    """What each node's Python has to read and to compute."""
+    """Return the files and the processor time of a node's imports."""
     constants = {f"import_{word}": report[word] for word in ("files", "touched_mb", "whole_mb")}
     return _row(
         "what a node's Python imports",
@@ -41,10 +41,10 @@ def imports(report: Report) -> Row:
 
 
 def ranks(report: Report) -> list[Row]:
-    """A rank that is forked, and one that is a fresh interpreter."""
+    """Return the cost of a forked rank and of a rank in a fresh interpreter."""
     own = {method: statistics.median(report[f"{method}_own_mb"]) for method in ("forkserver", "spawn")}
     told = {
-        method: f"{own[method]:.1f} MB of its own, {statistics.median(report[f'{method}_pss_mb']):.0f} MB with its share "
+        method: f"{own[method]:.1f} MB private, {statistics.median(report[f'{method}_pss_mb']):.0f} MB with its share "
         f"of what 4 such ranks have in common, {statistics.median(report[f'{method}_rss_mb']):.0f} MB with all of that"
         for method in own
     }
@@ -62,7 +62,7 @@ def ranks(report: Report) -> list[Row]:
 
 
 def watch(report: Report) -> Row:
-    """The side that watches, from the first rank's start to the last one's end."""
+    """Return the cost of watching, from the first rank's start to the last rank's end."""
     runs = report["runs"]
     a, b = fit([(run["n_ranks"], run["watch_s"]) for run in runs])
     largest = [run for run in runs if run["n_ranks"] == runs[-1]["n_ranks"]]
@@ -73,27 +73,27 @@ def watch(report: Report) -> Row:
         )
     }  # fmt: skip
     return _row(
-        "processor time to watch a launch over a line a node",
+        "processor time to watch a launch over one connection per node",
         _arms(runs, "watch_s"),
-        f"{_us(a)} a rank and {_us(b)} a pair of ranks; an open file for each rank's result, and one for each node",
+        f"{_us(a)} per rank and {_us(b)} per pair of ranks; an open file for each rank's result, and one for each node",
         constants,
     )
 
 
 def words(report: Report) -> Row:
-    """What ranks write and return, at the side that watches."""
+    """Return the cost of the ranks' output and results in the process that watches."""
     put = [taken + kept for taken, kept in zip(report["mb_s"], report["mb_put_s"], strict=True)]
     line, megabyte = statistics.median(report["line_s"]), statistics.median(put)
     return _row(
         "processor time to take what ranks write and return",
         {"a line of 80 bytes": _arm(report["line_s"]), "a MB of a result, into its file": _arm(put)},
-        f"{_us(line)} a line, {_us(megabyte)} a MB",
+        f"{_us(line)} per line, {_us(megabyte)} per MB",
         {"output_line_s": line, "result_mb_s": megabyte},
     )
 
 
 def store(report: Report) -> Row:
-    """The store of a launch, which one thread serves."""
+    """Return the cost of the launch's store, which has one thread."""
     constants = {
         "store_line_s": report["line_s"],
         "store_files_a_line": round(report["files_a_line"]),
@@ -114,7 +114,7 @@ def store(report: Report) -> Row:
 
 
 def gloo(runs: Sequence[Report]) -> Row:
-    """A group that connects every rank to every other."""
+    """Return the cost of a group that connects every rank to every other."""
     small, large = runs[0], runs[-1]
     sizes = [each["bytes"] / each["keys"] for each in (small, large)]
     a_rank = (sizes[1] - sizes[0]) / (large["n_ranks"] - small["n_ranks"])
@@ -130,14 +130,14 @@ def gloo(runs: Sequence[Report]) -> Row:
     return _row(
         "gloo, its ranks threads: to connect all with all, and a first all_reduce",
         _arms(runs, "cpu_s") | {f"the store, {name}": arm for name, arm in _arms(runs, "store_s").items()},
-        f"{_us(rank_s)} a rank and {_us(pair_s)} a pair; each rank reads {sizes[1]:,.0f} bytes of each of "
+        f"{_us(rank_s)} per rank and {_us(pair_s)} per pair; each rank reads {sizes[1]:,.0f} bytes of each of "
         f"{large['n_ranks']}, and has {large['files_a_rank']:.0f} files open",
         constants,
     )
 
 
 def lazy_gloo(runs: Sequence[Report]) -> Row:
-    """A group that connects ranks when they first talk to each other."""
+    """Return the cost of a group that connects two ranks at their first message."""
     largest = [run for run in runs if run["n_ranks"] == runs[-1]["n_ranks"]]
     constants = {
         f"lazy_{name}": statistics.median(run[word] / run["n_ranks"] for run in largest)
@@ -147,7 +147,7 @@ def lazy_gloo(runs: Sequence[Report]) -> Row:
     return _row(
         "the same with TORCH_GLOO_LAZY_INIT=1",
         _arms(runs, "cpu_s") | {f"the store, {name}": arm for name, arm in _arms(runs, "store_s").items()},
-        f"{_us(constants['lazy_rank_s'])} a rank, whatever their number; {files:.0f} open files",
+        f"{_us(constants['lazy_rank_s'])} per rank at every size; {files:.0f} open files",
         constants | {"lazy_files": files},
     )
 

@@ -1,6 +1,6 @@
-"""What a launch of any size costs, computed from what was measured with small ones; and which limit it meets first.
+"""The cost of a launch of any size, computed from measurements of small launches, and the limits by size.
 
-Knows formulae and constants, and neither how those were measured nor how they are told.
+Only formulae and constants: `sizing_probes` measures, and `sizing_page` writes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MINUTE, _CHOSEN = 60, "a minute of one processor (chosen)"
 
 
 class Constants(NamedTuple):
-    """What was measured. Seconds are of one processor, megabytes are 10^6 bytes."""
+    """Measured constants. Seconds are of one processor, megabytes are 10^6 bytes."""
 
     import_s: float
     import_files: float
@@ -63,7 +63,7 @@ class Constants(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """One cost of a launch on N ranks: its formula as it is told, and as it is computed."""
+    """One cost of a launch on N ranks: its formula as text and as code."""
 
     what: str
     unit: str
@@ -72,18 +72,18 @@ class Cost(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """What a cost must not exceed, what happens beyond, and what to use then: names in `CURES`."""
+    """The largest acceptable value of a cost, the consequence of a larger one, and its cures (keys of `CURES`)."""
 
     cost: str
     value: float
     whose: str
     beyond: str
     cures: tuple[str, ...]
-    ends: bool = False  # the launch, rather than make it slow
+    ends: bool = False  # True if the launch fails; otherwise it is slow
 
 
 def constants_of(rows: Iterable[Mapping[str, object]]) -> Constants:
-    """From the rows of a results file."""
+    """Return the constants in the rows of a results file."""
     found: dict[str, float] = {}
     for row in rows:
         extra = row["extra"]
@@ -93,7 +93,7 @@ def constants_of(rows: Iterable[Mapping[str, object]]) -> Constants:
 
 
 def fit(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """Of times t at sizes n, a and b of t = a n + b n^2: the smallest squares of relative deviations, and b not below 0."""
+    """Fit t = a n + b n^2 to sizes n and times t by least squares of relative deviations, with b >= 0."""
     scaled = [(1 / time * size, 1 / time * size * size) for size, time in points]
     xx, xy, yy = (sum(x * x for x, _ in scaled), sum(x * y for x, y in scaled), sum(y * y for _, y in scaled))
     x1, y1 = sum(x for x, _ in scaled), sum(y for _, y in scaled)
@@ -109,7 +109,7 @@ def _nodes(ranks: int) -> int:
 
 
 def _store_mb(constants: Constants, ranks: int) -> float:
-    """Every rank reads every other's addresses, which are longer in larger worlds."""
+    """Return the megabytes of addresses: every rank reads every other's, and they grow with the world."""
     return ranks**2 * (constants.gloo_key_bytes + constants.gloo_key_bytes_a_rank * ranks) / 1e6
 
 
@@ -225,12 +225,12 @@ LIMITS = (
 
 
 def cost(name: str, constants: Constants, ranks: int) -> float:
-    """What a launch on so many ranks costs, in the unit of that cost."""
+    """Return a cost of a launch on `ranks` ranks, in its unit."""
     return COSTS[name].of(constants, ranks)
 
 
 def most_ranks(limit: Limit, constants: Constants) -> int:
-    """The largest number of ranks within a limit; costs grow with ranks."""
+    """Return the largest number of ranks within a limit. Costs grow with ranks."""
     low, high = 0, _MOST
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,6 +1,6 @@
-"""docs/launch_sizing.md, as benchmarks/results/sizing.json gives it: written by ``python -m benchmarks.sizing_page``.
+"""docs/launch_sizing.md, computed from benchmarks/results/sizing.json.
 
-The suite itself writes it too.
+``python -m benchmarks.sizing_page`` and the suite itself write it.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _UNMEASURED = """\
 
 
 def write() -> None:
-    """Write the page that the results give."""
+    """Write the page."""
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The page, from a results file's document."""
+    """Return the page for a results document."""
     constants = constants_of(document["rows"])
     where = ", ".join([document["date"], *document["hardware"].values(), *_named(document["versions"])])
     said = (
@@ -99,7 +99,7 @@ def _breaks(constants: Constants) -> str:
 
 
 def _advice(constants: Constants) -> str:
-    """What each size asks for: the cures of the limits that it exceeds."""
+    """List for each size the cures of the limits that it exceeds."""
     lines, before = [], set[str]()
     for size in SIZES:
         names = [name for limit in LIMITS if most_ranks(limit, constants) < size for name in limit.cures]
@@ -133,12 +133,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _rounded(value: float) -> int:
-    """To two figures: more than that a model does not know."""
+    """Round to two figures, the precision of the model."""
     return int(float(f"{value:.1e}"))
 
 
 def _figure(value: float) -> str:
-    """Three figures, without exponents down to a thousandth."""
+    """Format three figures, without exponents down to a thousandth."""
     if value == 0:
         return "0"
     if abs(value) < 1e-3:

@@ -1,7 +1,7 @@
-"""What sizing measures, each in a process of its own: ``python -m benchmarks.sizing_probes NAME`` prints it as JSON.
+"""The probes of the sizing suite: ``python -m benchmarks.sizing_probes NAME`` prints one as JSON.
 
-Nothing here needs a cluster. What watches a launch hears of nodes that are no more than lines to one other process, which
-answers as the keepers of nodes do; the ranks of a mesh are threads. Processor times are those of the side that is measured.
+No probe needs a cluster. One other process answers in place of all nodes of a launch, and the ranks of a mesh are threads.
+Processor times are those of the measured side.
 """
 
 from __future__ import annotations
@@ -51,22 +51,22 @@ _PATIENCE_S = 120.0
 _MESH_PATIENCE = dt.timedelta(seconds=60)
 _MB = 1e6
 _WATCHED = (8, 128, 512, 1024, 2048)
-_MESHES = {8: 3, 16: 3, 32: 2, 64: 1}  # how often each: the end of so many connections takes many seconds
+_MESHES = {8: 3, 16: 3, 32: 2, 64: 1}  # size: repetitions; closing many connections takes seconds
 _LINES_TO_STORE = 100
 _LINES, _LINE = 200, b"x" * 79 + b"\n"
 _RESULT_MB = 4
 _ROUNDS = 3
-# Torch asks for the name of every address that it connects to, and says so where nobody answers.
+# torch resolves the name of every address that it connects to, and warns if no resolver answers.
 _ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 Report = dict[str, Any]
 
 
 def found(name: str) -> Report:
-    """What the probe of this name finds, measured in a process of its own.
+    """Run a probe in its own process and return its report.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: If the probe fails.
     """
     process = subprocess.run(
         [
@@ -114,7 +114,7 @@ print(spent, len(read | mapped), touched + size(read - mapped), size(read | mapp
 
 
 def imports() -> Report:
-    """What a node's Python reads and computes until it can fork ranks, with all files in the page cache."""
+    """Measure the imports of a node's Python before it can fork ranks, with all files in the page cache."""
     runs = [_run_imports() for _ in range(_ROUNDS + 2)][1:]
     return {
         "cpu_s": [run[0] for run in runs],
@@ -135,7 +135,7 @@ _ALONE = Platform(device="cpu", n_cpus=4, ipc_groups=None, verbose=False)
 
 
 def of_rank() -> Report:
-    """What a rank has used when its function begins, and what memory is its own."""
+    """Return the processor time and the memory of a rank when its function begins."""
     words = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()]
     sizes = {line[0]: 1024 * int(line[1]) / _MB for line in words if line[-1] == "kB"}
     return {
@@ -147,7 +147,7 @@ def of_rank() -> Report:
 
 
 def ranks() -> Report:
-    """Ranks that are forked from a warm process, beside such as are fresh interpreters; and how long the fork takes."""
+    """Measure ranks forked from a warm process, ranks in fresh interpreters, and the fork itself."""
     wrapper(_ALONE)(of_rank)()  # starts the warm process, and lets it load what ranks need
     report: Report = {"fork_s": _forks()}
     for method in ("forkserver", "spawn"):
@@ -176,7 +176,7 @@ def _forks() -> list[float]:
 
 @dataclass(frozen=True)
 class _Load:
-    """What each rank of a launch does."""
+    """The work of each rank of a launch."""
 
     n_ranks: int
     lines: int = 0
@@ -188,7 +188,7 @@ class _Load:
 
 
 def watching() -> Report:
-    """One process watches launches of several sizes; then one of which every rank writes, and one with large results."""
+    """Watch launches of several sizes, a launch with output, and a launch with large results."""
     _may_open_many()
     sizes = [size for size in _WATCHED if 2 * size < resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
     runs = [_alone(lambda size=size: _watched(_Load(size))) for size in sizes for _ in range(_ROUNDS)]
@@ -210,7 +210,7 @@ def watching() -> Report:
 
 
 def _watched(load: _Load) -> Report:
-    """Watch a launch whose nodes are lines to another process, as the first node of a batch job does."""
+    """Watch a launch as the first node of a batch job does. One other process answers for all nodes."""
     token, loop = os.urandom(32), Loop()
     front, folder = Front(["127.0.0.1"], token), Path(tempfile.mkdtemp(prefix="parawrap-sizing-"))
     pid = _forked(lambda: _answer(load, front.address))
@@ -250,7 +250,7 @@ def _watched(load: _Load) -> Report:
 
 
 def _answer(load: _Load, address: Address) -> None:
-    """Be all nodes: every rank begins, and when the last has, each writes what it has to and returns."""
+    """Answer for all nodes: start every rank, and then write and return for each."""
     result = packed(b"x" * int(load.result_mb * _MB), "result", "the result")
     size = os.fstat(result).st_size
     pieces = [os.pread(result, 1 << 16, start) for start in range(0, size, 1 << 16)]
@@ -295,7 +295,7 @@ def _return_all(load: _Load, wires: Sequence[Wire], pieces: Sequence[bytes]) -> 
 
 
 class _StoreProcess:
-    """A store in a process of its own, as ranks find it at whoever watches them; tells what it has used."""
+    """A launch's store in its own process, which reports its processor time, files, and memory."""
 
     def __init__(self) -> None:
         self._line, its = socket.socketpair()
@@ -315,7 +315,7 @@ class _StoreProcess:
         os._exit(0)
 
     def used(self) -> tuple[float, int, float]:
-        """Processor seconds, open files and bytes of memory."""
+        """Return processor seconds, open files, and bytes of memory."""
         self._line.sendall(b"?")
         cpu_s, files, memory = json.loads(self._line.recv(1000))
         return cpu_s, files, memory
@@ -339,7 +339,7 @@ def _store() -> Iterator[_StoreProcess]:
 
 
 def meeting() -> Report:
-    """What lines to the store, questions to it and the bytes of its answers cost; what gloo asks of it, and itself."""
+    """Measure the store's connections, requests, and bytes, and gloo's connections through it."""
     _may_open_many()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with _store() as store:
@@ -362,7 +362,7 @@ def _lines(store: _StoreProcess) -> tuple[Report, list[dist.TCPStore]]:
 
 
 def _questions(store: _StoreProcess, lines: Sequence[dist.TCPStore]) -> Report:
-    """One client asks for what is small and what is large; then eight ask as much as they can."""
+    """Measure small and large requests of one client, and small requests of eight clients at full rate."""
     client, count, mb = lines[0], 3000, 64
     client.set("small", "x" * 64)
     client.set("large", "x" * int(_MB))
@@ -390,7 +390,7 @@ def _rate(lines: Sequence[dist.TCPStore], count: int) -> float:
 
 
 def _mesh(store: _StoreProcess, lines: Sequence[dist.TCPStore], name: str) -> Report:
-    """A gloo group whose ranks are threads of one process, which is left without taking the group apart."""
+    """Measure a gloo group over threads of one process, which exits without destroying the group."""
     before = store.used()[0]
     told = _alone(lambda: _meshed(lines, name))
     return told | {"n_ranks": len(lines), "store_s": store.used()[0] - before}
@@ -418,7 +418,7 @@ def _meshed(lines: Sequence[dist.TCPStore], name: str) -> Report:
 
 
 def _forked(work: Callable[[], None]) -> int:
-    """A fork of this process that does this and ends."""
+    """Run `work` in a fork of this process and return the fork's pid."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -429,7 +429,7 @@ def _forked(work: Callable[[], None]) -> int:
 
 
 def _alone(work: Callable[[], Report]) -> Report:
-    """What this gives in a fork of this process."""
+    """Return the result of `work` in a fork of this process."""
     reader, writer = os.pipe()
 
     def tell() -> None:
@@ -442,7 +442,7 @@ def _alone(work: Callable[[], Report]) -> Report:
     with os.fdopen(reader) as pipe:
         told = pipe.read()
     if os.waitpid(pid, 0)[1]:
-        msg = "a process that was to measure something ended with an error, which stands above"
+        msg = "a measuring process failed; its error is above"
         raise RuntimeError(msg)
     report: Report = json.loads(told)
     return report

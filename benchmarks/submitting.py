@@ -1,50 +1,99 @@
-"""How long one small call takes from `submit` to its result while all lanes are at work on a stream of batches."""
+"""The latency of one small call from `submit` to its result, while all lanes work on a stream of batches."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from benchmarks._apart import KEPT, Apart, all_apart
-from benchmarks._measure import Row, arm_of, in_turn
-from benchmarks.zoo_nets import ZOO
-from parawrap.backends.cpu import usable_cores
+import torch
+
+from benchmarks._measure import Row, arm_of, in_turn, threads, wall_us
+from benchmarks.mapping import IN_FLIGHT, LANES, executor, windowed
+from benchmarks.nets import SMALL_ENCODER, Net
+from parawrap import parallel
 
 __all__ = ["rows"]
 
-_NET, _BATCH = "encoder", 8
-_REQUESTS, _ROUNDS, _WARM_CALLS = 40, 12, 20
-_ARMS = {
-    "parawrap": ("map", _BATCH),
-    "ThreadPoolExecutor": ("executor", _BATCH),
-    "parawrap, lanes idle": ("map", 0),
-    "ThreadPoolExecutor, idle": ("executor", 0),
-}
+_BATCH, _REQUESTS = 8, 40
+_IDLE, _OURS, _POOL = ", idle", "parawrap", "ThreadPoolExecutor"
+
+Submit = Callable[[torch.Tensor], Future[Any]]
 
 
-def rows() -> list[Row]:
-    """Every latency counts, not a burst's median: the last percent is what a server is judged by."""
-    made = f"{__package__}.zoo_arms:Requests"
-    starts = {arm: partial(Apart, made, KEPT, net=_NET, way=way, rows=size) for arm, (way, size) in _ARMS.items()}
-    with all_apart(starts, processes=1) as processes:
-        for process in processes.values():
-            process.ask("burst", calls=_WARM_CALLS)
-        bursts = in_turn(
-            {arm: partial(process.ask, "burst", calls=_REQUESTS) for (arm, _), process in processes.items()}, _ROUNDS
-        )
+def rows(net: Net = SMALL_ENCODER, rounds: int = 12, requests: int = _REQUESTS) -> list[Row]:
+    """Compare lanes with a ThreadPoolExecutor, under load and idle. All latencies count, for the 99th percentile."""
+    ours, theirs = (net.make().eval() for _ in range(2))
+    small, large = net.batch(1), net.batch(_BATCH)
+    with torch.no_grad(), threads(LANES), executor() as pool, parallel(ours, ["cpu"] * LANES, out_dims=0) as p:
+
+        def submit_to_pool(x: torch.Tensor) -> Future[Any]:
+            return pool.submit(torch.no_grad()(theirs), x)
+
+        def in_pool() -> Iterator[Any]:
+            return windowed(pool, theirs, itertools.repeat(large))
+
+        def in_lanes() -> Iterator[Any]:
+            return p.map(itertools.repeat(large), buffersize=IN_FLIGHT)
+
+        arms = {
+            _OURS: partial(_under_load, in_lanes, p.submit, small, requests),
+            _POOL: partial(_under_load, in_pool, submit_to_pool, small, requests),
+            _OURS + _IDLE: partial(_latencies, p.submit, small, requests),
+            _POOL + _IDLE: partial(_latencies, submit_to_pool, small, requests),
+        }
+        for arm in arms.values():
+            arm()
+        bursts = in_turn(arms, rounds)
     latencies = {arm: [latency for burst in given for latency in burst] for arm, given in bursts.items()}
-    last = {arm: statistics.quantiles(values, n=100)[98] for arm, values in latencies.items()}
-    ours, theirs = (statistics.median(latencies[arm]) for arm in ("parawrap", "ThreadPoolExecutor"))
+    p99 = {arm: statistics.quantiles(values, n=100)[98] for arm, values in latencies.items()}
+    medians = {arm: statistics.median(values) for arm, values in latencies.items()}
     return [
         Row(
-            f"submit under load: {ZOO[_NET].title}, one row, while {usable_cores()} lanes map batches of {_BATCH}",
+            f"submit: {net.name}, one row, while {LANES} lanes map batches of {_BATCH}",
             {arm: arm_of(values) for arm, values in latencies.items()},
-            "<br>".join(f"{arm}: p99 {value:,.0f} us" for arm, value in last.items())
-            + f"<br>{theirs / ours:.2f} times the executor's speed at the median, "
-            f"{last['ThreadPoolExecutor'] / last['parawrap']:.2f} at p99",
+            f"speed-up over the executor: median {medians[_POOL] / medians[_OURS]:.2f}, p99 {p99[_POOL] / p99[_OURS]:.2f}"
+            "<br>p99: " + ", ".join(f"{arm} {value:,.0f} us" for arm, value in p99.items()),
             "reported",
             held=True,
-            peers="concurrent.futures, with as many workers and batches in flight",
-            extra={"p99_us": last},
+            peers=f"concurrent.futures, {LANES} workers, {IN_FLIGHT} batches in flight",
+            extra={"p99_us": p99},
         )
     ]
+
+
+def _latencies(submit: Submit, x: torch.Tensor, requests: int) -> list[float]:
+    return [wall_us(lambda: submit(x).result()) for _ in range(requests)]
+
+
+def _under_load(stream: Callable[[], Iterator[Any]], submit: Submit, x: torch.Tensor, requests: int) -> list[float]:
+    with _load(stream):
+        return _latencies(submit, x, requests)
+
+
+@contextmanager
+def _load(stream: Callable[[], Iterator[Any]]) -> Iterator[None]:
+    """Consume the stream in a thread until the block ends."""
+    busy, over = threading.Event(), threading.Event()
+
+    def consume() -> None:
+        with torch.no_grad():
+            for done, _ in enumerate(stream()):
+                if done == IN_FLIGHT:
+                    busy.set()
+                if over.is_set():
+                    return
+
+    thread = threading.Thread(target=consume)
+    thread.start()
+    busy.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

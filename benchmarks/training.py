@@ -1,53 +1,53 @@
-"""A training step (forward, backward, SGD) of small nets on the CPU: plain torch, and blocks with three plans.
-
-All arms as a user gets them, each in processes of its own.
-"""
+"""A training step (forward, backward, SGD) of small nets on the CPU: plain, and over one lane per core."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import nn
 
-from benchmarks._apart import AS_A_USER_GETS_IT, Apart, all_apart, bursts_in_turn
-from benchmarks._limits import cores_limit
-from benchmarks._measure import Row
-from benchmarks.zoo import calls_a_burst
-from benchmarks.zoo_nets import ZOO
+from benchmarks._measure import Row, arm_of, ratio_of, threads, times_in_turn
+from benchmarks.nets import SMALL_ENCODER, Lstm, Net, conv, mlp
+from parawrap import parallel
 from parawrap.backends.cpu import usable_cores
 
 __all__ = ["rows"]
 
-_ROWS = {"mlp": 32, "conv": 8, "encoder": 8, "lstm": 32}
-_ARMS = ("plain", "default", "auto", "lanes")
-_ONE_THREAD = "plain, one thread"
-_WARM_CALLS = 60  # after so many, no plan is still trying
-_AUTO, _DEFAULT = 0.95, 0.90
+NETS = (
+    Net("MLP of 3 x 512", partial(mlp, 512), (512,), usual=256),
+    Net("conv 3-16-32, 32x32 images", conv, (3, 32, 32), usual=64),
+    SMALL_ENCODER,
+    Net("LSTM 64-128, 32 steps", Lstm, (32, 64), usual=64),
+)
 
 
-def rows() -> list[Row]:
-    """One a net; "lanes" is a block that cuts every call."""
-    return [_row(net, size) for net, size in _ROWS.items()]
+def rows(nets: Sequence[Net] = NETS, rounds: int = 40, lanes: int | None = None) -> list[Row]:
+    """Measure one row per net. The plain arm has one thread per lane of the other arm."""
+    return [_row(net, rounds, lanes or usable_cores()) for net in nets]
 
 
-def _row(net: str, size: int) -> Row:
-    made, env = f"{__package__}.zoo_arms:Step", AS_A_USER_GETS_IT
-    starts = {arm: partial(Apart, made, env, net=net, plan=arm, rows=size) for arm in _ARMS}
-    one = {**env, "OMP_NUM_THREADS": "1"}
-    starts[_ONE_THREAD] = partial(Apart, made, one, net=net, plan="plain", rows=size)
-    with all_apart(starts) as processes:
-        took = [sorted(process.ask("burst", calls=_WARM_CALLS))[_WARM_CALLS // 2] for process in processes.values()]
-        taken = bursts_in_turn(
-            processes, calls=calls_a_burst(took[0]), pairs=dict.fromkeys(_ARMS[1:], "plain"), rounds=(12, 40)
-        )
-    gains = {arm: taken.gain(arm, "plain") for arm in _ARMS[1:]}
-    told = [*(f"{arm} {gain}" for arm, gain in gains.items()), f"plain, itself {taken.itself('plain')}"]
+def _row(net: Net, rounds: int, lanes: int) -> Row:
+    plain, ours, x = net.make().train(), net.make().train(), net.batch(net.usual)
+    with threads(lanes), parallel(ours, ["cpu"] * lanes, out_dims=0):
+        steps = {"plain": partial(_step, plain, _sgd(plain), x), "lanes": partial(_step, ours, _sgd(ours), x)}
+        times = times_in_turn(steps, rounds=rounds, settle=1)
     return Row(
-        f"training step: {ZOO[net].title}, {size} rows",
-        taken.arms,
-        "times as fast as plain: " + ", ".join(told),
-        f"auto at least {_AUTO}; default at least {_DEFAULT:.2f}",
-        gains["auto"].median >= _AUTO and gains["default"].median >= _DEFAULT,
-        peers=f"torch {torch.__version__}, plain",
-        extra={"limits": {"cores": cores_limit(taken.median("plain"), taken.median(_ONE_THREAD), usable_cores())}},
+        f"training step: {net.name}, {net.usual} rows, {lanes} lanes",
+        {arm: arm_of(values) for arm, values in times.items()},
+        f"speed-up of lanes over plain: {ratio_of(times['plain'], times['lanes'])}",
+        "reported",
+        held=True,
+        peers=f"torch {torch.__version__}, {lanes} threads",
     )
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()

@@ -13,7 +13,6 @@ import importlib
 from typing import TYPE_CHECKING
 
 from parawrap._version import __version__
-from parawrap.engine import Plan
 from parawrap.errors import (
     DeviceListError,
     DeviceUnavailableError,
@@ -22,7 +21,6 @@ from parawrap.errors import (
     LaunchError,
     LaunchTimeoutError,
     ParawrapError,
-    PlanError,
     PlatformError,
     RankDiedError,
     ReplicaError,
@@ -33,6 +31,7 @@ from parawrap.errors import (
     VerifyError,
 )
 from parawrap.faces.collate import default_collate, tp_collate
+from parawrap.faces.compare import Comparison, compare
 from parawrap.faces.data_parallel import DataParallel, data_parallel
 from parawrap.faces.moving import Batch, cuda_attrs, recursive_cuda, recursive_to
 from parawrap.faces.parallel import Parallel, parallel
@@ -43,12 +42,13 @@ from parawrap.faces.tuplewise import Tuplewise
 from parawrap.shards import register_split
 
 if TYPE_CHECKING:
-    from parawrap import functional, neuron
+    from parawrap import cpu, functional, neuron
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 
 __all__ = [
     "Batch",
+    "Comparison",
     "DataParallel",
     "Device",
     "DeviceListError",
@@ -61,8 +61,6 @@ __all__ = [
     "Parallel",
     "ParallelWrapper",
     "ParawrapError",
-    "Plan",
-    "PlanError",
     "Platform",
     "PlatformError",
     "Preview",
@@ -80,6 +78,8 @@ __all__ = [
     "Wrapper",
     "__version__",
     "cat",
+    "compare",
+    "cpu",
     "cuda_attrs",
     "current_rank",
     "data_parallel",
@@ -107,7 +107,7 @@ _LATER = {
 
 def __getattr__(name: str) -> object:
     """What not every program needs, launching and NeuronCores, is imported when it is first asked for."""
-    if name in ("functional", "neuron"):
+    if name in ("cpu", "functional", "neuron"):
         return importlib.import_module(f"parawrap.{name}")
     if name not in _LATER:
         msg = f"module {__name__!r} has no attribute {name!r}"

@@ -11,7 +11,6 @@ and traceback and gains a note that names the lane, the device and the shard.
     ├── VerifyError (RuntimeError)              verify=True found a parallel output that differs from the plain one
     ├── ShapeError (ValueError)                 a compiled model does not take this shape
     ├── ReplicaError (RuntimeError)             a module of which no replica can be made
-    ├── PlanError (ValueError)                  a plan that makes no sense, or a file that holds none
     ├── SessionError (RuntimeError)             a block used after it was closed, or closed out of order
     ├── DeviceListError (ValueError)            a list of devices that makes no sense: empty, or of mixed types
     ├── DeviceUnavailableError (RuntimeError)   a device that this machine does not have
@@ -51,10 +50,6 @@ class ShapeError(ParawrapError, ValueError):
 
 class ReplicaError(ParawrapError, RuntimeError):
     """A module of which no replica can be made on a device; the message names the submodule."""
-
-
-class PlanError(ParawrapError, ValueError):
-    """A plan that makes no sense, or a file that holds none; the message names the place and the cure."""
 
 
 class SessionError(ParawrapError, RuntimeError):

@@ -85,6 +85,10 @@ class Backend(ABC):
         """What is drawn at random inside the block, on the CPU and on these devices, is drawn again after it."""
         return torch.random.fork_rng(())
 
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        """The state of the device's own random generator; None if the kind does not offer it."""
+        return None
+
     def intra_op_threads(self, lanes: int) -> int | None:
         """How many of the CPU's threads an operator may use in each of so many lanes; None when that is not limited."""
         return None

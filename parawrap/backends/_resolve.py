@@ -18,15 +18,16 @@ Devices = int | str | torch.device | Sequence[DeviceLike] | None
 def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
     """The devices of the lanes, each of them there, all of one type.
 
-    None and "auto" are every visible accelerator, else the CPU; a kind such as "cuda" is every device of it; a number is
-    that many of the best kind; a sequence is one entry a lane, and may name a device several times.
+    None and "auto" are every visible accelerator; without one, a single CPU lane. A kind such as "cuda" is every device of
+    it; a number is that many of the best kind; a sequence is one entry per lane, and may repeat a device.
 
     Raises:
-        DeviceListError: empty, of mixed types, or with an entry that is no device.
-        DeviceUnavailableError: a device that this process does not see.
+        DeviceListError: If the list is empty, of mixed types, or has an entry that is not a device.
+        DeviceUnavailableError: If this process does not see a device.
     """
     if devices is None or devices == "auto":
-        return best_backend().every_device()
+        backend = best_backend()
+        return backend.first(1) if backend.type == "cpu" else backend.every_device()
     if isinstance(devices, (bool, bytes)) or not isinstance(devices, (int, str, torch.device, Sequence)):
         msg = f"devices={devices!r} names no devices: give a number, a kind such as 'cuda', or a sequence of devices"
         raise DeviceListError(msg)

@@ -57,6 +57,10 @@ class AcceleratorBackend(Backend):
         asked = getattr(self.module, "is_current_stream_capturing", None)
         return asked is not None and bool(asked())
 
+    def rng_state(self, device: torch.device) -> torch.Tensor | None:
+        get = getattr(self.module, "get_rng_state", None)
+        return None if get is None else cast("torch.Tensor", get(device))
+
     def intra_op_threads(self, lanes: int) -> int | None:
         return share_of_cores(lanes)  # lanes copy into pinned memory, all at the same time
 

@@ -1,7 +1,9 @@
-"""The methods of one module, rewritten for as long as a block is open."""
+"""Replace the methods of one module for as long as a block is open."""
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -9,35 +11,49 @@ from typing import Any, Protocol
 
 import torch
 
-from parawrap.engine._entry import Entry, Spared
-from parawrap.lanes import current_lane
+from parawrap.engine._session import Entry
 from parawrap.replicas import StandIn, put, restore, without_stand_ins
 
-__all__ = ["InPlace", "Owner"]
+__all__ = ["Caller", "InPlace"]
 
 _rewriting = threading.RLock()
 
 
-class Owner(Protocol):
-    """Whose block it is: what calls of the rewritten methods go through."""
+class Caller(Protocol):
+    """The session that runs the calls of the replaced methods."""
 
-    def call_through(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class _Nothing:
+    """The caller before a block is opened, and after it ended: a stand-in that was kept calls plainly."""
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return entry.plain(*args, **kwargs)
+
+
+_NOTHING = _Nothing()
 
 
 class InPlace:
-    """Puts stand-ins into the module's ``__dict__`` and takes them out again; the class is never touched.
+    """Puts stand-ins into the module's ``__dict__`` and takes them out again; the class never changes.
 
-    Any number of them may be open on one module, in any threads; one lock for all keeps their order.
+    Several may be open on one module, in any threads; one lock for all keeps their order. Calls go to `caller`, which the
+    stand-ins do not keep alive.
     """
 
-    def __init__(self, module: torch.nn.Module, methods: Sequence[str], owner: Owner) -> None:
+    def __init__(self, module: torch.nn.Module, methods: Sequence[str]) -> None:
         self._module = module
         self._methods = methods
-        self._owner = weakref.ref(owner)  # one that nobody has any more is not kept by what it rewrote
+        self._route = _Route()
         self._replaced: list[tuple[str, Any, Any]] = []
 
+    def send_to(self, caller: Caller | None) -> None:
+        """Send calls to that session from now on; None: run them plainly."""
+        self._route.caller = _nothing if caller is None else weakref.ref(caller)
+
     def install(self) -> None:
-        """Every call of one of the methods goes through the owner from now on, by whichever reference it comes."""
+        """Send every call of one of the methods through the owner, by whichever reference it comes."""
         with _rewriting:
             self._install()
 
@@ -45,19 +61,23 @@ class InPlace:
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             # module.compile() would trace through the stand-in and run the batch as one.
             self._replace("_compiled_call_impl", None)
-        may_spare = hasattr(self._module, "training")  # by which such calls are told apart; a frozen module has lost it
+        running = _Running()
         for name in dict.fromkeys(self._methods):
             plain = getattr(self._module, name)
-            entry = Entry(plain, name, Spared() if may_spare else None)
-            self._replace(name, StandIn(plain, _through(self._owner, entry, self._module)))
-        # copy, deepcopy and pickle take a module's state from this: theirs is a plain module.
-        self._replace("__getstate__", StandIn(self._module.__getstate__, _state))
+            entry = Entry(functools.partial(_plainly, running, plain), name, plain)
+            self._replace(
+                name, StandIn(plain, _through(self._route, entry), _left_alone(functools.partial(_is_outside, running)))
+            )
+        # copy, deepcopy, and pickle ask the module for these: they make plain modules.
+        for name in ("__reduce_ex__", "__deepcopy__", "__copy__"):
+            if hasattr(type(self._module), name):
+                self._replace(name, StandIn(getattr(self._module, name), _of_plain_twin))
 
     def uninstall(self) -> None:
         """Put everything back.
 
         Raises:
-            SessionError: another block, opened later on the module, is still open; nothing was changed then.
+            SessionError: If another block, opened later on the module, is still open. Nothing changes then.
         """
         with _rewriting:
             restore(self._module, self._replaced)
@@ -67,25 +87,59 @@ class InPlace:
         self._replaced.append((name, value, put(self._module, name, value)))
 
 
-def _state(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    state = wrapped(*args, **kwargs)
-    return without_stand_ins(state) if isinstance(state, dict) else state
+def _nothing() -> None:
+    """No caller."""
 
 
-def _through(owner: weakref.ref[Owner], entry: Entry, module: torch.nn.Module) -> Callable[..., Any]:
-    """What a stand-in calls: the owner's way for the call, or the plain method where there is no owner any more."""
-    # First of all, and here: a small model's call takes a few microseconds, and this less than one.
-    tickets = {} if entry.spared is None else entry.spared.tickets
-    tensor, is_grad_enabled = torch.Tensor, torch.is_grad_enabled
+class _Route:
+    """Where the calls of one module's stand-ins go."""
+
+    def __init__(self) -> None:
+        self.caller: Callable[[], Caller | None] = _nothing
+
+
+class _Running(threading.local):
+    """True in a thread that runs the module plainly."""
+
+    plain: bool = False
+
+
+def _plainly(running: _Running, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before, running.plain = running.plain, True
+    try:
+        return method(*args, **kwargs)
+    finally:
+        running.plain = before
+
+
+def _is_outside(running: _Running) -> bool:
+    """True if a call must pass through its block. One inside a plain call goes straight to the method."""
+    return not running.plain
+
+
+def _through(route: _Route, entry: Entry) -> Callable[..., Any]:
+    """Return the function behind a stand-in."""
 
     def called(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if tickets and not kwargs and len(args) == 1:
-            (x,) = args
-            if type(x) is tensor and x.is_cpu:
-                left = tickets.get((x.shape, is_grad_enabled(), module.training))
-                if left is not None and current_lane() is None and next(left, None) is not None:
-                    return wrapped(x)
-        alive = owner()
-        return entry.plain(*args, **kwargs) if alive is None else alive.call_through(entry, args, kwargs)
+        if torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        caller = route.caller() or _NOTHING
+        return caller.call(entry, args, kwargs)
 
-    return called
+    return _left_alone(called)
+
+
+def _left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function as torch.compile leaves it alone, with all that it calls, if that was loaded.
+
+    Loading it takes a second. A call that is compiled by a compiler loaded later runs plainly, as part of the graph.
+    """
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
+def _of_plain_twin(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Call a method of an object that has the module's attributes without the stand-ins."""
+    module = wrapped.__self__
+    twin = object.__new__(type(module))
+    vars(twin).update(without_stand_ins(vars(module)))
+    return getattr(twin, wrapped.__name__)(*args, **kwargs)

@@ -1,35 +1,85 @@
-"""Calls of one target: cut over its lanes by the four verbs, whole in one of them, or plain."""
+"""The calls of one target: scatter, replicate, apply, gather, in this order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 
-from parawrap.engine._call import Call, LanesAwaitThread, Ticket, failed
-from parawrap.engine._entry import Entry
+from parawrap.backends import device_of, record_use
+from parawrap.engine._bring_and_run import Placed
+from parawrap.engine._kinds import Generators, Kind, Kinds
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._trace import Trace
-from parawrap.engine._verbs import Verbs, originals_of
-from parawrap.engine._work import UncutWork
 from parawrap.errors import SessionError
-from parawrap.lanes import Hand, LaneFuture, current_lane, sees_only_its_own_thread
-from parawrap.replicas import Freshness, LaneReplica
-from parawrap.shards import Cutter, FlatCall, GatherRules, Originals, Shard, ShardPlan, check_equal, gather
+from parawrap.lanes import (
+    Lane,
+    LaneFuture,
+    LanePool,
+    Modes,
+    Task,
+    first_failure,
+    here,
+    intra_op_threads,
+    sees_only_its_own_thread,
+)
+from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.shards import (
+    Cutter,
+    Evidence,
+    FlatCall,
+    JoinRules,
+    Originals,
+    Shard,
+    ShardPlan,
+    check_equal,
+    check_whole,
+    join,
+)
+from parawrap.tree import Opaque, flatten, flatten_call
 
-__all__ = ["Session"]
+__all__ = ["Entry", "Session", "Ticket"]
+
+_NOWHERE: tuple[torch.device, ...] = ()
+_TENSOR = frozenset({torch.Tensor})
+_on_cpu = attrgetter("is_cpu")
 
 
-class Session(Verbs):
-    """The calls of a target, and what is counted of them. Safe to share between threads.
+class Entry(NamedTuple):
+    """The way of a call into the target.
 
-    With `verify` the first call of each structure is compared with the plain one. With `plans_every_call` a call goes
-    through its cutter though there is one lane on the CPU. The other options are those of `Verbs`.
+    `plain` is the call without parawrap, and `in_lane` the same for a lane that runs the target itself. `method` names the
+    method of a replica; None calls it as a whole, hooks included.
+    """
+
+    plain: Callable[..., Any]
+    method: str | None = None
+    in_lane: Callable[..., Any] | None = None
+
+    def of(self, replica: Any) -> Callable[..., Any]:
+        return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
+
+
+class Ticket(NamedTuple):
+    """A whole call in flight, with its row count."""
+
+    future: LaneFuture
+    rows: int
+
+
+class Session:
+    """Owns the lanes and the replicas of one target, from when it is made until `close`. Safe to share between threads.
+
+    Each of the four verbs may be called alone, like the methods of torch.nn.DataParallel; `call` makes a call of them. With
+    `verify` the first call of each kind is compared with the plain one.
     """
 
     def __init__(
@@ -38,203 +88,388 @@ class Session(Verbs):
         devices: Sequence[torch.device],
         *,
         cutters: Mapping[str | None, Cutter],
-        rules: GatherRules,
+        rules: JoinRules,
         output_device: torch.device | None = None,
         verify: bool = False,
-        labels: Sequence[str] | None = None,
-        plans_every_call: bool = False,
-        may_try_alone: bool = False,
     ) -> None:
-        super().__init__(
-            target,
-            devices,
-            cutters=cutters,
-            rules=rules,
-            output_device=output_device,
-            labels=labels,
-            may_try_alone=may_try_alone,
-        )
-        self._plans_every_call = plans_every_call
-        self._never_cuts = self._stays_on_cpu and len(self.devices) == 1 and not plans_every_call
-        self._futures: WeakSet[Future[Any]] = WeakSet()
+        self.target = target
+        self.devices = tuple(devices)
+        self.cutters = cutters
+        self.rules = rules
+        self.output_device = output_device  # None: the module's device, or that of a callable's first tensor
+        module = target if isinstance(target, torch.nn.Module) else None
+        home = None if module is None else home_of(module)
+        self.pool = LanePool(self.devices, home)
         self.tally = Tally(len(self.devices))
+        self._replicas = None if module is None else ReplicaSet(module, devices)
+        self._refreshing = threading.Lock()
+        self._kinds = Kinds()
+        self._generators = Generators(self.devices)
         self._verifies = verify
-        self._verified: WeakSet[ShardPlan] = WeakSet()
+        self._futures: WeakSet[Future[Any]] = WeakSet()
+        self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
+        self._is_one_cpu_lane = self._stays_on_cpu and len(self.devices) == 1
+        self._learns = rules.learns
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Scatter, replicate, apply, gather; or the plain call, if there is nothing to cut."""
+        if self._is_one_cpu_lane or self.must_run_plainly():
+            return self._run_plainly(entry, args, kwargs)
+        cutter, lanes = self.cutters[entry.method], len(self.devices)
+        flat = cutter.flatten(args, kwargs)
+        plan = cutter.plan(flat, lanes)
+        if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat)):
+            return self._run_plainly(entry, args, kwargs)
+        replicas = self.replicate()
+        modes = Modes.capture(self.pool.backend.type)
+        kind = self._kinds.of(entry.method, flat, modes, self._replicas.training if self._replicas else ())
+        if self._replicas is not None and kind.structure != self._replicas.structure:
+            kind.follow(self._replicas.structure)
+        witness = None
+        if self._learns and (kind.draws or not kind.evidence.complete):
+            plan, witness = self._telling_plan(kind, plan, flat, cutter)
+            if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat)):
+                return self._run_as_witness(entry, args, kwargs, kind, plan, flat)
+        expected = self._expected(kind, entry, plan, flat) if self._verifies else None
+        sources = _NOWHERE if self._stays_on_cpu and flat.on_cpu else self._sources(flat)
+        in_turns = kind.in_turns
+        with intra_op_threads(None if in_turns else self.pool.threads):
+            tasks, shards = self.scatter(entry, replicas, plan, flat, sources)
+            outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns)
+            if not flat.on_cpu:
+                shards = shards or [task.shard for task in tasks]
+                plan.update(flat, shards)
+            device = None if self._stays_on_cpu else self._next_to(flat)
+            originals = partial(_originals_of, replicas, len(plan.sizes), shards)
+            output = self.gather(outputs, plan.sizes, device, originals, kind.evidence, witness)
+        self.tally.cut(plan.sizes)
+        if expected is not None:
+            check_equal(output, expected[0])
+            kind.verified = True
+        if len(plan.sizes) == 1 < min(lanes, plan.rows) and self._learns:
+            self._keep_witness(kind, output, plan, flat)
+        return output
+
+    # The four verbs
+
+    def scatter(
+        self,
+        entry: Entry,
+        replicas: list[LaneReplica],
+        plan: ShardPlan,
+        flat: FlatCall,
+        sources: Collection[torch.device],
+    ) -> tuple[list[Any], list[Shard]]:
+        """Return one task per shard, and the shards if they lie on the CPU; other lanes bring theirs themselves."""
+        if len(plan.sizes) != len(replicas):
+            replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
+        ways = [self._way_into(entry, replica) for replica in replicas]
+        if flat.on_cpu and self._stays_on_cpu:
+            tasks: list[Any] = list(map(partial, ways, *plan.columns(flat)))
+            tasks[0] = self.with_write_back(tasks[0], replicas[0])
+            return tasks, []
+        devices = [self.devices[replica.lane] for replica in replicas]
+        if self._stays_on_cpu and not sources:
+            shards = plan.scatter(flat, devices)
+            tasks = [partial(way, *shard.args, **shard.kwargs) for way, shard in zip(ways, shards, strict=True)]
+            tasks[0] = self.with_write_back(tasks[0], replicas[0])
+            return tasks, shards
+        backs = [None if replica.lane else replica.write_back for replica in replicas]
+        return list(map(Placed, ways, plan.cut(flat), devices, backs)), []
+
+    def with_write_back(self, task: Task, replica: LaneReplica) -> Task:
+        """Return the task of lane 0, followed by giving its buffers to the module."""
+        return task if replica.write_back is None else partial(_then, task, replica.write_back)
+
+    def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
+        """Return the replicas of the first lanes, up to date with the original.
+
+        Raises:
+            ReplicaError: If one cannot be made.
+        """
+        lanes = len(self.devices) if lanes is None else lanes
+        if self._replicas is None:
+            return [LaneReplica(lane, self.target, _no_original) for lane in range(lanes)]
+        with self._refreshing:
+            if self._replicas.stale():
+                with self.pool.idle():
+                    self._replicas.refresh()
+                self.pool.home = self._replicas.home
+            return self._replicas.current[:lanes]
+
+    def apply(
+        self,
+        tasks: Sequence[Task],
+        modes: Modes | None = None,
+        sources: Collection[torch.device] = (),
+        *,
+        kind: Kind | None = None,
+        leaves: Sequence[Any] = (),
+        in_turns: bool = False,
+    ) -> list[Any]:
+        """Run task i in lane i and return their values in lane order.
+
+        `sources` are the devices, other than the module's, that the tasks take something from. Lanes that share a random
+        generator must draw in lane order. So they run `in_turns` at the first call of a `kind`, which shows whether the
+        calls draw, and later if they do. `leaves` are the arguments of the call.
+
+        Raises:
+            BaseException: The error of the first lane that failed, with a note on lane, device, and shard. The other
+                lanes have finished by then.
+        """
+        modes = Modes.capture(self.pool.backend.type) if modes is None else modes
+        held = self._replicas.generators if self._replicas else ()
+        shared = self._generators.state(leaves, held)
+        own = [] if self._stays_on_cpu else self._generators.own_state()
+        outcomes = self.pool.run(tasks, modes, sources, in_turns=in_turns)
+        values = []
+        for outcome in outcomes:
+            if outcome.error is not None:
+                del outcome
+                raise first_failure(outcomes, self.pool.lanes)
+            values.append(outcome.value)
+        drew = not all(map(torch.equal, shared, self._generators.state(leaves, held)))
+        if kind is not None and (kind.is_new or drew or own):
+            self._note(kind, own, drew_shared=drew, in_turns=in_turns)
+        if not self._stays_on_cpu:
+            record_use(leaf for value in values for leaf in flatten(value)[0])
+        return values
+
+    def gather(
+        self,
+        outputs: Sequence[Any],
+        sizes: Sequence[int],
+        device: torch.device | None = None,
+        originals: Originals | None = None,
+        evidence: Evidence | None = None,
+        witness: tuple[Any, int] | None = None,
+    ) -> Any:
+        """Join the outputs of shards of those sizes, on the output device unless another is given."""
+        if self._stays_on_cpu:
+            device = None  # the lanes left them there
+        else:
+            device = device or self.output_device or self.pool.home or self.devices[0]
+            self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a graph of its own
+        return join(outputs, sizes, self.rules, device, originals, evidence, witness)
+
+    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes | None = None) -> Kind:
+        """Return the kind of a call that was cut already, for `apply`."""
+        modes = Modes.capture(self.pool.backend.type) if modes is None else modes
+        flat = FlatCall(*flatten_call(args, kwargs))
+        return self._kinds.of(method, flat, modes, self._replicas.training if self._replicas else ())
+
+    # Whole calls, each in one lane
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+        """Run a call whole in one lane: on the CPU the one that is free first, elsewhere the one with the least to do."""
+        if self.must_run_plainly():
+            if self.pool.closed:
+                msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+                raise SessionError(msg)
+            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), 0)
+        replicas = self.replicate()
+        modes = Modes.capture(self.pool.backend.type)
+        if self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
+            rows = self.cutters[entry.method].rows(args)
+            future = self.pool.submit_to_any(partial(self._run_whole, entry, replicas, rows, args, kwargs), modes)
+        else:
+            future, rows = self._submit_flat(entry, replicas, args, kwargs, modes)
+        self._futures.add(future)
+        return Ticket(future, rows)
+
+    def cancel(self) -> None:
+        """Drop submitted calls that have not started."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def close(self) -> None:
+        """Let the lanes finish, end their threads, and let go of the replicas. A call in flight finishes too."""
+        self.pool.close()
+        self._kinds = Kinds()  # a kind may hold an output
+        with self._refreshing:
+            if self._replicas is not None:
+                self._replicas.forget()
 
     def stats(self) -> Stats:
-        """The counters as they stand."""
+        """Return the counters."""
         fresh = self._replicas.freshness if self._replicas is not None else Freshness()
         return self.tally.stats(self.pool.lanes, fresh)
 
     def trace(self, path: str | Path) -> Trace:
-        """A recorder of when each lane works."""
+        """Return a recorder of when each lane works."""
         return Trace(self.pool.lanes, path)
 
-    # Calls that are cut
+    # Plain calls, in the caller's thread
 
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Scatter, replicate, apply, gather; or the plain call, where nothing is to be cut or it would be wrong to."""
-        if self._has_no_lanes():
-            return entry.plain(*args, **kwargs)  # part of another call, or beyond the block
-        if self._never_cuts or self._is_at_hand(args, kwargs) or self._cannot_follow() or self.pool.awaits_a_thread():
-            return self._run_plainly(entry, args, kwargs)
-        plan, flat = self.cutters[entry.method].plan(args, kwargs, len(self.devices))
-        return self._run(Call(entry, args, kwargs, plan, flat))
+    def must_run_plainly(self) -> bool:
+        """True if a call by this thread now must not be cut: in a lane, after the block, or traced."""
+        return (
+            here.lane is not None
+            or not self.pool.alive
+            or sees_only_its_own_thread()
+            or (self._replicas is not None and not (self._replicas.is_ready or self._replicas.ready()))
+            or (not self._stays_on_cpu and self.pool.backend.is_capturing())
+        )
 
-    def _run(self, call: Call) -> Any:
-        """A call that can be cut, as far as its caller and the lanes go."""
-        if self._is_whole(call):
-            return self._run_plainly(call.entry, call.args, call.kwargs)
-        return self._cut(call)
+    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.tally.plain()
+        output = entry.plain(*args, **kwargs)
+        return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    def _cut(self, call: Call) -> Any:
-        """The call over as many lanes as its plan has shards."""
-        plan, flat = call.plan, call.flat
-        try:
-            replicas = self.replicate(len(plan.sizes))
-        except LanesAwaitThread:
-            return self._run_without_lanes(call)
-        expected = self._expected(call.entry, plan, flat)
-        outputs, originals = self._outputs(call, replicas)
-        output = self.gather(outputs, plan.sizes, self._beside(flat), originals)
-        self.tally.cut(plan.sizes)
-        if expected is not None:
-            check_equal(output, expected[0])
-            self._verified.add(plan)
+    def _run_as_witness(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: Kind,
+        plan: ShardPlan,
+        flat: FlatCall,
+    ) -> Any:
+        """Run a call whole that has too few rows to be cut unevenly. Its output is evidence of one row count."""
+        held = self._replicas.generators if self._replicas else ()
+        shared, own = self._generators.state(flat.leaves, held), self._generators.own_state()
+        output = self._run_plainly(entry, args, kwargs)
+        drew = not all(map(torch.equal, shared, self._generators.state(flat.leaves, held)))
+        self._note(kind, own, drew_shared=drew, in_turns=True)
+        self._keep_witness(kind, output, plan, flat)
         return output
 
-    def _outputs(self, call: Call, replicas: Sequence[LaneReplica]) -> tuple[list[Any], Originals]:
-        """What the lanes return, and what tells the copies among it."""
-        sources = self._sources(call.flat)
-        if not sources and self._stays_on_cpu:
-            works = self._on_views(call.entry, replicas, self._scattered(call.plan, call.flat))
-            return self.apply(works, call.plan), originals_of(replicas, ())
-        placed = self._works(call.entry, replicas, call.plan, call.flat)
-        return self.apply(placed, call.plan, sources), originals_of(replicas, placed)
+    # What a call needs
 
-    def _expected(self, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
-        """With verify, the plain output of the first call of a structure."""
-        if not self._verifies or plan in self._verified:
+    def _telling_plan(
+        self, kind: Kind, plan: ShardPlan, flat: FlatCall, cutter: Cutter
+    ) -> tuple[ShardPlan, tuple[Any, int] | None]:
+        """The plan whose shards differ in size; or the balanced one, with the output of a whole call of other rows."""
+        telling = cutter.plan(flat, len(self.devices), tell=True)
+        witness = kind.witness(plan, flat) if len(telling.sizes) == 1 else None
+        return (telling, None) if witness is None else (plan, witness)
+
+    def _note(self, kind: Kind, own: list[torch.Tensor], *, drew_shared: bool, in_turns: bool) -> None:
+        """Note what one call showed about its kind; `own` are the states of the devices' generators before it."""
+        if kind.is_new and self._replicas is not None:
+            self._replicas.refuse_grown()
+        drew_own = bool(own) and not all(map(torch.equal, own, self._generators.own_state()))
+        kind.note(drew=drew_shared or drew_own, drew_shared=drew_shared, ran_in_turns=in_turns)
+
+    def _keep_witness(self, kind: Kind, output: Any, plan: ShardPlan, flat: FlatCall) -> None:
+        """Check and keep the output of a whole call: evidence of one row count."""
+        check_whole(output, plan.rows, self.rules)
+        kind.keep_witness(output, plan, flat)
+
+    def _expected(self, kind: Kind, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
+        """The plain output of the first call of a kind."""
+        if kind.verified:
             return None
         home = self.pool.home if self.pool.home is not None else self.devices[0]
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         return (plain_output(run, plan, flat, home, self.devices),)
 
-    def _is_whole(self, call: Call) -> bool:
-        """Whether one lane gets all of it, and that lane is the caller with what it has."""
-        return len(call.plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(call.flat.leaves))
+    def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
+        if replica.module is self.target:
+            return entry.in_lane or entry.plain
+        return replica.module if entry.method is None else getattr(replica.module, entry.method)  # type: ignore[no-any-return]
 
-    def _is_at_hand(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the call is of a few tensors that one lane has already: nothing is to be cut, then, or brought over."""
-        return (
-            len(self.devices) == 1
-            and not kwargs
-            and all(isinstance(arg, torch.Tensor) for arg in args)
-            and self._lies_in_lane_0(args)
-        )
+    def _submit_flat(
+        self,
+        entry: Entry,
+        replicas: list[LaneReplica],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        modes: Modes,
+    ) -> tuple[LaneFuture, int]:
+        """Submit a call that holds more than tensors on the CPU; return its rows too.
 
-    # Whole calls, each in one lane
-
-    def hand(self, window: int) -> Hand | None:
-        """With what a caller submits that has so many calls in flight, if it may run some itself while it waits.
-
-        While it runs one it submits nothing: with fewer than two for each lane the others would run out of work.
+        On an accelerator, it goes to the lane with the least to do, which brings the inputs while earlier work runs.
         """
-        return self.pool.hand() if self._stays_on_cpu and window >= 2 * len(self.devices) else None
-
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], hand: Hand | None = None) -> Ticket:
-        """Run a whole call, not cut, in one lane."""
-        if self.pool.closed:
-            msg = "the lanes are closed: submit inside the `with` block, and read what map yields before it ends"
-            raise SessionError(msg)
-        uncut = self._uncut(entry, args, kwargs)
-        rows = uncut.rows if isinstance(uncut, Shard) else uncut[0].rows
-        try:
-            replicas = [] if self._has_no_lanes() or self._cannot_follow() else self.replicate()
-        except LanesAwaitThread:
-            replicas = []
-        if not replicas:
-            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), rows)
-        if isinstance(uncut, Shard):
-            ways = [self._way_into(entry, replica) for replica in replicas]
-            future = self.pool.submit_to_any(UncutWork(ways, uncut, replicas[0].write_back, self.tally), hand)
-        else:
-            future = self._submit_apart(entry, replicas, *uncut)
-        self._futures.add(future)
-        self.tally.whole()
-        return Ticket(future, rows)
-
-    def _uncut(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | tuple[ShardPlan, FlatCall]:
-        """A whole call as one shard, where nothing of it is to be brought anywhere, or else taken apart."""
-        at_hand = self._stays_on_cpu and self.rules.keep_single
-        if at_hand and not (kwargs or self._plans_every_call) and all(map(_is_plain_on_cpu, args)):
-            return Shard(args, kwargs, self.cutters[entry.method].rows(args))
-        plan, flat = self._whole(entry, args, kwargs)
-        if at_hand and len(plan.sizes) == 1 and not self._sources(flat):
-            return plan.scatter(flat, self.devices)[0]
-        return plan, flat
-
-    def _submit_apart(self, entry: Entry, replicas: Sequence[LaneReplica], plan: ShardPlan, flat: FlatCall) -> LaneFuture:
-        """To the lane that has least to do, which brings the inputs to its device while it still runs what is before."""
+        plan, flat = self.cutters[entry.method].whole(args, kwargs)
         sources = self._sources(flat)
+        if self._stays_on_cpu and not sources:
+            task = partial(self._run_whole, entry, replicas, plan.rows, args, kwargs)
+            return self.pool.submit_to_any(task, modes), plan.rows
         lane = self.pool.least_loaded()
-        works = self._works(entry, [replicas[lane.index]] * len(plan.sizes), plan, flat)
-
-        def place() -> None:
-            for work in works:
-                work.place()
+        (placed,), _ = self.scatter(entry, [replicas[lane.index]], plan, flat, sources)
 
         def run() -> Any:
-            return self.gather([work.run_placed() for work in works], plan.sizes, self._beside(flat))
+            output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat))
+            plan.update(flat, [placed.shard])
+            return output
 
-        future = self.pool.submit(lane, run, place, sources)
-        self.tally.rows(lane.index, plan.rows)
-        return future
+        self.tally.whole(lane.index, plan.rows)
+        return self.pool.submit(lane, run, modes, placed.place, sources), plan.rows
 
-    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
-        """The plan by which one lane gets the whole call."""
-        return self.cutters[entry.method].whole(args, kwargs)
+    def _run_whole(
+        self,
+        entry: Entry,
+        replicas: Sequence[LaneReplica],
+        rows: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        lane: Lane,
+    ) -> Any:
+        """Run a call whole as the task of a lane."""
+        replica = replicas[lane.index]
+        self.tally.whole(lane.index, rows)
+        output = self._way_into(entry, replica)(*args, **kwargs)
+        if replica.write_back is not None and lane.index == 0:
+            replica.write_back()
+        return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    def cancel(self) -> None:
-        """Drop what was submitted and has not begun."""
-        for future in list(self._futures):
-            future.cancel()
+    # What lies where
 
-    # Plain calls, in the caller's thread
+    def _next_to(self, flat: FlatCall) -> torch.device | None:
+        """Where the plain call of a callable would leave its output: on the device of its first tensor."""
+        if self.output_device is not None or self.pool.home is not None:
+            return self.output_device
+        return next((device for leaf in flat.leaves if (device := device_of(leaf)) is not None), None)
 
-    def must_run_plainly(self) -> bool:
-        """Whether a call made now, by this thread, would be wrong or would wait for itself if it were cut."""
-        return self._has_no_lanes() or self._cannot_follow() or self.pool.awaits_a_thread()
+    def _sources(self, flat: FlatCall) -> Collection[torch.device]:
+        """The devices of inputs and output, other than the module's; none if everything is on the CPU."""
+        if self._stays_on_cpu and all(getattr(leaf, "is_cpu", not isinstance(leaf, Opaque)) for leaf in flat.leaves):
+            return _NOWHERE
+        devices = (*map(device_of, flat.leaves), self.output_device)
+        return {device for device in devices if device is not None and device != self.pool.home}
 
-    def _has_no_lanes(self) -> bool:
-        return current_lane() is not None or not self.pool.alive  # a lane does not wait for lanes
-
-    def _cannot_follow(self) -> bool:
-        """Whether something about the caller, or about a module that has yet to take shape, cannot go into lanes."""
+    def _lies_in_lane_0(self, flat: FlatCall) -> bool:
+        """True if the plain call is the first lane's: the module, the arguments, and the output lie on its device."""
+        leaves, device = flat.leaves, self.devices[0]
         return (
-            sees_only_its_own_thread()
-            or (self._replicas is not None and not self._replicas.ready())
-            or self.pool.backend.is_capturing()
+            self._replicas is not None
+            and self._replicas.is_on(device)
+            and self.output_device in (None, device)
+            and all(device_of(leaf) in (None, device) for leaf in leaves)
         )
 
-    def _run_without_lanes(self, call: Call) -> Any:
-        return self._run_plainly(call.entry, call.args, call.kwargs)
 
-    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.tally.plain()
-        output = entry.plain(*args, **kwargs)
-        return output if self.rules.keep_single else gather([output], (1,), self.rules, None)
-
-
-def _is_plain_on_cpu(value: object) -> bool:
-    return type(value) is torch.Tensor and value.is_cpu
+def _originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
+    """For each of so many shards, the function that finds the caller's value that a value of its lane is a copy of."""
+    of_module = [replica.original_of for replica in replicas][:count]
+    of_module += of_module[-1:] * (count - len(of_module))
+    if not any(shard.origins for shard in shards):
+        return of_module
+    return [partial(_found, shard.origins, find) for shard, find in zip(shards, of_module, strict=True)]
 
 
-def _done(work: Callable[[], Any]) -> LaneFuture:
-    """A future that is there already."""
+def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:
+    found = origins.get(id(value))
+    return find(value) if found is None and isinstance(value, torch.Tensor) else found
+
+
+def _no_original(value: Any) -> None:
+    """Find nothing: a target that is not a module has no copies."""
+
+
+def _then(task: Task, afterwards: Callable[[], None]) -> Any:
+    value = task()
+    afterwards()
+    return value
+
+
+def _done(run: Callable[[], Any]) -> LaneFuture:
+    """Return a future that is done."""
     future = LaneFuture()
     try:
-        future.set_result(work())
+        future.set_result(run())
     except Exception as error:  # noqa: BLE001
-        return failed(error)
+        future.set_exception(error)
+        del error
     return future

@@ -1,4 +1,4 @@
-"""What a session has done so far."""
+"""Count what a session does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["LaneStats", "Stats", "Tally"]
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane: its device and its label, the pieces of work it did, their rows, and the seconds it was busy.
+    """One lane: its device and label, the tasks it ran, their rows, and the seconds it was busy.
 
-    The label is the device's name, or that of the NeuronCore that the lane feeds, "nc:0" say.
+    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0".
     """
 
     device: torch.device
@@ -33,12 +33,12 @@ class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
 
     Attributes:
-        calls: every call, also those that ran plainly.
-        plain: calls that ran plainly, on the original, in the caller: with one shard on the CPU, say, or while traced.
-        shards: the sizes of the last cut call's shards, in lane order.
-        refreshes: how often something had changed and was copied into the replicas, in place.
-        copied_bytes: the bytes of these copies.
-        lanes: one entry a lane.
+        calls: Every call, including plain ones.
+        plain: Calls that ran plainly, on the original, in the caller: those of one row, say, or while traced.
+        shards: The rows of each lane in the last cut call.
+        refreshes: How often changes were copied into the replicas, in place.
+        copied_bytes: The bytes of these copies.
+        lanes: One entry per lane.
     """
 
     calls: int
@@ -59,7 +59,7 @@ class Stats:
 
 
 class Tally:
-    """Counts what a session does. Any number of threads may count at once; refers to no session."""
+    """The counters of one session. Any number of threads may count at once."""
 
     def __init__(self, lanes: int) -> None:
         self._counting = threading.Lock()
@@ -73,26 +73,25 @@ class Tally:
             self._calls += 1
             self._plain += 1
 
-    def cut(self, sizes: tuple[int, ...]) -> None:
-        """Count a call that was cut into shards of these sizes."""
+    def cut(self, sizes: tuple[int, ...], lanes: Sequence[int] | None = None) -> None:
+        """Count a call with shards of those sizes, in `lanes` or in order; shards beyond the lanes are the last one's."""
+        last = len(self._rows) - 1
         with self._counting:
             self._calls += 1
+            if lanes is None and len(sizes) > last + 1:
+                sizes = (*sizes[:last], sum(sizes[last:]))
             self._shards = sizes
             for shard, size in enumerate(sizes):
-                self._rows[shard % len(self._rows)] += size
+                self._rows[shard if lanes is None else lanes[shard]] += size
 
-    def whole(self) -> None:
-        """Count a call that some lane is to run whole."""
+    def whole(self, lane: int, rows: int) -> None:
+        """Count a call of so many rows that one lane runs whole."""
         with self._counting:
             self._calls += 1
-
-    def rows(self, lane: int, rows: int) -> None:
-        """Count the rows of a whole call, which that lane runs."""
-        with self._counting:
             self._rows[lane] += rows
 
     def stats(self, lanes: Sequence[Lane], fresh: Freshness) -> Stats:
-        """The counters as they stand."""
+        """Return the counters."""
         of_lanes = tuple(
             LaneStats(lane.device, lane.label, lane.tasks, rows, lane.busy_ns / 1e9)
             for lane, rows in zip(lanes, self._rows, strict=True)

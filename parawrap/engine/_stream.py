@@ -1,91 +1,91 @@
-"""Whole batches through the lanes, results in order, a bounded number in flight."""
+"""Run whole batches through the lanes: outputs in order, a bounded number in flight."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
-from parawrap.engine._call import Ticket, failed
-from parawrap.engine._entry import Entry
-from parawrap.engine._session import Session
-from parawrap.lanes import Hand, note
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["stream"]
+from parawrap.engine._session import Entry, Ticket
+from parawrap.lanes import note
 
+__all__ = ["Stream", "as_call", "stream"]
+
+_END = object()
 _HINT = "the batch was a list, which map gives to the model as one argument; a tuple is spread: model(*batch)"
 
 
+class Stream(Protocol):
+    """What a stream needs of a session."""
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket: ...
+
+
 def stream(
-    session: Session,
+    session: Stream,
     entry: Entry,
     batches: Iterable[Any],
-    window: int,
+    buffersize: int,
     arrived: Callable[[Ticket], None] | None = None,
 ) -> Iterator[Any]:
-    """Yield the output of every batch, in order; at most `window` batches are taken and not yet given back.
+    """Yield the output of every batch, in order; at most `buffersize` batches are in flight.
 
-    An error, of the model or of `batches` itself, is raised in its batch's place, after the results before it. Closing
-    the generator drops the batches that no lane has begun.
+    An error, of the model or of `batches` itself, is raised in its batch's place, after the outputs before it. Closing the
+    generator drops the batches that no lane has started.
     """
-    flying: deque[Ticket] = deque()
-    hand = session.hand(window)
-    tickets = _tickets(session, entry, batches, hand)
+    flying: deque[tuple[Ticket, bool]] = deque()
+    source = iter(batches)
+    failure: Exception | None = None
     try:
-        for ticket in tickets:
-            flying.append(ticket)
-            del ticket  # one that fails has the error, whose traceback holds this frame
-            if len(flying) >= window:
-                yield _landed(flying, hand, arrived)
+        while True:
+            try:
+                batch = next(source, _END)
+                if batch is _END:
+                    break
+                args, kwargs = as_call(batch)
+                flying.append((session.submit(entry, args, kwargs), isinstance(batch, list)))
+            except Exception as error:  # noqa: BLE001
+                failure = error
+                break
+            del batch, args, kwargs  # the source may take long to give the next one
+            if len(flying) >= buffersize:
+                yield _landed(*flying.popleft(), arrived)
         while flying:
-            yield _landed(flying, hand, arrived)
+            yield _landed(*flying.popleft(), arrived)
+        if failure is not None:
+            raise failure
     finally:
+        del failure  # its traceback holds this frame
         while flying:
-            flying.pop().future.cancel()
+            flying.pop()[0].future.cancel()
 
 
-def _landed(flying: deque[Ticket], hand: Hand | None, arrived: Callable[[Ticket], None] | None) -> Any:
-    ticket = flying.popleft()
+def _landed(ticket: Ticket, was_list: bool, arrived: Callable[[Ticket], None] | None) -> Any:
+    future: Future[Any] = ticket.future
     try:
-        if hand is not None:
-            hand.wait_for(ticket.future)
-        result = ticket.future.result()
-    except BaseException as error:
-        if ticket.hint and isinstance(error, Exception):
-            note(error, ticket.hint)
-        del ticket
+        output = future.result()
+    except StopIteration as error:
+        msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
+        raise RuntimeError(msg) from error
+    except Exception as error:
+        if was_list:
+            note(error, _HINT)
         raise
-    if hand is not None:
-        hand.back_to_caller()
+    finally:
+        del future  # a failed one has the error, which has this frame in its traceback
+        if not arrived:
+            del ticket
     if arrived is not None:
         arrived(ticket)
-    return result
+    return output
 
 
-def _tickets(session: Session, entry: Entry, batches: Iterable[Any], hand: Hand | None) -> Iterator[Ticket]:
-    """One ticket a batch; a source of batches that fails gives a last ticket that raises its error."""
-    source = iter(batches)
-    while True:
-        try:
-            batch = next(source)
-        except StopIteration:
-            return
-        except Exception as error:  # noqa: BLE001
-            yield Ticket(failed(error), 0)
-            return
-        args, kwargs = _as_call(batch)
-        try:
-            ticket = session.submit(entry, args, kwargs, hand)
-        except Exception as error:  # noqa: BLE001
-            yield Ticket(failed(error), 0)
-            return
-        ticket = ticket._replace(hint=_HINT if isinstance(batch, list) else "")
-        del batch, args, kwargs  # the source may take long to give the next one
-        yield ticket
-
-
-def _as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (), dict(batch)
-    return (tuple(batch), {}) if isinstance(batch, tuple) else ((batch,), {})
+    is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
+    return (tuple(batch), {}) if is_spread else ((batch,), {})

@@ -1,25 +1,43 @@
-"""What `parallel` is given, read and checked before anything starts."""
+"""Read and check the arguments of `parallel` before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import torch
 
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
-from parawrap.shards import GatherRules, Parameters
+from parawrap.shards import InDim, JoinRules, OutDims, Parameters, Reduce
 
-__all__ = ["Joining", "checked_in_dims", "checked_methods", "parameters_of"]
+__all__ = ["UNSET", "Joining", "checked_in_dims", "checked_methods", "joining_rules", "parameters_of"]
+
+UNSET: Any = JoinRules().out_dims
+"""The default of `out_dims`: outputs are learned."""
 
 
 class Joining(TypedDict):
     """How a session joins outputs, and whether it checks them."""
 
-    rules: GatherRules
+    rules: JoinRules
     output_device: torch.device | None
     verify: bool
+
+
+def joining_rules(
+    dim: int,
+    out_dims: OutDims,
+    reduce: Reduce | None,
+    join: Literal["cat", "list", "pad"],
+    pad_value: float,
+    *,
+    compiles: bool,
+) -> JoinRules:
+    """Return the rules. Where each new shape costs a compilation nothing is learned: the rows of outputs lie on `dim`."""
+    if compiles and out_dims is UNSET:
+        out_dims = dim
+    return JoinRules(dim, out_dims, reduce, join, pad_value)
 
 
 def checked_methods(module: Any, methods: Sequence[str]) -> Sequence[str]:
@@ -42,20 +60,20 @@ def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Param
 
 
 def checked_in_dims(
-    in_dims: Mapping[str, int | None] | None, parameters: Iterable[Parameters], target: object
-) -> Mapping[str, int | None]:
+    in_dims: Mapping[str, InDim] | None, parameters: Iterable[Parameters], target: object
+) -> Mapping[str, InDim]:
     if in_dims is None:
         return {}
     if not isinstance(in_dims, Mapping):
-        msg = f'in_dims={in_dims!r} is no mapping: say in_dims={{"name of a parameter": dim or None}}'
+        msg = f'in_dims={in_dims!r} is not a mapping. Use in_dims={{"parameter name": dim, None, or "items"}}'
         raise ShardError(msg)
     for name, dim in in_dims.items():
         if not any(taken.takes(name) for taken in parameters):
             named = getattr(target, "__name__", type(target).__name__)
             has = "; ".join(dict.fromkeys(map(str, parameters)))
-            msg = f"in_dims names {name!r}, and {named} has no such parameter; it has: {has}"
+            msg = f"in_dims names {name!r}, and {named} has no such parameter. It has: {has}"
             raise ShardError(msg)
-        if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int)):
-            msg = f"in_dims[{name!r}]={dim!r} is neither a dim nor None"
+        if dim not in (None, "items") and (isinstance(dim, bool) or not isinstance(dim, int)):
+            msg = f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, or "items"'
             raise ShardError(msg)
     return in_dims

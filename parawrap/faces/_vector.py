@@ -13,6 +13,6 @@ def vector(values: torch.Tensor) -> torch.Tensor:
     """The 0-d outputs of the shards, as they are, and a warning that they are so."""
     warn_caller(
         "the module returned 0-d tensors: they are joined into a vector with one value a shard, as torch.nn.DataParallel "
-        "does; parallel(module) gives their mean instead"
+        'does; parallel(module, reduce="mean") gives their mean'
     )
     return values

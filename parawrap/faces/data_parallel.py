@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices, warn_caller
-from parawrap.engine import LanesAwaitThread, ReplicaSet, Session
+from parawrap.engine import ReplicaSet, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._vector import vector
-from parawrap.lanes import current_lane
-from parawrap.shards import Cutter, GatherRules, Parameters
+from parawrap.lanes import Task, here, intra_op_threads
+from parawrap.shards import Cutter, JoinRules, Parameters
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -103,24 +103,23 @@ class DataParallel(torch.nn.DataParallel[T]):
             ShardError, GatherError: of what cannot be cut or joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self._lanes or current_lane() is not None or self._session().must_run_plainly():
+            if not self._lanes or here.lane is not None or self._session().must_run_plainly():
                 return self.module(*inputs, **kwargs)
             self._refuse_elsewhere()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             if len(self._lanes) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            try:
-                replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            except LanesAwaitThread:
-                return self.module(*inputs, **kwargs)
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
             outputs = self.parallel_apply(replicas, args, module_kwargs)
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """A tuple of args and a tuple of kwargs, one entry a shard; a call without rows gives one shard."""
         devices = [_device(device_id) for device_id in device_ids]
-        plan, flat = self._session().cutters[None].plan(inputs, kwargs or {}, len(devices))
-        shards = plan.scatter(flat, devices)
+        cutter = self._session().cutters[None]
+        flat = cutter.flatten(inputs, kwargs or {})
+        plan = cutter.plan(flat, len(devices))
+        shards = plan.scatter(flat, devices[: len(plan.sizes)])
         return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
@@ -129,19 +128,30 @@ class DataParallel(torch.nn.DataParallel[T]):
             return [replica.module for replica in self._session().replicate(len(device_ids))]
         others = ReplicaSet(module, [_device(device_id) for device_id in device_ids])
         others.refresh()
-        return [replica.module for replica in others.replicas(len(device_ids))]
+        return [replica.module for replica in others.current]
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call replica i with the args and kwargs i in lane i; their outputs, in lane order."""
+        """Call replica i with args and kwargs i in lane i; return their outputs in lane order.
+
+        Lanes that share a device draw random numbers in lane order, and run in turns for that.
+        """
         calls = zip(replicas, inputs, kwargs, strict=True)
-        works = [partial(replica, *args, **named) for replica, args, named in calls]
-        shapes = (value.shape for value in inputs[0] if isinstance(value, torch.Tensor))
-        return self._session().apply(works, (len(works), *shapes))
+        tasks: list[Task] = [partial(replica, *args, **named) for replica, args, named in calls]
+        session = self._session()
+        first = session.replicate(1)[0]
+        if tasks and replicas[0] is first.module:
+            tasks[0] = session.with_write_back(tasks[0], first)
+        shares_a_device = len(set(self._lanes)) < len(self._lanes)
+        kind = session.kind(None, inputs[0], kwargs[0] or {}) if shares_a_device and inputs else None
+        in_turns = kind is not None and kind.in_turns
+        with intra_op_threads(None if in_turns else session.pool.threads):
+            return session.apply(tasks, kind=kind, in_turns=in_turns)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
-        outputs = list(outputs)
-        return self._session().gather(outputs, (1,) * len(outputs), _device(output_device))
+        outputs, session = list(outputs), self._session()
+        with intra_op_threads(session.pool.threads):
+            return session.gather(outputs, (1,) * len(outputs), _device(output_device))
 
     def _session(self) -> Session:
         """The engine for the module, devices and dim that the attributes name now."""
@@ -162,7 +172,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
-        rules = GatherRules(self.dim, reduce=vector, strict=False)
+        rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = _device(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
 

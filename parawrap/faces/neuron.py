@@ -17,7 +17,7 @@ from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
 from parawrap.errors import ShardError
 from parawrap.faces._on_cores import WORKERS_PER_CORE, cores_of, place
 from parawrap.faces._vector import vector
-from parawrap.shards import Cutter, GatherRules, Parameters
+from parawrap.shards import Cutter, JoinRules, Parameters
 
 __all__ = ["DataParallel"]
 
@@ -173,7 +173,7 @@ class DataParallel(torch.nn.Module):
             lists_are_shared=True,
             sizes=partial(_sizes, batching),
         )
-        rules = GatherRules(self.dim, reduce=vector, strict=False)
+        rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         return NeuronSession(placed, batching, self._num_workers, cutters={None: cutter}, rules=rules)
 
     def _end_lanes(self) -> None:

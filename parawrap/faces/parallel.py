@@ -15,14 +15,15 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, InPlace, Plan, PlannedSession, Session, Stats, Trace, plan_of, stream
-from parawrap.errors import PlanError, SessionError, ShardError
-from parawrap.faces._arguments import Joining, checked_in_dims, checked_methods, parameters_of
+from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
+from parawrap.errors import SessionError, ShardError
+from parawrap.faces._arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
 from parawrap.faces._progress import Progress
-from parawrap.shards import Cutter, GatherRules, Reduce, Sizes, balanced
+from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 
 if TYPE_CHECKING:
     from parawrap.backends.neuron import NeuronCore
+    from parawrap.engine.neuron import NeuronSession
 
 __all__ = ["Parallel", "parallel"]
 
@@ -53,13 +54,14 @@ class Parallel(Generic[TargetT]):
         devices: Devices = None,
         *,
         dim: int = 0,
-        in_dims: Mapping[str, int | None] | None = None,
+        in_dims: Mapping[str, InDim] | None = None,
+        out_dims: OutDims = UNSET,
         methods: Sequence[str] = ("forward",),
         output_device: DeviceLike | None = None,
-        reduce: Reduce = "mean",
-        join: Literal["cat", "list"] = "cat",
+        reduce: Reduce | None = None,
+        join: Literal["cat", "list", "pad"] = "cat",
+        pad_value: float = 0,
         verify: bool = False,
-        plan: Plan | Literal["auto", "default", "lanes"] | None = None,
     ) -> None:
         if not callable(target):
             msg = f"parallel takes a module or another callable, not {target!r}"
@@ -74,32 +76,29 @@ class Parallel(Generic[TargetT]):
         else:
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods), self)
+        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods))
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
         if in_dims and self._cores:
             msg = (
-                "in_dims is not taken on NeuronCores: a compiled model has the rows of all inputs on one dim. What is the "
-                "same for all rows can be a constant of the model that is traced"
+                "in_dims is not supported on NeuronCores: a compiled model has the rows of all inputs on one dim. "
+                "Make what is the same for all rows a constant of the model that is traced"
             )
             raise ShardError(msg)
-        self._plan = plan_of(plan)
-        if plan is not None and self._cores:
-            msg = f"plan={plan!r} is not taken on NeuronCores: how a compiled model is run is settled when it is compiled"
-            raise PlanError(msg)
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
-        # Kept from block to block: what was compiled for the shards of one is there for those of the next.
-        self._device_cutters = self._cutters() if self._devices else {}
+        compiles = bool(self._cores) or backend_of(self._devices[0].type).compiles_each_shape
+        # Kept from block to block: shapes compiled for the shards of one block serve the next.
+        self._device_cutters = self._cutters(equal_sizes=compiles) if self._devices else {}
         self._joining = Joining(
-            rules=GatherRules(dim, reduce, join),
+            rules=joining_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles),
             output_device=None if output_device is None else resolve_device(output_device),
             verify=verify,
         )
         self._lock = threading.RLock()
-        self._session: Session | None = None
-        self._last: Session | None = None  # for what it counted
+        self._session: Session | NeuronSession | None = None
+        self._last: Session | NeuronSession | None = None  # for its counters
         self._depth = 0
         self._closed = False
 
@@ -114,8 +113,7 @@ class Parallel(Generic[TargetT]):
 
     def __enter__(self) -> Parallel[TargetT]:
         with self._lock:
-            if self._session is None:
-                self._session = self._new_session()
+            self._open()
             self._rewrite()
         return self
 
@@ -171,21 +169,21 @@ class Parallel(Generic[TargetT]):
         """
         return self._opened().submit(Entry(self.target), args, kwargs).future
 
-    def map(self, batches: Iterable[Any], *, window: int | None = None, progress: bool = False) -> Iterator[Any]:
+    def map(self, batches: Iterable[Any], *, buffersize: int | None = None, progress: bool = False) -> Iterator[Any]:
         """Stream whole batches through the lanes and yield their outputs in order.
 
-        Batches are neither cut nor joined; each is run whole in one lane. A tuple batch is ``model(*batch)``, a
-        dict ``model(**batch)``, anything else ``model(batch)``. An exception arrives in its batch's place; closing the
-        generator drops what no lane has begun. On the CPU the calling thread runs short batches too, while it waits.
+        Batches are neither cut nor joined; each runs whole in one lane. A tuple batch is ``model(*batch)``, a dict
+        ``model(**batch)``, anything else ``model(batch)``. An exception is raised in its batch's place; closing the
+        generator drops the batches that no lane has started.
 
         Args:
-            batches: any iterable; it is read in the caller's thread, at most `window` batches ahead of the results.
-            window: batches in flight, 2 a lane by default; it bounds the memory.
-            progress: draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
+            batches: Any iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
+            buffersize: The number of batches in flight, 2 per lane by default. It bounds the memory.
+            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
 
         Raises:
-            ShardError: a window below 1.
-            SessionError: the block is closed, or ends before the generator does.
+            ShardError: If `buffersize` is below 1.
+            SessionError: If the block is closed, or ends before the generator does.
 
         Example:
             >>> import torch
@@ -196,17 +194,16 @@ class Parallel(Generic[TargetT]):
             >>> [tuple(output.shape) for output in outputs]
             [(4, 1), (4, 1), (2, 1)]
         """
-        if window is not None and window < 1:
-            msg = f"window={window}: at least one batch is in flight"
+        if buffersize is not None and buffersize < 1:
+            msg = f"buffersize={buffersize}: at least one batch must be in flight. Use 1 or more"
             raise ShardError(msg)
         session = self._opened()
-        window = _BATCHES_PER_LANE * len(session.devices) if window is None else window
-        return self._mapped(session, batches, window, progress)
-
-    @property
-    def plan(self) -> Plan:
-        """What was measured and what was chosen; `print` shows a table."""
-        return self._plan
+        entry = Entry(self.target)
+        if buffersize is None:
+            buffersize = _BATCHES_PER_LANE * len(session.devices)
+        return (
+            _with_progress(session, entry, batches, buffersize) if progress else stream(session, entry, batches, buffersize)
+        )
 
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
@@ -222,50 +219,43 @@ class Parallel(Generic[TargetT]):
         """
         return self._opened().trace(path)
 
-    def _taken_out(self) -> Session | None:
+    def _taken_out(self) -> Session | NeuronSession | None:
         """The session, which this block no longer has: to be closed without the lock, as lanes may still be at work."""
         session, self._session = self._session, None
+        if self._in_place is not None:
+            self._in_place.send_to(None)
         self._closed = True
         self._last = session or self._last
         return session
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> Session | NeuronSession:
         if self._cores:
             from parawrap.faces._on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
-        return PlannedSession(self.target, self._devices, cutters=self._device_cutters, plan=self._plan, **self._joining)
+        return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
-    def _cutters(self, sizes: Sizes = balanced) -> dict[str | None, Cutter]:
-        """One for each way into the target."""
-        equal_sizes = bool(self._devices) and backend_of(self._devices[0].type).compiles_each_shape
+    def _cutters(self, sizes: Sizes = balanced, *, equal_sizes: bool = False) -> dict[str | None, Cutter]:
+        """Return one cutter per method, and one for the target called as a whole."""
         return {
             method: Cutter(self._dim, self._in_dims, taken, equal_sizes=equal_sizes, sizes=sizes)
             for method, taken in self._parameters.items()
         }
 
-    def _opened(self) -> Session:
+    def _opened(self) -> Session | NeuronSession:
         """The session, started on first use."""
         with self._lock:
-            if self._session is None:
-                if self._closed:
-                    msg = f"{self!r} is closed: use it inside its `with` block, or make a new one"
-                    raise SessionError(msg)
-                self._session = self._new_session()
-            return self._session
+            if self._session is None and self._closed:
+                msg = f"{self!r} is closed: use it inside its `with` block, or make a new one"
+                raise SessionError(msg)
+            return self._open()
 
-    def call_through(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a stand-in does. One that somebody kept beyond the block calls plainly."""
-        session = self._session
-        return entry.plain(*args, **kwargs) if session is None else session.call(entry, args, kwargs)
-
-    def _mapped(self, session: Session, batches: Iterable[Any], window: int, progress: bool) -> Iterator[Any]:
-        entry = Entry(self.target)
-        if not progress:
-            yield from stream(session, entry, batches, window)
-            return
-        with Progress(batches) as bar:
-            yield from stream(session, entry, batches, window, bar)
+    def _open(self) -> Session | NeuronSession:
+        if self._session is None:
+            self._session = self._new_session()
+            if self._in_place is not None:
+                self._in_place.send_to(self._session)
+        return self._session
 
     def _rewrite(self) -> None:
         if self._depth == 0 and self._in_place is not None:
@@ -299,56 +289,69 @@ class Parallel(Generic[TargetT]):
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
 
 
+def _with_progress(
+    session: Session | NeuronSession, entry: Entry, batches: Iterable[Any], buffersize: int
+) -> Iterator[Any]:
+    with Progress(batches) as bar:
+        yield from stream(session, entry, batches, buffersize, bar)
+
+
 def parallel(
     target: TargetT,
     devices: Devices = None,
     *,
     dim: int = 0,
-    in_dims: Mapping[str, int | None] | None = None,
+    in_dims: Mapping[str, InDim] | None = None,
+    out_dims: OutDims = UNSET,
     methods: Sequence[str] = ("forward",),
     output_device: DeviceLike | None = None,
-    reduce: Reduce = "mean",
-    join: Literal["cat", "list"] = "cat",
+    reduce: Reduce | None = None,
+    join: Literal["cat", "list", "pad"] = "cat",
+    pad_value: float = 0,
     verify: bool = False,
-    plan: Plan | Literal["auto", "default", "lanes"] | None = None,
 ) -> Parallel[TargetT]:
     """Make a model, or any callable, data-parallel inside a ``with`` block.
 
-    A call is cut into one shard a lane, the shards run at the same time, and their outputs are joined: the answer and
-    the gradients are those of the plain call up to rounding, for a target that treats rows independently. A module is
-    rewritten in place, so that every reference to it is parallel, and is what it was after the block. A callable that is
-    no module is called through what ``as`` gives.
+    A call is cut into one shard per lane, the shards run at the same time, and their outputs are joined. The answer and the
+    gradients are those of the plain call up to rounding, for a target that treats rows independently. A module is changed
+    in place, so that every reference to it is parallel, and is what it was after the block. A callable that is not a
+    module is called through the value of ``as``.
+
+    Without `out_dims`, the first call of each kind shows which outputs follow the rows: its lanes run one after another, on
+    shards of different sizes. A kind is the method, the structure of the arguments, the non-tensor arguments, and the
+    train, grad, and autocast modes. Calls that draw random numbers run their lanes in order, so a seed gives the same
+    numbers every time.
 
     Args:
-        target: a module (also scripted or compiled), or any callable.
-        devices: one entry a lane: a sequence of ``"cuda:1"``, ``"cpu"``, indices or torch devices, of one type; a device
-            may be named several times. None or ``"auto"``: every visible accelerator, else the CPU; ``"cuda"``: all of
-            that kind; a number: that many of the best kind. ``"nc:0"`` is a NeuronCore, with two lanes, for a model that
-            `parawrap.neuron.trace` compiled; ``"neuron"`` is all of these.
-        dim: the dim of inputs and outputs that the rows lie on.
-        in_dims: for parameters of the target, by name, another dim, or None for a value that every lane gets whole.
-            A list without tensors is cut by 0.
-        methods: which methods of a module are parallel inside the block.
-        output_device: where outputs are joined; by default where the module's parameters are.
-        reduce: what becomes of 0-d outputs, a loss say: "mean" weighs each shard by its rows; "sum"; "stack" gives one
-            value a lane; or a function of that vector.
-        join: "cat" joins outputs along `dim`; "list" returns the list of the lanes' outputs.
-        verify: run the first call of each structure plainly too, and compare.
-        plan: in which way calls are run, where several give the same. None: on the CPU, a call that the lanes do not make
-            faster is run plainly, which is seen from its first calls; on accelerators every call is cut. "auto": the
-            fastest of all ways there are, which the first calls find out. "lanes": every call is cut. Or a `Plan`.
+        target: A module (also scripted or compiled), or any callable.
+        devices: One entry per lane: a sequence of ``"cuda:1"``, ``"cpu"``, indices, or torch devices, of one type; a device
+            may repeat. None or ``"auto"``: every visible accelerator; without one, a single CPU lane, which is the plain
+            call. ``"cuda"``: all of that kind. A number: that many of the best kind. ``"nc:0"`` is a NeuronCore, with two
+            lanes, for a model that `parawrap.neuron.trace` compiled; ``"neuron"`` is all of these.
+        dim: The dim of inputs and outputs that the rows lie on.
+        in_dims: By parameter name, another dim, None for a value that every lane gets whole, or "items" for a sequence
+            with one item per row (0 means the same for a list without tensors).
+        out_dims: Where the rows of outputs lie: a dim, None for one value that is the same in every lane, "items" for a
+            list with one item per row, "ragged" for rows in order whatever their number; or a tuple or dict of these, like
+            the output. An LSTM has ``out_dims=(0, (1, 1))``. Undeclared outputs are learned.
+        methods: The methods of a module that are parallel inside the block.
+        output_device: Where outputs are joined; by default where the module's parameters are.
+        reduce: How 0-d tensors and numbers are joined, a loss for example: "mean" weighs each shard by its rows, "sum"
+            adds, "stack" gives one value per lane, and a function gets that vector. By default they are refused.
+        join: "cat" concatenates; "pad" also pads the other dims to the longest lane; "list" returns the lanes' outputs.
+        pad_value: The value that ``join="pad"`` pads with.
+        verify: Run the first call of each kind plainly too, and compare.
 
     Returns:
         A `Parallel`: a context manager, a decorator (``@parallel(model)``: the block is the call), and a callable with
         `map`, `submit`, `stats`, `trace` and `close`.
 
     Raises:
-        DeviceListError, DeviceUnavailableError: of `devices`, here.
-        ShardError: of `in_dims` or `methods`, here; of arguments that cannot be cut, at the call.
-        GatherError: of outputs that cannot be joined, at the call.
-        ReplicaError: of a module of which no replica can be made, at the first call.
-        VerifyError: with `verify`, of outputs that differ, at the call.
-        PlanError: of a plan that there is not, here.
+        DeviceListError, DeviceUnavailableError: If `devices` names devices that make no sense, or that are not there.
+        ShardError: If `in_dims` or `methods` name what the target does not have; at the call, if an argument cannot be cut.
+        GatherError: If `out_dims`, `reduce`, or `join` has an unknown value; at the call, if an output cannot be joined.
+        ReplicaError: At the first call, if no replica of the module can be made.
+        VerifyError: With `verify`, at the call, if outputs differ.
 
     Example:
         >>> import torch
@@ -366,10 +369,11 @@ def parallel(
         devices,
         dim=dim,
         in_dims=in_dims,
+        out_dims=out_dims,
         methods=methods,
         output_device=output_device,
         reduce=reduce,
         join=join,
+        pad_value=pad_value,
         verify=verify,
-        plan=plan,
     )

@@ -12,13 +12,13 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
-from parawrap.engine import LanesAwaitThread, Session
+from parawrap.engine import Session
 from parawrap.errors import ShardError
 from parawrap.faces.data_parallel import DataParallel
 from parawrap.faces.moving import recursive_to
 from parawrap.faces.tuples import transpose
-from parawrap.lanes import current_lane
-from parawrap.shards import Cutter, GatherRules
+from parawrap.lanes import here, intra_op_threads
+from parawrap.shards import Cutter, JoinRules
 
 __all__ = ["TupleParallel", "tuple_fn"]
 
@@ -102,15 +102,12 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        if not self._lanes or current_lane() is not None or self._session().must_run_plainly():
+        if not self._lanes or here.lane is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._refuse_elsewhere()
         if not args:
             return []
-        try:
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        except LanesAwaitThread:
-            return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
+        replicas = self.replicate(self.module, self.device_ids[: len(args)])
         return self.parallel_apply(replicas, args, kwargs)
 
 
@@ -175,13 +172,15 @@ class _InLanes:
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)
-        return _together(session.apply([partial(function, *part, **named) for part, named in parts]))
+        tasks = [partial(function, *part, **named) for part, named in parts]
+        with intra_op_threads(session.pool.threads):
+            return _together(session.apply(tasks))
 
     def _session_for(self, parts: int) -> Session:
         with self._changing:
             if self._session is None or len(self._session.devices) < parts:
                 lanes = best_backend().first(parts) if self._on_cpu else self._lanes
-                self._session = Session(_nothing, lanes, cutters={None: Cutter()}, rules=GatherRules())
+                self._session = Session(_nothing, lanes, cutters={None: Cutter()}, rules=JoinRules())
             return self._session
 
 

@@ -1,22 +1,23 @@
-"""torch's thread-local modes: read in the caller, set in the lane for one piece of work, and put back.
+"""Carry torch's thread-local modes from the caller into a lane for one task.
 
 A new thread starts with torch's defaults: gradients on, no inference mode, no autocast, no default device, an empty
-context. What a caller has switched on must therefore be carried. A profiler cannot be carried by setting a flag:
-``_profiled.py`` does it.
+context. The number of threads that an operator may use is a mode of a thread too.
 """
 
 from __future__ import annotations
 
 import contextvars
 import functools
+import threading
 from collections.abc import Callable, Iterable
+from itertools import repeat
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ["Modes", "sees_only_its_own_thread"]
+__all__ = ["Modes", "intra_op_threads", "sees_only_its_own_thread", "settle"]
 
 T = TypeVar("T")
 
@@ -34,7 +35,10 @@ class _Autocast(NamedTuple):
 
 
 class Modes(NamedTuple):
-    """The modes of one thread at one moment. Immutable; may be applied in any number of threads at once."""
+    """The modes of one thread at one moment. Immutable; any number of threads may run under them at once.
+
+    `profiling` is True if a profiler records the thread. It cannot be carried: it records the thread that started it.
+    """
 
     grad: bool
     inference: bool
@@ -42,52 +46,56 @@ class Modes(NamedTuple):
     autocast_cache: bool
     default_device: torch.device | None
     context: contextvars.Context
+    profiling: bool
+    kinds: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of autocast by kind, which a model may switch on itself
 
     @classmethod
     def capture(cls, kind: str) -> Modes:
-        """The calling thread's modes; autocast is read for the CPU and for that kind of device."""
+        """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
         kinds = _kinds_with_autocast(kind)
-        autocast = _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else ()
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            autocast,
+            _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else (),
             torch.is_autocast_cache_enabled(),
-            _default_device(),
+            _default_device() if _C._len_torch_function_stack() else None,
             contextvars.copy_context(),
+            _C._autograd._profiler_enabled(),
+            kinds,
+            tuple(map(torch.get_autocast_dtype, kinds)),
         )
 
     def run(self, work: Callable[[], T], device: torch.device, home: torch.device | None) -> T:
-        """Run `work` in this thread under these modes, and leave the thread as it was.
+        """Run `work` in this thread under these modes, and restore the thread's own.
 
-        A default device that is the model's home stands for "where the model is": in a lane that is the lane's device.
-        So does none at all, which is the CPU, for a model whose home is the CPU.
+        If the default device is the model's home, it means "where the model is", which in a lane is the lane's device. No
+        default device is the CPU, so the same holds for a model on the CPU.
         """
-        default_device = _default_in_lane(self.default_device, device, home)
+        default_device = self.default_device
+        if device != home and home is not None:
+            default_device = _default_in_lane(default_device, device, home)
         if self.inference != torch.is_inference_mode_enabled():
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
                 return self._run_with_autocast(work, default_device)
         before = torch.is_grad_enabled()
         _set_grad_enabled(self.grad)
         try:
-            if not self.autocast and default_device is None:
-                return self._own_context().run(work)
+            same_dtypes = tuple(map(torch.get_autocast_dtype, self.kinds)) == self.dtypes
+            if not self.autocast and default_device is None and same_dtypes:
+                return self.context.copy().run(work)  # a context can be entered by one thread at a time
             return self._run_with_autocast(work, default_device)
         finally:
             _set_grad_enabled(before)
 
-    def _own_context(self) -> contextvars.Context:
-        return self.context.copy()  # one can be entered by one thread at a time
-
     def _run_with_autocast(self, work: Callable[[], T], default_device: torch.device | None) -> T:
-        context = self._own_context()
-        if not self.autocast:
-            return _run_with_device(context, work, default_device)
-        before = _autocast(state.kind for state in self.autocast)
+        context = self.context.copy()
+        states = self.autocast or tuple(map(_Autocast, self.kinds, repeat(False), self.dtypes))
+        before = _autocast(self.kinds)
         cache_before = torch.is_autocast_cache_enabled()
         torch.autocast_increment_nesting()
         try:
-            _set_autocast(self.autocast, cache=self.autocast_cache)
+            _set_autocast(states, cache=self.autocast_cache)
             return _run_with_device(context, work, default_device)
         finally:
             # The casts that this lane cached belong to this call: the last one out of the nest clears them.
@@ -97,7 +105,7 @@ class Modes(NamedTuple):
 
 
 def sees_only_its_own_thread() -> bool:
-    """Whether something watches the calling thread that cannot follow into a lane: the call must then run plainly.
+    """True if something watches the calling thread and cannot follow into a lane: the call must then run plainly.
 
     Tracers and compilers record what one thread does; a dispatch mode (a FLOP counter, fake tensors), a function mode
     and a functorch transform live in one thread; hooks on saved tensors count on the order in which they are called.
@@ -112,9 +120,7 @@ def sees_only_its_own_thread() -> bool:
     )
 
 
-def _default_in_lane(default: torch.device | None, device: torch.device, home: torch.device | None) -> torch.device | None:
-    if home is None or device == home:
-        return default
+def _default_in_lane(default: torch.device | None, device: torch.device, home: torch.device) -> torch.device | None:
     return device if (torch.device("cpu") if default is None else default) == home else default
 
 
@@ -124,8 +130,6 @@ def _only_default_devices() -> bool:
 
 def _default_device() -> torch.device | None:
     """The innermost default device, of ``torch.set_default_device`` or of ``with torch.device(...)``."""
-    if _C._len_torch_function_stack() == 0:
-        return None
     devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
     return devices[-1] if devices else None
 
@@ -151,3 +155,58 @@ def _set_autocast(states: Iterable[_Autocast], *, cache: bool) -> None:
         torch.set_autocast_enabled(state.kind, state.enabled)
         torch.set_autocast_dtype(state.kind, state.dtype)
     torch.set_autocast_cache_enabled(cache)
+
+
+# Threads of operators
+
+_counting = threading.Lock()
+_inside = 0
+_outside = 0
+_seen = threading.local()
+
+
+def settle(threads: int) -> None:
+    """Set the calling thread's count of intra-op threads for good; the first thing that a lane's thread does.
+
+    A new thread must read its count before it sets one, or its first parallel operator undoes the setting.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
+    _seen.yes = True
+
+
+class intra_op_threads:  # noqa: N801
+    """Let operators of the calling thread use that many threads inside the ``with`` block (None: as many as before).
+
+    torch.set_num_threads sets the calling thread's count, and also the count that a thread takes when it runs its first
+    operator. A caller that lowers its count must therefore restore it. A caller that runs its first operator while another
+    one has lowered the count would take the lowered one for its own; it gets back the count from before.
+    """
+
+    __slots__ = ("_before", "_threads")
+
+    def __init__(self, threads: int | None) -> None:
+        self._threads = threads
+        self._before = 0  # 0: nothing was changed
+
+    def __enter__(self) -> None:
+        global _inside, _outside
+        count = torch.get_num_threads()
+        if self._threads is None or (count == self._threads and getattr(_seen, "yes", False)):
+            return
+        with _counting:
+            if _inside == 0:
+                _outside = count
+            elif not getattr(_seen, "yes", False):
+                count = _outside
+            _inside += 1
+        _seen.yes = True
+        self._before = count
+        torch.set_num_threads(self._threads)
+
+    def __exit__(self, *error: object) -> None:
+        global _inside
+        if self._before:
+            with _counting:
+                _inside -= 1
+            torch.set_num_threads(self._before)

@@ -1,7 +1,6 @@
-"""Where the work of a pool's lanes is done: on which device and streams, and after what.
+"""Put the tasks of a pool's lanes on devices and streams, in the right order.
 
-Knows lanes and streams; refuses to know threads. Where nothing lies anywhere but on the CPU it does nothing, and costs as
-much.
+Knows devices and streams; knows no threads. If everything lies on the CPU, it does nothing.
 """
 
 from __future__ import annotations
@@ -9,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from parawrap.backends import Backend
-from parawrap.lanes._lane import Lane, Task
 from parawrap.lanes._streams import LaneStreams, Moment, Reached, moment_of, wait_for_moment
+
+if TYPE_CHECKING:
+    from parawrap.lanes._pool import Lane, Task
 
 __all__ = ["Places"]
 
@@ -30,7 +31,7 @@ class Places:
         self.home = home
         self.lanes = lanes
         self._streams = {lane: LaneStreams(backend, lane.device) for lane in lanes}
-        self._only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
+        self.only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
         self._changed: Moment = {}
 
     def placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
@@ -52,7 +53,7 @@ class Places:
 
     def wait_for(self, lanes: Sequence[Lane]) -> None:
         """Have the calling thread's streams wait for what these lanes have queued until now."""
-        if not self._only_cpu:
+        if not self.only_cpu:
             for lane in lanes:
                 self._streams[lane].be_waited_for()
 
@@ -79,9 +80,9 @@ class Places:
     def _moment(self, sources: Collection[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
         """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
         home = self.home
-        if self._only_cpu and not sources and (home is None or home.type == "cpu"):
+        if self.only_cpu and not sources and (home is None or home.type == "cpu"):
             return {}
-        self._only_cpu = False
+        self.only_cpu = False
         devices = dict.fromkeys([*sources, *(lane.device for lane in lanes)])
         return moment_of(devices if home is None else {home: None, **devices}, shared=shared)
 

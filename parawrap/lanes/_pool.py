@@ -1,47 +1,54 @@
-"""Lanes and the pool that owns them.
+"""Lanes, and the pool that owns them.
 
-What this file guarantees:
+Guarantees:
 
-- A lane runs one piece of work at a time: whoever works in it holds ``lane.busy``.
-- What is sent to a lane is begun in order of arrival; so is what any lane may run, by whichever is free first.
-- A caller runs lane 0 itself, and then whatever no lane has begun: it never waits for a thread that is still waking.
-- A caller with a `Hand` in what it submits to any lane runs some of that as lane 0 while it waits, and nothing of others.
-- Whatever work raises comes back as an :class:`Outcome`; the lane lives on.
-- Work that runs in a lane never waits for a lane: `current_lane` tells, and the engine then runs plainly. A thread that
-  such work waits for does not wait for that lane either: it shares it.
-- A caller that is interrupted while it waits leaves at once; its work that has not begun is dropped, not run.
-- Threads start when first needed and end with `close`, with the pool's last reference, or with the interpreter.
-- After a fork the child has no lanes, and `LanePool.alive` says so.
+- A lane runs one task at a time: the thread that works in it holds ``lane.busy``.
+- Tasks sent to a lane start in arrival order. Queued calls start in arrival order, each in the lane that is free first.
+- The caller runs lane 0's task itself, and every other task runs in its lane's thread. If tasks run in turns, the caller
+  runs all of them, in lane order.
+- The outcome of a task reaches the caller whatever the task raises; the lane lives on.
+- A task never waits for a lane: `here.lane` is set in it, and the engine runs its calls plainly. A task that waits for
+  another thread, which itself makes a call, waits forever; after 60 seconds the log shows where.
+- An interrupted caller leaves at once. Its tasks that have not started are dropped.
+- Threads start when first needed. They end with `close`, with the pool's last reference, or with the interpreter.
+- A forked child has no lanes: `LanePool.alive` is False there.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
+import sys
 import threading
+import traceback
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import attrgetter
+from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
-from parawrap.lanes._backlog import Backlog, Hand, Whole
-from parawrap.lanes._flight import Flight, Share
-from parawrap.lanes._lane import PATIENCE_S, Errand, Lane, Task
-from parawrap.lanes._modes import Modes
-from parawrap.lanes._outcome import Outcome
-from parawrap.lanes._pace import Paces
+from parawrap.lanes._first_failure import Outcome, note
+from parawrap.lanes._modes import Modes, intra_op_threads, settle
 from parawrap.lanes._places import Places
-from parawrap.lanes._profiled import fork, is_profiling
 from parawrap.lanes._streams import LaneFuture, Reached
-from parawrap.lanes._threads import intra_op_threads
 
-__all__ = ["LanePool"]
+__all__ = ["Lane", "LanePool", "Span", "Task", "here"]
 
+Task = Callable[[], Any]
+Errand = Callable[["Lane"], None]
+
+_thread_of = attrgetter("thread")
+_LOG = logging.getLogger("parawrap.lanes")
+_LONG_WAIT_S = 60.0
 _EXIT_PATIENCE_S = 5.0
 _forks = 0
 
@@ -55,35 +62,197 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
 
 
-class LanePool:
-    """The lanes of one session. Any number of threads may use it at once.
+class _Here(threading.local):
+    """The lane that the calling thread works in. The class has a value because looking for none takes a microsecond."""
 
-    `may_try_alone` says that no task ever waits for another lane: the caller may then try whether it is done sooner alone.
+    lane: Lane | None = None
+
+
+here = _Here()
+
+
+class Span(NamedTuple):
+    """One task in a lane: when it ran, in nanoseconds of ``time.perf_counter_ns``."""
+
+    lane: int
+    start: int
+    end: int
+
+
+class Lane:
+    """One device slot and, once a task was sent to it, its thread. Lives as long as its pool; shared between threads.
+
+    `device` is where its tensors lie; `label` names it, by the device by default. `resting` is True while its thread must
+    be woken for a queued call.
     """
 
+    def __init__(self, index: int, device: torch.device, label: str | None = None) -> None:
+        self.index = index
+        self.device = device
+        self.label = str(device) if label is None else label
+        self.busy = threading.Lock()
+        self.inbox: SimpleQueue[Errand | None] = SimpleQueue()
+        self.resting = True
+        self.given = 0
+        self.tasks = 0
+        self.busy_ns = 0
+        self.recorders: tuple[list[Span], ...] = ()
+        self.thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"lane {self.index} on {self.label}"
+
+    def run(self, task: Task) -> Outcome:
+        """Run `task` in the calling thread, as this lane's work."""
+        if not self.busy.acquire(blocking=False):
+            self.wait_until_idle()
+        before, here.lane = here.lane, self
+        start = perf_counter_ns()
+        try:
+            return Outcome(task())
+        except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
+            # The first frame is this one, which tells a reader of the traceback nothing.
+            return Outcome(error=error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        finally:
+            end = perf_counter_ns()
+            here.lane = before
+            self.tasks += 1
+            self.busy_ns += end - start
+            for spans in self.recorders:
+                spans.append(Span(self.index, start, end))
+            self.busy.release()
+
+    def wait_until_idle(self) -> None:
+        """Take the lane's lock once its work is done, and log a long wait."""
+        if not self.busy.acquire(timeout=_LONG_WAIT_S):
+            _log_wait(f"{self} has been busy", [self])
+            self.busy.acquire()
+
+    def start(self, threads: int | None, backlog: deque[Errand]) -> None:
+        """Start the lane's thread, and wait until its count of intra-op threads is set."""
+        ready = threading.Event()
+        name = f"parawrap-{self}"
+        thread = threading.Thread(target=_serve, args=(self, backlog, threads, ready), name=name, daemon=True)
+        self.thread = thread  # before the wait: an interrupt must not cause a second one
+        thread.start()
+        ready.wait()
+
+
+def _serve(lane: Lane, backlog: deque[Errand], threads: int | None, ready: threading.Event) -> None:
+    """Run a lane's thread. It refers to its lane and not to the pool, so an abandoned pool can be collected."""
+    if threads is not None:
+        settle(threads)
+    here.lane = lane  # for good: callbacks of futures run in this thread too, and must not wait for lanes
+    ready.set()
+    while True:
+        lane.resting = True  # before the look into the backlog: a later call wakes this lane, an earlier one is seen
+        try:
+            errand = lane.inbox.get(block=not backlog)
+        except queue.Empty:
+            errand = _look
+        lane.resting = False
+        if errand is None:
+            break
+        errand(lane)
+        del errand  # a waiting lane keeps nothing of its last call alive
+        if backlog:
+            _run_oldest(backlog, lane)  # in turn with the lane's own tasks, so that neither kind starves
+    while _run_oldest(backlog, lane):
+        pass
+
+
+def _look(lane: Lane) -> None:
+    """Do nothing; the lane then looks into the backlog."""
+
+
+def _run_oldest(backlog: deque[Errand], lane: Lane) -> bool:
+    try:
+        errand = backlog.popleft()
+    except IndexError:
+        return False
+    errand(lane)
+    return True
+
+
+class _Call:
+    """A cut call: a task and a place for an outcome per lane. `dropped` tells lanes not to start its tasks.
+
+    A lane may sleep for long before its next line. So it holds nothing of the call once the caller is told.
+    """
+
+    __slots__ = ("done", "dropped", "missing", "outcomes", "tasks")
+
+    def __init__(self, tasks: int) -> None:
+        self.tasks: list[Task | None] = [None] * tasks
+        self.outcomes: list[Outcome] = [Outcome()] * tasks
+        self.missing = list(range(tasks - 1))  # one entry per lane but the caller's own; the last to take one takes 0
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.dropped = False
+
+    def __call__(self, lane: Lane) -> None:
+        """Run the task of a lane, in its thread."""
+        task, self.tasks[lane.index] = self.tasks[lane.index], None
+        if task is not None and not self.dropped:
+            self.outcomes[lane.index] = lane.run(task)
+        del task
+        done, was_last = self.done, self.missing.pop() == 0
+        del self
+        if was_last:
+            done.release()
+
+
+class _Queued:
+    """A call that one lane runs whole. Its task gets the lane, and returns a value and what to wait for on the device."""
+
+    __slots__ = ("_future", "_task")
+
+    def __init__(self, task: Callable[[Lane], tuple[Any, Reached]], future: LaneFuture) -> None:
+        self._task = task
+        self._future = future
+
+    def __call__(self, lane: Lane) -> None:
+        task, future = self._task, self._future
+        del self._task, self._future
+        future.lane = lane.index
+        if not future.set_running_or_notify_cancel():
+            return
+        outcome = lane.run(partial(task, lane))
+        del task
+        try:
+            if outcome.error is None:
+                future.land(*outcome.value)
+            else:
+                note(outcome.error, f"in {lane}")
+                future.set_exception(outcome.error)
+        except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
+            threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))
+        finally:
+            del outcome, future  # the frames in the error's traceback lead back to this one
+
+
+class LanePool:
+    """The lanes of one session. Any number of threads may use it at once."""
+
     def __init__(
-        self,
-        devices: Sequence[torch.device],
-        home: torch.device | None = None,
-        labels: Sequence[str] | None = None,
-        *,
-        may_try_alone: bool = False,
+        self, devices: Sequence[torch.device], home: torch.device | None = None, labels: Sequence[str] | None = None
     ) -> None:
         names = [None] * len(devices) if labels is None else labels
-        self._backlog = Backlog()
-        named = enumerate(zip(devices, names, strict=True))
-        self.lanes = tuple(Lane(index, device, name, self._backlog.do_next) for index, (device, name) in named)
+        self.lanes = tuple(
+            Lane(index, device, name) for index, (device, name) in enumerate(zip(devices, names, strict=True))
+        )
         self.backend: Backend = backend_of(devices[0].type)
-        self._places = Places(self.backend, self.lanes, home)
         self.threads = self.backend.intra_op_threads(len(devices))
+        self._places = Places(self.backend, self.lanes, home)
+        self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
-        self._paces = Paces(may_try_alone=may_try_alone)
         self._forks = _forks
         self._end = weakref.finalize(self, _abandon, self._places)
+        self.closed = False
 
     @property
     def home(self) -> torch.device | None:
-        """Where the module lies whose replicas the lanes run."""
+        """The device of the module whose replicas the lanes run."""
         return self._places.home
 
     @home.setter
@@ -91,236 +260,191 @@ class LanePool:
         self._places.home = device
 
     @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return not self._end.alive
-
-    @property
     def alive(self) -> bool:
         """False after `close`, and in a process forked from the one that made the pool."""
-        return self._end.alive and self._forks == _forks
+        return not self.closed and self._forks == _forks
 
     def run(
-        self,
-        tasks: Sequence[Task],
-        kind: Hashable = None,
-        sources: Collection[torch.device] = (),
-        threads: int | None = None,
+        self, tasks: Sequence[Task], modes: Modes, sources: Collection[torch.device] = (), *, in_turns: bool = False
     ) -> list[Outcome]:
-        """Run task i in lane i and wait for all of them. The caller runs the first, then what no lane has begun.
+        """Run task i in lane i and return all outcomes. Tasks beyond the lanes run in the last one, one after another.
 
-        Work of one `kind` is taken to last about as long each time. Where the caller alone was done sooner than the lanes
-        would be, it begins the next call of that kind alone, and wakes the lanes only if that turns out wrong.
-
-        `sources` are further devices on which the caller has something that the tasks use. `threads` is how many an
-        operator may use in each lane, if not the pool's own figure.
+        `sources` are further devices with data of the caller that the tasks use. A profiler records the calling thread
+        alone, so tasks run in turns under one. In turns, the first failure ends the call.
         """
-        flight = Flight(len(tasks))
-        threads = threads or self.threads
-        lanes = self.lanes[: len(tasks)]
-        works = self._places.placed(lanes, tasks, sources)
-        done, start = 0, perf_counter_ns()
-        longest_ns = self._paces.longest_alone_ns(kind)
+        if self._places.only_cpu and not sources:
+            return self._run(tasks, modes, in_turns=in_turns)
+        lanes = self._lanes_of(tasks)
         try:
-            with intra_op_threads(threads):
-                if longest_ns or len(works) == 1:
-                    done = self._run_alone(works, flight, longest_ns)
-                if done < len(works):
-                    self._run_together(works, flight, done, threads)
+            return self._run(self._places.placed(lanes, tasks, sources), modes, in_turns=in_turns)
         finally:
-            if not torch.is_grad_enabled():
+            if not modes.grad:
                 self._places.wait_for(lanes)
-        if len(works) > 1:
-            self._paces.note(kind, flight.first_ns, perf_counter_ns() - start, alone=done == len(works))
-        return flight.take()
 
-    def _run_alone(self, tasks: Sequence[Task], flight: Flight, longest_ns: int) -> int:
-        """Run tasks in turn, in the calling thread, for as long as they are short; how many were run."""
-        for slot, task in enumerate(tasks):
-            if self._run_own(slot, task, flight) > longest_ns:
-                return slot + 1
-        return len(tasks)
-
-    def _run_together(self, tasks: Sequence[Task], flight: Flight, first: int, threads: int | None) -> None:
-        shares = self._send(tasks, flight, first + 1, threads)
+    def _run(self, tasks: Sequence[Task], modes: Modes, *, in_turns: bool) -> list[Outcome]:
+        """Run the tasks; the caller has fewer intra-op threads while the other lanes use theirs."""
+        lanes, home = self.lanes[: len(tasks)], self._places.home
+        first = tasks[0]
+        if home is not None and home != lanes[0].device:  # else the caller's modes are in force as they are
+            first = partial(modes.run, first, lanes[0].device, home)
+        if in_turns or modes.profiling or len(tasks) == 1:
+            return self._run_in_turns(tasks, first, modes)
+        if len(tasks) > len(lanes):
+            last = len(lanes) - 1
+            outcomes = self._run([*tasks[:last], partial(_in_order, tasks[last:])], modes, in_turns=False)
+            of_last = outcomes[-1]
+            return outcomes if of_last.error else [*outcomes[:-1], *map(Outcome, of_last.value)]
+        call = _Call(len(tasks))
+        with self._gate:  # nothing is put behind the word that ends a lane
+            if not self.alive:
+                return self._run_in_turns(tasks, first, modes)
+            if None in map(_thread_of, lanes[1:]):
+                self._start(lanes[1:])
+            for task, lane in zip(tasks[1:], lanes[1:], strict=True):
+                call.tasks[lane.index] = partial(modes.run, task, lane.device, home)
+                lane.inbox.put(call)
         try:
-            self._run_own(first, tasks[first], flight)
-            if flight.outcomes[first].is_interrupt:  # kept in no variable: its traceback may hold this frame
-                _drop(shares, flight)  # what has not begun need not
-            for share in reversed(shares):  # the lane that was woken last is the last to begin
-                if not share.lane.busy.locked() and share.claim():
-                    share.do()
-            while not flight.wait(PATIENCE_S):
-                for share in shares:
-                    # A pool that was closed meanwhile may never have sent the share.
-                    if (not self.alive or share.lane.stuck()) and share.claim():
-                        share.do()
+            call.outcomes[0] = lanes[0].run(first)
+            error = call.outcomes[0].error
+            call.dropped = error is not None and not isinstance(error, Exception)  # Ctrl-C or an exit
+            del error
+            if not call.done.acquire(timeout=_LONG_WAIT_S):
+                _log_wait("a call has been waiting for its lanes", lanes)
+                call.done.acquire()
         except BaseException:
-            _drop(shares, flight)
+            call.dropped = True
             raise
+        outcomes, call.outcomes = call.outcomes, []  # a lane may still refer to the call
+        return outcomes
 
-    def _run_own(self, slot: int, task: Task, flight: Flight) -> int:
-        """Run a task in the calling thread, in which its modes are in force already; the nanoseconds it took."""
-        lane = self.lanes[slot]
-        at_home = self.home is None or self.home == lane.device
-        work = task if at_home else self._carried(lane, task, Modes.capture(self.backend.type))
-        start = perf_counter_ns()
-        flight.land(slot, lane.occupy(work))
-        took = perf_counter_ns() - start
-        if slot == 0:
-            flight.first_ns = took
-        return took
+    def _run_in_turns(self, tasks: Sequence[Task], first: Task, modes: Modes) -> list[Outcome]:
+        """Run every task in the calling thread, in lane order, with all of its intra-op threads."""
+        outcomes = [Outcome()] * len(tasks)
+        for slot, (task, lane) in enumerate(zip(tasks, self._lanes_of(tasks), strict=True)):
+            outcomes[slot] = lane.run(partial(modes.run, task, lane.device, self.home) if slot else first)
+            if outcomes[slot].error is not None:
+                break
+        return outcomes
+
+    def _lanes_of(self, tasks: Sequence[Task]) -> Sequence[Lane]:
+        """The lane of each task; those beyond the lanes run in the last one."""
+        return (*self.lanes, *self.lanes[-1:] * (len(tasks) - len(self.lanes)))[: len(tasks)]
 
     def least_loaded(self) -> Lane:
-        """The lane with least work before it; of several such, the one that has been given least."""
+        """Return the lane with the least work before it; of equal ones, the one that has been given the least."""
         return min(self.lanes, key=self._load)
 
     def submit(
-        self, lane: Lane, task: Task, stage: Callable[[], object] | None = None, sources: Collection[torch.device] = ()
+        self,
+        lane: Lane,
+        task: Task,
+        modes: Modes,
+        stage: Callable[[], object] | None = None,
+        sources: Collection[torch.device] = (),
     ) -> LaneFuture:
-        """Run `task` whole in that lane's own thread, behind what waits there. `sources` as in `run`.
+        """Run `task` whole in that lane's thread, behind earlier tasks. `sources` as in `run`.
 
-        `stage` comes before it; where the device can, it runs beside the work that was submitted before.
+        `stage` runs before it; if the device can, next to the lane's earlier work.
         """
         future = LaneFuture()
-        work = self._carried(lane, self._places.staged(lane, task, stage, sources), Modes.capture(self.backend.type))
+        work = partial(modes.run, self._places.staged(lane, task, stage, sources), lane.device, self.home)
+        errand = _Queued(lambda _: work(), future)
+        lane.given += 1
+        if modes.profiling:
+            errand(lane)
+            return future
         with self._gate:
-            self._give(lane, partial(Whole(lambda _: work(), future).do, lane))
+            if not self.alive:
+                self._refuse_closed()
+            self._start((lane,))
+            lane.inbox.put(errand)
         return future
 
-    def hand(self) -> Hand | None:
-        """For a caller that submits to any lane and may work while it waits; none where there is but one lane."""
-        return Hand(self._backlog, self.lanes[0], self.threads) if len(self.lanes) > 1 else None
+    def submit_to_any(self, task: Callable[[Lane], Any], modes: Modes) -> LaneFuture:
+        """Run `task` whole in the lane that is free first, oldest task first. It gets the lane.
 
-    def submit_to_any(self, task: Callable[[Lane], Any], hand: Hand | None = None) -> LaneFuture:
-        """Run `task` whole in the lane that is free first, oldest task first; it is told the lane.
-
-        For lanes on the CPU, and tasks that have nothing to bring there. With a `hand` the caller may be that lane.
+        For lanes on the CPU, and tasks that bring nothing there.
         """
         future = LaneFuture()
-        call = Whole(partial(_run_in, task, Modes.capture(self.backend.type), self.home), future, hand)
+        errand = _Queued(partial(_run_in, task, modes, self._places.home), future)
+        if modes.profiling:
+            errand(self.lanes[0])
+            return future
         with self._gate:
-            if is_profiling():
-                lane = self.least_loaded()
-                self._give(lane, partial(call.do, lane))
-            else:
+            if not self.alive:
                 self._refuse_closed()
-                self._backlog.put(call)
-                self._wake_one(self.lanes[1:] if hand is not None and hand.does_well_to_help() else self.lanes)
+            self._backlog.append(errand)
+            chosen = None
+            for lane in self.lanes:
+                if lane.resting and (chosen is None or chosen.busy.locked()):  # a caller may be at work in it
+                    chosen = lane
+            if chosen is not None:
+                if chosen.thread is None:
+                    self._start((chosen,))
+                chosen.resting = False
+                chosen.inbox.put(_look)
         return future
 
     @contextmanager
-    def idle(self) -> Iterator[bool]:
-        """For whoever changes what lanes work with: True when no lane works inside the block, nor a device for one.
-
-        False when that cannot be had, because a lane waits for another thread, which may be the calling one.
-        """
+    def idle(self) -> Iterator[None]:
+        """Keep every lane idle inside the block, and the devices done with what lanes queued."""
         with ExitStack() as held:
-            alone = True
             for lane in self.lanes:
-                if lane.take():
-                    held.callback(lane.release)
-                else:
-                    alone = False
+                lane.wait_until_idle()
+                held.callback(lane.busy.release)
             with self._places.changing():
-                yield alone
-
-    def awaits_a_thread(self) -> bool:
-        """Whether a lane works on something that waits for a thread; a call by that thread must not wait for the lane."""
-        for lane in self.lanes:  # noqa: SIM110  # asked at every call: a loop costs half of what any() does
-            if lane.busy.locked() and lane.stuck():
-                return True
-        return False
-
-    def share_of_cores(self) -> intra_op_threads:
-        """Inside the block the calling thread uses as many threads as a lane does, and leaves none of them spinning."""
-        return intra_op_threads(self.threads)
+                yield
 
     def close(self) -> None:
-        """End the threads once they have finished what was sent to them. Calling it twice does no harm."""
+        """End the threads once they have finished what was sent to them. May be called again."""
+        if self._forks != _forks:  # in a child, where another thread's hold on the gate would never end
+            self.closed = self._end.detach() is not None or self.closed
+            return
         with self._gate:
             open_until_now = self._end.detach() is not None
-        if open_until_now and self._forks == _forks:
+            self.closed = True
+        if open_until_now:
             _end_threads(self.lanes)
             self._places.wait_for(self.lanes)
             self._places.end()
 
-    def _send(self, tasks: Sequence[Task], flight: Flight, first: int, threads: int | None) -> list[Share]:
-        """Hand the tasks from the `first` on to their lanes."""
-        if first >= len(tasks):
-            return []
-        # Nothing that a lane is handed refers to the pool: it may be collected while a lane still wakes up.
-        modes = Modes.capture(self.backend.type)
-        lanes = self.lanes[: len(tasks)]
-        shares = [
-            Share(lanes[i], self._carried(lanes[i], tasks[i], modes), flight, i, threads) for i in range(first, len(tasks))
-        ]
-        with self._gate:  # nothing is put behind the word that ends a lane
-            if self.alive:  # closed by another thread in the meantime: the caller runs what there is
-                self._ensure_started(lanes[first:])
-                for share in shares:
-                    self._dispatch(share.lane, share)
-        return shares
-
-    def _give(self, lane: Lane, errand: Errand) -> None:
-        self._ensure_started((lane,))
-        lane.given += 1
-        self._dispatch(lane, errand)
-
-    def _wake_one(self, lanes: Sequence[Lane]) -> None:
-        """See to it that one of these that rests looks at the backlog; one that does not will look before it rests."""
-        lane = min(lanes, key=lambda lane: (not lane.at_rest, _queued(lane)))
-        if lane.at_rest:
-            self._ensure_started((lane,))
-            lane.wake()
-
-    def _dispatch(self, lane: Lane, errand: Errand) -> None:
-        if is_profiling():
-            fork(errand)
-        else:
-            lane.inbox.put(errand)
-
-    def _carried(self, lane: Lane, task: Task, modes: Modes) -> Task:
-        """The task under the caller's modes."""
-        return partial(modes.run, task, lane.device, self.home)
-
     def _load(self, lane: Lane) -> tuple[int, int]:
-        return _queued(lane) + self._places.unfinished(lane), lane.given
+        return lane.inbox.qsize() + lane.busy.locked() + self._places.unfinished(lane), lane.given
 
-    def _refuse_closed(self) -> None:
-        if not self.alive:
-            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
-            raise SessionError(msg)
+    def _refuse_closed(self) -> NoReturn:
+        msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+        raise SessionError(msg)
 
-    def _ensure_started(self, lanes: Sequence[Lane]) -> None:
-        self._refuse_closed()
-        if all(lane.thread is not None for lane in lanes):
-            return
-        with intra_op_threads(1):  # a lane sets the figure for new threads too: leaving the block restores it
+    def _start(self, lanes: Sequence[Lane]) -> None:
+        with intra_op_threads(1):  # a lane sets the count for new threads too: leaving the block restores it
             for lane in lanes:
                 if lane.thread is None:
-                    lane.start(self.threads)
+                    lane.start(self.threads, self._backlog)
 
 
-def _drop(shares: Sequence[Share], flight: Flight) -> None:
-    """Have nobody begin what has not begun."""
-    for share in shares:
-        if share.claim():
-            flight.land(share.slot, Outcome())
-
-
-def _queued(lane: Lane) -> int:
-    """How much is before the next piece of work, as far as the host knows: nothing where a lane rests."""
-    return lane.inbox.qsize() + (lane.busy.locked() or not lane.at_rest)
+def _in_order(tasks: Sequence[Task]) -> list[Any]:
+    return [task() for task in tasks]
 
 
 def _run_in(task: Callable[[Lane], Any], modes: Modes, home: torch.device | None, lane: Lane) -> tuple[Any, Reached]:
-    """The task in a lane under those modes; where all lies on the CPU, nothing is to be reached."""
     return modes.run(partial(task, lane), lane.device, home), ()
 
 
+def _log_wait(what: str, lanes: Sequence[Lane]) -> None:
+    """Log where the threads of lanes are, once a wait is long."""
+    frames = sys._current_frames()
+    idents = [(lane, lane.thread.ident) for lane in lanes if lane.thread is not None and lane.thread.ident is not None]
+    stacks = [f"{lane}:\n{''.join(traceback.format_stack(frames[ident]))}" for lane, ident in idents if ident in frames]
+    _LOG.warning(
+        "%s for %d s. A model must not wait for another thread that calls it, or for another lane.\n%s",
+        what,
+        _LONG_WAIT_S,
+        "\n".join(stacks),
+    )
+
+
 def _abandon(places: Places) -> None:
-    """What becomes of a pool that nobody closed."""
+    """End what a pool that was never closed has started."""
     _end_threads(places.lanes, _EXIT_PATIENCE_S)
     places.end()
 

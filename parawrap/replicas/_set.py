@@ -63,10 +63,10 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LaneReplica(NamedTuple):
-    """What one lane runs.
+    """The module that one lane runs.
 
-    `original_of` finds the module's own tensor that a tensor of the lane is a copy of. `write_back` gives buffers that the
-    lane wrote to the module.
+    `original_of` finds the module's own tensor that a tensor of the lane is a copy of. `write_back` gives the buffers that
+    the lane wrote to the module; None if it has none.
     """
 
     lane: int
@@ -76,10 +76,9 @@ class LaneReplica(NamedTuple):
 
 
 class ReplicaSet:
-    """One module for each lane: the original itself in lane 0 where it lies there, shells in the other lanes.
+    """One replica per lane. If the module's code writes nothing, the original serves all lanes of its device.
 
-    Where the module's code writes nothing the original serves all lanes of its device.
-    The caller sees to it that no lane runs during `refresh`. Lives as long as the session.
+    The caller ensures that no lane runs during `refresh`. Lives as long as the session.
     """
 
     def __init__(self, module: torch.nn.Module, devices: Sequence[torch.device]) -> None:
@@ -87,32 +86,32 @@ class ReplicaSet:
         self.original = module
         self.devices = tuple(devices)
         self.freshness = Freshness()
-        self.generation = 0  # one more with each refresh
         self._lanes: list[Replica | None] = []  # None: the original itself
         self._has_shells = False
+        self._given: list[Any] = []
+        self._given_sizes: list[int] = []
         self._mirrors: dict[torch.device, Mirror] = {}
         self._buffers = Ledger()
         self._names: dict[torch.nn.Module, str] = {}
         self._seen_tree: list[tuple[torch.nn.Module, type]] = []
         self._watch = Watch([])
         self._unseen: list[torch.Tensor] = []
-        self._replicas: list[LaneReplica] = []
+        self.current: list[LaneReplica] = []  # by lane, when last looked at
         self._touchable: list[Replica] = []
         self._home: torch.device | None = None
         self._probe: torch.Tensor | None = None
         self._linked_on: Stream | None = None
         self._memory_from: dict[torch.device, Stream | None] = {}
-        self._ready = False
-
-    def replicas(self, lanes: int) -> list[LaneReplica]:
-        """What each of the first lanes runs."""
-        return self._replicas[:lanes]
+        self.is_ready = False
+        self.training: tuple[Any, ...] = ()  # the train mode of each module, when last looked at
+        self.structure = 0  # one more after each change beyond train modes and tensors in place
+        self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
 
     def ready(self) -> bool:
-        """Whether every parameter has a shape already; a lazy module gets its shapes from its first, plain call."""
-        if not self._ready:
-            self._ready = not any(map(is_lazy, [*self.original.parameters(), *self.original.buffers()]))
-        return self._ready
+        """True if every parameter has a shape; a lazy module gets its shapes from its first, plain call."""
+        if not self.is_ready:
+            self.is_ready = not any(map(is_lazy, [*self.original.parameters(), *self.original.buffers()]))
+        return self.is_ready
 
     @property
     def home(self) -> torch.device | None:
@@ -125,25 +124,43 @@ class ReplicaSet:
         return first is not None and first[1].device == device
 
     def stale(self) -> bool:
-        """Whether the module changed since the last `refresh`, or a lane's buffers did: a tensor, an attribute, ..."""
-        if not self._lanes or self._moved():
+        """True if the module changed since the last `refresh`, or a lane's buffers did: a tensor, an attribute, ..."""
+        if not self._lanes or (self._probe is not None and self._probe.device != self._home):
             return True
-        return self._has_shells and (
-            not self._watch.intact()
-            or any(mirror.originals.changed() for mirror in self._mirrors.values())
-            or bool(self._unseen)
+        if not self._has_shells:
+            return False
+        if list(map(len, self._given)) != self._given_sizes:
+            self.refuse_grown()
+        if self._unseen or not self._watch.intact():
+            return True
+        if not self._mirrors and not self._touchable:
+            return False
+        return (
+            any(mirror.originals.changed() for mirror in self._mirrors.values())
             or bool(self._buffers.changed())
             or bool(self._unlinked())
             or any(replica.touched() for replica in self._touchable)
         )
 
-    def written_by_lanes(self) -> bool:
-        """Whether a lane's call changes buffers: then it matters over how many lanes a call is cut."""
-        return bool(self._unseen) or bool(self._buffers.changed())
+    def refuse_grown(self) -> None:
+        """Refuse a module that makes layers or parameters in a call: each lane would train its own.
+
+        Raises:
+            ReplicaError: If a lane made one. The message names it.
+        """
+        for replica in self._shelled():
+            grown = replica.grown()
+            if grown is not None:
+                module, name = grown
+                place = f"{self._names[module]}.{name}".lstrip(".")
+                msg = (
+                    f"{type(module).__name__} makes {place!r} in forward, and each lane made its own. Call the model once "
+                    "before the block, so that it exists when the replicas are made"
+                )
+                raise ReplicaError(msg)
 
     def refresh(self) -> None:
         """Bring every replica into line with the module; if that fails midway, the next refresh begins anew."""
-        self.generation += 1
         try:
             self._refresh()
         except BaseException:
@@ -153,6 +170,7 @@ class ReplicaSet:
     def _refresh(self) -> None:
         self._keep_for_here()
         changed = self._watch.changed()
+        self.structure += bool(changed) and self._watch.took_another_form()
         if not self._lanes or self._moved() or (changed and home_of(self.original) != self._home):
             self._build()
             changed = []
@@ -177,7 +195,7 @@ class ReplicaSet:
         self._mirrors = {}
         self._buffers = Ledger()
         self._watch = Watch([])
-        self._unseen, self._replicas, self._touchable = [], [], []
+        self._unseen, self.current, self._touchable = [], [], []
 
     def _keep_for_here(self) -> None:
         """Where other streams than these took the replicas' memory: keep it, once let go of, until these are done with it.
@@ -253,8 +271,8 @@ class ReplicaSet:
         self._buffers = Ledger()
         shared = writes_nothing(self.original)
         self._lanes = [
-            None if device in at_home and (lane == 0 or shared) else Replica(self.original, self._tensors_on(device))
-            for lane, device in enumerate(self.devices)
+            None if device in at_home and shared else Replica(self.original, self._tensors_on(device))
+            for device in self.devices
         ]
         self._look()
 
@@ -296,14 +314,19 @@ class ReplicaSet:
         self._seen_tree = self._tree()
         self._names = dict(module_tree(self.original))
         self._probe = next(_tensors(self.original), (None, None))[1]
-        self._replicas = [
+        self.current = [
             LaneReplica(lane, self.original, _itself)
             if replica is None
-            else LaneReplica(lane, replica.module, replica.tensors.original_of, replica.write_back)
+            else LaneReplica(lane, replica.module, replica.tensors.original_of, replica.write_back_buffers())
             for lane, replica in enumerate(self._lanes)
         ]
         self._touchable = [replica for replica in self._shelled() if replica.may_be_touched()]
         self._has_shells = bool(self._shelled())
+        self.training = tuple(getattr(module, "training", None) for module in self._names)
+        held = (value for module in self._names for value in vars(module).values())
+        self.generators = tuple(value for value in held if isinstance(value, torch.Generator))
+        self._given = next((replica.given() for replica in self._shelled()), [])  # all lanes run the same code
+        self._given_sizes = list(map(len, self._given))
         if self._has_shells:
             self._watch = Watch(list(self._names))
             self._unseen = [

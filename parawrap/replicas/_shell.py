@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ class Replica:
         names = dict(module_tree(self.original))
         self.shells = {}
         self._asked: dict[torch.nn.Module, set[int]] = {}
+        self._given: dict[torch.nn.Module, tuple[torch.nn.Module, set[str]]] = {}
         self._pairs: dict[torch.nn.Module, list[tuple[torch.nn.Module, torch.nn.Module]]] = {}
         for module, name in reversed(names.items()):  # children first: a compiled parent is built around its child
             with self._named(name, module):
@@ -64,6 +65,18 @@ class Replica:
                     self._fill_plain(shell, original)
         self._asked[module] = asked
         self._buffered = [pair for pairs in self._pairs.values() for pair in pairs if len(pair[0]._buffers)]
+
+    def given(self) -> list[Any]:
+        """The dictionaries of submodules and parameters of every shell."""
+        return [own for shell, _ in self._given.values() for own in (shell._modules, shell._parameters)]
+
+    def grown(self) -> tuple[torch.nn.Module, str] | None:
+        """A module, and the name of a submodule or parameter that its shell made and had not been given."""
+        for original, (shell, names) in self._given.items():
+            for name in (*shell._modules, *shell._parameters):
+                if name not in names:
+                    return original, name
+        return None
 
     def tensors_in_use(self) -> set[int]:
         """The ids of the originals that the shells have, or have copies of."""
@@ -99,12 +112,16 @@ class Replica:
                     _set_buffer(shell, name, self.tensors.buffer(buffer))
         return copied
 
+    def write_back_buffers(self) -> Callable[[], None] | None:
+        """`write_back`, or None for a module without buffers."""
+        return self.write_back if self._buffered else None
+
     def write_back(self) -> None:
         """Give the buffers that the lane wrote, or replaced, to the original."""
         for original, shell in self._buffered:
             for name, buffer in original._buffers.items():
                 now = _buffer(shell, name)
-                if buffer is None or now is None:
+                if buffer is None or now is None or now is buffer:
                     continue
                 if not (self.tensors.written_by_lane(buffer, now) or may_be_written_unseen(original, buffer)):
                     continue
@@ -142,6 +159,7 @@ class Replica:
         own["_parameters"] = {n: p if p is None else self.tensors.parameter(p) for n, p in module._parameters.items()}
         own["_buffers"] = {n: b if b is None else self.tensors.buffer(b) for n, b in module._buffers.items()}
         own["_modules"] = {n: c if c is None else self.shells[c] for n, c in module._modules.items()}
+        self._given[module] = shell, {*own["_modules"], *own["_parameters"]}
         for name, value in own.items():
             if name not in _STRUCTURE:
                 own[name] = self._attribute(name, value)

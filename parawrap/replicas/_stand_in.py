@@ -20,11 +20,13 @@ _MISSING: Any = object()
 class StandIn(wrapt.FunctionWrapper[..., Any]):
     """A method with the same signature and name, kept in the module's ``__dict__``; replicas are made without it.
 
-    `put` notes in it what it stands in for. Should it be copied or pickled on its own, the plain method is.
+    `put` notes what it replaces. A copy or pickle of it is one of the plain method.
     """
 
     _self_before: Any = _MISSING
     _self_thread: int = 0
+    _torchdynamo_disable = True  # torch.compile breaks its graph here; torch.compiler.disable leaves the same mark
+    _torchdynamo_disable_msg = "calls inside a parallel block run in lanes"
 
     def __copy__(self) -> Any:
         return self.__wrapped__

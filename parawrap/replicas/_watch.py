@@ -63,11 +63,12 @@ class Watch:
 
     def intact(self) -> bool:
         """Whether every module still has the same attributes, parameters, buffers and children."""
-        return (
-            [*map(type, self._modules)] == self._classes
-            and self._dicts_are_intact()
-            and all(state.intact() for state in self._scripted.values())
-        )
+        if [*map(type, self._modules)] != self._classes:
+            return False
+        versions = [*map(_version, self._lively)] if _version is not None and self._all_plain else None
+        if (versions is None or versions != self._versions) and not self._dicts_are_intact():
+            return False
+        return not self._scripted or all(state.intact() for state in self._scripted.values())
 
     def changed(self) -> list[torch.nn.Module]:
         """The modules that changed since they were looked at."""
@@ -80,10 +81,20 @@ class Watch:
                 found.append(module)
         return list(dict.fromkeys(found))
 
+    def took_another_form(self) -> bool:
+        """True if an attribute, a submodule, or a class changed; train modes and tensors for tensors do not count."""
+        if [*map(type, self._modules)] != self._classes or not all(state.intact() for state in self._scripted.values()):
+            return True
+        end = 0
+        for (_, own), length in zip(self._dicts, self._lengths, strict=True):
+            start, end = end, end + length
+            pairs = zip(own.items(), self._kept[start:end], strict=False)
+            if len(own) != length or any(_is_another_form(*item, before) for item, before in pairs):
+                return True
+        return False
+
     def _dicts_are_intact(self) -> bool:
         versions = self._versions_now()
-        if versions is not None and versions == self._versions:
-            return True
         intact = [*map(len, self._lively)] == self._lengths and all(map(is_, self._now(), self._kept))
         if intact:
             self._versions = versions  # something was changed, and changed back
@@ -97,6 +108,11 @@ class Watch:
 
     def _now(self) -> Iterator[Any]:
         return chain.from_iterable(own.values() for own in self._lively)
+
+
+def _is_another_form(name: str, now: Any, before: Any) -> bool:
+    both_tensors = isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)
+    return now is not before and name != "training" and not both_tensors
 
 
 def _dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

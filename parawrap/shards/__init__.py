@@ -1,22 +1,26 @@
-"""How a CALL is cut into shards, and how the outputs of the shards are joined.
+"""How a call is cut into shards, and how the outputs of the shards are joined.
 
-Knows rows, leaves and the devices that shards go to; refuses to know threads and modules. Nothing is ever padded,
-truncated or dropped: the rows of the shards, in lane order, are the rows of the call.
+Knows rows, leaves, and the devices that shards go to; knows no threads and no modules. The rows of the shards, in lane
+order, are the rows of the call: nothing is padded, truncated, or dropped.
 """
 
-from parawrap.shards._cutter import Cutter, Sizes
-from parawrap.shards._gather import GatherRules, Originals, Reduce, gather
+from parawrap.shards._cut import Cutter, FlatCall, InDim, Piece, Shard, ShardPlan
+from parawrap.shards._join import Evidence, Originals, join
+from parawrap.shards._join_rules import JoinRules, OutDims, Reduce
 from parawrap.shards._parameters import Parameters
-from parawrap.shards._plan import CALL_ROOTS, FlatCall, Piece, Shard, ShardPlan, balanced, in_proportion, in_units
+from parawrap.shards._sizes import Sizes, balanced, in_units
 from parawrap.shards._split import register_split
 from parawrap.shards._verify import check_equal
+from parawrap.shards._whole import check_whole
 
 __all__ = [
-    "CALL_ROOTS",
     "Cutter",
+    "Evidence",
     "FlatCall",
-    "GatherRules",
+    "InDim",
+    "JoinRules",
     "Originals",
+    "OutDims",
     "Parameters",
     "Piece",
     "Reduce",
@@ -25,8 +29,8 @@ __all__ = [
     "Sizes",
     "balanced",
     "check_equal",
-    "gather",
-    "in_proportion",
+    "check_whole",
     "in_units",
+    "join",
     "register_split",
 ]

@@ -1,24 +1,22 @@
-"""Values that are cut and joined in a way of their own."""
+"""Values that have their own rules for being cut and joined."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch.nn.utils import rnn
 
-from parawrap.tree import keep_whole
+from parawrap.backends import record_use
+from parawrap.shards._caches import cache_rules
+from parawrap.shards._graphs import graph_rules
+from parawrap.shards._splitter import Splitter
+from parawrap.shards._tensordicts import tensordict_rules
+from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
 
-__all__ = ["Splitter", "register_split", "splitter_of"]
-
-
-class Splitter(NamedTuple):
-    """How the values of one type are cut into parts of given sizes, joined again, and counted."""
-
-    split: Callable[[Any, Sequence[int]], Sequence[Any]]
-    join: Callable[[Sequence[Any]], Any]
-    rows: Callable[[Any], int]
+__all__ = ["placed", "register_split", "splitter_of"]
 
 
 _splitters: dict[type, Splitter] = {}
@@ -31,16 +29,16 @@ def register_split(
     join: Callable[[Sequence[Any]], Any],
     rows: Callable[[Any], int] = len,
 ) -> None:
-    """Teach parawrap to cut and join the instances of a class, wherever in a call or an output they lie.
+    """Cut and join the instances of your own class, wherever they lie in a call or an output.
 
     Args:
-        cls: the class; its instances are no longer looked into, also where they are containers.
-        split: ``split(value, sizes)`` returns one part for each size, with that many rows, in order.
-        join: ``join(parts)`` puts parts together, in order; outputs of the class are joined by it.
+        cls: The class. Its instances are no longer opened, even if they are containers.
+        split: ``split(value, sizes)`` returns one part per size, with that many rows, in order.
+        join: ``join(parts)`` puts parts together, in order. Outputs of the class are joined by it.
         rows: ``rows(value)`` counts the rows; `len` by default.
 
     Raises:
-        ShardError: at a call, for a `split` that returns another number of parts than it was given sizes.
+        ShardError: At a call, if `split` returns a different number of parts than it was given sizes.
 
     Example:
         >>> import torch
@@ -62,8 +60,28 @@ def register_split(
 
 
 def splitter_of(value: object) -> Splitter:
-    """The registered splitter of a value that is kept whole, else the one of plain sequences."""
+    """Return the rules of a value that is kept whole; without rules of its own, those of plain sequences."""
     return _splitters.get(type(value), _SEQUENCE)
+
+
+def placed(leaf: Opaque, device: torch.device) -> Any:
+    """Return the value of a leaf that is kept whole, with its tensors on `device`."""
+    value, rules = leaf.value, splitter_of(leaf.value)
+    if all(tensor.device == device for tensor in tensors_in(value)):
+        return value
+    record_use([leaf])
+    if rules.to is not None:
+        return rules.to(value, device)
+    if rules is _SEQUENCE:
+        return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _has_builtin_rules(cls: type) -> bool:
+    rules = cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
+    if rules is not None:
+        _splitters[cls] = rules
+    return rules is not None
 
 
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
@@ -79,25 +97,36 @@ def _join_sequence(parts: Sequence[Any]) -> Any:
 
 
 def _split_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> list[rnn.PackedSequence]:
+    """Cut along the rows. A batch that was sorted by its caller gives parts that are sorted in the same way."""
     rows, lengths = rnn.pad_packed_sequence(value, batch_first=True)
     return [
-        rnn.pack_padded_sequence(part[:, : int(length.max())], length, batch_first=True, enforce_sorted=False)
-        for part, length in zip(rows.split_with_sizes(sizes), lengths.split_with_sizes(sizes), strict=True)
+        rnn.pack_padded_sequence(
+            part[:, : int(length.max())], length, batch_first=True, enforce_sorted=value.sorted_indices is None
+        )
+        for part, length in zip(rows.split_with_sizes(list(sizes)), lengths.split_with_sizes(list(sizes)), strict=True)
     ]
 
 
 def _join_packed(parts: Sequence[rnn.PackedSequence]) -> rnn.PackedSequence:
+    """Concatenate the rows in order. Parts that were sorted by the caller make a whole without sorting indices."""
     rows: list[torch.Tensor] = []
+    is_sorted = all(part.sorted_indices is None for part in parts)
     for part in parts:
         padded, lengths = rnn.pad_packed_sequence(part, batch_first=True)
         rows += [row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)]
-    return rnn.pack_sequence(rows, enforce_sorted=False)
+    is_sorted = is_sorted and all(len(one) >= len(other) for one, other in itertools.pairwise(rows))
+    return rnn.pack_sequence(rows, enforce_sorted=is_sorted)
 
 
 def _packed_rows(value: rnn.PackedSequence) -> int:
     return int(value.batch_sizes[0])
 
 
+def _packed_to(value: rnn.PackedSequence, device: torch.device) -> rnn.PackedSequence:
+    return cast("rnn.PackedSequence", cast("Any", value).to(device))
+
+
 _SEQUENCE = Splitter(_split_sequence, _join_sequence, len)
-# Cut along its time steps, as the namedtuple that it is, a packed sequence would fall apart without an error.
-register_split(rnn.PackedSequence, split=_split_packed, join=_join_packed, rows=_packed_rows)
+keep_whole(rnn.PackedSequence)  # cut along its time steps, as the namedtuple that it is, it would fall apart silently
+_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows, _packed_to)
+keep_whole_if(_has_builtin_rules)

@@ -13,12 +13,15 @@ from parawrap.tree._nested import (
     addresses,
     flatten,
     flatten_call,
+    flatten_outside_sequences,
     keep_whole,
+    keep_whole_if,
     mismatch,
     replace_nodes,
     sequences,
     unflatten,
 )
+from parawrap.tree._search import tensors_in
 
 __all__ = [
     "Opaque",
@@ -27,9 +30,12 @@ __all__ = [
     "addresses",
     "flatten",
     "flatten_call",
+    "flatten_outside_sequences",
     "keep_whole",
+    "keep_whole_if",
     "mismatch",
     "replace_nodes",
     "sequences",
+    "tensors_in",
     "unflatten",
 ]

@@ -23,7 +23,9 @@ __all__ = [
     "addresses",
     "flatten",
     "flatten_call",
+    "flatten_outside_sequences",
     "keep_whole",
+    "keep_whole_if",
     "mismatch",
     "replace_nodes",
     "sequences",
@@ -36,7 +38,9 @@ _NAMESPACE = "parawrap"
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
 _learning = threading.Lock()
 _nodes: set[type] = set()
+_claims: list[Callable[[type], bool]] = []
 _TENSOR = frozenset({torch.Tensor})
+_SEQUENCES = frozenset({list, tuple})
 _calls_of_tensors: dict[int, TreeSpec] = {}
 
 
@@ -78,6 +82,21 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
             spec = _calls_of_tensors[len(args)] = flatten((args, kwargs))[1]
         return list(args), spec
     return flatten((args, kwargs))
+
+
+def flatten_outside_sequences(value: object) -> tuple[list[Any], TreeSpec]:
+    """Flatten `value` like `flatten`, but keep each outermost list and plain tuple whole, as one leaf."""
+    tree: Any = value
+    leaves: list[Any]
+    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_sequence, none_is_leaf=True, namespace=_NAMESPACE)
+    strangers = set(map(type, leaves)) - _known_leaves - _SEQUENCES
+    if strangers and _learn(strangers):
+        return flatten_outside_sequences(value)
+    return leaves, spec
+
+
+def _is_sequence(value: object) -> bool:
+    return type(value) in _SEQUENCES
 
 
 def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
@@ -143,7 +162,12 @@ def keep_whole(cls: type) -> None:
     with _learning:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
-        _register(cls, lambda value: ((Opaque(value),), None), lambda _, leaves: _unwrap(leaves), PyTreeEntry)
+        _register(cls, *_WHOLE)
+
+
+def keep_whole_if(claim: Callable[[type], bool]) -> None:
+    """Ask `claim` about each class met from now on; treat the classes it returns True for as `keep_whole` does."""
+    _claims.append(claim)
 
 
 def _unwrap(leaves: Iterable[Any]) -> Any:
@@ -181,7 +205,7 @@ def _learn(strangers: Iterable[type]) -> bool:
             if cls in _known_leaves or cls in _nodes:
                 learnt = learnt or cls in _nodes  # another thread was quicker
                 continue
-            recipe = _recipe(cls)
+            recipe = _WHOLE if any(claim(cls) for claim in _claims) else _recipe(cls)
             if recipe is None:
                 _known_leaves.add(cls)
             else:
@@ -191,6 +215,7 @@ def _learn(strangers: Iterable[type]) -> bool:
 
 
 _Recipe = tuple[Callable[[Any], Any], Callable[[Any, Any], Any], type[PyTreeEntry]]
+_WHOLE: _Recipe = (lambda value: ((Opaque(value),), None), lambda _, leaves: _unwrap(leaves), PyTreeEntry)
 
 
 def _register(cls: type, down: Callable[[Any], Any], up: Callable[[Any, Any], Any], entry: type[PyTreeEntry]) -> None:

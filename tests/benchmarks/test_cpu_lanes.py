@@ -1,47 +1,72 @@
-"""The CPU-lanes suite: which lanes it measures, and on how many cores. Nothing is timed."""
+"""The CPU-lanes benchmark: its lanes, their cores, and the limits. Nothing is timed."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from benchmarks import cpu_lanes
 from benchmarks._measure import Arm
-from benchmarks.cuda_nets import Net
+from benchmarks.cpu_lanes import cores_limit, interpreter_limit
+from benchmarks.nets import Net
 
-TINY = Net("tiny", lambda: nn.Linear(4, 4), (4,), small=4, usual=8)
+TINY = Net("tiny", lambda: nn.Linear(4, 4), (4,), usual=8)
 
 
 def arm(median):
     return Arm(median, median, median)
 
 
-def test_lanes_beyond_the_cores_are_left_out_and_named():
-    """Every number of lanes that there are cores for has both arms; the row says which were left out."""
+def test_lanes_beyond_the_cores_are_skipped_and_named():
+    """Every number of lanes up to the cores has both arms; the row names the others."""
     before = torch.get_num_threads()
     (row,) = cpu_lanes.rows([TINY], lanes=(1, 2, 4, 8), rounds=2, cores=2)
     assert list(row.arms) == ["torch's threads: 1", "lanes: 1", "torch's threads: 2", "lanes: 2"]
-    assert row.verdict.endswith("; 4, 8 left out: the process may use 2 cores")
+    assert row.verdict.endswith("; skipped: 4, 8 (the process may use 2 cores)")
     assert row.extra["skipped"] == [4, 8]
     assert set(row.extra["limits"]) == {"cores, 1", "interpreter, 1", "cores, 2", "interpreter, 2"}
     assert torch.get_num_threads() == before
 
 
 def test_both_arms_have_the_same_number_of_cores():
-    """Where torch has k threads for all rows, k lanes have one for their share."""
+    """Torch uses k threads for all rows, and k lanes use one thread each."""
     seen = {}
 
     class Counting(nn.Linear):
         def forward(self, x):
-            seen.setdefault(len(x), set()).add(torch.get_num_threads())
+            seen.setdefault(len(x), []).append(torch.get_num_threads())
             return super().forward(x)
 
     cpu_lanes.rows([TINY._replace(make=lambda: Counting(4, 4))], lanes=(1, 2), rounds=2, cores=2)
-    assert seen == {8: {1, 2}, 4: {1}, 1: {1}}
+    first_call, calls = seen[4][:2], seen[4][2:]  # the first call may run its lanes in turn
+    assert len(first_call) == 2
+    assert set(calls) == {1}
+    assert (set(seen[8]), set(seen[1])) == ({1, 2}, {1})
 
 
-def test_a_gain_is_how_many_times_as_fast_the_lanes_are():
-    """The time of torch's threads over that of as many lanes."""
+def test_a_speed_up_compares_equal_numbers_of_cores():
+    """The time of torch's threads divided by the time of as many lanes."""
     row = cpu_lanes.lanes_row("net", {1: (arm(100), arm(100)), 2: (arm(60), arm(50))}, [], cores=2)
-    assert row.verdict == "times as fast as torch's threads: 1: 1.00, 2: 1.20"
+    assert row.verdict == "speed-up over as many of torch's threads: 1: 1.00, 2: 1.20"
     assert row.held
+
+
+def test_cores_share_the_work_of_one_thread():
+    """The limit is 1 if torch's own threads lose nothing."""
+    assert cores_limit(plain=4, one_thread=4, cores=2) == 2
+    assert cores_limit(plain=2, one_thread=4, cores=2) == 1
+
+
+@pytest.mark.parametrize(
+    ("one_row", "lanes", "limit"),
+    [
+        (0, 4, 4),  # only rows: the number of lanes
+        (1, 2, 4 / (1 + 3 / 2)),  # a lane's own part, and half of the rest
+        (3, 2, 4 / 6),  # the lock is the limit: twice the part of one lane
+        (5, 2, 4 / 10),  # a row slower than all rows: no share is negative
+    ],
+)
+def test_lanes_share_one_interpreter(one_row, lanes, limit):
+    """Each lane repeats the part that does not shrink with the rows, one lane after the other."""
+    assert interpreter_limit(plain=4, one_thread=4, one_row=one_row, lanes=lanes) == pytest.approx(limit)

@@ -1,4 +1,4 @@
-"""The CUDA suite on a stand-in for the GPU: what its rows hold and how their figures come about. Nothing is timed."""
+"""The CUDA suite on a stand-in for the GPU: its rows and their figures. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks import cuda_calls, cuda_map
 from benchmarks._measure import Arm
 from benchmarks.cuda_calls import OURS, PLAIN, THEIRS, added_row, compared_row
 from benchmarks.cuda_map import COPIES, KERNELS, LOOP, MAPS, MatmulChain, RowMean, Stream, streamed_row
-from benchmarks.cuda_nets import Net, encoder, mlp, plain_attention, resnet18
 from benchmarks.cuda_target import Target, missing
+from benchmarks.nets import Net, encoder, mlp, plain_attention, resnet18
 
 
 class StandInPeer(nn.Module):
-    """Where the peer would be: calls the module, and counts."""
+    """Stands in for the peer: calls the module, and counts."""
 
     calls = 0
 
@@ -32,14 +32,14 @@ class StandInPeer(nn.Module):
 
 
 class RefusingPeer(StandInPeer):
-    """A peer that cannot do it."""
+    """A peer that raises."""
 
     def forward(self, x):
         raise NotImplementedError("not with these devices\nand more")
 
 
 def target(peer=StandInPeer):
-    """The CPU in the GPU's place; its clock says that all work takes a millisecond."""
+    """Return the CPU as a target with a clock that reads one millisecond for any work."""
 
     def elapsed_us(work):
         work()
@@ -49,7 +49,7 @@ def target(peer=StandInPeer):
 
 
 def at(**medians):
-    """Times of which only the medians matter."""
+    """Return times with these medians."""
     return {name: Arm(median, median, median) for name, median in medians.items()}
 
 
@@ -60,8 +60,8 @@ def times(plain, ours, theirs):
 TINY = Net("tiny", lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), (4,), small=4, usual=6)
 
 
-def test_the_overheads_are_what_is_beyond_the_plain_call():
-    """The verdict names both, at the end and at the call's return, and how many times less ours is."""
+def test_overheads_are_differences_from_the_plain_call():
+    """The verdict names both, finished and issued, and their ratio."""
     row = compared_row("call", times(40, 60, 240), times(100, 150, 400), least=3)
     assert row.verdict == (
         "+50.0 us, +20.0 us until issued; nn.DataParallel +300.0 us, +200.0 us until issued: 6.0 times less"
@@ -75,8 +75,8 @@ def test_the_overheads_are_what_is_beyond_the_plain_call():
     ("ours", "theirs", "ending"),
     [(150, 400, "6.0 times less"), (150, 140, "more than nn.DataParallel's"), (99, 300, "+200.0 us until issued")],
 )
-def test_a_verdict_claims_no_more_than_the_times_say(ours, theirs, ending):
-    """A ratio where ours is the less, its contrary where it is the more, and neither where nothing was added."""
+def test_a_verdict_claims_only_measured_gains(ours, theirs, ending):
+    """A ratio if parawrap's is smaller, a remark if it is larger, and neither if it is not positive."""
     given = times(100, ours, theirs)
     assert compared_row("call", given, given, least=3).verdict.endswith(ending)
 
@@ -88,19 +88,19 @@ def test_a_verdict_claims_no_more_than_the_times_say(ours, theirs, ending):
         (201, 400, 3, False),
         (200, 200, 1, True),
         (200, 199, 1, False),
-        (100, 101, 3, True),  # nothing is added
-        (99, 98, 1, False),  # neither adds anything, and the peer less
-        (900, 200, None, True),  # nothing was asked
+        (100, 101, 3, True),  # no overhead
+        (99, 98, 1, False),  # both negative, the peer's smaller
+        (900, 200, None, True),  # no goal
     ],
 )
-def test_what_is_wanted_of_a_call_is_held_or_not(ours, theirs, least, held):
-    """Overheads are compared, not whole times; an overhead below nothing is compared as it is."""
+def test_a_call_is_judged_by_its_overhead(ours, theirs, least, held):
+    """Overheads are compared, not whole times. Negative overheads are compared as they are."""
     given = times(100, ours, theirs)
     assert compared_row("call", given, given, least).held is held
 
 
-def test_a_peer_that_refuses_is_told_and_nothing_is_claimed():
-    """The other arms are measured, the error is named, and what was wanted is not held."""
+def test_a_peer_that_raises_is_named_and_nothing_is_claimed():
+    """The other arms are measured, the error is named, and the goal is missed."""
     rows = cuda_calls.rows(target(RefusingPeer), [TINY], rounds=10)
     compared = rows[1]
     assert THEIRS not in compared.arms
@@ -131,7 +131,7 @@ def test_the_calls_of_a_net_have_all_arms():
         "reported",
         "no more than nn.DataParallel",
         "no more than nn.DataParallel",
-        "under 10 us more, both ways",
+        "under 10 us more, issued and finished",
     ]
     assert StandInPeer.calls > 0
     json.dumps([row.as_json() for row in rows])
@@ -139,7 +139,7 @@ def test_the_calls_of_a_net_have_all_arms():
 
 @pytest.mark.parametrize(("issued", "finished", "held"), [(29.9, 109.9, True), (30.0, 101.0, False), (21.0, 110.0, False)])
 def test_one_lane_is_held_to_both_of_its_times(issued, finished, held):
-    """Under ten microseconds more when the call returns, and when the device is idle."""
+    """Under ten microseconds more when the call returns and when the device is idle."""
     name = "parawrap.parallel"
     row = added_row("one lane", at(**{PLAIN: 20.0, name: issued}), at(**{PLAIN: 100.0, name: finished}))
     assert row.held is held
@@ -147,7 +147,7 @@ def test_one_lane_is_held_to_both_of_its_times(issued, finished, held):
 
 
 def test_a_call_is_timed_when_it_returns_and_when_the_device_is_idle():
-    """The device is waited for between the two, and what the call returned lives until then."""
+    """The output lives until the device is idle."""
     ticks, order = iter([1.0, 3.0, 7.0]), []
 
     class Returned:
@@ -166,8 +166,8 @@ TRANSFER = Stream("transfer", RowMean, (4, 8), torch.float32, distinct=2, times=
 COMPUTE = Stream("compute", partial(MatmulChain, 8, 3), (4, 8), torch.bfloat16, distinct=2, times=2)
 
 
-def test_the_streams_have_all_arms_beside_their_limit():
-    """Either model from either memory: the limit, the plain loop, and map over one lane and two."""
+def test_the_streams_have_all_arms_and_their_limit():
+    """Both models from both kinds of memory: the limit, the plain loop, and map over one lane and two."""
     rows = cuda_map.rows(target(), TRANSFER, COMPUTE, rounds=2)
     assert [row.name for row in rows] == [
         "map: transfer, pinned",
@@ -197,7 +197,7 @@ def test_every_arm_of_a_stream_gives_every_batch_to_the_model():
 
 
 def test_a_share_is_of_the_limit_and_the_rate_of_the_bytes():
-    """64 MiB in 1,000 us are 67.1 GB/s; the slower of the two maps decides."""
+    """64 MiB in 1,000 us are 67.1 GB/s. The slower map decides."""
     arms = at(**{COPIES: 1000.0, LOOP: 2000.0, "map, 1 lane": 1100.0, "map, 2 lanes": 1250.0})
     row = streamed_row("map", arms, 64 * 2**20, least=0.9)
     assert row.verdict == (
@@ -209,13 +209,13 @@ def test_a_share_is_of_the_limit_and_the_rate_of_the_bytes():
     assert streamed_row("map", arms, 64 * 2**20).wanted == "reported"
 
 
-def test_the_batches_are_as_large_as_they_say():
+def test_the_batches_have_their_named_sizes():
     """The real streams: 64 MiB and 16 MiB a batch."""
-    assert [stream.bytes_a_batch for stream in (cuda_map.TRANSFER, cuda_map.COMPUTE)] == [64 * 2**20, 16 * 2**20]
+    assert [stream.bytes_per_batch for stream in (cuda_map.TRANSFER, cuda_map.COMPUTE)] == [64 * 2**20, 16 * 2**20]
 
 
-def test_the_nets_have_the_shapes_that_they_are_named_for():
-    """Parameters as the literature counts them, and one output a row."""
+def test_the_nets_have_their_named_shapes():
+    """Parameter counts agree with the literature, and each row gives one output."""
     with torch.device("meta"), torch.no_grad(), plain_attention():
         for make, row, parameters, output in (
             (mlp, (1024,), 3 * (1024 * 1024 + 1024), (2, 1024)),
@@ -227,8 +227,8 @@ def test_the_nets_have_the_shapes_that_they_are_named_for():
             assert net(torch.empty(2, *row)).shape == output
 
 
-def test_attention_is_as_it_was_afterwards():
-    """The fused path is off inside and what it was outside."""
+def test_the_attention_path_is_reset():
+    """The fused path is off inside the block only."""
     before = torch.backends.mha.get_fastpath_enabled()
     with plain_attention():
         assert not torch.backends.mha.get_fastpath_enabled()
@@ -243,8 +243,8 @@ def test_attention_is_as_it_was_afterwards():
         (False, None, "is built without CUDA"),
     ],
 )
-def test_a_machine_without_a_gpu_says_what_is_missing(monkeypatch, seen, cuda, told):
-    """No GPU, or a torch that could not see one."""
+def test_a_machine_without_a_gpu_reports_the_reason(monkeypatch, seen, cuda, told):
+    """No GPU, or a torch without CUDA."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     why = missing()

@@ -1,4 +1,4 @@
-"""The one command: which suites it runs, in what environment, and what it writes."""
+"""The command: its suites, their environment, and its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROW = Row("what", {"arm": Arm(2.0, 1.0, 3.0)}, "verdict", "wanted", held=False, 
 
 @pytest.fixture
 def started(monkeypatch):
-    """What the command would start, instead of starting it: words and threads."""
+    """Return the suites, benchmarks, and threads that the command would start."""
     found = []
 
     def start(suite, names, fixed):
@@ -29,62 +29,64 @@ def started(monkeypatch):
 
     monkeypatch.setattr(command, "_in_a_process", start)
     monkeypatch.setattr(command, "_measure", lambda suite, names: pytest.fail("measured in this process"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "no figure")
+    monkeypatch.setenv("OMP_NUM_THREADS", "not a number")
     return found
 
 
 def test_without_a_gpu_the_cuda_suite_is_refused_by_name(monkeypatch, capsys, started):
-    """It says why and fails; what else was asked for runs."""
+    """The command prints the reason and returns 1. The other suites run."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main(["cuda", "launching"]) == 1
-    assert "cuda cannot run: there is no GPU to measure: torch" in capsys.readouterr().out
+    assert "cuda cannot run: no GPU is available: torch" in capsys.readouterr().out
     assert [suite for suite, _, _ in started] == ["launching"]
 
 
 def test_without_a_gpu_everything_else_is_measured(monkeypatch, capsys, started):
-    """The cuda suite is left out, which is said, and is no failure."""
+    """The command skips the cuda suite, prints that, and returns 0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 0
-    assert "cuda is left out: there is no GPU to measure" in capsys.readouterr().out
-    assert [suite for suite, _, _ in started] == ["engine", "launching", "sizing", "neuron", "cpu_lanes", "plan"]
+    assert "cuda is skipped: no GPU is available" in capsys.readouterr().out
+    assert [suite for suite, _, _ in started] == ["engine", "launching", "sizing", "neuron", "cpu_lanes"]
 
 
 def test_with_a_gpu_the_cuda_suite_is_complete(monkeypatch, started):
-    """The calls, the streams and the lanes of the host's cores."""
+    """Calls, streams, and lanes on the host."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert command.main(["cuda"]) == 0
     assert started == [("cuda", ("cuda", "cpu_lanes"), str(usable_cores()))]
 
 
 def test_lanes_on_the_cpu_get_every_core_and_the_others_one_thread(started):
-    """Torch's own threads are the peer of the one, and would blur the others."""
-    command.main(["cpu_lanes", "overhead", "collate"])
-    assert started == [("cpu_lanes", ("cpu_lanes",), str(usable_cores())), ("engine", ("overhead", "collate"), "1")]
+    """Torch's own threads are a peer of the first suite only."""
+    command.main(["mapping", "overhead", "collate"])
+    assert started == [("cpu_lanes", ("mapping",), str(usable_cores())), ("engine", ("overhead", "collate"), "1")]
 
 
 def test_a_suite_whose_environment_is_in_force_is_measured_here(monkeypatch):
-    """The process that the command started does not start another."""
+    """The started process does not start another."""
     for name, value in command._fixed(command.SUITES["engine"]).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command, "_measure", lambda suite, names: 7)
     assert command.main(["collate"]) == 7
 
 
-def test_a_failure_in_one_process_is_the_commands(monkeypatch):
-    """The highest code of all."""
+def test_a_failure_in_one_process_fails_the_command(monkeypatch):
+    """The highest exit code counts."""
     codes = iter([1, 0])
     monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: next(codes))
     assert command.main(["engine", "launching"]) == 1
 
 
-def test_a_word_that_names_nothing_is_refused():
-    """The message lists what there is."""
-    with pytest.raises(SystemExit, match=r"no suite or benchmark 'cudo': name some of collate, cpu_lanes, cuda, engine"):
+def test_an_unknown_word_is_refused():
+    """The message lists the suites and benchmarks."""
+    with pytest.raises(
+        SystemExit, match=r"'cudo' is not a suite or benchmark. Use one of collate, cpu_lanes, cuda, engine"
+    ):
         command.main(["cudo"])
 
 
-def test_results_tell_where_when_and_how(monkeypatch, tmp_path, capsys):
-    """JSON with hardware, versions, date, command and rows; a page with the same."""
+def test_results_name_machine_date_and_command(monkeypatch, tmp_path, capsys):
+    """The JSON file has hardware, versions, date, command, and rows. The page has the same."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
@@ -108,21 +110,21 @@ def test_results_tell_where_when_and_how(monkeypatch, tmp_path, capsys):
 
 
 def test_a_part_of_a_suite_is_printed_and_not_written(monkeypatch, tmp_path, capsys):
-    """Files hold whole suites alone."""
+    """Files hold complete suites only."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     command._show("engine", [ROW], keep=False)
     assert "verdict" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_driver_that_cannot_be_asked_is_unknown(monkeypatch):
-    """No nvidia-smi is no failure."""
+def test_without_nvidia_smi_the_driver_is_unknown(monkeypatch):
+    """A missing command does not fail the suite."""
     monkeypatch.setenv("PATH", "")
     assert command._driver() == "unknown"
 
 
-def test_a_python_is_asked_for_what_parawrap_requires():
-    """Names and bounds are setup.cfg's; what is missing or too old is named."""
+def test_a_python_is_checked_for_parawraps_requirements():
+    """Names and bounds come from setup.cfg. Missing and old packages are named."""
     wanted = cuda_python.requirements()
     assert [requirement.partition(">=")[0] for requirement in wanted] == [
         "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",

@@ -1,4 +1,4 @@
-"""How busy the machine was with others while something was measured."""
+"""The load from other processes during a measurement."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import pytest
 from benchmarks._neighbours import Neighbours, cores_of_others
 
 
-def test_what_is_ones_own_is_nobody_elses():
-    """Of 15 s of work in 10 s, 10 are one's own: half a core is left."""
+def test_own_work_is_subtracted():
+    """Of 15 s of work in 10 s, 10 s are the process's own: the others used half a core."""
     assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(115.0, 15.0, 10.0)) == 0.5
-    assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(109.0, 15.0, 10.0)) == 0  # clocks are not that exact
+    assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(109.0, 15.0, 10.0)) == 0  # the clocks differ slightly
 
 
-def test_where_nothing_tells_nothing_is_said():
-    """A system without /proc/stat."""
+def test_without_counters_the_load_is_unknown():
+    """A system without /proc/stat gives None."""
     assert cores_of_others(None, None) is None
 
 
 @pytest.mark.skipif(Neighbours.now() is None, reason="/proc/stat is Linux's")
-def test_a_child_that_has_ended_is_ones_own():
-    """Its processor time is no longer only everybody's."""
+def test_finished_children_count_as_own_work():
+    """Their processor time is added to the process's own."""
     before = Neighbours.now()
     subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
     after = Neighbours.now()

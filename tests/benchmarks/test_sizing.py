@@ -1,4 +1,4 @@
-"""The page on a launch's size: its formulae on known constants, and that it is what the results give. Nothing is timed."""
+"""The page on the cost of a launch: its formulae, and its agreement with the results. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ONES = Constants(*[1.0] * len(Constants._fields))
 
 
 def report_of_meshes(kind):
-    """Runs whose times are 2 ms a rank and, where all are connected, 1 ms a pair."""
+    """Return runs of 2 ms per rank, plus 1 ms per pair if all ranks are connected."""
     full = kind == "full"
     return [
         {
@@ -48,7 +48,7 @@ def report_of_meshes(kind):
     ],
 )
 def test_costs_follow_their_formulae(name, ranks, expected):
-    """Nodes are counted in whole, and what every rank does with every other goes with the square."""
+    """Nodes are whole numbers, and work between all pairs of ranks grows with the square."""
     constants = ONES._replace(
         import_files=1232, import_touched_mb=100, import_s=1.5, fork_s=0.25, rank_s=0.5, watch_rank_s=2, watch_pair_s=0.5,
         gloo_key_bytes=154, gloo_key_bytes_a_rank=8, gloo_store_pair_s=0.25, store_mb_s=4, gloo_rank_s=3, gloo_pair_s=5,
@@ -59,35 +59,35 @@ def test_costs_follow_their_formulae(name, ranks, expected):
 
 @pytest.mark.parametrize("name", COSTS)
 def test_a_cost_never_falls_as_ranks_are_added(name):
-    """So that there is a largest number of ranks within a limit."""
+    """A largest number of ranks within a limit then exists."""
     costs = [cost(name, ONES, ranks) for ranks in (1, 8, 9, 10, 100, 1_000, 10_000)]
     assert costs == sorted(costs)
 
 
-def test_the_most_ranks_are_those_that_just_fit():
-    """The limit itself is allowed, and one rank more is too many."""
+def test_the_most_ranks_reach_the_limit_exactly():
+    """The limit itself is allowed; one more rank is too many."""
     limit = Limit("gloo_files", 1024, "", "", ())
     assert most_ranks(limit, ONES._replace(gloo_files=3)) == 1021
     assert most_ranks(limit, ONES._replace(gloo_files=2000)) == 0
 
 
-def test_every_limit_is_one_of_a_cost_and_has_a_cure():
-    """Nothing that breaks is left without what to use then."""
+def test_every_limit_has_a_cost_and_a_cure():
+    """Each cure belongs to a limit."""
     assert {limit.cost for limit in LIMITS} <= set(COSTS)
     assert {cure for limit in LIMITS for cure in limit.cures} == set(CURES)
     assert all(limit.cures for limit in LIMITS)
 
 
 def test_a_fit_finds_the_linear_and_the_quadratic_part():
-    """Exactly, where there is nothing else; and no quadratic part below nothing."""
+    """Exact data give exact parts. The quadratic part is never negative."""
     assert fit([(n, 3 * n + 0.5 * n**2) for n in (8, 64, 512)]) == pytest.approx((3, 0.5))
     assert fit([(n, 3 * n) for n in (8, 64, 512)]) == pytest.approx((3, 0), abs=1e-9)
     assert fit([(8, 8.0), (64, 60.0)])[1] == 0
     assert fit([(8, 24.0)]) == (3, 0)
 
 
-def test_rows_have_the_constants_of_what_the_probes_found():
-    """All the constants that the page needs, in the units that it needs them in."""
+def test_rows_have_the_constants_of_the_probes():
+    """All constants of the page, in its units."""
     held = {"files_a_rank": 1, "files_a_node": 1, "memory_kb_a_rank": 0.5}
     words = ("cpu_s", "rss_mb", "pss_mb", "own_mb")
     watching = {
@@ -127,13 +127,13 @@ def test_rows_have_the_constants_of_what_the_probes_found():
     assert constants.lazy_store_rank_s == pytest.approx(2e-3)
 
 
-def test_the_page_is_what_the_results_give():
-    """Nobody has changed one of them alone: `python -m benchmarks.sizing_page` writes the page anew."""
+def test_the_page_matches_the_results():
+    """`python -m benchmarks.sizing_page` updates the page."""
     assert sizing_page.PAGE.read_text() == sizing_page.page(json.loads(sizing_page.RESULTS.read_text()))
 
 
-def test_the_page_names_each_limit_with_the_ranks_that_it_allows():
-    """The smallest first, and what to use beside the size that first exceeds it."""
+def test_the_page_lists_the_smallest_limit_first():
+    """Its row names the cost and the consequence."""
     document = json.loads(sizing_page.RESULTS.read_text())
     text = sizing_page.page(document)
     constants = constants_of(document["rows"])
@@ -145,7 +145,7 @@ def test_the_page_names_each_limit_with_the_ranks_that_it_allows():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the probes read /proc, which is Linux's")
 def test_a_probe_counts_every_rank_of_a_small_launch():
-    """The lines of a launch on two nodes are answered to the end, and each result takes a file of its own."""
+    """A launch on two nodes runs to its end, with one connection per node."""
     code = (
         "import json; from benchmarks.sizing_probes import _Load, _watched; print(json.dumps(_watched(_Load(16, lines=1))))"
     )
@@ -159,6 +159,6 @@ def test_a_probe_counts_every_rank_of_a_small_launch():
 
 
 def test_a_probe_that_fails_is_named():
-    """What it wrote is not taken for figures."""
+    """Its output is not read as figures."""
     with pytest.raises(RuntimeError, match="the probe 'nonsense' ended with exit code 1"):
         sizing_probes.found("nonsense")

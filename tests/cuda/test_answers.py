@@ -8,9 +8,10 @@ from contextlib import closing
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from parawrap import DataParallel, parallel
-from tests.cuda.gpus import HOME, KIND, ONE, cuda
+from tests.cuda.gpus import HOME, KIND, ONE, TWICE, cuda
 from tests.cuda.zoo import NETS, conv_net, net_and_rows
 from tests.devices.zoo import assert_same_gradients, assert_same_training_step, mlp, rows
 
@@ -49,7 +50,7 @@ def test_outputs_without_gradients(net, mode, devices):
 
 def test_batch_norm_in_train_mode(devices):
     """Each lane takes the statistics of its own rows, and the running ones are those of lane 0, as in torch's own."""
-    model, x = net_and_rows("conv", 9, train=True)
+    model, x = net_and_rows("conv", 4 * len(devices) + 1, train=True)
     plain = [copy.deepcopy(model) for _ in devices]
     with parallel(model, devices):
         for _ in range(3):
@@ -64,6 +65,64 @@ def test_batch_norm_in_train_mode(devices):
     torch.testing.assert_close(dict(model.named_buffers()), dict(plain[0].named_buffers()))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, sum(each.get_parameter(name).grad for each in plain), msg=name)
+
+
+# -- random numbers
+
+
+def dropout():
+    """Two linear layers around dropout."""
+    return nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double().to(HOME)
+
+
+@pytest.mark.parametrize("lane_rows", [1, 2, 4, 5])
+def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
+    """Each call with a seed draws what the first call with it drew; another seed draws others."""
+    model = dropout()
+    x = rows(lane_rows * len(devices))
+    outputs = []
+    with torch.no_grad(), parallel(model, devices):
+        for seed in (1, 2, 1, 1, 2):
+            torch.manual_seed(seed)
+            outputs.append(model(x))
+    first, second, *again = outputs
+    torch.testing.assert_close(again, [first, first, second], rtol=0, atol=0)
+    assert not torch.equal(first, second)
+
+
+def test_lanes_on_one_gpu_draw_in_lane_order():
+    """Masks are those that the plain model draws for one shard after the other, in the first call and in later ones."""
+    model = dropout()
+    plain = copy.deepcopy(model)
+    x = rows(9).to(HOME)
+    with torch.no_grad(), parallel(model, TWICE):
+        for seed in range(4):
+            torch.manual_seed(seed)
+            output = model(x)
+            torch.manual_seed(seed)
+            torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split((5, 4))]))
+
+
+def test_checkpointing_recomputes_the_same_masks(devices):
+    """With and without checkpointing, a seed gives the same gradients."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self, body):
+            super().__init__()
+            self.body = body
+
+        def forward(self, x):
+            return checkpoint(self.body, x, use_reentrant=False)
+
+    plain = dropout()
+    model = Checkpointed(copy.deepcopy(plain))
+    x = rows(4 * len(devices) + 1)
+    for each in (model, plain):
+        with parallel(each, devices):
+            for seed in range(3):
+                torch.manual_seed(seed)
+                each(x).square().sum().backward()
+    assert_same_gradients(model.body, plain)
 
 
 # -- training

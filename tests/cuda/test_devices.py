@@ -75,7 +75,7 @@ def test_replicas_are_refreshed_when_the_model_changed(several):
     """Nothing is copied again for a second call, and once for the call after a step of the optimizer."""
     model = mlp().to(HOME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = rows(2 * len(several))
+    x = rows(4 * len(several))
     with parallel(model, several) as p:
         model(x).sum().backward()
         with torch.no_grad():

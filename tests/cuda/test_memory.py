@@ -19,8 +19,8 @@ import torch
 
 from parawrap import parallel
 from parawrap.backends import _streams as backend_streams
-from parawrap.engine import _verbs as engine_verbs
-from parawrap.engine import _work as engine_work
+from parawrap.engine import _bring_and_run as bring_and_run
+from parawrap.engine import _session as engine_session
 from parawrap.lanes import _streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Casting, Late
@@ -158,11 +158,11 @@ class Story(NamedTuple):
 
 
 STORIES = [
-    Story(input_let_go_of, ONE, engine_work, "record_use"),
+    Story(input_let_go_of, ONE, bring_and_run, "record_use"),
     Story(input_for_another_gpu, None, backend_streams, "_record"),
-    Story(input_brought_over, ONE, engine_work, "record_use"),
+    Story(input_brought_over, ONE, bring_and_run, "record_use"),
     Story(result_used_elsewhere, ONE, lane_streams, "record_use"),
-    Story(parts_joined_elsewhere, TWICE, engine_verbs, "record_use"),
+    Story(parts_joined_elsewhere, TWICE, engine_session, "record_use"),
     Story(caller_before_lanes, TWICE, lane_streams.LaneStreams, "_following"),
     Story(lanes_before_caller, TWICE, lane_streams.LaneStreams, "be_waited_for"),
 ]
@@ -358,7 +358,8 @@ def test_blocks_in_turn_take_no_more_memory():
     def held_after_blocks(count):
         for _ in range(count):
             with torch.no_grad(), parallel(model, TWICE):
-                model(x)
+                model(x)  # in the caller's thread
+                model(x)  # in the lanes' threads
         return held()
 
     few = held_after_blocks(2)

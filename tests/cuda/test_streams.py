@@ -19,10 +19,10 @@ def test_each_lane_has_a_stream_of_its_own():
     """Without gradients no two lanes of a GPU share a stream, none has the caller's, and each keeps its own."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, TWICE):
-        model(rows(8))
+        model(rows(9))  # the lanes run in turns
         first = sorted(model.seen)
         model.seen.clear()
-        model(rows(8))
+        model(rows(9))  # each lane runs in its own thread
     caller = cuda.current_stream(HOME).stream_id
     assert len({stream for _, stream, _ in first}) == 2
     assert caller not in {stream for _, stream, _ in first}
@@ -33,9 +33,11 @@ def test_each_lane_has_its_device_as_the_current_one(several):
     """The device of a lane is the current one in it, and so is a stream of that device."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, several):
-        model(rows(2 * len(several)))
-    assert sorted(device for device, _, _ in model.seen) == list(range(len(several)))
-    assert all(device == current for device, _, current in model.seen)
+        for _ in range(2):  # in turns in the caller's thread, then in the lanes' threads
+            model.seen.clear()
+            model(rows(2 * len(several) + 1))
+            assert sorted(device for device, _, _ in model.seen) == list(range(len(several)))
+            assert all(device == current for device, _, current in model.seen)
 
 
 def test_where_gradients_are_recorded_lanes_share_the_callers_stream(devices):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from parawrap.lanes import current_lane
+from parawrap.lanes import here
 from tests.cuda.gpus import HOME, cuda, sleep
 from tests.devices.zoo import Tied, mlp
 
@@ -59,7 +59,7 @@ class Late(nn.Module):
         self.late = SimpleNamespace(lanes=(), cycles=0)
 
     def forward(self, x):
-        lane = current_lane()
+        lane = here.lane
         if lane is not None and lane.index in self.late.lanes:
             sleep(self.late.cycles)
         return x + self.weight
@@ -78,7 +78,7 @@ class Casting(nn.Module):
         self.queued = threading.Event()
 
     def forward(self, x):
-        first = current_lane().index == 0
+        first = here.lane.index == 0
         if first:
             sleep()
         else:

@@ -14,7 +14,7 @@ from parawrap.replicas._set import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 
-verbs_module = importlib.import_module(engine.Session.gather.__module__)
+session_module = importlib.import_module(engine.Session.gather.__module__)
 
 
 def equals_plain() -> bool:
@@ -55,27 +55,40 @@ def test_refresh_that_does_nothing(broken, monkeypatch):
     assert not follows_a_change()
 
 
-def test_scatter_that_drops_a_row(monkeypatch):
-    """A scatter that loses the last row of a shard is seen by the engine itself, when it joins the outputs."""
+@pytest.mark.parametrize(
+    ("options", "calls", "says"),
+    [
+        ({}, 0, r"the lanes had 4, 2, 2 rows .* of shapes \(3, 3\), \(2, 3\), \(2, 3\).* rows do not lie on dim 0"),
+        ({}, 1, r"the lanes had 2, 2, 2, 2 rows .* shapes \(1, 3\), \(2, 3\), .* without the rows on dim 0"),
+        ({"out_dims": 0}, 0, r"the lanes had 2, 2, 2, 2 rows .* shapes \(1, 3\), \(2, 3\), .* without the rows on dim 0"),
+    ],
+    ids=["first call", "later call", "declared"],
+)
+def test_scatter_that_drops_a_row(options, calls, says, monkeypatch):
+    """A scatter that loses the last row of a shard is refused by the engine itself, when it joins the outputs."""
     cut = ShardPlan.cut
 
     def dropping(self, flat):
         pieces = cut(self, flat)
         return [pieces[0]._replace(leaves=[leaf[:-1] for leaf in pieces[0].leaves]), *pieces[1:]]
 
-    monkeypatch.setattr(ShardPlan, "cut", dropping)
-    with pytest.raises(GatherError, match="does not hold the rows"):
-        equals_plain()
+    model = mlp().to("sim:0")
+    with parallel(model, SIMS, **options):
+        for _ in range(calls):
+            model(rows(8))
+        monkeypatch.setattr(ShardPlan, "cut", dropping)
+        with pytest.raises(GatherError, match=says):
+            model(rows(8))
 
 
 def test_gather_in_swapped_order(monkeypatch):
     """A gather that swaps two lanes' outputs gives the rows in another order, and the check sees it."""
-    gather = verbs_module.gather
+    join = session_module.join
 
     def swapped(outputs, *rest):
-        return gather([outputs[1], outputs[0], *outputs[2:]], *rest)
+        return join([outputs[1], outputs[0], *outputs[2:]], *rest)
 
-    monkeypatch.setattr(verbs_module, "gather", swapped)
+    monkeypatch.setattr(session_module, "join", swapped)
     assert not equals_plain()
 
 

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from parawrap import DataParallel, TupleParallel, parallel, tuple_fn
 from parawrap.backends import backend_of, bring
-from parawrap.lanes import LanePool
+from parawrap.lanes import LanePool, Modes
 from parawrap.lanes import _streams as lane_streams
 from parawrap.replicas import _parcel
 from tests import simdevice
@@ -561,10 +561,10 @@ def test_a_pool_collected_while_another_takes_a_stream(collected_where_streams_a
     collected_where_streams_are_made.set()
     left = pool_on("sim:0")
     with torch.no_grad():
-        left.submit(left.lanes[0], ones_on("sim:0")).result(PATIENCE_S)
+        left.submit(left.lanes[0], ones_on("sim:0"), Modes.capture("sim")).result(PATIENCE_S)
         del left
         other = LanePool([torch.device("sim:1")])
-        future = other.submit(other.lanes[0], ones_on("sim:1"))
+        future = other.submit(other.lanes[0], ones_on("sim:1"), Modes.capture("sim"))
         assert future.result(PATIENCE_S).item() == 1
     other.close()
     assert len(lane_streams._shelf._streams[torch.device("sim:0")]) == 1
@@ -574,7 +574,7 @@ def test_a_pool_collected_while_its_own_lane_takes_a_stream(collected_where_stre
     """A pool that nobody has any more may be collected by its own lane, which finishes what it was given."""
     pool = pool_on("sim:0")
     with torch.no_grad():
-        future = pool.submit(pool.lanes[0], ones_on("sim:0"))
+        future = pool.submit(pool.lanes[0], ones_on("sim:0"), Modes.capture("sim"))
         del pool
         collected_where_streams_are_made.set()
         assert future.result(PATIENCE_S).item() == 1

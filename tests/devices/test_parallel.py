@@ -69,6 +69,7 @@ def test_each_shard_runs_on_its_lane(devices, home):
     """The rows of shard i run on device i, with the parameters beside them."""
     model = Where().to(home)
     with torch.no_grad(), parallel(model, devices) as p:
+        model(torch.zeros(12))  # the first call of a kind has shards of different sizes
         indices = model(torch.zeros(12)).tolist()
     share = 12 // len(devices)
     assert indices == [int(device[-1]) for device in devices for _ in range(share)]
@@ -134,7 +135,7 @@ def test_output_device(output_device):
     assert_same_gradients(model, plain)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3, 5, 9])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 9, 12, 16])
 def test_few_and_uneven_rows(count):
     """Any number of rows, none included, comes back as that many rows with the plain gradients."""
     assert_same_training_step(mlp().to("sim:0"), rows(count))
@@ -163,18 +164,69 @@ def test_other_dim():
 
 
 def test_nested_outputs():
-    """Dicts, tuples, None and numbers in the output are joined leaf by leaf on the home device."""
+    """Dicts, tuples, None and losses in the output are joined leaf by leaf on the home device."""
 
     class Many(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
-            return {"y": y, "more": (y.sum(1), None, 7), "loss": y.mean()}
+            return {"y": y, "more": (y.sum(1), None, [y.mean()]), "loss": y.mean()}
 
     model = Many(5, 3, dtype=torch.float64).to("sim:1")
     x = rows(9)
+    with parallel(model, SIMS, reduce="mean"):
+        outputs = model(x), model(x)
+    torch.testing.assert_close(outputs, (model(x.to("sim:1")),) * 2)
+
+
+class Loss(nn.Linear):
+    """Returns one number for all rows."""
+
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+@pytest.mark.parametrize("count", [9, 8])
+def test_scalars_are_refused_unless_reduce_says_what_they_are(count):
+    """A number from each lane raises, in the first call and in later ones, and the error names the options."""
+    model = Loss(5, 3, dtype=torch.float64).to("sim:0")
     with parallel(model, SIMS):
-        output = model(x)
-    torch.testing.assert_close(output, model(x.to("sim:1")))
+        for _ in range(2):
+            with pytest.raises(GatherError, match=r'no reduction is right for every number.*reduce="mean".*out_dims=None'):
+                model(rows(count))
+
+
+def test_a_scalar_that_is_the_same_in_every_lane():
+    """With out_dims None for it, a number that all lanes agree on comes back once; one that differs is refused."""
+
+    class Version(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), 7, self.weight.sum()
+
+    model = Version(5, 3, dtype=torch.float64).to("sim:1")
+    x = rows(8)
+    with parallel(model, SIMS, out_dims=(0, None, None)):
+        torch.testing.assert_close(model(x), Version.forward(model, x.to("sim:1")))
+    loss = Loss(5, 3, dtype=torch.float64).to("sim:1")
+    with parallel(loss, SIMS, out_dims=None), pytest.raises(GatherError, match="returned different values"):
+        loss(x)
+
+
+@pytest.mark.parametrize("count", [9, 1])
+def test_stacked_scalars_are_one_value_per_lane(count):
+    """reduce="stack" returns a vector with one value per lane, also if one row leaves work for one lane only."""
+    model = Loss(5, 3, dtype=torch.float64).to("sim:0")
+    with parallel(model, SIMS, reduce="stack"):
+        assert model(rows(count)).shape == (min(count, 4),)
+
+
+@pytest.mark.parametrize("count", [9, 1])
+def test_a_function_reduces_scalars(count):
+    """A function as `reduce` gets the vector of the lanes' numbers, also of a single lane."""
+    model = Loss(5, 3, dtype=torch.float64).to("sim:0")
+    shapes = []
+    with parallel(model, SIMS, reduce=lambda vector: (shapes.append(tuple(vector.shape)), vector.max())[1]):
+        assert model(rows(count)).shape == ()
+    assert shapes == [(min(count, 4),)]
 
 
 @pytest.mark.parametrize("reduce", ["sum", "stack"])
@@ -213,10 +265,11 @@ def test_callable_over_devices():
 
 
 def test_scalar_of_callable_over_devices():
-    """The scalars that a function returns on four devices are averaged."""
+    """The scalars that a function returns on four devices are averaged, weighted by rows."""
     x = rows()
-    with parallel(lambda x: x.mean(), SIMS) as p:
-        torch.testing.assert_close(p(x).cpu(), x.mean())
+    with parallel(lambda x: x.mean(), SIMS, reduce="mean") as p:
+        for _ in range(2):
+            torch.testing.assert_close(p(x).cpu(), x.mean())
 
 
 def test_module_without_parameters():
@@ -258,6 +311,8 @@ def test_broadcast_tensor_is_copied_to_each_device():
 
     x, table = rows(8).to("sim:0"), torch.ones(6, dtype=torch.float64, device="sim:0")
     with parallel(forward, SIMS, in_dims={"table": None}, output_device="sim:0") as p:
+        p(x, table)  # the first call of a kind has shards of different sizes
+        seen.clear()
         simdevice.reset_stats()
         output = p(x, table)
         assert simdevice.stats().d2d == 3 + 3 + 3  # x out, table out, outputs home
@@ -369,9 +424,11 @@ def test_grad_modes_are_carried(mode):
     seen: list[tuple[str, bool, bool]] = []
     model = Modes(5, 3).to("sim:0")
     with mode(), parallel(model, SIMS):
-        model(torch.randn(8, 5))
-        expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    assert sorted(seen) == [(device, *expected) for device in SIMS]
+        for _ in range(2):  # in turns in the caller's thread, then in the lanes
+            seen.clear()
+            model(torch.randn(9, 5))
+            expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            assert sorted(seen) == [(device, *expected) for device in SIMS]
 
 
 def test_current_device_is_the_lanes():
@@ -499,10 +556,30 @@ def test_error_in_a_lane_names_its_device(failing):
     model = Fragile(1, 1).to("sim:0")
     x = torch.arange(4.0)[:, None]
     with torch.no_grad(), parallel(model, SIMS):
+        model(x + 10)
         with pytest.raises(KeyError, match="mine") as caught:
             model(x)
         torch.testing.assert_close(model(x + 10), model.weight * (x + 10).to("sim:0") + model.bias)
     assert f"in lane {failing} on sim:{failing}, shard {failing} of 4" in caught.value.__notes__
+
+
+@pytest.mark.parametrize(("failing", "lane", "shard"), [(0, 0, 0), (10, 2, 2), (13, 3, 3), (15, 3, 4)])
+def test_error_in_the_first_call_names_its_shard(failing, lane, shard):
+    """In the first call of a kind the last lane may run two shards: the note names the lane and the shard."""
+
+    class Fragile(nn.Linear):
+        def forward(self, x):
+            if (x == failing).any():
+                raise KeyError("mine")
+            return super().forward(x)
+
+    model = Fragile(1, 1).to("sim:0")
+    x = torch.arange(16.0)[:, None]
+    with torch.no_grad(), parallel(model, SIMS):
+        with pytest.raises(KeyError, match="mine") as caught:
+            model(x)
+        torch.testing.assert_close(model(x + 20), model.weight * (x + 20).to("sim:0") + model.bias)
+    assert f"in lane {lane} on sim:{lane}, shard {shard} of 5" in caught.value.__notes__
 
 
 def test_error_in_a_mapped_batch_names_its_lane():
@@ -529,15 +606,16 @@ def test_rows_that_disagree():
 
 
 def test_outputs_that_cannot_be_joined():
-    """Ragged outputs are refused with both shapes."""
+    """Ragged outputs are refused with the shapes of all lanes."""
 
     class Ragged(nn.Linear):
         def forward(self, x):
             return super().forward(x)[:, : x.device.index + 1]
 
     model = Ragged(5, 4).to("sim:0")
-    with parallel(model, SIMS), pytest.raises(GatherError, match=re.escape("(2, 1) and (2, 2) differ beyond dim 0")):
-        model(torch.randn(8, 5))
+    shapes = re.escape("the shapes (3, 1), (2, 2), (2, 3), (2, 4) differ beyond dim 0")
+    with parallel(model, SIMS), pytest.raises(GatherError, match=shapes):
+        model(torch.randn(9, 5))
 
 
 def test_model_on_several_devices():
@@ -576,7 +654,23 @@ def test_nested_blocks():
     x = rows()
     expected = model(x.to("sim:0"))
     with parallel(model, SIMS), parallel(model[0], ["sim:0", "sim:3"]):
-        torch.testing.assert_close(model(x), expected)
+        for _ in range(2):
+            torch.testing.assert_close(model(x), expected)
+
+
+def test_nested_block_that_returns_lists():
+    """A block with join="list" inside the lanes of another one returns a list of one output, like every plain call."""
+    inner = nn.Linear(5, 3, dtype=torch.float64).to("sim:0")
+
+    class Around(nn.Module):
+        def forward(self, x):
+            return torch.cat(inner(x))
+
+    around, x = Around(), rows()
+    with torch.no_grad(), parallel(inner, ["sim:0", "sim:3"], join="list"):
+        expected = around(x)
+        with parallel(around, ["sim:0", "sim:0"]):
+            torch.testing.assert_close(around(x).cpu(), expected.cpu())
 
 
 def test_calls_from_several_threads():

@@ -17,7 +17,7 @@ from torch import nn
 from parawrap import parallel
 from parawrap.backends import _streams as backend_streams
 from parawrap.backends import backend_of
-from parawrap.engine import _work as engine_work
+from parawrap.engine import _bring_and_run as bring_and_run
 from parawrap.lanes import _streams as lane_streams
 from tests import simdevice
 from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream
@@ -59,10 +59,10 @@ def test_each_lane_has_a_stream_of_its_own(devices):
     """No two lanes on a device share a stream, none has the caller's, and each keeps its own from call to call."""
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, devices):
-        model(rows(8))
+        model(rows(9))  # the lanes run in turns
         first = sorted(model.seen)
         model.seen.clear()
-        model(rows(8))
+        model(rows(9))  # each lane runs in its own thread
     assert len({(device, stream) for device, stream, _ in first}) == len(devices)
     assert all(stream != 0 and f"sim:{current}" == device for device, stream, current in first)
     assert sorted(model.seen) == first
@@ -275,7 +275,7 @@ def test_batches_are_spread_over_the_lanes():
     """A host that is done with a batch long before its device is gives the next one to another lane."""
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
-        for output in p.map([rows()] * 12, window=1):
+        for output in p.map([rows()] * 12, buffersize=1):
             del output
         assert [lane.rows for lane in p.stats().lanes] == [30] * 4
 
@@ -477,7 +477,7 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
     elif without == "staging":  # the lane's stream does not wait for what was brought over beside it
         monkeypatch.setattr(lane_streams.LaneStreams, "_run_beside", beside_without_an_event)
     elif without == "record_use of inputs":
-        monkeypatch.setattr(engine_work, "record_use", _nothing)
+        monkeypatch.setattr(bring_and_run, "record_use", _nothing)
         monkeypatch.setattr(backend_streams, "_record", _nothing)
     else:
         monkeypatch.setattr(lane_streams, "record_use", _nothing)

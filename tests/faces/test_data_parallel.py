@@ -108,13 +108,14 @@ def test_the_answer_and_gradient_are_the_plain_ones(rows, dim):
     shape = [3, 3, 4]
     shape[dim] = rows
     x = torch.randn(shape)
-    y = net(x)
-    assert_close(y, model(x))
-    y.square().sum().backward()
-    grads = [p.grad.clone() for p in net.parameters()]
-    model.zero_grad()
     model(x).square().sum().backward()
-    assert_close(grads, [p.grad for p in model.parameters()])
+    plain = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        model.zero_grad()
+        y = net(x)
+        assert_close(y, model(x))
+        y.square().sum().backward()
+        assert_close([p.grad for p in net.parameters()], plain)
 
 
 def test_keyword_arguments_and_nested_inputs_are_cut():
@@ -145,7 +146,7 @@ def test_lists_without_tensors_are_shared():
 
 
 def test_a_scalar_output_becomes_a_vector_with_a_warning_at_the_callers_line():
-    """One value a device, and the warning points at this file."""
+    """The output has one value per device, and the warning points at this file."""
 
     class Mean(nn.Module):
         def forward(self, x):
@@ -160,6 +161,18 @@ def test_a_scalar_output_becomes_a_vector_with_a_warning_at_the_callers_line():
         warnings.simplefilter("always")
         net(torch.ones(4)).mean()
     assert len(again) == 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_scalar_output_is_a_vector_for_every_number_of_rows(rows):
+    """As in torch, one row on several devices gives a vector of one value."""
+
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x.mean()
+
+    with pytest.warns(UserWarning, match="0-d"):
+        assert DataParallel(Mean(), TWO)(torch.ones(rows)).tolist() == [1.0] * min(rows, 2)
 
 
 def test_a_scalar_output_in_a_nested_model_warns_at_the_callers_line():
@@ -316,15 +329,47 @@ def test_batch_norm_keeps_the_first_shards_statistics():
 
 
 def test_hooks_of_the_module_run_on_every_shard_and_of_the_wrapper_once():
-    """As torch warns: hooks on module run len(device_ids) times; on the wrapper once."""
+    """As in torch, hooks on the module run len(device_ids) times in every call, and hooks on the wrapper once."""
     model = nn.Linear(4, 2)
     net = DataParallel(model, THREE)
     inner, outer = [], []
     model.register_forward_hook(lambda m, args, out: inner.append(len(out)))
     net.register_forward_hook(lambda m, args, out: outer.append(len(out)))
-    net(torch.randn(7, 4))
-    assert sorted(inner) == [2, 2, 3]
-    assert outer == [7]
+    for _ in range(3):
+        net(torch.randn(6, 4))
+        assert (inner, outer) == ([2, 2, 2], [6])
+        inner.clear()
+        outer.clear()
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_lanes_on_one_device_draw_random_numbers_in_lane_order(lanes, grad):
+    """With a seed, dropout over devices that share a generator gives the same numbers in every call."""
+    net = DataParallel(nn.Dropout(0.5), ["cpu"] * lanes)
+    x = torch.ones(8 * lanes, 16)
+    torch.manual_seed(0)
+    expected = torch.cat([nn.functional.dropout(part) for part in x.split(8)])
+    with torch.set_grad_enabled(grad):
+        for _ in range(4):
+            torch.manual_seed(0)
+            assert torch.equal(net(x), expected)
+
+
+def test_devices_that_share_a_generator_run_at_once_if_nothing_is_drawn():
+    """The first call runs the shards of one device one after another; the lanes of later calls meet."""
+    armed, barrier = threading.Event(), threading.Barrier(3)
+
+    class Model(nn.Module):
+        def forward(self, x):
+            if armed.is_set():
+                barrier.wait(20)
+            return x
+
+    net = DataParallel(Model(), THREE)
+    net(torch.zeros(6))
+    armed.set()
+    assert net(torch.zeros(6)).shape == (6,)
 
 
 def test_the_profiler_sees_data_parallel_forward():

@@ -17,7 +17,16 @@ import wrapt
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DeviceListError, DeviceUnavailableError, Parallel, ReplicaError, SessionError, ShardError, parallel
+from parawrap import (
+    DeviceListError,
+    DeviceUnavailableError,
+    GatherError,
+    Parallel,
+    ReplicaError,
+    SessionError,
+    ShardError,
+    parallel,
+)
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -150,7 +159,7 @@ def test_inside_the_block_type_and_keys_are_unchanged():
     model = Net()
     keys, names = list(model.state_dict()), [n for n, _ in model.named_parameters()]
     with parallel(model, TWO) as p:
-        model(torch.randn(4, 4))
+        model(torch.randn(5, 4))
         assert isinstance(p, Parallel)
         assert type(model) is Net
         assert list(model.state_dict()) == keys
@@ -228,7 +237,7 @@ def test_a_method_named_twice_does_no_harm():
     """methods=("forward", "forward") is the same as naming it once, and the block can be left."""
     model = Net()
     with parallel(model, TWO, methods=("forward", "forward")):
-        model(torch.randn(4, 4))
+        model(torch.randn(5, 4))
     assert "forward" not in vars(model)
 
 
@@ -262,11 +271,11 @@ class _Partial(nn.Module):
 
 
 def test_a_partialmethod_forward_runs_on_each_lanes_own_replica():
-    """A forward that is no plain function is bound to the replica: lane 0's buffer update alone is kept."""
+    """A forward that is not a plain function is bound to the replica: only lane 0's buffer update is kept."""
     model = _Partial()
     with parallel(model, THREE):
-        assert model(torch.ones(6, 1)).tolist() == [[2.0]] * 6
-    assert model.rows.item() == 2
+        assert model(torch.ones(7, 1)).tolist() == [[2.0]] * 7
+    assert model.rows.item() == 3
 
 
 def test_a_static_and_a_class_method_can_be_parallel():
@@ -283,7 +292,7 @@ def test_a_static_and_a_class_method_can_be_parallel():
 
     model = Model()
     with parallel(model, THREE, methods=("double", "triple")) as p:
-        assert model.double(torch.ones(4)).tolist() == [2.0] * 4
+        assert model.double(torch.ones(5)).tolist() == [2.0] * 5
         assert model.triple(torch.ones(7)).tolist() == [3.0] * 7
         assert p.stats().shards == (3, 2, 2)
     assert not {"double", "triple"} & set(vars(model))
@@ -386,19 +395,19 @@ def test_a_torchscript_module_is_parallel(make):
     assert_close(grads, [parameter.grad for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("plan", [None, "auto", "lanes"])
 @pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
-def test_a_frozen_torchscript_module_is_parallel(freeze, plan):
-    """What torch.jit.freeze makes has no train mode and no parameters any more; it is cut and mapped all the same."""
+def test_a_frozen_torchscript_module_is_parallel(freeze):
+    """A frozen module, which has no train mode and no parameters, is cut and mapped like any other."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).eval())
     x = torch.randn(7, 4)
     with torch.no_grad():
         plain = model(x)
-        with parallel(model, THREE, plan=plan) as p:
-            for _ in range(40):
+        with parallel(model, THREE) as p:
+            for _ in range(5):
                 assert_close(model(x), plain)
+            assert p.stats().shards == (3, 2, 2)
             assert all(torch.equal(output, plain) for output in p.map([x, x]))
 
 
@@ -564,7 +573,7 @@ def test_a_copy_made_in_the_block_can_be_parallel_itself():
 def test_decorated_the_block_is_the_call():
     """@parallel(model) makes the model parallel for the length of each call, and keeps the function's name."""
     model = Sizes()
-    p = parallel(model, THREE, plan="lanes")
+    p = parallel(model, THREE)
 
     @p
     def evaluate(x, *, factor):
@@ -582,13 +591,13 @@ def test_a_decorated_function_may_recurse():
     """The block nests with the recursion and ends with the outermost call."""
     model = Sizes()
 
-    @parallel(model, TWO, plan="lanes")
+    @parallel(model, TWO)
     def descend(x, depth):
         y = model(x)
         return descend(y, depth - 1) if depth else y
 
-    assert descend(torch.ones(4, 1), 3).tolist() == [[16.0]] * 4
-    assert model.seen == [2] * 8
+    assert descend(torch.ones(5, 1), 3).tolist() == [[16.0]] * 5
+    assert sorted(model.seen) == [2] * 4 + [3] * 4
     assert "forward" not in vars(model)
 
 
@@ -642,7 +651,8 @@ def test_a_decorated_method_keeps_its_self():
         def step(self, x):
             return model(x) * self.factor
 
-    assert Trainer().step(torch.ones(4, 1)).tolist() == [[6.0]] * 4
+    assert Trainer().step(torch.ones(5, 1)).tolist() == [[6.0]] * 5
+    assert sorted(model.seen) == [2, 3]
 
 
 # -- bad input -----------------------------------------------------------------------------------------------------------
@@ -686,10 +696,40 @@ def test_a_number_is_that_many_lanes():
     assert parallel(Net(), 3).devices == (torch.device("cpu"),) * 3
 
 
-@pytest.mark.parametrize("devices", [None, "auto", "cpu"])
-def test_the_default_is_some_lanes_of_the_best_kind(devices):
-    """None, "auto" and a kind give at least one lane."""
-    assert len(parallel(Net(), devices).devices) >= 1
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize("devices", [None, "auto"])
+def test_without_an_accelerator_the_default_is_the_plain_call(devices):
+    """None and "auto" are a single CPU lane where there is no accelerator, and every call is the plain call."""
+    model = Sizes()
+    p = parallel(model, devices)
+    assert p.devices == (torch.device("cpu"),)
+    with p:
+        assert model(torch.ones(7, 1)).tolist() == [[2.0]] * 7
+        assert (p.stats().calls, p.stats().plain) == (1, 1)
+    assert model.seen == [7]
+
+
+def test_one_cpu_lane_is_the_plain_call():
+    """A single CPU lane runs the whole call on the model itself, in the calling thread, and starts no thread."""
+    seen = []
+
+    class Model(nn.Module):
+        def forward(self, x):
+            seen.append((self, len(x), threading.get_ident()))
+            return x.mean()
+
+    model = Model()
+    before = set(threading.enumerate())
+    with parallel(model, ["cpu"]) as p:
+        assert model(torch.ones(7)).item() == 1
+        assert set(threading.enumerate()) == before
+        assert p.stats().plain == 1
+    assert seen == [(model, 7, threading.get_ident())]
+
+
+def test_a_kind_names_at_least_one_lane():
+    """The name of a kind, such as "cpu", gives at least one lane."""
+    assert len(parallel(Net(), "cpu").devices) >= 1
 
 
 @pytest.mark.parametrize("methods", ["forward", (), ("nothing",), ("linear_",), ("scale",)])
@@ -714,11 +754,30 @@ def test_in_dims_that_name_no_parameter_list_those_there_are():
         parallel(Net(), TWO, in_dims={"y": 0})
 
 
-@pytest.mark.parametrize("rules", [{"reduce": "median"}, {"join": "stack"}])
-def test_rules_that_are_none_are_refused(rules):
-    """Unknown reduce and join are refused when the block is made."""
-    with pytest.raises(ValueError, match=r"median|stack"):
+@pytest.mark.parametrize(
+    ("rules", "match"),
+    [
+        ({"reduce": "median"}, "reduce='median'"),
+        ({"join": "stack"}, "join='stack'"),
+        ({"out_dims": "rows"}, "out_dims.*'rows'"),
+        ({"out_dims": True}, "out_dims.*True"),
+        ({"out_dims": (0, {"a": 1.5})}, "out_dims.*1.5"),
+    ],
+    ids=["reduce", "join", "out_dims", "bool", "nested"],
+)
+def test_rules_that_do_not_exist_are_refused(rules, match):
+    """Unknown values of reduce, join, and out_dims are refused when the block is made."""
+    with pytest.raises(GatherError, match=match):
         parallel(Net(), TWO, **rules)
+
+
+@pytest.mark.parametrize("option", ["plan", "window"])
+def test_options_that_are_gone_are_refused(option):
+    """`plan` is not an option of parallel, and `window` is not one of map."""
+    with pytest.raises(TypeError, match=option):
+        parallel(Net(), TWO, **{option: 2})
+    with parallel(Net(), TWO) as p, pytest.raises(TypeError, match=option):
+        p.map([], **{option: 2})
 
 
 @pytest.mark.parametrize("device", ["cuda:3", "cpu:1"])
@@ -732,7 +791,7 @@ def test_a_model_on_the_meta_device_is_refused_by_name():
     """There is no data to copy: ReplicaError names the submodule."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("meta")
     with pytest.raises(ReplicaError, match=r"0\.weight"), parallel(model, TWO):
-        model(torch.randn(4, 4))
+        model(torch.randn(5, 4))
     assert "forward" not in vars(model)
 
 
@@ -740,7 +799,7 @@ def test_a_model_that_is_partly_on_the_meta_device_is_refused_by_name():
     """The message names the tensor that lies elsewhere."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(ReplicaError, match=r"1\.weight.*meta"), parallel(model, TWO):
-        model(torch.randn(4, 4))
+        model(torch.randn(5, 4))
     assert "forward" not in vars(model)
 
 
@@ -751,7 +810,7 @@ def test_a_distributed_model_is_refused_by_name(tmp_path):
     try:
         model = nn.Sequential(nn.ReLU(), nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
         with pytest.raises(ReplicaError, match="'1'"), parallel(model, TWO):
-            model(torch.randn(4, 2))
+            model(torch.randn(5, 2))
         assert "forward" not in vars(model)
         del model
     finally:
@@ -767,7 +826,7 @@ def test_a_module_of_which_no_shell_can_be_made_is_named():
 
     model = nn.Sequential(nn.ReLU(), Stubborn(2, 2))
     with pytest.raises(ReplicaError, match=r"'1' \(Stubborn\).*no copies of me"), parallel(model, TWO):
-        model(torch.randn(4, 2))
+        model(torch.randn(5, 2))
 
 
 def test_p_after_close_is_refused():
@@ -775,20 +834,20 @@ def test_p_after_close_is_refused():
     model = Net()
     with parallel(model, TWO) as p:
         pass
-    x = torch.randn(4, 4)
+    x = torch.randn(5, 4)
     for use in (lambda: p(x), lambda: p.submit(x), lambda: list(p.map([x])), lambda: p.trace("t.json")):
         with pytest.raises(SessionError, match="closed"):
             use()
 
 
 def test_a_closed_block_may_be_entered_again():
-    """Entering after the end starts anew."""
+    """A block that is entered after its end is parallel again."""
     model = Sizes()
-    p = parallel(model, TWO, plan="lanes")
+    p = parallel(model, TWO)
     for _ in range(3):
         with p:
-            model(torch.ones(4, 1))
-    assert model.seen == [2] * 6
+            model(torch.ones(5, 1))
+    assert sorted(model.seen) == [2] * 3 + [3] * 3
 
 
 def test_close_twice_does_no_harm():
@@ -797,7 +856,7 @@ def test_close_twice_does_no_harm():
     p = parallel(model, TWO)
     p.close()
     with p:
-        model(torch.randn(4, 4))
+        model(torch.randn(5, 4))
         p.close()
         p.close()
         assert "forward" not in vars(model)

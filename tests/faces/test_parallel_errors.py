@@ -47,24 +47,47 @@ def rows(count):
     return torch.arange(float(count))[:, None]
 
 
+def fail_on(model, values, count):
+    """Let the model fail on these rows, after calls that settle its kind: then each of `count` rows has its own lane.
+
+    The set is changed in place: a new attribute would make another kind of the next call.
+    """
+    for _ in range(2):
+        model(rows(count))
+    model.ran.clear()
+    model.on.update(values)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_the_users_exception_arrives_with_a_note(bad):
-    """Type and message are the user's; a note names lane, device and shard."""
+    """Type and message are the user's; a note names lane, device, and shard."""
     model = Fails()
-    model.on = {bad}
-    with parallel(model, THREE), pytest.raises(ValueError) as caught:
-        model(rows(3))
+    with parallel(model, THREE):
+        fail_on(model, {bad}, 3)
+        with pytest.raises(ValueError) as caught:
+            model(rows(3))
     assert str(caught.value) == f"row {bad}"
     assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3"]
+
+
+@pytest.mark.parametrize(("bad", "lane"), [(0, 0), (1, 0), (2, 1)])
+def test_the_first_call_of_a_kind_raises_like_any_other(bad, lane):
+    """The first call of a kind, whose lanes run one after another, raises the user's exception with the same note."""
+    model = Fails()
+    model.on = {bad}
+    with parallel(model, THREE), pytest.raises(ValueError, match=f"row {bad}") as caught:
+        model(rows(3))  # cut as 2 + 1
+    assert caught.value.__notes__ == [f"in lane {lane} on cpu, shard {lane} of 2"]
 
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_traceback_reaches_the_users_line(bad):
     """The last frame is the line that raised, whichever lane it was."""
     model = Fails()
-    model.on = {bad}
-    with parallel(model, THREE), pytest.raises(ValueError) as caught:
-        model(rows(3))
+    with parallel(model, THREE):
+        fail_on(model, {bad}, 3)
+        with pytest.raises(ValueError) as caught:
+            model(rows(3))
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert last.line is not None
     assert "the user's line" in last.line
@@ -80,19 +103,21 @@ def test_an_exception_keeps_its_own_attributes_and_cause():
         return error
 
     model = Fails(make)
-    model.on = {1}
-    with parallel(model, TWO), pytest.raises(MyError) as caught:
-        model(rows(2))
+    with parallel(model, TWO):
+        fail_on(model, {1}, 2)
+        with pytest.raises(MyError) as caught:
+            model(rows(2))
     assert (caught.value.code, caught.value.detail) == (1, "more")
     assert caught.value.__cause__ is cause
 
 
 def test_the_first_lane_wins_and_the_others_are_notes():
-    """Several failures: lane order decides, not time; the later ones are told in notes."""
+    """With several failures, the first lane's exception is raised, and notes on it report the others."""
     model = Fails()
-    model.on = {1, 2}
-    with parallel(model, THREE), pytest.raises(ValueError, match="row 1") as caught:
-        model(rows(3))
+    with parallel(model, THREE):
+        fail_on(model, {1, 2}, 3)
+        with pytest.raises(ValueError, match="row 1") as caught:
+            model(rows(3))
     assert caught.value.__notes__ == [
         "in lane 1 on cpu, shard 1 of 3",
         "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
@@ -102,9 +127,10 @@ def test_the_first_lane_wins_and_the_others_are_notes():
 def test_the_other_lanes_finish():
     """A failure in one lane does not keep the others from doing their shards."""
     model = Fails()
-    model.on = {0}
-    with parallel(model, THREE), pytest.raises(ValueError, match="row 0"):
-        model(rows(3))
+    with parallel(model, THREE):
+        fail_on(model, {0}, 3)
+        with pytest.raises(ValueError, match="row 0"):
+            model(rows(3))
     assert sorted(model.ran) == [0, 1, 2]
 
 
@@ -114,10 +140,10 @@ def test_the_pool_is_usable_after_an_error():
     x = rows(3)
     with parallel(model, THREE) as p:
         for _ in range(20):
-            model.on = {2}
+            model.on.add(2)
             with pytest.raises(ValueError, match="row 2"):
                 model(x)
-            model.on = set()
+            model.on.clear()
             assert torch.allclose(model(x), model.linear(x))
         assert p.stats().shards == (1, 1, 1)
 
@@ -125,13 +151,13 @@ def test_the_pool_is_usable_after_an_error():
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, AssertionError])
 @pytest.mark.parametrize("bad", [0, 1])
 def test_every_kind_of_exception_arrives(kind, bad):
-    """Also those that are no Exception, and StopIteration, from lane 0 and from others; the pool lives on."""
+    """Exceptions outside Exception, and StopIteration, arrive from lane 0 and from others; the pool stays usable."""
     model = Fails(kind)
-    model.on = {bad}
     with parallel(model, TWO):
+        fail_on(model, {bad}, 2)
         with pytest.raises(kind):
             model(rows(2))
-        model.on = set()
+        model.on.clear()
         assert model(rows(2)).shape == (2, 1)
 
 
@@ -143,18 +169,20 @@ def test_an_exception_that_cannot_be_printed_arrives():
             raise AttributeError("no text")
 
     model = Fails(lambda value: Unprintable())
-    model.on = {0, 1}
-    with parallel(model, TWO), pytest.raises(Unprintable):
-        model(rows(2))
+    with parallel(model, TWO):
+        fail_on(model, {0, 1}, 2)
+        with pytest.raises(Unprintable):
+            model(rows(2))
 
 
 def test_one_exception_object_raised_by_all_lanes():
     """A shared exception object arrives once, with one note."""
     error = ValueError("shared")
     model = Fails(lambda value: error)
-    model.on = {0, 1, 2}
-    with parallel(model, THREE), pytest.raises(ValueError, match="shared") as caught:
-        model(rows(3))
+    with parallel(model, THREE):
+        fail_on(model, {0, 1, 2}, 3)
+        with pytest.raises(ValueError, match="shared") as caught:
+            model(rows(3))
     assert caught.value is error
     assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3"]
 
@@ -173,8 +201,8 @@ def test_an_error_lets_go_of_the_call():
     import gc
 
     model = Fails()
-    model.on = {1}
     with parallel(model, TWO):
+        fail_on(model, {1}, 2)
         x = rows(2)
         alive = weakref.ref(x)
         gc.collect()
@@ -223,8 +251,9 @@ def test_a_warning_turned_error_in_a_lane_arrives():
         warnings.warn("careful", DeprecationWarning, stacklevel=1)
         return x
 
-    with parallel(target, TWO) as p, pytest.raises(DeprecationWarning, match="careful"):
-        p(torch.zeros(4))
+    with parallel(target, TWO) as p, pytest.raises(DeprecationWarning, match="careful") as caught:
+        p(torch.zeros(5))
+    assert "in lane 0 on cpu" in caught.value.__notes__[0]
 
 
 def test_an_error_in_backward_of_a_lanes_graph_arrives_plainly():
@@ -240,18 +269,19 @@ def test_an_error_in_backward_of_a_lanes_graph_arrives_plainly():
             raise MyError(3, detail="backward")
 
     with parallel(Broken.apply, TWO) as p:
-        y = p(torch.randn(4, 2, requires_grad=True))
-        with pytest.raises(MyError):
-            y.sum().backward()
-        assert p(torch.zeros(4, 2)).shape == (4, 2)
+        for _ in range(2):
+            y = p(torch.randn(5, 2, requires_grad=True))
+            with pytest.raises(MyError):
+                y.sum().backward()
+        assert p(torch.zeros(5, 2)).shape == (5, 2)
 
 
 def test_an_interrupt_while_waiting_leaves_the_pool_usable():
-    """The caller's own lane is interrupted while another lane is at work: it leaves, and the next call works."""
-    entered, release = threading.Event(), threading.Event()
+    """A caller that is interrupted in its own lane leaves while another lane is at work, and the next call works."""
+    armed, entered, release = threading.Event(), threading.Event(), threading.Event()
 
     def target(x):
-        if release.is_set():
+        if not armed.is_set() or release.is_set():
             return x
         if x[0].item() == 0:
             entered.wait(20)
@@ -261,6 +291,9 @@ def test_an_interrupt_while_waiting_leaves_the_pool_usable():
         return x
 
     with parallel(target, TWO) as p:
+        for _ in range(2):
+            p(torch.arange(2.0))
+        armed.set()
         with pytest.raises(KeyboardInterrupt):
             p(torch.arange(2.0))
         assert p(torch.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 3.0]

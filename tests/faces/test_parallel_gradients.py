@@ -109,8 +109,9 @@ def test_the_gradients_are_the_plain_ones(name, rows, lanes, times):
     x = torch.randn(rows, 4)
     plain = gradients(model, x, times=times)
     with parallel(model, ["cpu"] * lanes):
-        # Sums in another order: a norm over few values, which divides by a small deviation, shows it.
-        assert_close(gradients(model, x, times=times), plain, rtol=1e-3, atol=1e-4)
+        for _ in range(3):  # the first calls of a kind are cut in another way than later ones
+            # Sums in another order: a norm over few values, which divides by a small deviation, shows it.
+            assert_close(gradients(model, x, times=times), plain, rtol=1e-3, atol=1e-4)
 
 
 def test_frozen_parameters_get_no_gradient():
@@ -150,7 +151,8 @@ def test_gradients_of_gradients_are_the_plain_ones():
 
     plain = penalty()
     with parallel(model, THREE):
-        assert_close(penalty(), plain)
+        for _ in range(2):
+            assert_close(penalty(), plain)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -167,7 +169,8 @@ def test_checkpoint_around_the_parallel_call(reentrant):
 
     plain = run()
     with parallel(model, THREE):
-        assert_close(run(), plain)
+        for _ in range(2):
+            assert_close(run(), plain)
 
 
 def test_backward_after_the_block():
@@ -175,8 +178,9 @@ def test_backward_after_the_block():
     model = mlp()
     x = torch.randn(7, 4)
     plain = gradients(model, x)[0]
-    model.zero_grad()
     with parallel(model, THREE):
+        model(x)
+        model.zero_grad()
         loss = model(x).square().sum()
     loss.backward()
     assert_close([p.grad for p in model.parameters()], plain)
@@ -194,7 +198,8 @@ def test_two_forwards_before_one_backward_with_a_buffer():
 
     plain = run()
     with parallel(model, THREE):
-        assert_close(run(), plain)
+        for _ in range(2):
+            assert_close(run(), plain)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, None], ids=["batch norm", "spectral"])
@@ -203,6 +208,7 @@ def test_two_forwards_before_one_backward_with_running_statistics(norm):
     model = Twice(norm(4)) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
     x = torch.randn(9, 4)
     with parallel(model, THREE):
+        model(x)
         (model(x).square().sum() + model(-x).square().sum()).backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
@@ -214,9 +220,10 @@ def test_hooks_on_a_parameter_run_once_with_the_whole_gradient():
     seen = []
     model.weight.register_hook(lambda grad: seen.append(grad.clone()))
     with parallel(model, THREE):
-        model(x).sum().backward()
-    assert len(seen) == 1
-    assert_close(seen[0], x.sum(0, keepdim=True))
+        for calls in (1, 2, 3):
+            model(x).sum().backward()
+            assert len(seen) == calls
+            assert_close(seen[-1], x.sum(0, keepdim=True))
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW], ids=["sgd", "adamw"])
@@ -241,7 +248,7 @@ def test_thirty_steps_of_training_equal_plain_training(optimizer):
 
 
 def test_training_a_loss_inside_the_model_equals_plain_training():
-    """A model that returns its mean loss trains the same, rows uneven over lanes."""
+    """With reduce="mean", a model that returns its mean loss trains the same, with uneven rows over lanes."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -256,11 +263,13 @@ def test_training_a_loss_inside_the_model_equals_plain_training():
     model(x, y).backward()
     plain = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    with parallel(model, THREE):
-        loss = model(x, y)
-        assert loss.ndim == 0
-        loss.backward()
-    assert_close([p.grad for p in model.parameters()], plain)
+    with parallel(model, THREE, reduce="mean"):
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(x, y)
+            assert loss.ndim == 0
+            loss.backward()
+            assert_close([p.grad for p in model.parameters()], plain)
 
 
 def test_a_functional_call_trains_what_it_was_given():
@@ -309,7 +318,8 @@ def test_forward_mode_tangents_go_through():
 
     plain = tangent()
     with parallel(model, THREE):
-        assert_close(tangent(), plain)
+        for _ in range(2):
+            assert_close(tangent(), plain)
 
 
 # -- BatchNorm -----------------------------------------------------------------------------------------------------------
@@ -334,7 +344,8 @@ def test_batch_norm_in_training_normalises_each_shard():
     x = torch.randn(8, 4)
     want = torch.cat([copy.deepcopy(model)(part) for part in x.split([3, 3, 2])])
     with parallel(model, THREE):
-        assert_close(model(x), want)
+        for _ in range(2):
+            assert_close(model(x), want)
 
 
 @pytest.mark.parametrize(
@@ -391,10 +402,10 @@ def test_a_buffer_of_the_users_own_is_kept_from_lane_zero():
 
 
 def test_training_twice_through_scripted_batch_norm_keeps_the_statistics():
-    """A scripted norm in training behaves the same."""
+    """The statistics of a scripted norm in training are lane 0's too, and every lane evaluates with them."""
     model = torch.jit.script(Twice())
     first = copy.deepcopy(model)
-    x = torch.randn(9, 4)
+    x = torch.randn(8, 4)
     with parallel(model, THREE):
         for _ in range(3):
             model(x)

@@ -18,26 +18,42 @@ variable = contextvars.ContextVar("variable", default="unset")
 
 
 class Meets(nn.Module):
-    """Notes what `look` sees in each lane, once all three lanes are inside: so each is in a thread of its own."""
+    """Notes the value of `look` in each of three lanes. Once armed, the lanes meet, so each runs in its own thread.
+
+    The first call of a kind runs its lanes one after another, so it must not wait for other lanes.
+    """
 
     def __init__(self, look) -> None:
         super().__init__()
         self.look = look
         self.seen: list = []
+        self.armed = threading.Event()
         self.barrier = threading.Barrier(3)
 
     def forward(self, x):
-        self.barrier.wait(20)
+        if self.armed.is_set():
+            self.barrier.wait(20)
         self.seen.append((threading.get_ident(), self.look()))
         return x + 1
 
 
+def meet(model, x):
+    """Call the model under the caller's modes twice: the first call of its kind, and one whose lanes meet."""
+    model.armed.clear()
+    model.seen.clear()
+    model(x)
+    model.armed.set()
+    first, model.seen[:] = model.seen[:], []
+    model(x)
+    assert len({thread for thread, _ in model.seen}) == 3
+    assert {value for _, value in first} == {value for _, value in model.seen}
+
+
 def seen_in_lanes(look):
-    """What `look` returns in each of three lanes, under the modes of the caller."""
+    """Return the values of `look` in three lanes, under the modes of the caller."""
     model = Meets(look)
     with parallel(model, THREE):
-        model(torch.ones(3, 2))
-    assert len({thread for thread, _ in model.seen}) == 3
+        meet(model, torch.ones(3, 2))
     return [value for _, value in model.seen]
 
 
@@ -54,7 +70,8 @@ def test_inference_mode_follows():
     with torch.inference_mode():
         assert seen_in_lanes(torch.is_inference_mode_enabled) == [True] * 3
         with parallel(torch.tanh, THREE) as p:
-            assert p(torch.ones(7)).is_inference()
+            for _ in range(2):
+                assert p(torch.ones(7)).is_inference()
 
 
 def test_a_call_in_inference_mode_leaves_the_lanes_fit_for_training():
@@ -108,10 +125,11 @@ def test_lanes_forget_the_modes_of_the_last_call():
     with parallel(model, THREE):
         token = variable.set("set")
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-            model(torch.ones(3, 2))
+            meet(model, torch.ones(3, 2))
+        assert [value for _, value in model.seen] == [(False, True, "set")] * 3
         variable.reset(token)
-        model(torch.ones(3, 2))
-    assert [value for _, value in model.seen] == [(False, True, "set")] * 3 + [(True, False, "unset")] * 3
+        meet(model, torch.ones(3, 2))
+    assert [value for _, value in model.seen] == [(True, False, "unset")] * 3
 
 
 def test_autocast_gives_the_plain_answer_and_gradient():
@@ -157,7 +175,7 @@ def test_the_default_device_follows(how):
             model = Meets(look)
             x = torch.ones(3, 2, device="cpu")
             with parallel(model, THREE):
-                model(x)
+                meet(model, x)
         assert [value for _, value in model.seen] == ["meta"] * 3
         return
     torch.set_default_device("meta")
@@ -165,7 +183,7 @@ def test_the_default_device_follows(how):
         model = Meets(look)
         x = torch.ones(3, 2, device="cpu")
         with parallel(model, THREE):
-            model(x)
+            meet(model, x)
     finally:
         torch.set_default_device(None)
     assert [value for _, value in model.seen] == ["meta"] * 3
@@ -181,7 +199,6 @@ def test_context_variables_follow():
     assert seen_in_lanes(variable.get) == ["unset"] * 3
 
 
-@pytest.mark.usefixtures("helps_at_once")
 def test_modes_follow_into_submit_and_map():
     """Whole calls on lanes run under the modes of whoever sent them."""
 
@@ -220,14 +237,13 @@ def test_two_callers_with_different_modes_do_not_mix():
 
 
 def test_the_profiler_sees_what_the_lanes_do():
-    """torch.profiler counts the operators and the record_function ranges of every lane."""
+    """A profiler counts the operators and record_function ranges of every lane, also after calls without a profiler."""
     numbers = itertools.count()
 
     class Profiled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            self.threads = set()
 
         def forward(self, x):
             next(numbers)
@@ -237,14 +253,18 @@ def test_the_profiler_sees_what_the_lanes_do():
     model = Profiled()
     x = torch.randn(9, 4)
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    with parallel(model, THREE, plan="lanes") as p, profiler as profile:
-        for _ in range(5):
-            assert_close(model(x), model.linear(x))
+    with parallel(model, THREE) as p:
+        for _ in range(2):
+            model(x)
+        before = next(numbers)
+        with profiler as profile:
+            for _ in range(5):
+                assert_close(model(x), model.linear(x))
         assert p.stats().shards == (3, 3, 3)
     events = {event.key: event.count for event in profile.key_averages()}
     assert events["mine"] == 15
     assert events["aten::linear"] == 20
-    assert next(numbers) == 15
+    assert next(numbers) == before + 16
 
 
 def test_a_dispatch_mode_of_the_caller_sees_the_whole_call():
@@ -319,12 +339,12 @@ def test_the_callers_figure_of_threads_is_what_it_was():
     assert figures() == before
 
 
-def test_random_numbers_of_the_caller_are_drawn_as_seeded():
-    """A seed makes a parallel call with dropout repeatable where lanes run in turn; p=0 changes nothing."""
+def test_a_call_that_draws_nothing_leaves_the_callers_generator_alone():
+    """Dropout with p=0 draws no random numbers, and parawrap draws none either."""
     model = nn.Dropout(0.0)
     x = torch.randn(9, 4)
     state = torch.get_rng_state()
     with parallel(model, THREE):
-        assert torch.equal(model(x), x)
-    assert model.training
-    assert state.shape == torch.get_rng_state().shape
+        for _ in range(3):
+            assert torch.equal(model(x), x)
+    assert torch.equal(state, torch.get_rng_state())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections import namedtuple
 from concurrent.futures import CancelledError, Future
 from queue import SimpleQueue
@@ -15,7 +14,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap import SessionError, ShardError, VerifyError, parallel
-from parawrap.lanes import _backlog
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -29,44 +27,14 @@ def batches(count, rows=2):
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
-@pytest.mark.parametrize("window", [None, 1, 2, 50])
-@pytest.mark.usefixtures("run_either_way")
-def test_map_gives_every_result_in_order(count, window):
-    """One result a batch, in the order of the batches, whatever the window."""
+@pytest.mark.parametrize("buffersize", [None, 1, 2, 50])
+def test_map_gives_every_result_in_order(count, buffersize):
+    """Map yields one result per batch, in the order of the batches, for every buffersize."""
     with parallel(lambda x: x + 1, THREE) as p:
-        results = list(p.map(batches(count), window=window))
+        results = list(p.map(batches(count), buffersize=buffersize))
     assert [result[0].item() for result in results] == [index + 1 for index in range(count)]
 
 
-def test_who_iterates_over_a_map_runs_short_batches_while_it_waits(monkeypatch):
-    """As a lane, once some were short: in order, and with one result a batch."""
-    monkeypatch.setattr(_backlog, "perf_counter_ns", lambda: 0)  # it is never away
-    caller, deadline = threading.get_ident(), time.monotonic() + 20
-    ran_here = []
-
-    def model(x):
-        time.sleep(0.001)
-        if threading.get_ident() == caller:
-            ran_here.append(x[0].item())
-        return x + 1
-
-    with parallel(model, TWO) as p:
-        while not ran_here:
-            assert time.monotonic() < deadline
-            results = list(p.map(batches(40)))
-            assert [result[0].item() for result in results] == [index + 1 for index in range(40)]
-        assert min(ran_here) >= _backlog._KNOWN
-        assert p.stats().lanes[0].tasks > 0
-
-
-def test_with_few_batches_in_flight_who_iterates_over_a_map_only_waits(monkeypatch):
-    """While it ran one, the lanes would run out of work."""
-    monkeypatch.setattr(_backlog, "perf_counter_ns", lambda: 0)
-    with parallel(lambda x: threading.get_ident(), TWO) as p:
-        assert threading.get_ident() not in list(p.map(batches(12), window=3))
-
-
-@pytest.mark.usefixtures("run_either_way")
 def test_map_keeps_the_order_when_lanes_do_not():
     """A batch that takes long does not let later ones pass."""
     release = threading.Event()
@@ -82,9 +50,9 @@ def test_map_keeps_the_order_when_lanes_do_not():
         assert [y[0].item() for y in p.map(batches(5))] == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5])
-def test_map_takes_no_more_than_the_window(window):
-    """At every moment at most `window` batches are taken and not yet given back."""
+@pytest.mark.parametrize("buffersize", [1, 2, 5])
+def test_map_takes_no_more_than_the_buffersize(buffersize):
+    """At most `buffersize` batches are in flight at any moment."""
     taken = 0
     most = 0
     given_back = 0
@@ -97,14 +65,14 @@ def test_map_takes_no_more_than_the_window(window):
             yield batch
 
     with parallel(lambda x: x, TWO) as p:
-        for _ in p.map(source(), window=window):
+        for _ in p.map(source(), buffersize=buffersize):
             given_back += 1
     assert (taken, given_back) == (12, 12)
-    assert most == window
+    assert most == buffersize
 
 
-def test_map_takes_two_batches_a_lane_by_default():
-    """The default window is twice the lanes."""
+def test_map_takes_two_batches_per_lane_by_default():
+    """The default buffersize is 2 per lane."""
     taken = []
 
     def source():
@@ -120,11 +88,11 @@ def test_map_takes_two_batches_a_lane_by_default():
         stream.close()
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_map_with_a_window_below_one_is_refused(window):
-    """At the call, not at the first result."""
-    with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match="window"):
-        p.map([], window=window)
+@pytest.mark.parametrize("buffersize", [0, -1])
+def test_map_with_a_buffersize_below_one_is_refused(buffersize):
+    """A buffersize below 1 is refused at the call, not at the first result."""
+    with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=f"buffersize={buffersize}"):
+        p.map([], buffersize=buffersize)
 
 
 def test_map_does_not_cut_and_uses_every_lane():
@@ -156,7 +124,6 @@ Two = namedtuple("Two", ["x", "y"])
     ],
     ids=["tuple", "dict", "namedtuple"],
 )
-@pytest.mark.usefixtures("run_either_way")
 def test_map_spreads_tuples_and_dicts(batch):
     """A tuple batch is model(*batch), a dict model(**batch)."""
 
@@ -168,14 +135,12 @@ def test_map_spreads_tuples_and_dicts(batch):
         assert [out.tolist() for out in p.map([batch] * 3)] == [[2.0, 2.0]] * 3
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_map_hands_over_a_list_as_it_is():
     """A list, a string or a number is model(batch)."""
     with parallel(lambda batch: batch, TWO) as p:
         assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_map_takes_a_data_loader():
     """The usual source of batches."""
     data = list(torch.arange(10.0)[:, None])
@@ -184,7 +149,6 @@ def test_map_takes_a_data_loader():
     assert torch.cat(results)[:, 0].tolist() == [2.0 * index for index in range(10)]
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_map_raises_the_sources_error_in_its_place():
     """Every batch before the failing one is yielded; the error is the source's own."""
 
@@ -200,9 +164,8 @@ def test_map_raises_the_sources_error_in_its_place():
     assert results == [0, 1, 2]
 
 
-@pytest.mark.parametrize("window", [1, 4, 20])
-@pytest.mark.usefixtures("run_either_way")
-def test_map_raises_the_models_error_in_its_place(window):
+@pytest.mark.parametrize("buffersize", [1, 4, 20])
+def test_map_raises_the_models_error_in_its_place(buffersize):
     """Results before the failing batch come first; then the user's exception with a note on its lane."""
 
     def target(x):
@@ -213,13 +176,12 @@ def test_map_raises_the_models_error_in_its_place(window):
     results = []
     with parallel(target, THREE) as p:
         with pytest.raises(LookupError, match="three") as caught:
-            results.extend(y[0].item() for y in p.map(batches(9), window=window))
+            results.extend(y[0].item() for y in p.map(batches(9), buffersize=buffersize))
         assert "on cpu" in caught.value.__notes__[0]
         assert p(torch.zeros(4)).shape == (4,)
     assert results == [0, 1, 2]
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_map_raises_the_cuts_error_in_its_place():
     """A batch whose rows cannot be counted fails at its place, not ahead of the results before it."""
     from parawrap import register_split
@@ -252,7 +214,7 @@ def test_closing_map_drops_what_has_not_begun():
         return x
 
     with parallel(target, TWO) as p:
-        stream = p.map(batches(20), window=8)
+        stream = p.map(batches(20), buffersize=8)
         assert next(stream)[0].item() == 0
         stream.close()
         hold.set()
@@ -261,7 +223,6 @@ def test_closing_map_drops_what_has_not_begun():
     assert max(x for x in begun if x != 99) <= 3
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_breaking_out_of_map_leaves_the_block_usable():
     """A break in the loop is a close."""
     with parallel(lambda x: x, TWO) as p:
@@ -291,13 +252,12 @@ def test_map_without_progress_is_silent(capfd):
 def test_map_whose_block_has_ended_is_refused():
     """A stream that is read on after the block raises rather than silently running plainly."""
     with parallel(lambda x: x, TWO) as p:
-        stream = p.map(batches(30), window=2)
+        stream = p.map(batches(30), buffersize=2)
         next(stream)
     with pytest.raises(SessionError):
         list(stream)
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_map_gives_the_gradients_of_plain_calls():
     """Outputs of map carry their graphs."""
     model = nn.Linear(1, 1)
@@ -309,7 +269,6 @@ def test_map_gives_the_gradients_of_plain_calls():
     assert_close(grad, model.weight.grad)
 
 
-@pytest.mark.usefixtures("run_either_way")
 def test_hooks_of_the_root_run_once_a_batch_in_map():
     """In map a call is whole: the model's own hooks run with it."""
     model = nn.Linear(1, 1)
@@ -365,7 +324,7 @@ def test_what_is_submitted_goes_to_a_lane_that_is_free():
 
 
 def test_rows_that_are_counted_after_the_block_are_those_of_all_calls():
-    """Also of the calls that were still waiting when it ended."""
+    """The counters include the calls that were still waiting when the block ended."""
     hold = threading.Event()
 
     def target(x):
@@ -374,7 +333,7 @@ def test_rows_that_are_counted_after_the_block_are_those_of_all_calls():
 
     with parallel(target, TWO) as p:
         futures = [p.submit(torch.ones(3)) for _ in range(20)]
-        threading.Timer(0.05, hold.set).start()
+        hold.set()
     assert all(future.done() for future in futures)
     assert (p.stats().calls, sum(lane.tasks for lane in p.stats().lanes)) == (20, 20)
     assert sum(lane.rows for lane in p.stats().lanes) == 60
@@ -418,7 +377,7 @@ def test_a_callback_on_a_future_may_submit_again():
 
 
 def test_stats_count_what_was_done():
-    """Calls, plain calls, the last shards, and each lane's tasks and rows."""
+    """The counters have calls, plain calls, the last shards, and each lane's tasks and rows."""
     with parallel(lambda x: x, THREE) as p:
         p(torch.zeros(7))
         p(torch.zeros(0))
@@ -440,9 +399,9 @@ def test_stats_are_there_after_the_block():
 
 
 def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
-    """A file of complete events, one a piece of work, with a name for each lane."""
+    """The file has one complete event per task, and a name for each lane."""
     path = tmp_path / "deep" / "lanes.json"
-    with parallel(lambda x: x, THREE, plan="lanes") as p:
+    with parallel(lambda x: x, THREE) as p:
         p(torch.zeros(6))
         with p.trace(path) as trace:
             for _ in range(4):
@@ -476,12 +435,13 @@ def test_verify_passes_a_model_that_treats_rows_independently():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE, verify=True) as p:
-        assert_close(model(x), model[1](model[0](x)))
+        for _ in range(2):
+            assert_close(model(x), model[1](model[0](x)))
         assert p.stats().shards == (3, 2, 2)
 
 
 def test_verify_finds_batch_norm_in_training():
-    """VerifyError with the address, the differences and the usual cause."""
+    """The VerifyError has the address, the differences, and the usual cause."""
     model = nn.BatchNorm1d(4)
     with (
         parallel(model, THREE, verify=True),
@@ -499,32 +459,44 @@ def test_verify_names_the_leaf():
         p(torch.randn(8, 4))
 
 
-def test_verify_finds_a_number_that_depends_on_the_rows():
-    """A count of rows that is no tensor comes out per shard: verify tells."""
-    with parallel(lambda x: (x, len(x)), TWO, verify=True) as p, pytest.raises(VerifyError, match=r"output\[1\]"):
-        p(torch.randn(8, 4))
+def test_verify_finds_a_reduction_that_does_not_fit():
+    """A sum over rows that is joined with reduce="mean" differs from the plain call."""
+    with (
+        parallel(lambda x: (x, x.sum()), TWO, verify=True, reduce="mean") as p,
+        pytest.raises(VerifyError, match=r"output\[1\]"),
+    ):
+        p(torch.ones(8, 4))
 
 
 def test_verify_finds_outputs_of_another_shape():
-    """A Gram matrix of the batch has as many columns as the call has rows, not as the shard has."""
-    with parallel(lambda x: (x @ x.T)[:, :3], TWO, verify=True) as p, pytest.raises(VerifyError, match="shape"):
-        p(torch.randn(4, 4))
+    """An output whose columns depend on the number of rows has another shape than the plain call's."""
+
+    def target(x):
+        return x[:, : 4 if len(x) > 6 else 3]
+
+    with parallel(target, TWO, verify=True) as p, pytest.raises(VerifyError, match="shape"):
+        p(torch.randn(8, 4))
 
 
-def test_verify_runs_once_a_structure():
-    """The second call of the same structure is not run plainly again; another count of rows is."""
+def test_verify_compares_the_first_call_of_each_kind():
+    """The first call of a kind also runs plainly; later calls do not, unless their kind is another one."""
     rows = []
 
     def target(x):
         rows.append(len(x))
         return x
 
-    with parallel(target, TWO, verify=True, plan="lanes") as p:
-        for _ in range(3):
-            p(torch.zeros(8))
-        assert sorted(rows) == [4] * 6 + [8]
+    with parallel(target, TWO, verify=True) as p:
+        p(torch.zeros(8))
+        assert sorted(rows) == [2, 2, 4, 8]
+        rows.clear()
+        p(torch.zeros(8))
         p(torch.zeros(6))
-        assert sorted(rows) == [3, 3] + [4] * 6 + [6, 8]
+        assert sorted(rows) == [3, 3, 4, 4]
+        rows.clear()
+        with torch.no_grad():
+            p(torch.zeros(8))
+        assert sorted(rows) == [2, 2, 4, 8]
 
 
 def test_verify_leaves_no_trace_in_the_model():

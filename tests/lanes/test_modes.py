@@ -1,4 +1,4 @@
-"""What is in force in the caller is in force in every lane, and nothing of it stays there."""
+"""Torch's thread-local modes follow the caller into every lane, and no lane keeps them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def pool() -> Iterator[LanePool]:
 
 
 def in_lanes(pool: LanePool, look) -> list[Any]:
-    """What `look` returns in each lane, each of which is made to run in a thread of its own."""
+    """Return the value of `look` in each lane; each lane runs in its own thread."""
     gate = threading.Barrier(LANES)
 
     def task():
         gate.wait()
         return threading.get_ident(), look()
 
-    outcomes = pool.run([task] * LANES)
+    outcomes = pool.run([task] * LANES, Modes.capture("cpu"))
     assert [outcome.error for outcome in outcomes] == [None] * LANES
     assert len({outcome.value[0] for outcome in outcomes}) == LANES
     return [outcome.value[1] for outcome in outcomes]
@@ -54,13 +54,13 @@ def state() -> dict[str, Any]:
 
 
 def assert_clean(pool: LanePool) -> None:
-    """The lanes' own threads, outside any call, are as new threads are."""
+    """Check that the threads of lanes have the modes of new threads outside any call."""
     for lane in pool.lanes[1:]:
         assert lane.thread is not None
         found: list[dict[str, Any]] = []
         seen = threading.Event()
 
-        def look(found=found, seen=seen):
+        def look(_, found=found, seen=seen):
             found.append(state())
             seen.set()
 
@@ -98,8 +98,8 @@ def _no_cache():
         (lambda: torch.device("meta"), "device", torch.device("meta")),
     ],
 )
-def test_a_mode_follows_the_caller_and_stays_behind_with_the_caller(pool, mode, key, value):
-    """Each of torch's thread-local modes is in force in every lane during the call, and in none after it."""
+def test_a_mode_follows_the_caller_for_the_call_alone(pool, mode, key, value):
+    """Each of torch's thread-local modes is in force in every lane during the call, and in no lane after it."""
     with mode():
         assert [found[key] for found in in_lanes(pool, state)] == [value] * LANES
     assert_clean(pool)
@@ -108,7 +108,7 @@ def test_a_mode_follows_the_caller_and_stays_behind_with_the_caller(pool, mode, 
 
 
 def test_modes_nest_as_they_do_in_the_caller(pool):
-    """Gradients on inside inference mode off, autocast off inside on: the innermost is what counts."""
+    """The innermost mode counts: gradients on inside off, autocast off inside on."""
     with torch.no_grad(), torch.autocast("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False):
         for found in in_lanes(pool, state):
             assert (found["grad"], found["autocast"]) == (True, False)
@@ -118,15 +118,101 @@ def test_modes_nest_as_they_do_in_the_caller(pool):
     assert_clean(pool)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
+def test_tasks_in_turns_have_the_callers_modes(pool, mode):
+    """Tasks that the caller runs in turns see the same modes as tasks in threads."""
+    with mode():
+        expected = state()
+        for outcome in pool.run([state] * LANES, Modes.capture("cpu"), in_turns=True):
+            assert outcome.value == expected
+
+
+@pytest.mark.parametrize("here", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("captured", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("fails", [True, False], ids=["raises", "returns"])
+def test_running_under_modes_restores_the_threads_own_gradient_mode(here, captured, fails):
+    """Without autocast, inference mode, and a default device only the gradient mode is switched, and then restored."""
+
+    def look():
+        if fails:
+            raise ValueError
+        return torch.is_grad_enabled()
+
+    with captured():
+        modes, expected = Modes.capture("cpu"), torch.is_grad_enabled()
+    assert (modes.autocast, modes.default_device, modes.inference) == ((), None, False)
+    with here():
+        before = state()
+        if fails:
+            with pytest.raises(ValueError):
+                modes.run(look, CPU, CPU)
+        else:
+            assert modes.run(look, CPU, CPU) is expected
+        assert state() == before
+
+
+def test_one_capture_serves_many_threads_at_once():
+    """Modes are immutable, and each run has its own copy of the captured context."""
+    token = setting.set("captured")
+    modes = Modes.capture("cpu")
+    setting.reset(token)
+    gate, found = threading.Barrier(4), []
+
+    def look(number):
+        gate.wait()
+        before = setting.get()
+        setting.set(str(number))
+        gate.wait()
+        return before, setting.get()
+
+    threads = [
+        threading.Thread(target=lambda n=number: found.append(modes.run(lambda: look(n), CPU, CPU))) for number in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [("captured", str(number)) for number in range(4)]
+    assert modes.run(setting.get, CPU, CPU) == "captured"
+
+
+def test_an_autocast_dtype_follows_the_caller_while_autocast_is_off(pool):
+    """A model that enters autocast itself uses the caller's dtype for it in every lane, as in the plain call."""
+    before = torch.get_autocast_dtype("cpu")
+    torch.set_autocast_dtype("cpu", torch.float16)
+    x = torch.ones(2, 2)
+
+    def product():
+        with torch.autocast("cpu"):
+            return (x @ x).dtype
+
+    try:
+        assert in_lanes(pool, product) == [product()] * LANES
+    finally:
+        torch.set_autocast_dtype("cpu", before)
+
+
+def test_casts_that_a_lane_cached_do_not_outlive_the_call(pool):
+    """A parameter that changed in place between two calls under autocast is cast again in every lane."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    x = torch.ones(2, 2)
+    with torch.autocast("cpu"):
+        first = in_lanes(pool, lambda: (x @ weight).sum().item())
+        with torch.no_grad():
+            weight.add_(1)
+        torch.clear_autocast_cache()  # the caller's own, which torch keeps until the block ends
+        assert in_lanes(pool, lambda: (x @ weight).sum().item()) == [2 * value for value in first]
+
+
 def test_tensors_made_in_a_lane_in_inference_mode_are_inference_tensors(pool):
-    """The mode is the real one, not the flag of gradients."""
+    """Inference mode itself is in force, not only its gradient flag."""
     with torch.inference_mode():
         assert in_lanes(pool, lambda: torch.ones(1).is_inference()) == [True] * LANES
     assert in_lanes(pool, lambda: torch.ones(1).is_inference()) == [False] * LANES
 
 
 def test_an_operator_in_a_lane_is_cast_as_in_the_caller(pool):
-    """Autocast acts on what a lane computes."""
+    """Autocast casts the operators of a lane."""
     x = torch.ones(2, 2)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert in_lanes(pool, lambda: (x @ x).dtype) == [torch.bfloat16] * LANES
@@ -134,7 +220,7 @@ def test_an_operator_in_a_lane_is_cast_as_in_the_caller(pool):
 
 
 def test_a_default_device_follows_the_caller(pool):
-    """torch.set_default_device holds in lanes, and no longer than in the caller."""
+    """torch.set_default_device is in force in lanes for as long as in the caller."""
     torch.set_default_device("meta")
     try:
         assert in_lanes(pool, lambda: torch.empty(1).device.type) == ["meta"] * LANES
@@ -155,7 +241,7 @@ def test_the_innermost_default_device_counts(pool):
 
 
 def test_a_caller_without_default_device_gives_the_lanes_none():
-    """A pool of no module's adds no mode of its own to what its lanes run."""
+    """A pool without a module adds no mode to its tasks."""
     pool = LanePool([CPU] * LANES)
     try:
         assert in_lanes(pool, torch._C._len_torch_function_stack) == [0] * LANES
@@ -163,50 +249,50 @@ def test_a_caller_without_default_device_gives_the_lanes_none():
         pool.close()
 
 
-def test_without_a_default_device_new_tensors_are_on_the_cpu_in_every_lane():
-    """A function that makes a tensor makes it in each lane where the plain call makes it; a model, beside its replica."""
+def test_without_a_default_device_a_lane_makes_tensors_where_the_plain_call_does():
+    """A function makes tensors where the plain call makes them; a model makes them next to its replica."""
     modes = Modes.capture("cpu")
     assert modes.run(lambda: torch.empty(1).device.type, torch.device("meta"), None) == "cpu"
     assert modes.run(lambda: torch.empty(1).device.type, torch.device("meta"), CPU) == "meta"
 
 
 def test_a_default_device_that_is_the_models_home_is_each_lanes_own():
-    """Where the caller makes tensors beside the model, a lane makes them beside its replica; another device stays."""
+    """If the caller makes tensors next to the model, a lane makes them next to its replica. Other devices stay."""
     with CPU:
         modes = Modes.capture("cpu")
     assert modes.run(lambda: torch.empty(1).device.type, torch.device("meta"), CPU) == "meta"
     assert modes.run(lambda: torch.empty(1).device.type, torch.device("meta"), torch.device("cuda", 0)) == "cpu"
 
 
-def test_a_kind_of_device_that_has_no_autocast_may_have_lanes():
-    """A backend may be registered for a kind that torch's autocast does not know."""
+def test_a_kind_of_device_without_autocast_may_have_lanes():
+    """Torch does not offer autocast for every kind of device."""
     assert Modes.capture("meta").autocast == ()
 
 
 def test_context_variables_follow_the_caller_and_what_a_lane_sets_stays_there(pool):
-    """Lanes read the caller's context; a copy of it, so that they do not write into each other's."""
+    """Each lane has its own copy of the caller's context."""
     token = setting.set("by the caller")
     try:
         assert in_lanes(pool, setting.get) == ["by the caller"] * LANES
         task = lambda: setting.set("by a lane") and None  # noqa: E731
-        pool.submit(pool.lanes[1], task).result()
+        pool.submit(pool.lanes[1], task, Modes.capture("cpu")).result()
         assert setting.get() == "by the caller"
     finally:
         setting.reset(token)
     assert_clean(pool)
 
 
-def test_a_mode_that_work_leaves_switched_on_does_not_outlive_the_call(pool):
-    """An exception out of a mode, in a lane, leaves the lane clean."""
+def test_an_error_inside_a_mode_leaves_the_lane_clean(pool):
+    """An exception inside a mode ends the mode in the lane too."""
 
     def task():
         with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
             raise ValueError
 
     with torch.inference_mode(), torch.autocast("cpu"):
-        for outcome in pool.run([task] * LANES):
+        for outcome in pool.run([task] * LANES, Modes.capture("cpu")):
             assert isinstance(outcome.error, ValueError)
-        pool.submit(pool.lanes[1], task).exception()
+        pool.submit(pool.lanes[1], task, Modes.capture("cpu")).exception()
     in_lanes(pool, lambda: None)
     assert_clean(pool)
 
@@ -214,8 +300,8 @@ def test_a_mode_that_work_leaves_switched_on_does_not_outlive_the_call(pool):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("fails", [True, False], ids=["raises", "returns"])
 @pytest.mark.parametrize("left", [True, False], ids=["on", "off"])
-def test_gradients_that_work_switches_stay_as_they_were_in_the_lane(pool, mode, fails, left):
-    """Work that calls torch.set_grad_enabled and never takes it back, even if it raises, has it for itself."""
+def test_a_task_that_switches_gradients_does_not_change_its_lane(pool, mode, fails, left):
+    """A task that calls torch.set_grad_enabled and never undoes it, even if it raises, changes no later task."""
 
     def task():
         torch.set_grad_enabled(left)
@@ -225,7 +311,7 @@ def test_gradients_that_work_switches_stay_as_they_were_in_the_lane(pool, mode, 
 
     with mode():
         for lane in pool.lanes[1:]:
-            future = pool.submit(lane, task)
+            future = pool.submit(lane, task, Modes.capture("cpu"))
             if fails:
                 assert isinstance(future.exception(), ValueError)
             else:
@@ -235,12 +321,12 @@ def test_gradients_that_work_switches_stay_as_they_were_in_the_lane(pool, mode, 
     assert_clean(pool)
 
 
-def test_submitted_work_sees_the_modes_of_when_it_was_submitted(pool):
-    """`submit` captures: what the caller switches on later does not count."""
+def test_a_submitted_call_has_the_modes_of_the_moment_it_was_submitted(pool):
+    """A mode that the caller enters or leaves after `submit` does not count."""
     release = threading.Event()
     with torch.no_grad():
-        holding = pool.submit(pool.lanes[1], release.wait)
-        future = pool.submit(pool.lanes[1], state)
+        holding = pool.submit(pool.lanes[1], release.wait, Modes.capture("cpu"))
+        future = pool.submit(pool.lanes[1], state, Modes.capture("cpu"))
     with torch.autocast("cpu"):
         release.set()
         assert future.result()["grad"] is False
@@ -248,39 +334,39 @@ def test_submitted_work_sees_the_modes_of_when_it_was_submitted(pool):
     assert holding.result()
 
 
-def test_work_in_lanes_is_seen_by_the_callers_profiler(pool):
-    """record_function inside a lane, and its operators, are in the profile."""
+def test_the_callers_profiler_records_the_lanes(pool):
+    """The operators of every lane, and record_function inside a lane, are in the profile."""
 
     def task():
         with torch.profiler.record_function("seen-in-a-lane"):
             return torch.ones(2, 2) @ torch.ones(2, 2)
 
     with torch.profiler.profile() as profile:
-        pool.run([task] * LANES)
-        pool.submit(pool.lanes[0], task).result()
+        pool.run([task] * LANES, Modes.capture("cpu"))
+        pool.submit(pool.lanes[0], task, Modes.capture("cpu")).result()
     counts = {event.key: event.count for event in profile.key_averages()}
     assert counts["seen-in-a-lane"] == LANES + 1
     assert counts["aten::mm"] == LANES + 1
 
 
 def test_modes_follow_into_lanes_under_a_profiler_too(pool):
-    """The way that work takes under a profiler carries the same modes."""
+    """Tasks that run in turns under a profiler have the same modes."""
     with torch.profiler.profile(), torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
-        outcomes = pool.run([state] * LANES)
+        outcomes = pool.run([state] * LANES, Modes.capture("cpu"))
     for outcome in outcomes:
         found = outcome.value
         assert (found["grad"], found["autocast"], found["device"].type) == (False, True, "meta")
 
 
-def test_a_callers_plain_modes_let_lanes_work():
-    """Modes that lanes carry are no reason to stay in one thread."""
+def test_modes_that_follow_into_lanes_are_no_reason_to_run_plainly():
+    """Gradient modes, autocast, and a default device follow into lanes, so calls under them are cut."""
     assert not sees_only_its_own_thread()
     with torch.no_grad(), torch.autocast("cpu"), torch.device("cpu"):
         assert not sees_only_its_own_thread()
 
 
-def test_what_watches_one_thread_is_recognised():
-    """A tracer, a dispatch mode, a function mode, a transform and hooks on saved tensors cannot follow into a lane."""
+def test_tracers_and_modes_of_one_thread_are_recognised():
+    """A tracer, a dispatch mode, a function mode, a transform, and hooks on saved tensors cannot follow into a lane."""
     seen: list[bool] = []
 
     def look(x):

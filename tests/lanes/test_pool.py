@@ -1,9 +1,10 @@
-"""The pool of lanes: order, errors, many callers, interrupts, closing, forks, and being forgotten."""
+"""The pool of lanes: order, errors, concurrent callers, interrupts, closing, forks, and garbage collection."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,9 +17,7 @@ import pytest
 import torch
 
 from parawrap.errors import SessionError
-from parawrap.lanes import LanePool, current_lane, first_failure
-from parawrap.lanes._flight import Flight, Share
-from parawrap.lanes._lane import Lane
+from parawrap.lanes import Lane, LanePool, Modes, _pool, first_failure, here
 
 CPU = torch.device("cpu")
 LANES = 3
@@ -31,6 +30,18 @@ def pool() -> Iterator[LanePool]:
     pool.close()
 
 
+def run(pool, tasks, **options):
+    return pool.run(tasks, Modes.capture("cpu"), **options)
+
+
+def submit(pool, lane, task, **options):
+    return pool.submit(pool.lanes[lane], task, Modes.capture("cpu"), **options)
+
+
+def submit_to_any(pool, task):
+    return pool.submit_to_any(task, Modes.capture("cpu"))
+
+
 def values(outcomes):
     assert [outcome.error for outcome in outcomes] == [None] * len(outcomes)
     return [outcome.value for outcome in outcomes]
@@ -41,7 +52,7 @@ def own_threads(pool):
 
 
 def together(task, lanes=LANES):
-    """Tasks that wait for each other: each of them runs in a thread of its own."""
+    """Return tasks that wait for each other, so each must run in its own thread."""
     gate = threading.Barrier(lanes)
 
     def work(lane):
@@ -51,121 +62,182 @@ def together(task, lanes=LANES):
     return [lambda lane=lane: work(lane) for lane in range(lanes)]
 
 
+def occupied(pool, *lanes):
+    """Keep those lanes busy until the returned event is set."""
+    release = threading.Event()
+    for lane in lanes:
+        began = threading.Event()
+        submit(pool, lane, lambda began=began: (began.set(), release.wait()))
+        assert began.wait(20)
+    return release
+
+
+# Cut calls
+
+
 def test_task_i_runs_in_lane_i_and_outcomes_are_in_that_order(pool):
-    """Whatever finishes first, value i is that of lane i."""
-    assert values(pool.run(together(lambda lane: (lane, current_lane().index)))) == [(i, i) for i in range(LANES)]
+    """Outcome i is that of lane i, whichever lane finishes first."""
+    assert values(run(pool, together(lambda lane: (lane, here.lane.index)))) == [(i, i) for i in range(LANES)]
 
 
-def test_fewer_tasks_than_lanes_leave_the_surplus_lanes_idle(pool):
-    """A lane without work is not started."""
-    assert values(pool.run(together(lambda lane: lane, 2))) == [0, 1]
+def test_the_caller_runs_lane_0_alone(pool):
+    """The caller runs the first task. Every other task runs in the thread of its lane, even if the caller is idle."""
+    for _ in range(20):
+        threads = values(run(pool, [threading.current_thread] * LANES))
+        assert threads == [threading.current_thread(), pool.lanes[1].thread, pool.lanes[2].thread]
+
+
+def test_fewer_tasks_than_lanes_leave_the_other_lanes_idle(pool):
+    """A lane without a task is not started."""
+    assert values(run(pool, together(lambda lane: lane, 2))) == [0, 1]
     assert [lane.thread is None for lane in pool.lanes] == [True, False, True]
 
 
-def test_the_caller_is_lane_0_and_threads_start_when_first_needed(pool):
-    """No thread before the first call, none ever for lane 0, and the same ones in every call."""
+def test_threads_start_when_first_needed(pool):
+    """The pool starts no thread before the first call and none for lane 0, and later calls reuse the threads."""
     assert own_threads(pool) == []
-    first = values(pool.run(together(lambda _: threading.get_ident())))
+    first = values(run(pool, together(lambda _: threading.get_ident())))
     assert first[0] == threading.get_ident()
-    assert values(pool.run(together(lambda _: threading.get_ident()))) == first
+    assert values(run(pool, together(lambda _: threading.get_ident()))) == first
     assert len(own_threads(pool)) == LANES - 1
 
 
-def test_the_current_lane_is_known_inside_work_alone(pool):
-    """Outside there is none; inside it is the lane, also in the caller's own part."""
-    assert current_lane() is None
-    assert values(pool.run([current_lane] * LANES)) == list(pool.lanes)
-    assert current_lane() is None
+def test_one_task_starts_no_thread(pool):
+    """A call of one task runs in the caller."""
+    assert values(run(pool, [threading.get_ident])) == [threading.get_ident()]
+    assert own_threads(pool) == []
 
 
-def test_the_caller_runs_what_no_lane_has_begun(pool):
-    """Where a lane's thread is held up before it begins, the caller does its part and waits for nobody."""
-    release, held = threading.Event(), threading.Event()
-    pool.run(together(lambda _: None))
-    pool.lanes[1].inbox.put(lambda: (held.set(), release.wait()))
-    held.wait()
-    ran = []
-    tasks = [lambda: None, lambda: ran.append(threading.get_ident())]
-    pool.run(tasks)
-    assert ran == [threading.get_ident()]
-    release.set()
-    pool.submit(pool.lanes[1], lambda: None).result()
-    assert len(ran) == 1  # the lane found its part done, and did not do it again
+def test_here_names_the_lane_inside_a_task_alone(pool):
+    """`here.lane` is the lane inside a task, also in the caller, and None outside."""
+    assert here.lane is None
+    assert values(run(pool, [lambda: here.lane] * LANES)) == list(pool.lanes)
+    assert values(run(pool, [lambda: here.lane] * LANES, in_turns=True)) == list(pool.lanes)
+    assert here.lane is None
 
 
-def test_a_lane_runs_one_piece_of_work_at_a_time(pool):
-    """While a lane works, a call's part for it waits its turn."""
-    release, begun, order = threading.Event(), threading.Event(), []
-
-    def hold():
-        begun.set()
-        release.wait()
-        order.append("held")
-
-    future = pool.submit(pool.lanes[1], hold)
-    begun.wait()
-
-    def own():
-        release.set()
-
-    pool.run([own, lambda: order.append("behind")])
+def test_a_lane_runs_one_task_at_a_time(pool):
+    """A task of a call waits until the lane has finished a submitted task."""
+    release, order = threading.Event(), []
+    began = threading.Event()
+    future = submit(pool, 1, lambda: (began.set(), release.wait(), order.append("held")))
+    began.wait()
+    values(run(pool, [release.set, lambda: order.append("behind")]))
     future.result()
     assert order == ["held", "behind"]
 
 
-def test_work_submitted_to_a_lane_runs_in_order_of_arrival(pool):
-    """A lane is a queue."""
-    order = []
-    for number in range(20):
-        future = pool.submit(pool.lanes[0], lambda number=number: order.append(number))
-    future.result()
-    assert order == list(range(20))
+def test_a_task_that_waits_for_another_lanes_thread_is_not_stolen(pool):
+    """The caller waits for a lane that is still busy, and does not run the lane's task itself."""
+    release = occupied(pool, 1)
+    tasks = [release.set, threading.get_ident]
+    assert values(run(pool, tasks))[1] == pool.lanes[1].thread.ident
 
 
 def test_every_kind_of_call_counts_its_tasks(pool):
-    """A lane counts what was done in it, and for how long."""
-    pool.run([lambda: None] * LANES)
-    pool.submit(pool.lanes[0], lambda: None).result()
-    assert [lane.tasks for lane in pool.lanes] == [2, 1, 1]
-    assert all(lane.busy_ns >= 0 for lane in pool.lanes)
+    """A lane counts its tasks and its busy time, in whichever thread they run."""
+    run(pool, [lambda: None] * LANES)
+    run(pool, [lambda: None] * LANES, in_turns=True)
+    submit(pool, 0, lambda: None).result()
+    for lane in range(LANES):
+        submit(pool, lane, lambda: None).result()  # a lane counts a task before it starts the next
+    assert [lane.tasks for lane in pool.lanes] == [4, 3, 3]
+    assert all(lane.busy_ns > 0 for lane in pool.lanes)
 
 
-def test_short_work_of_a_kind_is_run_by_the_caller_alone_with_the_same_values(pool):
-    """Once a kind is known to be short no lane is woken, and the values and lanes are the same."""
-    for _ in range(5):
-        assert values(pool.run([current_lane] * LANES, kind="short")) == list(pool.lanes)
+# Tasks in turns
 
 
-def test_work_that_turns_out_long_goes_to_the_lanes_after_all(pool):
-    """A kind that was short and is not any more is shared out once that shows, and every value arrives."""
-    pool.run([lambda: None] * LANES, kind="k")
-    gate = threading.Barrier(2)
+def test_tasks_in_turns_run_in_the_caller_in_lane_order(pool):
+    """With `in_turns` the caller runs every task itself, in lane order, and starts no thread."""
+    order = []
+    tasks = [lambda lane=lane: (order.append(lane), threading.get_ident())[1] for lane in range(LANES)]
+    assert values(run(pool, tasks, in_turns=True)) == [threading.get_ident()] * LANES
+    assert order == [0, 1, 2]
+    assert own_threads(pool) == []
 
-    def wait(lane):
-        for _ in range(20_000):  # longer than a thread takes to wake
-            pass
-        if lane:
-            gate.wait()
-        return lane
 
-    tasks = [lambda lane=lane: wait(lane) for lane in range(LANES)]
-    assert values(pool.run(tasks, kind="k")) == [0, 1, 2]
+def test_tasks_in_turns_still_occupy_their_lanes(pool):
+    """A lane that works on a submitted task makes the caller wait for its turn."""
+    release, began, order = threading.Event(), threading.Event(), []
+    submit(pool, 2, lambda: (began.set(), release.wait(), order.append("submitted")))
+    assert began.wait(20)
+    values(run(pool, [lambda: None, release.set, lambda: order.append("turn")], in_turns=True))
+    assert order == ["submitted", "turn"]
+
+
+def test_a_task_beyond_the_lanes_runs_in_the_last_lane(pool):
+    """Tasks in turns may be more than the lanes: the last lane runs the rest."""
+    tasks = [lambda: here.lane.index] * (LANES + 1)
+    assert values(run(pool, tasks, in_turns=True)) == [0, 1, 2, 2]
+
+
+def test_tasks_beyond_the_lanes_run_one_after_another_in_the_last_lane(pool):
+    """The last lane's thread runs its tasks in order, next to the other lanes, and each task has its outcome."""
+    gate, order = threading.Barrier(LANES), []
+
+    def work(number):
+        if number < LANES:
+            gate.wait(20)
+        order.append(number)
+        return number, here.lane.index, threading.get_ident()
+
+    found = values(run(pool, [lambda n=number: work(n) for number in range(LANES + 2)]))
+    assert [each[:2] for each in found] == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2)]
+    assert len({thread for _, _, thread in found}) == LANES
+    assert [number for number in order if number > 1] == [2, 3, 4]
+
+
+def test_an_error_in_a_task_beyond_the_lanes_is_an_error_of_the_last_lane(pool):
+    """Tasks behind a failed one in the last lane do not run, and the other lanes finish."""
+    ran = []
+
+    def fail():
+        raise ValueError("mine")
+
+    tasks = [lambda: ran.append(0), lambda: ran.append(1), lambda: ran.append(2), fail, lambda: ran.append(4)]
+    error = first_failure(run(pool, tasks), pool.lanes)
+    assert isinstance(error, ValueError)
+    assert "in lane 2 on cpu" in error.__notes__[0]
+    assert sorted(ran) == [0, 1, 2]
+
+
+def test_the_first_failure_ends_tasks_in_turns(pool):
+    """Tasks behind a failed one do not start."""
+    ran = []
+
+    def fail():
+        raise ValueError
+
+    outcomes = run(pool, [lambda: ran.append(0), fail, lambda: ran.append(2)], in_turns=True)
+    assert isinstance(outcomes[1].error, ValueError)
+    assert (ran, len(outcomes)) == ([0], LANES)
+
+
+def test_a_profiled_call_runs_in_turns(pool):
+    """A profiler records one thread, so under one the caller runs every task."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert values(run(pool, [threading.get_ident] * LANES)) == [threading.get_ident()] * LANES
+    assert len(set(values(run(pool, [threading.get_ident] * LANES)))) == LANES
+
+
+# Errors
 
 
 def test_errors_are_outcomes_and_the_lanes_live_on(pool):
-    """Whatever work raises comes back as a value, and the next call works in the same threads."""
-    before = values(pool.run(together(lambda _: threading.get_ident())))
+    """A lane that raises leaves the pool usable: the next call runs in the same threads."""
+    before = values(run(pool, together(lambda _: threading.get_ident())))
 
     def fail(lane):
-        raise [ValueError, SystemExit, KeyboardInterrupt][lane](lane)
+        raise [ValueError, KeyError, SystemExit][lane](lane)
 
-    outcomes = pool.run(together(fail))
-    assert [type(outcome.error) for outcome in outcomes] == [ValueError, SystemExit, KeyboardInterrupt]
-    assert values(pool.run(together(lambda _: threading.get_ident()))) == before
+    outcomes = run(pool, together(fail))
+    assert [type(outcome.error) for outcome in outcomes] == [ValueError, KeyError, SystemExit]
+    assert values(run(pool, together(lambda _: threading.get_ident()))) == before
 
 
-def test_the_first_error_in_lane_order_wins_with_notes_on_the_place(pool):
-    """Also where a later lane fails first."""
+def test_the_first_error_in_lane_order_is_raised_with_notes_on_the_place(pool):
+    """The error of the first failed lane counts, even if a later lane fails earlier."""
     later_failed = threading.Event()
 
     def fail(lane):
@@ -175,13 +247,13 @@ def test_the_first_error_in_lane_order_wins_with_notes_on_the_place(pool):
         later_failed.wait()
         raise ValueError("earlier")
 
-    error = first_failure(pool.run([lambda: 0, lambda: fail(1), lambda: fail(2)]), pool.lanes)
+    error = first_failure(run(pool, [lambda: 0, lambda: fail(1), lambda: fail(2)]), pool.lanes)
     assert isinstance(error, ValueError)
     assert error.__notes__ == ["in lane 1 on cpu, shard 1 of 3", "also in lane 2 on cpu, shard 2 of 3: KeyError: 'later'"]
 
 
 def test_the_other_lanes_finish_when_one_fails(pool):
-    """A call that fails is over when all its work is."""
+    """A call that fails returns once all of its tasks have finished."""
     done = []
 
     def task(lane):
@@ -189,23 +261,35 @@ def test_the_other_lanes_finish_when_one_fails(pool):
             raise ValueError
         done.append(lane)
 
-    pool.run(together(task))
+    run(pool, together(task))
     assert sorted(done) == [1, 2]
 
 
-def test_an_error_in_submitted_work_arrives_with_the_lane_as_a_note(pool):
-    """The future raises the user's exception, which says where it came from."""
+# Submitted calls
+
+
+def test_tasks_submitted_to_a_lane_run_in_arrival_order(pool):
+    """A lane is a queue."""
+    order = []
+    for number in range(20):
+        future = submit(pool, 0, lambda number=number: order.append(number))
+    future.result()
+    assert order == list(range(20))
+
+
+def test_an_error_in_a_submitted_call_arrives_with_the_lane_as_a_note(pool):
+    """The future raises the user's exception with the lane as a note."""
 
     def fail():
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match="mine") as caught:
-        pool.submit(pool.lanes[1], fail).result()
+        submit(pool, 1, fail).result()
     assert caught.value.__notes__ == ["in lane 1 on cpu"]
 
 
-def test_an_error_that_takes_no_notes_reaches_the_future(pool, monkeypatch):
-    """An immutable exception neither ends the lane's thread nor leaves its future without an answer."""
+def test_an_error_that_refuses_notes_reaches_the_future(pool, monkeypatch):
+    """An immutable exception reaches its future, and the lane's thread lives on."""
 
     class FrozenError(Exception):
         def __setattr__(self, name, value):
@@ -214,40 +298,52 @@ def test_an_error_that_takes_no_notes_reaches_the_future(pool, monkeypatch):
     def fail():
         raise FrozenError
 
-    ended, over = [], threading.Event()
-
-    def thread_ended(args):
-        ended.append(args.exc_type)
-        over.set()
-
-    monkeypatch.setattr(threading, "excepthook", thread_ended)
-    future = pool.submit(pool.lanes[1], fail)
-    pool.lanes[1].inbox.put(over.set)
-    over.wait()
+    ended = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: ended.append(args.exc_type))
+    future = submit(pool, 1, fail)
+    assert submit(pool, 1, lambda: "alive").result(20) == "alive"
     assert ended == []
     assert isinstance(future.exception(timeout=0), FrozenError)
 
 
-def test_work_that_waits_can_be_cancelled(pool):
-    """What a lane has not begun is dropped, and the lane goes on with what comes behind."""
+def test_a_call_that_has_not_started_can_be_cancelled(pool):
+    """A cancelled call does not run, and the lane goes on with the next."""
     release = threading.Event()
-    held = pool.submit(pool.lanes[1], release.wait)
-    dropped = pool.submit(pool.lanes[1], lambda: pytest.fail("cancelled work ran"))
-    behind = pool.submit(pool.lanes[1], lambda: "behind")
+    held = submit(pool, 1, release.wait)
+    dropped = submit(pool, 1, lambda: pytest.fail("a cancelled call ran"))
+    behind = submit(pool, 1, lambda: "behind")
     assert dropped.cancel()
     release.set()
     assert (held.result(), behind.result()) == (True, "behind")
     assert dropped.cancelled()
 
 
+def test_a_stage_runs_before_its_task(pool):
+    """On the CPU the stage runs in the lane, right before the task."""
+    order = []
+    future = submit(pool, 1, lambda: order.append("task"), stage=lambda: order.append(("stage", here.lane.index)))
+    future.result(20)
+    assert order == [("stage", 1), "task"]
+
+
+def test_the_least_loaded_lane_has_the_fewest_tasks_before_it(pool):
+    """An idle lane comes before a busy lane. Of idle lanes, the lane with the fewest submitted tasks comes first."""
+    release = occupied(pool, 0)
+    assert pool.least_loaded() is pool.lanes[1]
+    submit(pool, 1, lambda: None).result(20)
+    submit(pool, 1, lambda: None).result(20)
+    assert pool.least_loaded() is pool.lanes[2]
+    release.set()
+
+
 def test_sixteen_callers_at_once_each_get_their_own_outcomes(pool):
-    """No outcome is lost, doubled or given to another caller."""
+    """No outcome is lost, doubled, or returned to another caller."""
     gate = threading.Barrier(16)
 
     def call(caller):
         gate.wait()
         return [
-            values(pool.run([lambda step=step, lane=lane: (caller, step, lane) for lane in range(LANES)], kind=step % 2))
+            values(run(pool, [lambda s=step, k=lane: (caller, s, k) for lane in range(LANES)], in_turns=bool(step % 2)))
             for step in range(20)
         ]
 
@@ -257,143 +353,328 @@ def test_sixteen_callers_at_once_each_get_their_own_outcomes(pool):
     assert sum(lane.tasks for lane in pool.lanes) == 16 * 20 * LANES
 
 
-def test_work_may_be_submitted_from_a_lane(pool):
-    """A lane may hand work on to another lane, and to itself for later."""
+def test_a_task_may_submit_to_its_own_lane_and_to_another(pool):
+    """A task may submit a call for later, also to its own lane."""
     futures = []
 
     def task():
-        futures.append(pool.submit(pool.lanes[2], current_lane))
-        futures.append(pool.submit(current_lane(), current_lane))
+        futures.append(submit(pool, 2, lambda: here.lane))
+        futures.append(submit(pool, here.lane.index, lambda: here.lane))
 
-    pool.submit(pool.lanes[1], task).result()
+    submit(pool, 1, task).result()
     assert [future.result() for future in futures] == [pool.lanes[2], pool.lanes[1]]
 
 
 def test_two_pools_work_side_by_side(pool):
-    """Work of one pool may be shared out over another."""
+    """A task of one pool may run tasks in another pool."""
     other = LanePool([CPU] * 2)
     try:
-        inner = values(pool.run([lambda: values(other.run([current_lane] * 2)), current_lane]))
+        inner = values(run(pool, [lambda: values(run(other, [lambda: here.lane] * 2)), lambda: here.lane]))
         assert inner == [list(other.lanes), pool.lanes[1]]
     finally:
         other.close()
 
 
-def test_nobody_works_inside_idle(pool):
-    """Work that comes meanwhile begins when the block is over."""
+def test_no_lane_works_inside_idle(pool):
+    """A call that arrives inside the block starts after it."""
     began = threading.Event()
     with pool.idle():
-        future = pool.submit(pool.lanes[1], began.set)
+        future = submit(pool, 1, began.set)
         assert all(lane.busy.locked() for lane in pool.lanes)
         assert not began.is_set()
     future.result()
     assert began.is_set()
 
 
+def test_idle_waits_for_a_busy_lane(pool):
+    """The block begins once every lane has finished its task."""
+    release = occupied(pool, 1)
+    entered = threading.Event()
+
+    def enter():
+        with pool.idle():
+            entered.set()
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert not entered.is_set()
+    release.set()
+    thread.join(20)
+    assert entered.is_set()
+
+
+def test_idle_frees_every_lane_after_an_error(pool):
+    """An exception inside the block leaves no lane busy."""
+    with pytest.raises(ZeroDivisionError), pool.idle():
+        raise ZeroDivisionError
+    assert not any(lane.busy.locked() for lane in pool.lanes)
+
+
+# Long waits
+
+
 @pytest.fixture
-def ctrl_c():
-    """SIGINT interrupts, also where the tests run in a shell's background, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
+def impatient(monkeypatch):
+    """Every wait is long."""
+    monkeypatch.setattr("parawrap.lanes._pool._LONG_WAIT_S", 0.001)
+
+
+@pytest.fixture
+def logged():
+    """The warnings of the lanes; a message sets the event."""
+
+    class Listening(logging.Handler):
+        def emit(self, record):
+            messages.append(record.getMessage())
+            written.set()
+
+    messages, written = [], threading.Event()
+    handler = Listening()
+    logger = logging.getLogger("parawrap.lanes")
+    logger.addHandler(handler)
+    yield messages, written
+    logger.removeHandler(handler)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_caller_that_waits_long_for_its_lanes_logs_where_they_are(pool, logged):
+    """The warning names each lane that has a thread and shows the thread's stack, and the call then returns."""
+    messages, written = logged
+
+    def waits_for_another_thread():
+        return written.wait(20)
+
+    assert values(run(pool, [lambda: None, waits_for_another_thread])) == [None, True]
+    assert "a call has been waiting for its lanes" in messages[0]
+    assert "lane 1 on cpu:\n" in messages[0]
+    assert "waits_for_another_thread" in messages[0]
+    assert "must not wait for another thread that calls it" in messages[0]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_wait_for_a_busy_lane_is_logged(pool, logged):
+    """A caller that waits long for lane 0 logs a warning, and then runs its task."""
+    messages, written = logged
+    release = occupied(pool, 0)
+    caller = threading.Thread(target=run, args=(pool, [lambda: None]))
+    caller.start()
+    assert written.wait(20)
+    release.set()
+    caller.join(20)
+    assert not caller.is_alive()
+    assert "lane 0 on cpu has been busy" in messages[0]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_refresh_that_waits_long_for_a_lane_is_logged(pool, logged):
+    """`idle` logs the lane that keeps it waiting."""
+    messages, written = logged
+    release = occupied(pool, 1)
+
+    def enter():
+        with pool.idle():
+            pass
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    assert written.wait(20)
+    release.set()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "lane 1 on cpu has been busy" in messages[0]
+
+
+# Interrupts
+
+
+@pytest.fixture
+def interrupted():
+    """An event that the first SIGINT sets; it also raises KeyboardInterrupt in the main thread. Others are ignored."""
+
+    def handle(number, frame):
+        if not event.is_set():
+            event.set()
+            raise KeyboardInterrupt
+
+    event = threading.Event()
+    before = signal.signal(signal.SIGINT, handle)
+    yield event
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_caller_that_is_interrupted_while_it_waits_leaves_at_once(pool, monkeypatch):
-    """Ctrl-C while a lane works: the caller is out, what was not begun is not run, and the pool is usable."""
+def test_a_caller_that_is_interrupted_while_it_waits_leaves_at_once(pool, interrupted):
+    """Ctrl-C during the wait ends the call, drops the tasks that have not started, and leaves the pool usable."""
     assert threading.current_thread() is threading.main_thread()
-    waiting, began, ran = threading.Event(), threading.Event(), []
-    busy, held = SimpleQueue(), SimpleQueue()  # a get is C code: to the pool the lane computes, it waits for nobody
-    wait = Flight.wait
-
-    def announced(flight, patience):
-        waiting.set()
-        return wait(flight, patience)
-
-    monkeypatch.setattr(Flight, "wait", announced)
-    blocked = pool.submit(pool.lanes[2], lambda: (began.set(), held.get()))
-    assert began.wait(30)  # lane 2 works on something else: its part is not begun
+    waiting, ran, busy = threading.Event(), [], SimpleQueue()
+    release = occupied(pool, 2)  # so lane 2 does not start its task of the call
 
     def interrupt():
         waiting.wait()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # Python loses a signal that arrives right before the C code that blocks, so one may not be enough.
+        while not interrupted.wait(0.01):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         busy.get()
 
-    gate = threading.Barrier(2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            pool.run([gate.wait, lambda: (gate.wait(), interrupt()), lambda: ran.append(2)])
-        assert not blocked.done()
+            run(pool, [waiting.set, interrupt, lambda: ran.append(2)])
+        assert pool.lanes[1].busy.locked()
     finally:
         busy.put(None)
-        held.put(None)
-    blocked.result()
-    assert values(pool.run(together(lambda lane: lane))) == [0, 1, 2]
+        release.set()
+    assert values(run(pool, together(lambda lane: lane))) == [0, 1, 2]
     assert ran == []
     assert not any(lane.busy.locked() for lane in pool.lanes)
 
 
-def test_a_thread_that_a_lane_waits_for_shares_the_lane(pool):
-    """Work that waits for a thread of its own, which makes a call too: nobody waits for ever."""
+class Recorded(SimpleQueue):
+    """An inbox that keeps every errand, and calls `put` as an attribute that a test may replace."""
 
-    def outer():
-        inner = []
-        thread = threading.Thread(target=lambda: inner.append(values(pool.run([lambda: 1, lambda: 2, lambda: 3]))))
-        thread.start()
-        thread.join()
-        return inner[0]
+    def __init__(self):
+        self.errands = []
 
-    assert values(pool.run([outer] * 3)) == [[1, 2, 3]] * 3
+    def put(self, errand):
+        self.errands.append(errand)
+        super().put(errand)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_the_callers_own_task_drops_tasks_that_have_not_started(pool, error):
+    """An interrupt or an exit in lane 0 is the first outcome, and a lane that was busy does not start its task."""
+    inbox = pool.lanes[2].inbox = Recorded()
+    release, ran = occupied(pool, 2), []
+
+    def release_once_dropped():
+        while not (len(inbox.errands) == 2 and inbox.errands[1].dropped):
+            pass
+        release.set()
+
+    def interrupted():
+        raise error
+
+    watch = threading.Thread(target=release_once_dropped)
+    watch.start()
+    outcomes = run(pool, [interrupted, lambda: None, lambda: ran.append(2)])
+    watch.join()
+    assert isinstance(outcomes[0].error, error)
+    assert ran == []
+
+
+def interrupted_once(monkeypatch, owner, name, *, at=1):
+    """Have the call of that number to `owner.name` raise KeyboardInterrupt instead."""
+    original, calls = getattr(owner, name), []
+
+    def called(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == at:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def test_an_interrupt_while_a_call_is_queued_loses_no_other_call(monkeypatch):
+    """Calls queued before and after an interrupted `submit_to_any` run before the pool is closed."""
+    pool = LanePool([CPU])
+    pool.lanes[0].inbox = Recorded()
+    before = submit_to_any(pool, lambda lane: "before")
+    assert before.result(20) == "before"
+    while not pool.lanes[0].resting:  # the thread rests right after its call
+        pass
+    interrupted_once(monkeypatch, Recorded, "put")
+    with pytest.raises(KeyboardInterrupt):
+        submit_to_any(pool, lambda lane: "interrupted")
+    after = submit_to_any(pool, lambda lane: "after")
+    pool.close()
+    assert after.result(0) == "after"
+
+
+def test_an_interrupt_while_a_lane_starts_loses_no_later_call(monkeypatch):
+    """A later `submit_to_any` starts the lane that an interrupted one did not start."""
+    pool = LanePool([CPU])
+    interrupted_once(monkeypatch, Lane, "start")
+    with pytest.raises(KeyboardInterrupt):
+        submit_to_any(pool, lambda lane: "interrupted")
+    after = submit_to_any(pool, lambda lane: "after")
+    pool.close()
+    assert after.done()
+    assert after.result(0) == "after"
+
+
+def test_an_interrupt_while_a_lane_starts_leaves_one_thread_per_lane(pool, monkeypatch):
+    """A caller that is interrupted while it waits for a new thread does not cause a second thread for the lane."""
+    wait, interrupts = threading.Event.wait, [True]
+
+    def interrupted(event, timeout=None):
+        is_in_start = sys._getframe(1).f_code is Lane.start.__code__
+        if is_in_start and interrupts.pop():
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        submit(pool, 1, lambda: None)
+    assert submit(pool, 1, lambda: "alive").result(20) == "alive"
+    serving = [thread for thread in threading.enumerate() if thread.name == f"parawrap-{pool.lanes[1]}"]
+    for _ in serving[1:]:
+        pool.lanes[1].inbox.put(None)  # so that close ends the surplus thread too
+    assert len(serving) == 1
+
+
+# The end of a pool
 
 
 def test_closing_lets_the_lanes_finish_and_ends_their_threads():
-    """What was sent is done when close returns, and no thread is left."""
+    """Submitted calls are done when `close` returns, and no thread is left."""
     pool = LanePool([CPU] * LANES)
-    future = pool.submit(pool.lanes[1], lambda: "done")
+    future = submit(pool, 1, lambda: "done")
     threads = own_threads(pool)
     pool.close()
     assert future.done()
     assert future.result() == "done"
     assert not any(thread.is_alive() for thread in threads)
-    assert not pool.alive
+    assert (pool.alive, pool.closed) == (False, True)
 
 
 def test_closing_twice_does_no_harm():
-    """Also a pool that never started a thread, and from several threads at once."""
+    """`close` may be called again, on a pool without threads, and from several threads at once."""
     pool = LanePool([CPU] * 2)
     pool.close()
     pool.close()
     used = LanePool([CPU] * 2)
-    used.run(together(lambda lane: lane, 2))
+    run(used, together(lambda lane: lane, 2))
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
         for future in [threads.submit(used.close) for _ in range(4)]:
             future.result()
     assert not used.alive
 
 
-def test_a_closed_pool_takes_nothing_in():
-    """A call that another thread's close has overtaken is run by its caller; submitting raises, with what to do instead."""
+def test_a_closed_pool_accepts_no_calls():
+    """A cut call that another thread's `close` has overtaken runs in its caller; a submitted one raises SessionError."""
     pool = LanePool([CPU] * 2)
     pool.close()
-    assert values(pool.run([lambda: 1, lambda: 2])) == [1, 2]
+    assert values(run(pool, [threading.get_ident] * 2)) == [threading.get_ident()] * 2
     with pytest.raises(SessionError, match="closed"):
-        pool.submit(pool.lanes[1], lambda: 1)
-    assert torch.get_num_threads() >= 1
+        submit(pool, 1, lambda: 1)
+    with pytest.raises(SessionError, match="closed"):
+        submit_to_any(pool, lambda lane: 1)
+    assert own_threads(pool) == []
 
 
-def test_a_pool_may_be_closed_by_work_in_one_of_its_lanes():
+def test_a_task_may_close_its_own_pool():
     """A lane that closes its pool does not wait for itself."""
     pool = LanePool([CPU] * 2)
-    pool.submit(pool.lanes[1], pool.close).result()
+    submit(pool, 1, pool.close).result()
     assert not pool.alive
     pool.lanes[1].thread.join()
 
 
 def test_an_abandoned_pool_is_collected_and_its_threads_end():
-    """Without close, the last reference ends the lanes."""
+    """Without `close`, the end of the last reference ends the threads."""
     pool = LanePool([CPU] * LANES)
-    pool.run(together(lambda lane: lane))
-    pool.submit(pool.lanes[0], lambda: None).result()
+    run(pool, together(lambda lane: lane))
+    submit(pool, 0, lambda: None).result()
     threads, gone = own_threads(pool), weakref.ref(pool)
     del pool
     gc.collect()
@@ -403,162 +684,215 @@ def test_an_abandoned_pool_is_collected_and_its_threads_end():
         thread.join()
 
 
-def test_an_idle_lane_keeps_nothing_of_its_last_work_alive(pool):
-    """Arguments and values of a call can be freed when the call is over."""
+def test_an_idle_lane_holds_nothing_of_its_last_call(pool):
+    """Arguments and values of a call are freed when the call is over."""
 
     class Value:
         pass
 
     value = Value()
     gone = weakref.ref(value)
-    pool.run(together(lambda _, value=value: None))
-    pool.submit(pool.lanes[1], lambda value=value: None).result()
-    # A lane lets go after it has answered: behind another piece of work it certainly has.
-    for lane in pool.lanes:
-        pool.submit(lane, lambda: None).result()
+    run(pool, together(lambda _, value=value: None))
+    submit(pool, 1, lambda value=value: None).result()
+    for lane in range(LANES):
+        submit(pool, lane, lambda: None).result()  # a lane frees a call before it starts the next
     del value
     gc.collect()
     assert gone() is None
 
 
-def test_a_share_has_let_go_of_its_outcome_when_it_tells_of_it():
-    """A lane's thread may sleep before its next line: what it then held, an error's frames too, would outlive the call."""
+class Value:
+    pass
 
-    class Value:
-        pass
 
-    class Listening(Flight):
-        def land(self, slot, outcome):
-            made = weakref.ref(outcome.value)
-            del outcome
-            kept.append(made() is not None)
+def fail_with_value(made):
+    value = Value()
+    made.append(weakref.ref(value))
+    raise ValueError(value)
 
-    kept: list[bool] = []
-    lane = Lane(0, CPU)
-    Share(lane, Value, Listening(1), 0, None)()
-    claimed = Share(lane, Value, Listening(1), 0, None)
-    assert claimed.claim()
-    claimed.do()
-    assert kept == [False, False]
+
+def return_value(made):
+    value = Value()
+    made.append(weakref.ref(value))
+    return value
+
+
+@pytest.mark.parametrize("task", [return_value, fail_with_value])
+def test_a_lane_holds_nothing_of_a_call_once_the_caller_is_told(pool, task):
+    """The thread of a lane may sleep before its next line, so it frees the outcome before it reports the end."""
+    told, made, kept = SimpleQueue(), [], []
+    inbox = pool.lanes[1].inbox = Recorded()
+
+    def look_at_each_line(frame, event, argument):
+        # The lane's thread is held at its first line after the end of the call, until the test has looked.
+        is_told = inbox.errands and not inbox.errands[0].done.locked()
+        if frame.f_code in codes and is_told and not looked.is_set():
+            told.put(None)
+            looked.wait(20)
+        return look_at_each_line
+
+    looked, codes = threading.Event(), {_pool._Call.__call__.__code__, _pool._serve.__code__}
+    threading.settrace(look_at_each_line)
+    try:
+        outcomes = run(pool, [lambda: None, lambda: task(made)])
+    finally:
+        threading.settrace(None)
+    del outcomes
+    told.get(timeout=20)
+    kept.append(made[0]() is not None)
+    looked.set()
+    assert kept == [False]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_after_a_fork_the_child_has_no_lanes_and_the_parent_keeps_its_own(pool):
-    """The child is told by `alive`, gets an error in place of a hang, and may close; the parent notices nothing."""
-    pool.run(together(lambda lane: lane))
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            alive = pool.alive
+class TestFork:
+    @staticmethod
+    def code_of_child(work):
+        """Run `work` in a forked child, and return its exit code; a child that hangs is ended by an alarm."""
+        child = os.fork()
+        if child == 0:
+            code = 1
             try:
-                pool.submit(pool.lanes[1], lambda: None)
-            except SessionError:
-                code = 0 if not alive else 2
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                signal.alarm(10)
+                code = 0 if work() else 2
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def test_the_child_has_no_lanes_and_the_parent_keeps_its_own(self, pool):
+        """In the child `alive` is False, `submit` raises instead of hanging, and `close` works; the parent goes on."""
+
+        def work():
+            with pytest.raises(SessionError):
+                submit(pool, 1, lambda: None)
+            with pytest.raises(SessionError):
+                submit_to_any(pool, lambda lane: None)
+            ran = values(run(pool, [threading.get_ident] * LANES)) == [threading.get_ident()] * LANES
             pool.close()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert pool.alive
-    assert values(pool.run(together(lambda lane: lane))) == [0, 1, 2]
+            return ran and not pool.alive
 
+        run(pool, together(lambda lane: lane))
+        assert self.code_of_child(work) == 0
+        assert pool.alive
+        assert values(run(pool, together(lambda lane: lane))) == [0, 1, 2]
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_may_make_a_pool_of_its_own():
-    """A new pool in the child has lanes and ends them."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+    def test_the_child_may_make_its_own_pool(self):
+        """A new pool in the child has lanes and ends them."""
+
+        def work():
             own = LanePool([CPU] * 2)
-            code = 0 if own.alive and [o.value for o in own.run(together(lambda lane: lane, 2))] == [0, 1] else 2
+            found = values(run(own, together(lambda lane: lane, 2)))
+            alive = own.alive
             own.close()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return alive and found == [0, 1]
+
+        assert self.code_of_child(work) == 0
+
+    def test_the_child_may_close_a_pool_that_another_thread_was_sending_to(self, pool):
+        """A fork while another thread of the parent sends a call does not make `close` hang in the child."""
+
+        def work():
+            pool.close()
+            return True
+
+        with pool._gate:
+            assert self.code_of_child(work) == 0
 
 
-def test_a_lane_is_told_by_its_index_and_device(pool):
-    """Messages name a lane and its device, and so does the thread."""
-    assert str(pool.lanes[1]) == "lane 1 on cpu"
-    pool.run(together(lambda lane: lane))
-    assert pool.lanes[1].thread.name == "parawrap-lane 1 on cpu"
+def test_a_lane_is_named_by_its_index_and_label():
+    """Messages and threads name a lane and its device, or its label."""
+    pool = LanePool([CPU] * 2, labels=["nc:0", "nc:1"])
+    assert str(Lane(1, CPU)) == "lane 1 on cpu"
+    run(pool, together(lambda lane: lane, 2))
+    assert str(pool.lanes[1]) == "lane 1 on nc:1"
+    assert pool.lanes[1].thread.name == "parawrap-lane 1 on nc:1"
     assert pool.lanes[1].thread.daemon
+    pool.close()
 
 
-# Work for any lane
-
-
-def occupied(pool, *lanes):
-    """Have those lanes work until the event is set."""
-    release = threading.Event()
-    for lane in lanes:
-        began = threading.Event()
-        pool.submit(pool.lanes[lane], lambda began=began: (began.set(), release.wait()))
-        assert began.wait(20)
-    return release
+# Calls for any lane
 
 
 @pytest.fixture
 def held(pool):
-    """The first lane is busy until the event is set: the next work is put before it all the same, in its turn."""
+    """The first lane is busy until the event is set."""
     release = occupied(pool, 0)
     yield release
     release.set()
 
 
-def test_no_work_waits_for_a_busy_lane_while_another_is_free(pool, held):
-    """Though it was put before all lanes in turn, the free ones do all of it."""
-    futures = [pool.submit_to_any(lambda lane: lane) for _ in range(30)]
+def test_no_call_waits_for_a_busy_lane_while_another_is_free(pool, held):
+    """The free lanes run every queued call."""
+    futures = [submit_to_any(pool, lambda lane: lane) for _ in range(30)]
     assert pool.lanes[0] not in [future.result(20) for future in futures]
     assert not held.is_set()
 
 
-def test_work_for_any_lane_is_begun_in_order_of_arrival(pool, held):
-    """The oldest first, whichever lane it was put before."""
+def test_queued_calls_start_in_arrival_order(pool, held):
+    """The oldest call starts first, whichever lane is free."""
     other = occupied(pool, 2)
     order = []
-    futures = [pool.submit_to_any(lambda lane, number=number: order.append(number)) for number in range(30)]
+    futures = [submit_to_any(pool, lambda lane, number=number: order.append(number)) for number in range(30)]
     concurrent.futures.wait(futures, 20)
     other.set()
     assert order == list(range(30))
 
 
-def test_a_future_tells_the_lane_that_ran_it(pool, held):
-    """Not the lane before which it was put."""
-    futures = [pool.submit_to_any(lambda lane: (lane.index, current_lane().index)) for _ in range(12)]
+def test_queued_calls_take_turns_with_a_lanes_own_tasks(pool, held):
+    """A lane with both kinds of calls runs one of each, so that neither kind starves."""
+    other, order = occupied(pool, 1, 2), []
+    queued = [submit_to_any(pool, lambda lane, n=number: order.append(("queued", n))) for number in range(3)]
+    own = [submit(pool, 0, lambda n=number: order.append(("own", n))) for number in range(3)]
+    held.set()
+    concurrent.futures.wait([*queued, *own], 20)
+    other.set()
+    kinds = [kind for kind, _ in order]
+    assert kinds == ["queued", "own"] * 3
+
+
+def test_every_resting_lane_is_woken(pool):
+    """As many calls as lanes run at the same time, because each wakes another lane."""
+    gate = threading.Barrier(LANES)
+    for _ in range(20):
+        futures = [submit_to_any(pool, lambda lane: (gate.wait(20), lane.index)[1]) for _ in range(LANES)]
+        assert sorted(future.result(20) for future in futures) == [0, 1, 2]
+
+
+def test_a_future_names_the_lane_that_ran_it(pool, held):
+    """`future.lane` is the index of the lane that ran the call."""
+    futures = [submit_to_any(pool, lambda lane: (lane.index, here.lane.index)) for _ in range(12)]
     for future in futures:
         assert future.result(20) == (future.lane, future.lane)
 
 
-def test_an_error_names_the_lane_that_ran_the_work(pool, held):
-    """The note is on the lane that was free."""
+def test_an_error_names_the_lane_that_ran_the_call(pool, held):
+    """The note names the lane that was free."""
 
     def fail(lane):
         raise ValueError(lane.index)
 
-    for future in [pool.submit_to_any(fail) for _ in range(6)]:
+    for future in [submit_to_any(pool, fail) for _ in range(6)]:
         error = future.exception(20)
         assert error.__notes__ == [f"in lane {error.args[0]} on cpu"]
 
 
-def test_cancelled_work_for_any_lane_is_not_run(pool):
-    """What no lane has begun can be called off."""
+def test_a_queued_call_that_is_cancelled_does_not_run(pool):
+    """A call that no lane has started can be cancelled."""
     release = occupied(pool, 0, 1, 2)
-    dropped = pool.submit_to_any(lambda lane: pytest.fail("cancelled work ran"))
-    behind = pool.submit_to_any(lambda lane: "behind")
+    dropped = submit_to_any(pool, lambda lane: pytest.fail("a cancelled call ran"))
+    behind = submit_to_any(pool, lambda lane: "behind")
     assert dropped.cancel()
     release.set()
     assert behind.result(20) == "behind"
 
 
-def test_close_waits_for_work_for_any_lane():
-    """Closing the pool ends no thread before everything that waits is done."""
+def test_close_waits_for_queued_calls():
+    """The threads end once every queued call is done."""
     pool = LanePool([CPU] * LANES)
     release = occupied(pool, 0, 1, 2)
-    futures = [pool.submit_to_any(lambda lane: "done") for _ in range(12)]
+    futures = [submit_to_any(pool, lambda lane: "done") for _ in range(12)]
     closing = threading.Thread(target=pool.close)
     closing.start()
     release.set()
@@ -566,18 +900,11 @@ def test_close_waits_for_work_for_any_lane():
     assert [future.result(0) for future in futures] == ["done"] * 12
 
 
-def test_work_for_any_lane_needs_an_open_pool(pool):
-    """A closed pool refuses it, and keeps nothing of it."""
-    pool.close()
-    with pytest.raises(SessionError, match="closed"):
-        pool.submit_to_any(lambda lane: 1)
-
-
-def test_a_pool_with_work_for_any_lane_can_be_forgotten():
-    """What waits refers to no pool: without its last reference the lanes finish and end."""
+def test_a_pool_with_queued_calls_can_be_collected():
+    """Queued calls do not refer to the pool: without its last reference the lanes finish and end."""
     pool = LanePool([CPU] * LANES)
     release = occupied(pool, 0, 1, 2)
-    futures = [pool.submit_to_any(lambda lane: "done") for _ in range(6)]
+    futures = [submit_to_any(pool, lambda lane: "done") for _ in range(6)]
     known, threads = weakref.ref(pool), own_threads(pool)
     release.set()
     del pool
@@ -588,77 +915,74 @@ def test_a_pool_with_work_for_any_lane_can_be_forgotten():
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_a_callback_that_takes_long_holds_up_nobody(pool):
-    """The lane whose thread runs it is not taken for one that rests: a callback may even wait for what it submits."""
+def test_a_callback_may_wait_for_a_call_in_another_lane(pool):
+    """A lane that runs a callback does not count as resting."""
     answers = SimpleQueue()
 
     def again(future):
-        answers.put(pool.submit_to_any(lambda lane: future.result() + 1).result(20))
+        answers.put(submit_to_any(pool, lambda lane: future.result() + 1).result(20))
 
     for _ in range(20):
-        pool.submit_to_any(lambda lane: 1).add_done_callback(again)
+        submit_to_any(pool, lambda lane: 1).add_done_callback(again)
         assert answers.get(timeout=20) == 2
 
 
-def test_work_for_any_lane_waits_for_no_lane_that_a_caller_has(pool):
-    """A caller works in the first lane for long: what comes meanwhile is done in others, while it does."""
+def test_a_callback_runs_in_a_lane(pool):
+    """`here.lane` is set in a callback, so a call in one runs plainly and does not wait for lanes."""
+    lanes, release = SimpleQueue(), occupied(pool, 0, 1, 2)
+    future = submit_to_any(pool, lambda lane: lane)
+    future.add_done_callback(lambda _: lanes.put(here.lane))
+    release.set()
+    assert lanes.get(timeout=20) is future.result(20)
+
+
+def at_rest(pool):
+    """Start the threads of all lanes, and return once they wait for calls."""
+    for lane in range(LANES):
+        submit(pool, lane, lambda: None).result(20)
+    while not all(lane.resting for lane in pool.lanes):  # a thread rests right after its call
+        pass
+
+
+def test_a_queued_call_does_not_wait_for_a_lane_that_a_caller_occupies(pool):
+    """While a caller works in lane 0 for long, a queued call runs in a lane that is free."""
     release, began = threading.Event(), threading.Event()
-    for lane in pool.lanes:
-        pool.submit(lane, lambda: None).result(20)  # all threads are there
-    caller = threading.Thread(target=pool.run, args=([lambda: (began.set(), release.wait(20)), lambda: None],))
+    at_rest(pool)
+    caller = threading.Thread(target=run, args=(pool, [lambda: (began.set(), release.wait(20))]))
     caller.start()
     assert began.wait(20)
-    futures = [pool.submit_to_any(lambda lane: lane.index) for _ in range(30)]
-    assert 0 not in [future.result(20) for future in futures]
+    futures = [submit_to_any(pool, lambda lane: lane.index)]
+    done = concurrent.futures.wait(futures, 5).done
     release.set()
     caller.join(20)
+    assert len(done) == 1
+    assert 0 not in [future.result(20) for future in futures]
 
 
 def test_a_callback_that_exits_ends_no_lane(pool, monkeypatch):
-    """What it raises is told as that of any thread, and the lane goes on."""
+    """An exception of a callback goes to `threading.excepthook`, and the lane lives on."""
     told = SimpleQueue()
     monkeypatch.setattr(threading, "excepthook", lambda args: told.put(args.exc_type))
     holding = occupied(pool, 0, 1, 2)
-    future = pool.submit_to_any(lambda lane: 1)
+    future = submit_to_any(pool, lambda lane: 1)
     future.add_done_callback(lambda _: sys.exit(3))
     holding.set()
     assert told.get(timeout=20) is SystemExit
     assert future.result(20) == 1
-    alive = [pool.submit(lane, lambda: "alive") for lane in pool.lanes]
+    alive = [submit(pool, lane, lambda: "alive") for lane in range(LANES)]
     assert [future.result(20) for future in alive] == ["alive"] * LANES
 
 
-def test_an_interrupt_while_work_is_handed_over_loses_no_other(monkeypatch):
-    """Wherever it comes between: what was handed over before and after is done, at the end of the pool at the latest."""
-    pool = LanePool([CPU])
-    release = occupied(pool, 0)
-    wake, interrupts = LanePool._wake_one, [False, True, False]
-
-    def interrupted(pool, lanes):
-        if interrupts.pop(0):
-            raise KeyboardInterrupt
-        wake(pool, lanes)
-
-    monkeypatch.setattr(LanePool, "_wake_one", interrupted)
-    before = pool.submit_to_any(lambda lane: "before")
-    with pytest.raises(KeyboardInterrupt):
-        pool.submit_to_any(lambda lane: "interrupted")
-    after = pool.submit_to_any(lambda lane: "after")
-    release.set()
-    pool.close()
-    assert (before.result(0), after.result(0)) == ("before", "after")
-
-
-def test_calls_of_a_profiled_caller_are_spread_and_are_its_own(pool):
-    """A profiler sees what its thread submits, all of it and nothing else, in as many lanes as there are."""
-    release = occupied(pool, 0, 1, 2)
+def test_a_profiled_caller_runs_its_submitted_calls_itself(pool):
+    """A profiler sees the operators of the calls that its thread submits, and no others."""
+    release = occupied(pool, 1, 2)
     x = torch.zeros(2)
-    others = [pool.submit_to_any(lambda lane: torch.sin(x)) for _ in range(6)]
+    others = [submit(pool, 1, lambda: torch.sin(x)) for _ in range(6)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        own = [pool.submit_to_any(lambda lane: (torch.cos(x), lane.index)[1]) for _ in range(LANES)]
+        own = [submit_to_any(pool, lambda lane: (torch.cos(x), threading.get_ident())[1]) for _ in range(LANES)]
+        own.append(submit(pool, 0, lambda: (torch.cos(x), threading.get_ident())[1]))
+        assert [future.result(0) for future in own] == [threading.get_ident()] * (LANES + 1)
         release.set()
-        lanes = [future.result(20) for future in own]
         concurrent.futures.wait(others, 20)
     counts = {event.key: event.count for event in profiler.key_averages() if event.key in ("aten::sin", "aten::cos")}
-    assert counts == {"aten::cos": LANES}
-    assert sorted(lanes) == list(range(LANES))
+    assert counts == {"aten::cos": LANES + 1}

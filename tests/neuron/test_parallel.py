@@ -13,6 +13,7 @@ from parawrap import (
     DataParallel,
     DeviceListError,
     DeviceUnavailableError,
+    GatherError,
     ReplicaError,
     SessionError,
     ShapeError,
@@ -205,8 +206,42 @@ def test_other_methods_take_keywords_by_their_own_names(host):
 def test_in_dims_are_refused(host):
     """A compiled model has no input whose rows lie elsewhere; the error says what to do."""
     _, model = models()
-    with pytest.raises(ShardError, match="in_dims is not taken on NeuronCores"):
+    with pytest.raises(ShardError, match="in_dims is not supported on NeuronCores"):
         parallel(model, "neuron", in_dims={"input": None})
+
+
+def test_the_first_call_is_cut_like_later_ones(host):
+    """Cores run fixed shapes, so nothing is learned from shards of different sizes."""
+    _, model = models()
+    with parallel(model, ["nc:0", "nc:1"]) as p:
+        for _ in range(2):
+            model(torch.randn(8, 3))
+            assert p.stats().shards == (2, 2, 2, 2)
+
+
+def test_an_output_without_rows_must_be_declared(host):
+    """Outputs are taken to have the rows on dim 0; one that has not is refused, unless out_dims declares it."""
+    model = neuron.trace(lambda x: (x * 2, torch.ones(3, 4)), torch.zeros(2, 3))
+    x = torch.randn(4, 3)  # two cores with the compiled size
+    with parallel(model, ["nc:0", "nc:1"]), pytest.raises(GatherError, match=r"output\[1\].*out_dims"):
+        model(x)
+    with parallel(model, ["nc:0", "nc:1"], out_dims=(0, None)):
+        for _ in range(2):
+            doubled, table = model(x)
+            assert torch.equal(doubled, x * 2)
+            assert torch.equal(table, torch.ones(3, 4))
+
+
+def test_a_number_needs_a_reduction(host):
+    """A number from each core is refused without `reduce`, which the error names; with it, the sum is the plain one."""
+    model = neuron.trace(lambda x: (x * 2, x.sum()), torch.zeros(2, 3))
+    x = torch.randn(4, 3)  # two cores with the compiled size
+    with parallel(model, ["nc:0", "nc:1"]), pytest.raises(GatherError, match=r"output\[1\].*reduce"):
+        model(x)
+    with parallel(model, ["nc:0", "nc:1"], reduce="sum"):
+        doubled, total = model(x)
+        assert torch.equal(doubled, x * 2)
+        torch.testing.assert_close(total, x.sum())
 
 
 def test_submit_without_dynamic_batching_takes_the_compiled_size(host):

@@ -185,9 +185,9 @@ def test_all_lanes_run_the_module_itself(make):
     model = make().eval()
     with torch.no_grad():
         expected = model(X)
-        with parallel(model, ["cpu"] * 3, plan="lanes") as p:
+        with parallel(model, ["cpu"] * 3) as p:
             outputs = list(p.map([X] * 12))
-            assert [replica.module for replica in p._opened()._replicas.replicas(3)] == [model] * 3
+            assert [replica.module for replica in p._opened().replicate()] == [model] * 3
     assert_close(outputs, [expected] * 12)
 
 
@@ -197,6 +197,6 @@ def test_gradients_of_a_shared_module_are_the_plain_ones():
     model(X).square().sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
-    with parallel(model, ["cpu"] * 3, plan="lanes"):
+    with parallel(model, ["cpu"] * 3):
         model(X).square().sum().backward()
     assert_close([parameter.grad for parameter in model.parameters()], expected)

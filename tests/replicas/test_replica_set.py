@@ -1,4 +1,4 @@
-"""Replicas: shells of the original, refreshed in place and never rebuilt for a changed value."""
+"""Replicas: one copy of the module's structure per lane, refreshed in place."""
 
 from __future__ import annotations
 
@@ -35,32 +35,54 @@ def replicas(module, lanes=3):
     return made
 
 
-def test_shells_have_dictionaries_and_buffers_of_their_own():
-    """Setting an attribute or writing a buffer in one shell is seen nowhere else."""
+def modules(made):
+    return [replica.module for replica in made.current]
+
+
+@pytest.mark.parametrize("lane", [0, 1, 2])
+def test_each_replica_has_its_own_attributes_and_buffers(lane):
+    """An attribute or a buffer that one lane writes, lane 0 too, is seen neither in the module nor in other lanes."""
     model = Holds()
-    original, one, two = [each.module for each in replicas(model).replicas(3)]
-    one.flag = 1
-    one.count += 5
-    assert original is model
-    assert not hasattr(model, "flag")
-    assert not hasattr(two, "flag")
-    assert (model.count.item(), two.count.item()) == (0, 0)
+    made = modules(replicas(model))
+    writer = made.pop(lane)
+    writer.flag = 1
+    writer.count += 5
+    for other in (model, *made):
+        assert not hasattr(other, "flag")
+        assert other.count.item() == 0
 
 
-def test_shared_submodules_stay_shared_in_a_shell():
-    """A module under two names is one shell under two names."""
-    _, one = [each.module for each in replicas(Holds(), 2).replicas(2)]
-    assert one.child is one.alias
+def test_lane_0_gives_its_buffers_back():
+    """`write_back` of lane 0 puts the buffers that the lane wrote into the module."""
+    model = Holds()
+    made = replicas(model)
+    made.current[0].module.count += 5
+    made.current[0].write_back()
+    assert model.count.item() == 5
 
 
-def test_bound_methods_are_bound_to_the_shell():
-    """An attribute that is the model's own method belongs to the shell in it."""
-    _, one = [each.module for each in replicas(Holds(), 2).replicas(2)]
-    assert one.bound() is one
+def test_every_replica_shares_the_parameters():
+    """On the module's device a replica has the memory of the module's parameters and copies nothing."""
+    model = Holds()
+    for replica in modules(replicas(model)):
+        assert replica is not model
+        assert replica.child.weight.data_ptr() == model.child.weight.data_ptr()
+
+
+def test_shared_submodules_stay_shared_in_a_replica():
+    """A module under two names is one module under two names in every replica."""
+    for replica in modules(replicas(Holds())):
+        assert replica.child is replica.alias
+
+
+def test_bound_methods_are_bound_to_the_replica():
+    """An attribute that is the module's own method is bound to the replica."""
+    for replica in modules(replicas(Holds())):
+        assert replica.bound() is replica
 
 
 def test_it_is_stale_only_when_something_changed():
-    """A fresh set is not stale; a buffer, an attribute, a child or the mode make it so; refresh ends it."""
+    """A buffer, an attribute, a child, a mode, or a parameter makes the replicas stale; a refresh ends it."""
     model = Holds().eval()
     made = replicas(model)
     changes = [
@@ -79,20 +101,20 @@ def test_it_is_stale_only_when_something_changed():
         assert not made.stale() or model.child.training
 
 
-def test_a_changed_value_makes_no_new_shell():
-    """The shells are the same objects after a refresh, with the new value."""
+def test_a_changed_value_makes_no_new_replica():
+    """The replicas are the same objects after a refresh, with the new value."""
     model = Holds().eval()
     made = replicas(model)
-    before = [id(module) for module in [each.module for each in made.replicas(3)]]
+    before = modules(made)
     model.count.fill_(4)
     made.refresh()
-    assert [id(module) for module in [each.module for each in made.replicas(3)]] == before
-    assert [module.count.item() for module in [each.module for each in made.replicas(3)]] == [4, 4, 4]
+    assert list(map(id, modules(made))) == list(map(id, before))
+    assert [module.count.item() for module in modules(made)] == [4, 4, 4]
     assert made.freshness.refreshes == 1
 
 
 def test_home_of_a_module():
-    """The device of its tensors, None without any, and an error that names two when they are apart."""
+    """The home is the device of the tensors, None without any; several devices are an error that names two."""
     assert home_of(nn.Linear(2, 2)) == CPU
     assert home_of(nn.ReLU()) is None
     with pytest.raises(ReplicaError, match=r"0\.weight.*1\.weight"):
@@ -100,7 +122,7 @@ def test_home_of_a_module():
 
 
 def test_put_and_restore_leave_no_trace():
-    """What put puts, restore takes out again, and what was there before is back."""
+    """`restore` undoes `put`."""
     model = Holds()
     before = dict(vars(model))
     stand_in = StandIn(model.forward, lambda wrapped, instance, args, kwargs: "stood in")

@@ -1,4 +1,4 @@
-"""Scripted modules, whose attributes lie in C++: what changes in them is noticed, and nothing else is taken for that."""
+"""Scripted modules keep their attributes in C++: parawrap notices their changes, and only their changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO = ["cpu"] * 2
 
 
 class Holds(nn.Module):
-    """Has tensors in a list, in a dict and in a pair, words in a list, and a number, which may be none."""
+    """Has tensors in a list, a dict, and a pair, words in a list, and a number, which may be NaN."""
 
     def __init__(self, size: int, limit: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Holds(nn.Module):
 
 
 class Resets(Holds):
-    """Has code that writes, so that every lane but the first needs a replica."""
+    """Has code that writes, so that every lane needs a replica."""
 
     @torch.jit.export
     def reset(self):
@@ -114,14 +114,14 @@ CHANGES = (
 )
 
 every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-# Whether two tensors of one element are equal is a bool; whether two of more are is a tensor, which is none.
+# Comparing two tensors of one element gives a bool; comparing larger tensors gives a tensor without a truth value.
 every_size = pytest.mark.parametrize("size", [1, 4])
 
 
 @every_size
 @every_change
 def test_what_changes_in_a_scripted_module_is_noticed(change, size):
-    """Another tensor within a list, a dict or a tuple, also one of the same values, makes the replicas stale, once."""
+    """A new tensor in a list, dict, or tuple, also with equal values, makes the replicas stale until the next refresh."""
     model = scripted(size, math.inf)
     made = ReplicaSet(model, [CPU] * 2)
     made.refresh()
@@ -134,7 +134,7 @@ def test_what_changes_in_a_scripted_module_is_noticed(change, size):
 
 @every_size
 def test_a_scripted_module_that_does_not_change_is_not_stale(size):
-    """However often it is looked at, and though a number of it is none, which is not equal to itself."""
+    """Repeated checks find no change, also if a number of the module is NaN, which is not equal to itself."""
     model = scripted(size)
     assert math.isnan(model.limit)
     made = ReplicaSet(model, [CPU] * 2)
@@ -145,25 +145,24 @@ def test_a_scripted_module_that_does_not_change_is_not_stale(size):
 @every_size
 @every_change
 @pytest.mark.parametrize("kind", [Holds, Resets])
-def test_calls_of_a_scripted_module_are_of_what_it_is(kind, change, size):
-    """Before and after a change both lanes give the plain answer, and only a change brings replicas into line, if any."""
+def test_calls_of_a_scripted_module_see_its_changes(change, size, kind, monkeypatch):
+    """Both lanes give the plain answer before and after a change, and only a change refreshes the replicas, if any."""
     model = scripted(size, kind=kind)
     x = torch.randn(6, size)
-    with torch.no_grad(), parallel(model, TWO, plan="lanes") as p:
+    refresh, refreshes = ReplicaSet.refresh, []
+    monkeypatch.setattr(ReplicaSet, "refresh", lambda made: (refreshes.append(1), refresh(made)))
+    with torch.no_grad(), parallel(model, TWO) as p:
 
         def call():
             scaled = x * torch.stack(model.items).sum(0)
             expected = scaled + model.table["shift"] + model.pair[0] * model.pair[1] + len(model.words) * 1000.0
             assert_close(model(x), expected if math.isnan(model.limit) else expected.clamp(max=model.limit))
 
-        call()
-        replicas = p._opened()._replicas
-        before = replicas.generation
-        for _ in range(4):
+        for _ in range(5):
             call()
-        assert replicas.generation == before
+        assert len(refreshes) == 1
         change(model)
         for _ in range(4):
             call()
-        assert replicas.generation == before + (kind is Resets)
+        assert len(refreshes) == 1 + (kind is Resets)
         assert p.stats().shards == (3, 3)

@@ -1,18 +1,18 @@
-"""Whatever is cut is whole again when it is joined: no row is padded, dropped, doubled or moved."""
+"""Joining the shards of a call gives the call: no row is padded, dropped, doubled, or moved."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parawrap.errors import GatherError
-from parawrap.shards import Cutter, GatherRules, balanced, gather
-from parawrap.tree import flatten
+from parawrap.shards import Cutter, JoinRules, join
+from parawrap.tree import flatten, unflatten
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "first second")
@@ -36,11 +36,11 @@ class Record:
 
 
 class Fields(UserDict):
-    """A Mapping that is no dict."""
+    """A Mapping that is not a dict."""
 
 
 def tensors(rows: int, dim: int):
-    """Tensors that have so many rows on `dim`, and hold numbers that tell the rows apart."""
+    """Tensors with that many rows on `dim`, and with numbers that tell the rows apart."""
 
     def made(rest: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         shape = list(rest)
@@ -92,68 +92,109 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
-@given(calls())
-@settings(deadline=None)
-def test_joining_the_shards_of_a_call_gives_the_call(call):
-    """gather(scatter(tree)) == tree, for any tree, count of rows, dim, dtypes and number of lanes."""
+def cut(call, *, tell=False):
     args, kwargs, _, dim, lanes = call
-    plan, leaves = Cutter(dim, lists_are_shared=True).plan(args, kwargs, lanes)
-    shards = plan.scatter(leaves, [CPU] * lanes)
-    assert len(shards) == len(plan.sizes) <= max(1, lanes)
-    assert [shard.rows for shard in shards] == list(plan.sizes)
+    cutter = Cutter(dim, lists_are_shared=True)
+    flat = cutter.flatten(args, kwargs)
+    plan = cutter.plan(flat, lanes, tell=tell)
+    return flat, plan, plan.scatter(flat, [CPU] * len(plan.sizes))
 
-    try:
-        joined = gather([(shard.args, shard.kwargs) for shard in shards], plan.sizes, GatherRules(dim), None)
-    except GatherError as error:
-        assume("one item a row" not in str(error))  # a list that every lane returned, as long as its shard
-        raise
 
-    before, spec = flatten((args, kwargs))
+def declared(plan, value):
+    """Return the tree of `out_dims` for the call itself: the dim of each cut leaf, and None for the other leaves."""
+    leaves, spec = flatten(value)
+    marks = iter(plan.dims)
+    return _as_tree(unflatten(spec, [_Mark(next(marks)) for _ in leaves]))
+
+
+class _Mark:
+    def __init__(self, dim):
+        self.dim = dim
+
+
+def _as_tree(value):
+    if isinstance(value, _Mark):
+        return value.dim
+    if isinstance(value, Mapping):
+        return {key: _as_tree(below) for key, below in value.items()}
+    if isinstance(value, Record):
+        return {"value": _as_tree(value.value), "label": _as_tree(value.label)}
+    return tuple(map(_as_tree, value))
+
+
+def assert_same(joined, value):
+    before, spec = flatten(value)
     after, spec_after = flatten(joined)
     assert spec == spec_after
     assert all(map(same, after, before))
 
 
+@given(calls(), st.booleans())
+@settings(deadline=None)
+def test_joining_the_shards_of_a_call_gives_the_call(call, tell):
+    """With declared dims, join(scatter(tree)) == tree for any tree, row count, dim, dtype, and number of lanes."""
+    value = call[:2]
+    _, plan, shards = cut(call, tell=tell)
+    assert len(shards) == len(plan.sizes) <= call[4] + tell
+    assert [shard.rows for shard in shards] == list(plan.sizes)
+    rules = JoinRules(call[3], out_dims=declared(plan, value))
+    assert_same(join([(shard.args, shard.kwargs) for shard in shards], plan.sizes, rules), value)
+
+
 @given(calls())
 @settings(deadline=None)
-def test_every_shard_has_the_rows_that_it_says(call):
-    """Each cut leaf has, on its dim, as many rows as its shard; the rest is shared as it is."""
-    args, kwargs, rows, dim, lanes = call
-    plan, leaves = Cutter(dim, lists_are_shared=True).plan(args, kwargs, lanes)
+def test_shards_of_different_sizes_show_how_to_join_them(call):
+    """Without declarations, the shards of a telling plan are joined to the call, if it holds no numbers and no lists."""
+    _, plan, shards = cut(call, tell=True)
+    if len(plan.sizes) == 1:
+        return
+    outputs = [tuple(leaf for leaf in flatten((shard.args, shard.kwargs))[0] if not number(leaf)) for shard in shards]
+    whole = tuple(leaf for leaf in flatten(call[:2])[0] if not number(leaf))
+    assert_same(join([Tagged(output) for output in outputs], plan.sizes, JoinRules(call[3])), Tagged(whole))
+
+
+class Tagged(list):
+    """A list subclass is a container, never one item per row."""
+
+
+def number(leaf):
+    return isinstance(leaf, (int, float)) or (isinstance(leaf, torch.Tensor) and leaf.ndim == 0)
+
+
+@given(calls(), st.booleans())
+@settings(deadline=None)
+def test_every_shard_has_its_rows(call, tell):
+    """Each cut leaf has, on its dim, as many rows as its shard; other leaves are the caller's objects."""
+    rows = call[2]
+    flat, plan, shards = cut(call, tell=tell)
     assert plan.rows in (rows, 0, 1)
-    assert max(plan.sizes) - min(plan.sizes) <= 1
-    for shard in plan.scatter(leaves, [CPU] * lanes):
-        for leaf, cut, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, leaves.leaves, strict=True):
-            if cut is None:
+    assert tell or max(plan.sizes) - min(plan.sizes) <= 1
+    for shard in shards:
+        for leaf, dim, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, flat.leaves, strict=True):
+            if dim is None:
                 assert leaf is original
             else:
-                assert leaf.shape[cut] == shard.rows
+                assert leaf.shape[dim] == shard.rows
 
 
-@given(st.integers(0, 200), st.integers(1, 16))
-def test_balanced_sizes_add_up_and_differ_by_at_most_one(rows, parts):
-    """The larger come first, none is empty, and there are as many as there is work for."""
-    sizes = balanced(rows, parts)
-    assert sum(sizes) == rows
-    assert max(sizes) - min(sizes) <= 1
-    assert list(sizes) == sorted(sizes, reverse=True)
-    assert len(sizes) == max(1, min(rows, parts))
+def split(x, lanes=2):
+    flat = Cutter().flatten((x,), {})
+    plan = Cutter().plan(flat, lanes)
+    return plan, plan.scatter(flat, [CPU] * lanes)
 
 
 def test_shards_on_the_same_device_are_views():
     """Rows that lie on the lane's device are not copied."""
     x = torch.arange(6.0)
-    plan, leaves = Cutter().plan((x,), {}, 2)
-    first, second = plan.scatter(leaves, [CPU, CPU])
+    first, second = split(x)[1]
     assert first.args[0].data_ptr() == x.data_ptr()
     second.args[0][0] = 9
     assert x[3] == 9
 
 
-def test_gradients_flow_through_scatter_and_gather():
+def test_gradients_flow_through_scatter_and_join():
     """Cutting and joining is differentiable, row by row."""
     x = torch.arange(5.0, requires_grad=True)
-    plan, leaves = Cutter().plan((x,), {}, 2)
-    outputs = [shard.args[0] ** 2 for shard in plan.scatter(leaves, [CPU] * 2)]
-    gather(outputs, plan.sizes, GatherRules(), None).sum().backward()
+    plan, shards = split(x)
+    join([shard.args[0] ** 2 for shard in shards], plan.sizes, JoinRules()).sum().backward()
     assert torch.equal(x.grad, 2 * x.detach())

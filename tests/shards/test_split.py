@@ -1,4 +1,4 @@
-"""register_split: values of one's own that are cut and joined."""
+"""register_split: your own classes, cut and joined by your own rules."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from torch.nn.utils import rnn
 
 from parawrap.errors import ParawrapError, ShardError
-from parawrap.shards import Cutter, GatherRules, gather, register_split
+from parawrap.shards import Cutter, JoinRules, join, register_split
 from parawrap.shards._split import splitter_of
 
 CPU = torch.device("cpu")
 
 
 def new_class(base=object):
-    """A fresh class of words, so that no test sees another's splitter."""
+    """Return a new class of words, so that tests share no rules."""
 
     class Words(base):
         def __init__(self, items):
@@ -29,56 +29,69 @@ def new_class(base=object):
         items = iter(words.items)
         return [Words([next(items) for _ in range(size)]) for size in sizes]
 
-    def join(parts):
+    def put_together(parts):
         return Words([item for part in parts for item in part.items])
 
-    return Words, split, join
+    return Words, split, put_together
 
 
-def cut(*args, lanes=2, **kwargs):
-    plan, leaves = Cutter().plan(args, kwargs, lanes)
-    return plan.scatter(leaves, [CPU] * lanes)
+def registered(base=object):
+    words, split, put_together = new_class(base)
+    register_split(words, split=split, join=put_together)
+    return words
+
+
+def cut(*args, lanes=2, cutter=None):
+    cutter = cutter or Cutter()
+    flat = cutter.flatten(args, {})
+    plan = cutter.plan(flat, lanes)
+    return plan.scatter(flat, [CPU] * len(plan.sizes))
 
 
 @pytest.mark.parametrize("base", [object, list])
 def test_a_registered_class_is_cut_and_joined(base):
-    """Instances are cut with the batch and joined from outputs, also where the class is a container."""
-    words, split, join = new_class(base)
-    register_split(words, split=split, join=join)
+    """Instances are cut with the batch and joined from outputs, also if the class is a container."""
+    words = registered(base)
     shards = cut(torch.zeros(3), {"w": [words("abc")]})
     assert [shard.args[1]["w"][0].items for shard in shards] == [["a", "b"], ["c"]]
-    found = gather([shard.args[1] for shard in shards], (2, 1), GatherRules(), None)
+    found = join([shard.args[1] for shard in shards], (2, 1), JoinRules(out_dims={"w": [0]}))
     assert found["w"][0].items == ["a", "b", "c"]
 
 
 def test_a_class_may_be_registered_after_its_values_were_seen():
-    """A class that was shared until now is cut from now on, by a cutter in use too."""
-    words, split, join = new_class()
-    cutter, call = Cutter(), (torch.zeros(2), words("ab"))
-    before = cutter.plan(call, {}, 2)
-    assert before[0].scatter(before[1], [CPU] * 2)[1].args[1] is call[1]
-    register_split(words, split=split, join=join)
-    after = cutter.plan(call, {}, 2)
-    assert after[0].scatter(after[1], [CPU] * 2)[1].args[1].items == ["b"]
+    """A class without tensors is broadcast until it is registered, and then cut, by cutters in use too."""
+    words, split, put_together = new_class()
+    cutter, value = Cutter(), words("ab")
+    assert cut(torch.zeros(2), value, cutter=cutter)[1].args[1] is value
+    register_split(words, split=split, join=put_together)
+    assert cut(torch.zeros(2), value, cutter=cutter)[1].args[1].items == ["b"]
+
+
+def test_a_class_that_holds_tensors_is_refused_until_it_is_registered():
+    """The refusal of an unknown class that holds tensors names register_split, which settles it."""
+    words, split, put_together = new_class()
+    value = words([torch.zeros(1), torch.zeros(2)])
+    with pytest.raises(ShardError, match=r"register_split\(Words, ...\)"):
+        cut(torch.zeros(2), value)
+    register_split(words, split=split, join=put_together)
+    assert [len(shard.args[1]) for shard in cut(torch.zeros(2), value)] == [1, 1]
 
 
 def test_its_rows_must_agree_with_the_batch():
-    """A registered value has rows like any other."""
-    words, split, join = new_class()
-    register_split(words, split=split, join=join)
+    """The rows of a registered value must agree with the other rows of the call."""
+    words = registered()
     with pytest.raises(ShardError, match=r"args\[1\] has 2.*args\[0\] has 3"):
         cut(torch.zeros(3), words("ab"))
 
 
 def test_it_alone_can_be_the_batch():
     """A call of one registered value and no tensor is cut."""
-    words, split, join = new_class()
-    register_split(words, split=split, join=join)
+    words = registered()
     assert [shard.rows for shard in cut(words("abcde"), lanes=3)] == [2, 2, 1]
 
 
 def test_rows_may_be_counted_in_another_way_than_by_len():
-    """`rows` says how many there are."""
+    """`rows` returns the row count."""
 
     class Table:
         def __init__(self, height):
@@ -92,42 +105,52 @@ def test_rows_may_be_counted_in_another_way_than_by_len():
     )
     shards = cut(Table(5))
     assert [shard.args[0].height for shard in shards] == [3, 2]
-    assert gather([shard.args[0] for shard in shards], (3, 2), GatherRules(), None).height == 5
+    assert join([shard.args[0] for shard in shards], (3, 2), JoinRules()).height == 5
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
 def test_a_split_that_returns_another_number_of_parts_is_refused(wrong):
-    """One part a size: neither is a part dropped, nor is a lane left without."""
-    words, _, join = new_class()
-    register_split(words, split=lambda value, sizes: [value] * wrong, join=join)
+    """`split` returns one part per size, so no part is dropped and no lane stays without."""
+    words, _, put_together = new_class()
+    register_split(words, split=lambda value, sizes: [value] * wrong, join=put_together)
     with pytest.raises(ParawrapError, match="Words"):
         cut(torch.zeros(4), words("abcd"))
 
 
 def test_the_same_object_from_every_lane_is_not_joined():
-    """A registered value that every lane hands out as it got it is the call's, as a tensor is."""
-    words, split, join = new_class()
-    register_split(words, split=split, join=join)
-    shared = words("ab")
-    assert gather([shared, shared], (2, 2), GatherRules(), None).items == ["a", "b"]
+    """A registered value that every lane returns as the same object keeps its identity, like a tensor."""
+    shared = registered()("ab")
+    assert join([shared, shared], (2, 2), JoinRules()) is shared
 
 
 def test_an_output_of_one_lane_is_unwrapped():
-    """With one shard the value comes back as it is."""
-    words, split, join = new_class()
-    register_split(words, split=split, join=join)
-    value = words("ab")
-    assert gather([[value]], (2,), GatherRules(), CPU)[0] is value
+    """With one shard the value is returned as it is."""
+    value = registered()("ab")
+    assert join([[value]], (2,), JoinRules(), CPU)[0] is value
+    assert join([[value]], (2,), JoinRules(reduce="stack"), CPU)[0] is value
 
 
 def test_a_packed_sequence_round_trips_with_its_order():
-    """Cut and joined, the sequences and their order are what they were, batched features too."""
+    """Cut and joined, a packed sequence is equal to the original in data, order, and indices."""
     sequences = [torch.randn(length, 2) for length in (1, 4, 2, 3, 1)]
     packed = rnn.pack_sequence(sequences, enforce_sorted=False)
     for lanes in (2, 3, 5):
         shards = cut(packed, lanes=lanes)
-        found = gather([shard.args[0] for shard in shards], [shard.rows for shard in shards], GatherRules(), None)
-        assert all(map(torch.equal, rnn.unpack_sequence(found), sequences))
+        found = join([shard.args[0] for shard in shards], [shard.rows for shard in shards], JoinRules(out_dims=0))
+        for one, other in zip(found, packed, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", [(4, 3, 3, 1), (2, 2, 2, 2)])
+def test_a_packed_sequence_without_sorted_indices_round_trips_without_them(lengths):
+    """The lanes and the caller get `sorted_indices` of None if the caller sorted the sequences."""
+    packed = rnn.pack_sequence([torch.randn(length, 2) for length in lengths])
+    shards = cut(packed, lanes=3)
+    assert [shard.args[0].sorted_indices for shard in shards] == [None] * 3
+    found = join([shard.args[0] for shard in shards], [shard.rows for shard in shards], JoinRules(out_dims=0))
+    assert (found.sorted_indices, found.unsorted_indices) == (None, None)
+    assert torch.equal(found.data, packed.data)
+    assert torch.equal(found.batch_sizes, packed.batch_sizes)
 
 
 def test_gradients_flow_through_a_packed_sequence():
@@ -139,7 +162,7 @@ def test_gradients_flow_through_a_packed_sequence():
 
 
 def test_sequences_are_cut_by_slices():
-    """What in_dims cuts has a splitter too: slices of the type that it was."""
+    """A sequence that `in_dims` cuts has rules too: slices of the same type."""
     splitter = splitter_of(["a", "b", "c"])
     assert splitter.split(["a", "b", "c"], (2, 1)) == [["a", "b"], ["c"]]
     assert splitter.join([("a",), ("b", "c")]) == ("a", "b", "c")

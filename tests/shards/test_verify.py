@@ -1,4 +1,4 @@
-"""check_equal: a parallel output against the plain one."""
+"""check_equal: compare a parallel output with the plain output."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from parawrap.shards import check_equal
     ],
 )
 def test_what_is_equal_up_to_rounding_passes(ours, theirs):
-    """Rounding, NaN beside NaN, and values that are no tensors (a time, an id) raise nothing."""
+    """Rounding errors and equal NaNs raise nothing."""
     check_equal(ours, theirs)
 
 
-def test_a_difference_is_told_with_address_size_and_usual_cause():
-    """Where, how much absolutely and relatively, and what it mostly is."""
+def test_a_difference_is_reported_with_address_size_and_usual_cause():
+    """The message has the place, the absolute and relative difference, and the usual cause."""
     with pytest.raises(VerifyError, match=r'output\["a"\]\[1\].*max abs 0.5, max rel 0.25.*BatchNorm'):
         check_equal({"a": [torch.zeros(2), torch.tensor([2.0, 2.5])]}, {"a": [torch.zeros(2), torch.tensor([2.0, 2.0])]})
 
@@ -41,24 +41,24 @@ def test_a_difference_of_any_dtype_is_a_verify_error(dtype):
 
 
 def test_a_difference_of_dtype_is_named():
-    """Equal numbers of another dtype are told to be that, not to differ by 0."""
+    """Equal numbers of different dtypes are reported by their dtypes."""
     with pytest.raises(VerifyError, match=r"float32.*float64|float64.*float32"):
         check_equal(torch.ones(2), torch.ones(2, dtype=torch.float64))
 
 
 def test_a_difference_of_shape_is_named():
-    """Thinned or repeated rows show as two shapes."""
+    """Missing or repeated rows are reported by both shapes."""
     with pytest.raises(VerifyError, match=r"\(4,\).*\(2,\)"):
         check_equal(torch.zeros(4), torch.zeros(2))
 
 
 def test_a_difference_of_structure_is_named():
-    """Other keys or lengths are told by their place."""
+    """Different keys or lengths are reported with their place."""
     with pytest.raises(VerifyError, match=r"output\[0\].*'a'.*'b'"):
         check_equal([{"a": torch.zeros(1)}], [{"b": torch.zeros(1)}])
 
 
 def test_packed_sequences_are_compared():
-    """A value that is joined in a way of its own is no reason to look away."""
+    """The tensors of packed sequences are compared."""
     with pytest.raises(VerifyError):
         check_equal(rnn.pack_sequence([torch.ones(2)]), rnn.pack_sequence([torch.zeros(2)]))

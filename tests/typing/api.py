@@ -15,6 +15,7 @@ from torch.utils.data import Sampler
 import parawrap
 from parawrap import (
     Batch,
+    Comparison,
     DataParallel,
     Device,
     Launch,
@@ -35,6 +36,8 @@ from parawrap import (
     UnsendableError,
     Wrapper,
     cat,
+    compare,
+    cpu,
     cuda_attrs,
     current_rank,
     data_parallel,
@@ -88,12 +91,35 @@ def every_way_to_name_devices(model: torch.nn.Module) -> None:
 
 
 def every_option(model: torch.nn.Module) -> None:
-    parallel(model, 2, dim=1, in_dims={"mask": None, "texts": 0}, methods=("forward", "generate"), output_device="cpu")
+    parallel(
+        model, 2, dim=1, in_dims={"mask": None, "texts": "items"}, methods=("forward", "generate"), output_device="cpu"
+    )
+    parallel(model, 2, in_dims={"columns": 1, "texts": 0})
+    parallel(model, 2, out_dims=(0, (1, None), {"texts": "items"}, "ragged"))
+    parallel(model, 2, out_dims=None)
     parallel(model, 2, reduce="sum", join="list", verify=True)
+    parallel(model, 2, reduce=None, join="pad", pad_value=-100)
     parallel(model, 2, reduce=torch.Tensor.max)
     parallel(model, 2, reduce="median")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     parallel(model, 2, join="stack")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    parallel(model, 2, in_dims={"texts": "rows"})  # type: ignore[dict-item]  # pyright: ignore[reportArgumentType]
+    parallel(model, 2, plan="auto")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     parallel(model, 2, 1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    comparison = compare(model, (x,), ["cpu", "cpu"], train=True, rounds=2, calls=1, show=False, out_dims=0)
+    assert_type(comparison, Comparison)
+    assert_type(comparison.ways[0].seconds, tuple[float, ...])
+    with cpu.keep_freed_memory() as nothing:
+        assert_type(nothing, None)
+
+
+def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tensor) -> None:
+    assert_type(block.map([x], buffersize=4, progress=True), Iterator[Any])
+    block.map([x], buffersize=None)
+    block.map([x], window=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    block.map([x], buffersize="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def the_data_parallels_know_their_module(model: torch.nn.Linear, x: torch.Tensor) -> None:

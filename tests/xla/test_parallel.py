@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import DeviceUnavailableError, VerifyError, parallel
+from parawrap import DeviceUnavailableError, GatherError, VerifyError, parallel
 from tests.xla.zoo import XLAS, Images, Tied, assert_near, assert_same_gradients, beside, mlp, rows
 
 
@@ -225,6 +225,53 @@ def test_verify():
         pytest.raises(VerifyError),
     ):
         p(rows())
+
+
+def test_the_first_call_is_cut_like_later_ones():
+    """Each new shape costs a compilation, so nothing is learned from shards of different sizes."""
+    model = mlp().to("xla:0")
+    with torch.no_grad(), parallel(model, XLAS) as p:
+        for _ in range(2):
+            model(rows(8))
+            assert p.stats().shards == (2, 2, 2, 2)
+
+
+class WithTable(nn.Linear):
+    """Returns rows and a table."""
+
+    def forward(self, x):
+        return super().forward(x), torch.ones(3, 2, device=x.device)
+
+
+def test_an_output_without_rows_must_be_declared():
+    """Outputs are taken to have the rows on dim 0; one that has not is refused, unless out_dims declares it."""
+    model = WithTable(5, 3).to("xla:0")
+    x = rows(8)
+    with torch.no_grad(), parallel(model, XLAS), pytest.raises(GatherError, match=r"output\[1\].*out_dims"):
+        model(x)
+    with torch.no_grad(), parallel(model, XLAS, out_dims=(0, None)):
+        for _ in range(2):
+            y, table = model(x)
+            assert y.shape == (8, 3)
+            assert_near(table, torch.ones(3, 2))
+
+
+class Loss(nn.Linear):
+    """Returns one number for all rows."""
+
+    def forward(self, x):
+        return super().forward(x).square().mean()
+
+
+def test_a_loss_needs_a_reduction():
+    """A number from each lane is refused without `reduce`; the mean over rows is the plain loss."""
+    model = Loss(5, 3).to("xla:0")
+    plain = beside(model)
+    x = rows(7)
+    with torch.no_grad(), parallel(model, XLAS), pytest.raises(GatherError, match="reduce"):
+        model(x)
+    with torch.no_grad(), parallel(model, XLAS, reduce="mean"):
+        assert_near(model(x), plain(x))
 
 
 def test_devices():

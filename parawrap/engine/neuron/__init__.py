@@ -3,7 +3,7 @@
 Knows the runtime's contract and the engine's session; refuses to know faces. Imported where cores are named, not before.
 """
 
+from parawrap.engine.neuron._neuron_session import NeuronSession
 from parawrap.engine.neuron._placed import Batching, PlacedModel
-from parawrap.engine.neuron._session import NeuronSession
 
 __all__ = ["Batching", "NeuronSession", "PlacedModel"]

@@ -1,0 +1,49 @@
+"""One shard's task on another device: bring the shard there, run it, and give buffers back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parawrap.backends import record_use
+from parawrap.shards import Piece, Shard
+from parawrap.tree import flatten_call
+
+__all__ = ["Placed"]
+
+
+class Placed:
+    """Made by the caller and run once, in a lane: in one go, or in two halves on different streams."""
+
+    __slots__ = ("_afterwards", "_call", "_device", "_piece", "shard")
+
+    def __init__(
+        self, call: Callable[..., Any], piece: Piece, device: torch.device, afterwards: Callable[[], None] | None = None
+    ) -> None:
+        self._call = call
+        self._piece = piece
+        self._device = device
+        self._afterwards = afterwards
+        self.shard: Shard
+
+    def __call__(self) -> Any:
+        self.place()
+        return self._run()
+
+    def place(self) -> None:
+        """Bring the shard to the lane's device, on the thread's streams."""
+        self.shard = self._piece.on(self._device)
+
+    def run_placed(self) -> Any:
+        """Run the shard on other streams than `place`, which keep its memory until they are done with it."""
+        if self._device.type != "cpu":
+            record_use(flatten_call(self.shard.args, self.shard.kwargs)[0])
+        return self._run()
+
+    def _run(self) -> Any:
+        value = self._call(*self.shard.args, **self.shard.kwargs)
+        if self._afterwards is not None:
+            self._afterwards()
+        return value

@@ -1,0 +1,191 @@
+"""The calls of a compiled model on NeuronCores: cut into inferences, run by the cores in turn, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from parawrap.engine._reference import plain_output
+from parawrap.engine._session import Entry, Ticket
+from parawrap.engine._stats import Stats, Tally
+from parawrap.engine._trace import Trace
+from parawrap.engine.neuron._fitting import Fitting
+from parawrap.engine.neuron._placed import Batching, PlacedModel
+from parawrap.errors import SessionError
+from parawrap.lanes import Lane, LanePool, Modes, Task, first_failure, here, intra_op_threads, sees_only_its_own_thread
+from parawrap.replicas import Freshness
+from parawrap.shards import Cutter, JoinRules, Shard, ShardPlan, check_equal, join
+
+__all__ = ["NeuronSession"]
+
+_CPU = torch.device("cpu")
+
+
+class NeuronSession:
+    """The calls of a placed model. Several lanes feed a core: one brings its input while the input of another runs.
+
+    A call may be cut into more shards than there are lanes: shard i goes to core i and lane i, both counted in rounds. A
+    call that is not cut runs in the caller's thread, on the next core in turn. With `owns_placed`, `close` frees the cores'
+    memory. Safe to share between threads.
+    """
+
+    def __init__(
+        self,
+        placed: PlacedModel,
+        batching: Batching,
+        workers: int,
+        *,
+        cutters: Mapping[str | None, Cutter],
+        rules: JoinRules,
+        output_device: torch.device | None = None,
+        verify: bool = False,
+        owns_placed: bool = False,
+    ) -> None:
+        self.devices = (_CPU,) * workers
+        self.tally = Tally(workers)
+        self.pool = LanePool(self.devices, labels=[str(placed.cores[i % len(placed.cores)]) for i in range(workers)])
+        self._placed = placed
+        self._owns_placed = owns_placed
+        self._cutters = cutters
+        self._rules = rules
+        self._output_device = output_device
+        self._fittings = {
+            method: Fitting(placed.signature, batching.dim, cutter.parameters) for method, cutter in cutters.items()
+        }
+        in_one_lane = Cutter(batching.dim, lists_are_shared=True, sizes=batching.whole)
+        self._in_one_lane = None if batching.chunk is None else in_one_lane
+        self._verifies = verify
+        self._verified: WeakSet[ShardPlan] = WeakSet()
+        self._futures: WeakSet[Future[Any]] = WeakSet()
+
+    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Scatter, apply, gather. The weights are compiled in, so nothing is replicated.
+
+        Raises:
+            ShapeError: If the model is not compiled for such tensors, or, without dynamic batching, for so many rows.
+            SessionError: If the model was taken off its cores.
+        """
+        with self._placed.in_use():
+            args, kwargs = self._fittings[entry.method].fit(args, kwargs)
+            if self.must_run_plainly():
+                return self._run_here(entry, args, kwargs)
+            cutter = self._cutters[entry.method]
+            flat = cutter.flatten(args, kwargs)
+            plan = cutter.plan(flat, len(self.devices))
+            if len(plan.sizes) == 1:
+                return self._run_here(entry, args, kwargs)
+            verifies = self._verifies and plan not in self._verified
+            run = partial(self._run_in_turn, entry)
+            expected = plain_output(run, plan, flat, _CPU, self.devices) if verifies else None
+            shards = plan.scatter(flat, (_CPU,) * len(plan.sizes))
+            outputs = self._apply([self._task(entry, shard, index) for index, shard in enumerate(shards)])
+            output = self._gather(outputs, plan.sizes)
+            self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
+            if verifies:
+                check_equal(output, expected)
+                self._verified.add(plan)
+            return output
+
+    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
+        """Run a call whole on one core, fed by the lane that is free first. Raises what `call` raises, at once."""
+        if self.pool.closed:
+            msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
+            raise SessionError(msg)
+        with self._placed.in_use():
+            args, kwargs = self._fittings[entry.method].fit(args, kwargs)
+            shards, plan = self._whole(entry, args, kwargs)
+            task = partial(self._run_shards, entry, shards, plan.sizes)
+            future = self.pool.submit_to_any(task, Modes.capture("cpu"))
+        self._futures.add(future)
+        return Ticket(future, plan.rows)
+
+    def cancel(self) -> None:
+        """Drop submitted calls that have not started."""
+        for future in list(self._futures):
+            future.cancel()
+
+    def close(self) -> None:
+        """Let the lanes finish and end their threads; free the cores' memory if the session owns the placed model."""
+        self.pool.close()
+        if self._owns_placed:
+            self._placed.unplace()
+
+    def stats(self) -> Stats:
+        """Return the counters."""
+        return self.tally.stats(self.pool.lanes, Freshness())
+
+    def trace(self, path: str | Path) -> Trace:
+        """Return a recorder of when each lane works."""
+        return Trace(self.pool.lanes, path)
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Keep the model on its cores inside the block, for a call that is about to be made."""
+        return self._placed.in_use()
+
+    def must_run_plainly(self) -> bool:
+        """True if a call by this thread now must not be cut: in a lane, after the block, or traced."""
+        return here.lane is not None or not self.pool.alive or sees_only_its_own_thread()
+
+    def _apply(self, tasks: Sequence[Task]) -> list[Any]:
+        """Run the tasks in the lanes, those beyond the lanes in rounds; return their values in order."""
+        lanes = len(self.devices)
+        rounds = tasks if len(tasks) <= lanes else [partial(_in_order, tasks[lane::lanes]) for lane in range(lanes)]
+        with intra_op_threads(self.pool.threads):
+            outcomes = self.pool.run(rounds, Modes.capture("cpu"))
+        if any(outcome.error is not None for outcome in outcomes):
+            raise first_failure(outcomes, self.pool.lanes[: len(rounds)])
+        of_lanes = [outcome.value for outcome in outcomes]
+        if rounds is tasks:
+            return of_lanes
+        values: list[Any] = [None] * len(tasks)
+        for lane, of_lane in enumerate(of_lanes):
+            values[lane::lanes] = of_lane
+        return values
+
+    def _gather(self, outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+        with intra_op_threads(self.pool.threads):
+            return join(outputs, sizes, self._rules, self._output_device)
+
+    def _task(self, entry: Entry, shard: Shard, index: int) -> Task:
+        cores = self._placed.cores
+        return partial(entry.of(self._placed.on(cores[index % len(cores)])), *shard.args, **shard.kwargs)
+
+    def _run_here(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a whole call in the caller's thread."""
+        self.tally.plain()
+        return self._run_in_turn(entry, *args, **kwargs)
+
+    def _run_in_turn(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
+        """Run a whole call on the next core in turn."""
+        shards, plan = self._whole(entry, args, kwargs)
+        return self._joined(entry.of(self._placed.in_turn()), shards, plan.sizes)
+
+    def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
+        cores = self._placed.cores
+        self.tally.whole(lane.index, sum(sizes))
+        return self._joined(entry.of(self._placed.on(cores[lane.index % len(cores)])), shards, sizes)
+
+    def _joined(self, call: Callable[..., Any], shards: Sequence[Shard], sizes: Sequence[int]) -> Any:
+        outputs = [call(*shard.args, **shard.kwargs) for shard in shards]
+        as_it_is = len(outputs) == 1 and self._rules.keep_single
+        return outputs[0] if as_it_is else self._gather(outputs, sizes)
+
+    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Shard], ShardPlan]:
+        """Return a whole call as the shards that one core runs one after another."""
+        if self._in_one_lane is None:
+            plan, flat = self._cutters[entry.method].whole(args, kwargs)
+        else:
+            flat = self._in_one_lane.flatten(args, kwargs)
+            plan = self._in_one_lane.plan(flat, 1)
+        return plan.scatter(flat, (_CPU,) * len(plan.sizes)), plan
+
+
+def _in_order(tasks: Sequence[Task]) -> list[Any]:
+    return [task() for task in tasks]

@@ -1,0 +1,148 @@
+"""`compare`: one call, plain and in lanes, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from itertools import chain
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from parawrap.backends import Devices
+from parawrap.engine import as_call
+from parawrap.errors import ShardError
+from parawrap.faces._comparison import Comparison, Way, difference
+from parawrap.faces._turn import memory_growth, page_faults, turn
+from parawrap.faces.parallel import parallel
+from parawrap.tree import Opaque, flatten, tensors_in
+
+__all__ = ["Comparison", "compare"]
+
+_WARM_UP_CALLS = 3
+
+
+def compare(
+    model: Callable[..., Any],
+    batch: Any,
+    devices: Devices = None,
+    *,
+    train: bool = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    rounds: int = 5,
+    calls: int = 10,
+    show: bool = True,
+    **options: Any,
+) -> Comparison:
+    """Run one call plain and in lanes, print a table of times, memory, and differences, and return the numbers.
+
+    "plain" is the call as torch runs it; "lanes" is the call inside ``parallel(model, devices, **options)``. The ways take
+    turns. A turn starts with untimed calls, from the same buffers, training flags, `.grad`, and torch random states each
+    time, and restores them. Accelerators are synchronised around each timed call.
+
+    Args:
+        model: A module, compared in its current training mode, or another callable.
+        batch: A tuple is spread, a dict becomes keywords, anything else is one argument, as in `Parallel.map`.
+        devices: The lanes, as in `parallel`.
+        train: Compare training steps (forward, loss, backward) instead of forward calls under `torch.no_grad`.
+        loss: Function from the output to a scalar; by default the sum of all floating-point output tensors.
+        rounds: Turns of each way, at least 2.
+        calls: Timed calls per turn.
+        show: Print the table.
+        **options: Options of `parallel`. `methods` names the one method to compare.
+
+    Raises:
+        ShardError: If `rounds`, `calls`, or `methods` is not allowed, or if the output has no tensor for the default loss.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import compare
+        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(8, 3), ["cpu", "cpu"])
+        parallel(Linear, ['cpu', 'cpu']): forward in training mode, 5 rounds of 10 calls
+          way  median ms ...
+    """
+    method, *others = options.get("methods", ("forward",))
+    if rounds < 2 or calls < 1 or others:
+        msg = f"compare needs rounds >= 2, calls >= 1, and one method, not {rounds=}, {calls=}, methods={[method, *others]}"
+        raise ShardError(msg)
+    block = parallel(model, devices, **options)
+    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model), "lanes": block}
+    owner = getattr(model, "__self__", model)  # of a bound method
+    module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
+    args, kwargs = as_call(batch)
+    held = [*module.parameters(), *_tensors([args, kwargs])]
+    leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
+    places = {tensor.device for tensor in (*held, *module.buffers())}.union(block.devices)
+    accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    faults = dict.fromkeys(ways, 0)
+    answers: dict[str, tuple[list[torch.Tensor], ...]] = {}
+    extra: dict[str, int | None] = {}
+
+    def step(target: Any) -> Any:
+        for leaf in leaves:
+            leaf.grad = None
+        output = (target if method == "forward" else getattr(module, method))(*args, **kwargs)
+        if train:
+            (loss or _sum)(output).backward()
+        return output
+
+    def timed(target: Any) -> float:
+        wait()
+        start = perf_counter()
+        step(target)
+        wait()
+        return perf_counter() - start
+
+    def wait() -> None:
+        for device in accelerators:
+            torch.accelerator.synchronize(device)
+
+    for _ in range(rounds):
+        for name, way in ways.items():
+            growth = memory_growth(accelerators)
+            with turn(name, module, leaves, accelerators), way as opened, torch.set_grad_enabled(train):
+                target = model if module is model else opened
+                if name not in answers:
+                    answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))
+                for _ in range(_WARM_UP_CALLS):
+                    step(target)
+                before = page_faults()
+                seconds[name] += [timed(target) for _ in range(calls)]
+                faults[name] += page_faults() - before
+            extra[name] = growth()
+    rows = []
+    for name, times in seconds.items():
+        outputs, gradients = map(difference, answers[name], answers["plain"])
+        rows.append(Way(name, tuple(times), extra[name], faults[name] / len(times), outputs, gradients if train else None))
+    what = "training step" if train else "forward"
+    mode = f" in {'training' if module.training else 'eval'} mode" if module is owner else ""
+    comparison = Comparison(f"{block!r}: {what}{mode}, {rounds} rounds of {calls} calls", tuple(rows))
+    if show:
+        print(comparison)  # noqa: T201
+    return comparison
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    """Return the tensors in `value`, and its numbers as tensors."""
+    leaves = flatten(value)[0]
+    inside = (tensors_in(leaf.value) if isinstance(leaf, Opaque) else (leaf,) for leaf in leaves)
+    return [torch.as_tensor(leaf) for leaf in chain(*inside) if isinstance(leaf, (torch.Tensor, int, float))]
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(()).expand(leaf.shape) if leaf.grad is None else leaf.grad.to_dense()
+
+
+def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+
+
+def _sum(output: object) -> torch.Tensor:
+    parts = [tensor.sum() for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
+    if not parts:
+        msg = "the output has no floating-point tensor that requires gradients: pass loss=, a function of the output"
+        raise ShardError(msg)
+    return sum((part.to(parts[0].device) for part in parts[1:]), start=parts[0])

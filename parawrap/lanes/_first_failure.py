@@ -1,0 +1,45 @@
+"""Carry the outcome of a task from its lane to the caller, and choose the error to raise."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Outcome", "first_failure", "note"]
+
+
+class Outcome(NamedTuple):
+    """A value, or the exception that was raised instead, with the traceback that it had in its lane."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+
+def note(error: BaseException, text: str) -> None:
+    """Add a note, unless the exception refuses notes: it must arrive all the same."""
+    with contextlib.suppress(Exception):
+        error.add_note(text)
+
+
+def first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> BaseException:
+    """Return the error of the first lane that failed, with notes on its place and on the errors of other lanes.
+
+    An outcome beyond the lanes is of the last one. An interrupt or an exit comes before any error, because no task failed
+    with it. The list is emptied: the traceback holds frames that hold it, and a cycle would keep the tensors of the call.
+    """
+    failed = [
+        (f"in {lanes[min(index, len(lanes) - 1)]}, shard {index} of {len(outcomes)}", outcome.error)
+        for index, outcome in enumerate(outcomes)
+        if outcome.error is not None
+    ]
+    failed.sort(key=lambda at: isinstance(at[1], Exception))
+    place, first = failed[0]
+    note(first, place)
+    for other_place, other in failed[1:]:
+        if other is not first:
+            text = "".join(traceback.format_exception_only(other)).strip()  # also if its __str__ fails
+            note(first, f"also {other_place}: {text}")
+    outcomes.clear()
+    return first

@@ -1,0 +1,355 @@
+"""From a call to its shards: take it apart, plan the cut, and scatter it.
+
+A plan depends on the structure of the call, on which leaves are tensors, and on their rows, never on values. It is made
+once per combination and cached. With shards of equal sizes it also depends on earlier calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter, itemgetter
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.autograd import forward_ad
+
+from parawrap.backends import bring
+from parawrap.errors import ShardError
+from parawrap.shards._extents import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
+from parawrap.shards._parameters import Parameters
+from parawrap.shards._refusals import (
+    CALL_ROOTS,
+    refuse_ambiguous,
+    refuse_dims_out_of_range,
+    refuse_disagreement,
+    refuse_unknown,
+)
+from parawrap.shards._sizes import Sizes, balanced, equal, telling
+from parawrap.shards._split import placed, splitter_of
+from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
+
+__all__ = ["Cutter", "FlatCall", "InDim", "Piece", "Shard", "ShardPlan"]
+
+InDim = int | Literal["items"] | None
+"""Where the rows of an argument lie: a dim, one item per row, or nowhere (every lane gets the argument whole)."""
+
+_MOST_PLANS = 1024
+_TENSOR = frozenset({torch.Tensor})
+_on_cpu = attrgetter("is_cpu")
+_shape_of = attrgetter("shape")
+
+
+class FlatCall(NamedTuple):
+    """One call taken apart: its leaves, its structure, and each leaf's extent, which is its row count or says its kind.
+
+    `on_cpu` is True for a call of positional tensors on the CPU, and nothing else.
+    """
+
+    leaves: Sequence[Any]
+    spec: TreeSpec
+    extents: tuple[int, ...] = ()
+    on_cpu: bool = False
+
+
+class Shard(NamedTuple):
+    """One lane's part of a call. `origins` maps the id of each copy in it to the caller's value that it is a copy of."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    leaves: Sequence[Any] = ()
+    origins: dict[int, Any] = {}  # noqa: RUF012
+
+
+class Piece(NamedTuple):
+    """A shard that still lies where the caller has it: views, and the leaves that every lane gets whole."""
+
+    spec: TreeSpec
+    leaves: Sequence[Any]
+    whole: Sequence[Any]
+    dims: Sequence[int | None]
+    rows: int
+
+    def on(self, device: torch.device) -> Shard:
+        """Return the shard on a device: views of rows that lie there already, copies of others on the thread's streams."""
+        leaves = [_on_device(leaf, device) for leaf in self.leaves]
+        args, kwargs = unflatten(self.spec, leaves)
+        return Shard(args, kwargs, self.rows, leaves, self._origins(leaves))
+
+    def _origins(self, leaves: Sequence[Any]) -> dict[int, Any]:
+        """Copies of tensors that were not cut, and parts of values with rules of their own."""
+        origins: dict[int, Any] = {}
+        for here, whole, dim in zip(leaves, self.whole, self.dims, strict=True):
+            if isinstance(whole, Opaque):
+                origins[id(here)] = whole.value
+            elif dim is None and isinstance(whole, torch.Tensor) and here is not whole:
+                origins[id(here)] = whole
+        return origins
+
+
+@dataclass(frozen=True, eq=False)
+class ShardPlan:
+    """How the calls of one structure are cut: each leaf's dim (None: whole to every lane) and the sizes of the shards.
+
+    Immutable; shared by every call of the structure and by every thread.
+    """
+
+    spec: TreeSpec
+    dims: tuple[int | None, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(self.sizes)
+
+    def uncut(self) -> ShardPlan:
+        """Return the plan that gives the same calls whole to one lane."""
+        return ShardPlan(self.spec, (None,) * len(self.dims), (self.rows,))
+
+    def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
+        """Return one shard per size, each on its device; `devices` has one entry per shard."""
+        return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]
+
+    def columns(self, flat: FlatCall) -> list[Sequence[Any]]:
+        """Return the parts of each leaf, one per size: views of cut tensors, and the same object if a leaf stays whole."""
+        return list(map(self._parts, range(len(flat.leaves)), flat.leaves))
+
+    def cut(self, flat: FlatCall) -> list[Piece]:
+        """Return one piece per size."""
+        columns = self.columns(flat)
+        return [
+            Piece(flat.spec, [column[shard] for column in columns], flat.leaves, self.dims, size)
+            for shard, size in enumerate(self.sizes)
+        ]
+
+    def update(self, flat: FlatCall, shards: Sequence[Shard]) -> None:
+        """Put what the lanes did to their parts of a cache into the cache that the caller passed."""
+        for index, leaf in enumerate(flat.leaves):
+            if isinstance(leaf, Opaque) and (update := splitter_of(leaf.value).update) is not None:
+                if len(shards) > 1:
+                    update(leaf.value, splitter_of(leaf.value).join([shard.leaves[index] for shard in shards]))
+                elif shards[0].leaves[index] is not leaf.value:
+                    update(leaf.value, shards[0].leaves[index])
+
+    def _parts(self, index: int, leaf: Any) -> Sequence[Any]:
+        dim = self.dims[index]
+        if dim is None or len(self.sizes) == 1:
+            return (leaf,) * len(self.sizes)
+        if isinstance(leaf, torch.Tensor):
+            try:
+                return _views(leaf, self.sizes, dim)
+            except (RuntimeError, NotImplementedError) as error:  # of a sparse or jagged layout
+                raise ShardError(self._why_uncut(index, leaf)) from error
+        parts = splitter_of(leaf.value).split(leaf.value, self.sizes)
+        if len(parts) != len(self.sizes):
+            name = type(leaf.value).__name__
+            msg = f"the split of {name} returned {len(parts)} parts for {len(self.sizes)} sizes, {list(self.sizes)}"
+            raise ShardError(msg)
+        return [Opaque(part) for part in parts]
+
+    def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
+        where = addresses(self.spec, CALL_ROOTS)[index]
+        return (
+            f"{where} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be split by torch. in_dims with None "
+            "for its parameter gives it whole to every lane"
+        )
+
+
+class _Layout(NamedTuple):
+    """The calls of one structure: the dim of each leaf, the plans by extents and lanes, and by lanes the most rows."""
+
+    dims: tuple[int | None, ...]
+    plans: dict[tuple[tuple[int, ...], int, bool], ShardPlan]
+    full: dict[int, int]
+
+
+class Cutter:
+    """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
+
+    With `equal_sizes` the shards of a call are as large as those of earlier calls, and the last one has the rest: a short
+    last batch brings one new size instead of one per lane. Otherwise `sizes` gives the sizes of the shards.
+    """
+
+    def __init__(
+        self,
+        dim: int = 0,
+        in_dims: Mapping[str, InDim] | None = None,
+        parameters: Parameters | None = None,
+        *,
+        lists_are_shared: bool = False,
+        equal_sizes: bool = False,
+        sizes: Sizes = balanced,
+    ) -> None:
+        self.dim = dim
+        self.in_dims = dict(in_dims or {})
+        self.parameters = parameters
+        self.lists_are_shared = lists_are_shared
+        self.equal_sizes = equal_sizes
+        self.sizes = sizes
+        self._sizing = threading.Lock()
+        self._layouts: dict[TreeSpec, _Layout] = {}
+        self._specs: dict[int, TreeSpec] = {}  # by their number, of calls of tensors alone
+
+    def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
+        """Take a call apart.
+
+        Raises:
+            ShardError: If an object of an unknown class holds tensors.
+        """
+        if args and not kwargs and not self.in_dims and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
+            try:  # the short way for the most common call: positional tensors on the CPU
+                extents = tuple(map(itemgetter(self.dim), map(_shape_of, args)))
+            except (IndexError, RuntimeError):  # a tensor without that dim, or a nested one
+                pass
+            else:
+                spec = self._specs.get(len(args)) or self._spec_of(args)
+                return FlatCall(args, spec, extents, on_cpu=True)
+        if self.in_dims:
+            args, kwargs = self._with_items(args, kwargs)
+        leaves, spec = flatten_call(args, kwargs)
+        dims = self._layout(spec).dims
+        flat = FlatCall(leaves, spec, tuple(map(extent_of, leaves, dims)))
+        if OBJECT in flat.extents or NESTED in flat.extents:
+            refuse_unknown(spec, leaves, flat.extents, self._name_at)
+        return flat
+
+    def plan(self, flat: FlatCall, lanes: int, *, tell: bool = False) -> ShardPlan:
+        """Return the plan for a call. With `tell` the shards differ in size, to show which outputs follow the rows.
+
+        Raises:
+            ShardError: If row counts disagree, a list may or may not have one item per row, or a dim is out of range.
+        """
+        layout = self._layouts.get(flat.spec) or self._layout(flat.spec)
+        key = flat.extents, lanes, tell
+        plan = layout.plans.get(key)
+        if plan is None:
+            if len(layout.plans) >= _MOST_PLANS:
+                layout.plans.clear()
+            plan = layout.plans[key] = self._make(flat, layout, lanes, tell=tell)
+        return plan
+
+    def rows(self, args: tuple[Any, ...]) -> int:
+        """Return the row count of a call of tensors: that of the first with rows."""
+        for index, leaf in enumerate(args):
+            dim = self.in_dims.get(self._name_at((0, index)) or "", self.dim) if self.in_dims else self.dim
+            extent = extent_of(leaf, 0 if dim == "items" else dim)
+            if extent >= 0:
+                return extent
+        return 0
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ShardPlan, FlatCall]:
+        """Return the plan that gives this call uncut to one lane, and the call taken apart. Rows may disagree."""
+        leaves, spec = flatten_call(args, kwargs)
+        extents = [extent_of(leaf, dim) for leaf, dim in zip(leaves, self._layout(spec).dims, strict=True)]
+        rows = next((extent for extent in extents if extent >= 0), 0)
+        return ShardPlan(spec, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
+
+    def _make(self, flat: FlatCall, layout: _Layout, lanes: int, *, tell: bool) -> ShardPlan:
+        spec, extents = flat.spec, flat.extents
+        rows = self._rows(flat, layout.dims)
+        if rows is None:
+            return ShardPlan(spec, (None,) * len(flat.leaves), (0,))
+        sizes = self._sizes(layout, rows, lanes, tell=tell)
+        if rows > 1 and lanes > 1 and not self.lists_are_shared:
+            refuse_ambiguous(spec, extents, rows, self.in_dims, self._name_at)
+        cut_extents = (rows, EMPTY) if rows != 1 else ()
+        cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(layout.dims, extents, strict=True))
+        return ShardPlan(spec, cut, sizes)
+
+    def _sizes(self, layout: _Layout, rows: int, lanes: int, *, tell: bool) -> tuple[int, ...]:
+        if tell:
+            return telling(rows, lanes)
+        if not self.equal_sizes:
+            return self.sizes(rows, lanes)
+        with self._sizing:
+            sizes = equal(rows, lanes, layout.full.get(lanes, 0))
+            layout.full[lanes] = max(sizes[0], layout.full.get(lanes, 0))
+        return sizes
+
+    def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
+        """The row count that the cut leaves agree on; None if nothing in the call has rows."""
+        refuse_dims_out_of_range(flat.spec, flat.leaves, flat.extents, dims, self.in_dims, self._name_at)
+        found = {extent: index for index, extent in reversed(list(enumerate(flat.extents))) if extent >= 0}
+        if len(found) > 1:
+            found.pop(1, None)  # one row next to more is the same for every row, as in torch's broadcasting
+        if len(found) > 1:
+            refuse_disagreement(flat.spec, found, dims, self._name_at)
+        return next(iter(found), None)
+
+    def _spec_of(self, args: tuple[torch.Tensor, ...]) -> TreeSpec:
+        spec = self._specs[len(args)] = flatten_call(args, {})[1]
+        return spec
+
+    def _layout(self, spec: TreeSpec) -> _Layout:
+        """What is known of the calls of one structure."""
+        layout = self._layouts.get(spec)
+        if layout is None:
+            if len(self._layouts) >= _MOST_PLANS:
+                self._layouts.clear()
+            layout = self._layouts[spec] = _Layout(self._dims(spec), {}, {})
+        return layout
+
+    def _dims(self, spec: TreeSpec) -> tuple[int | None, ...]:
+        names = [self._name(spec, leaf) for leaf in range(spec.num_leaves)] if self.in_dims else [None] * spec.num_leaves
+        dims = [self.in_dims.get(name, self.dim) if name else self.dim for name in names]
+        return tuple(0 if dim == "items" else dim for dim in dims)
+
+    def _name(self, spec: TreeSpec, leaf: int) -> str | None:
+        return self._name_at(spec.paths()[leaf])
+
+    def _name_at(self, path: Sequence[Any]) -> str | None:
+        """The parameter that a path into (args, kwargs) belongs to."""
+        if path[0] == 1:
+            return str(path[1])
+        return self.parameters.at(path[1]) if self.parameters is not None else None
+
+    def _with_items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the call with each sequence that `in_dims` cuts by item turned into one leaf."""
+        by_item = tuple(self._by_item(self._name_at((0, index)), value) for index, value in enumerate(args))
+        return by_item, {name: self._by_item(name, value) for name, value in kwargs.items()}
+
+    def _by_item(self, name: str | None, value: Any) -> Any:
+        in_dim = self.in_dims.get(name) if name is not None else None
+        if in_dim is None:
+            return value
+        if in_dim == "items":
+            return Opaque(value) if _has_items(value) else replace_nodes(value, _has_items, Opaque)
+        if isinstance(value, (list, tuple)) and not _holds_tensor(value):
+            return Opaque(value)  # named by the user: also a tuple of numbers
+        return replace_nodes(value, _may_be_one_item_per_row, Opaque)
+
+
+def _has_items(value: Any) -> bool:
+    """True for a list, a plain tuple, or an array of another library."""
+    return type(value) in (list, tuple) or length_of_array(value) is not None
+
+
+def _holds_tensor(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+
+
+def _may_be_one_item_per_row(node: Any) -> bool:
+    """True for a list without tensors, and for a tuple without tensors that holds more than numbers."""
+    if type(node) is list:
+        return bool(node) and not _holds_tensor(node)
+    return type(node) is tuple and not _holds_tensor(node) and not all(isinstance(item, NUMBERS) for item in node)
+
+
+def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[torch.Tensor]:
+    """Return the rows of each lane, in the tensor's own memory.
+
+    torch refuses in-place writes with a graph to one of several views. If the tensor has no graph, a lane may write into
+    its rows (``x += self.bias``), so each view is detached from the others.
+    """
+    parts = tensor.split_with_sizes(sizes, dim)
+    if torch.is_grad_enabled() and not tensor.requires_grad and forward_ad._current_level < 0:
+        return [part.detach() for part in parts]
+    return parts
+
+
+def _on_device(leaf: Any, device: torch.device) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return bring(leaf, device)
+    return placed(leaf, device) if isinstance(leaf, Opaque) else leaf

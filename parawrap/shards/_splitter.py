@@ -1,0 +1,49 @@
+"""The rules of types that are cut and joined as a whole, and the errors of their values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from parawrap.errors import GatherError, ShardError
+
+__all__ = ["Splitter", "refuse_split", "refuse_to_join", "same", "spans"]
+
+
+class Splitter(NamedTuple):
+    """The rules of one type.
+
+    `split` cuts a value into parts of the given sizes, `join` puts parts together, `rows` counts. `to` brings a part to
+    a device. `update` puts the state of joined parts into the argument, for types that a model changes in place.
+    """
+
+    split: Callable[[Any, Sequence[int]], Sequence[Any]]
+    join: Callable[[Sequence[Any]], Any]
+    rows: Callable[[Any], int]
+    to: Callable[[Any, torch.device], Any] | None = None
+    update: Callable[[Any, Any], None] | None = None
+
+
+def refuse_split(value: object, why: str) -> NoReturn:
+    """Raise for an argument, or for a layer inside one; only the class of the argument can be registered."""
+    msg = f"a {type(value).__name__} cannot be cut: {why}. Use parawrap.register_split for the class of the argument"
+    raise ShardError(msg)
+
+
+def refuse_to_join(value: object, why: str) -> NoReturn:
+    """Raise for the parts of a value that the lanes returned."""
+    msg = f"the lanes' parts of a {type(value).__name__} cannot be joined: {why}"
+    raise GatherError(msg)
+
+
+def spans(sizes: Iterable[int]) -> Iterable[tuple[int, int]]:
+    """Return the start and the end of each part."""
+    return itertools.pairwise(itertools.accumulate(sizes, initial=0))
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if two values are equal, element by element for tensors."""
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

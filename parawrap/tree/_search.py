@@ -1,0 +1,51 @@
+"""Find the tensors inside objects of any class."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Any
+
+import torch
+
+__all__ = ["tensors_in"]
+
+_SEALED = (str, bytes, int, float, complex, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield every tensor that `value` holds in attributes, slots, and containers, at any depth, each once.
+
+    Functions, classes, and Python modules are not searched.
+    """
+    seen: dict[int, object] = {}
+    waiting: list[Any] = [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, _SEALED):
+            continue
+        seen[id(each)] = each
+        if isinstance(each, torch.Tensor):
+            yield each
+        else:
+            waiting += _held_by(each)
+
+
+def _held_by(value: Any) -> list[Any]:
+    """The items and attributes of one object."""
+    held: list[Any] = []
+    if isinstance(value, Mapping):
+        held += value.values()
+    elif isinstance(value, (list, tuple, AbstractSet)):
+        held += value
+    elif isinstance(value, types.MethodType):
+        held.append(value.__self__)
+    held += getattr(value, "__dict__", {}).values()
+    names = (name for cls in type(value).__mro__ for name in _slots(cls))
+    return held + [getattr(value, name) for name in names if hasattr(value, name)]
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

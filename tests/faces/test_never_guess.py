@@ -1,0 +1,959 @@
+"""Calls whose outputs or arguments look alike by accident are either right or refused with the option that settles them."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from parawrap import GatherError, ReplicaError, ShardError, parallel
+
+LANES = pytest.mark.parametrize("lanes", [2, 3, 4])
+ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12)
+SOME_ROWS = (2, 4, 5, 8, 9)
+
+
+def lanes_on_cpu(count):
+    return ["cpu"] * count
+
+
+def assert_equal(one, other):
+    """Compare type, structure, and values."""
+    assert type(one) is type(other)
+    if isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_equal(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal(mine, theirs)
+    elif isinstance(one, np.ndarray) and one.dtype.kind in "fc":
+        assert one.dtype == other.dtype
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        assert one.tolist() == other.tolist()
+    elif isinstance(one, torch.Tensor):
+        assert_close(one, other)
+    elif isinstance(one, (float, np.floating)):
+        assert one == pytest.approx(other, rel=1e-5)
+    else:
+        assert one == other
+
+
+def right(target, lanes, make, rows=SOME_ROWS, **options):
+    """Assert that each of the first three calls gives the plain answer, for several numbers of rows."""
+    for count in rows:
+        args = make(count)
+        plain = target(*args)
+        with parallel(target, lanes_on_cpu(lanes), **options) as p:
+            for _ in range(3):
+                assert_equal(p(*args), plain)
+
+
+def refused(target, lanes, make, rows=ROWS, option="out_dims", **options):
+    """Assert that calls are refused with the option in the message, for every number of rows, from the second call on.
+
+    The first call may run whole, if its rows cannot be cut unevenly; its answer is then the plain one.
+    """
+    for count in rows:
+        args = make(count)
+        plain = target(*args)
+        with parallel(target, lanes_on_cpu(lanes), **options) as p:
+            outcomes = [right_or_refused(p, args, plain, option) for _ in range(4)]
+        assert outcomes[1:] == ["refused"] * 3, f"{count} rows: {outcomes}"
+
+
+def right_or_refused(p, args, plain, option="out_dims"):
+    """Make a call, and return "refused" if its error names the option, or "right" if its answer is the plain one."""
+    try:
+        output = p(*args)
+    except GatherError as error:
+        return "refused" if option in str(error) else f"refused without {option}: {error}"
+    assert_equal(output, plain)
+    return "right"
+
+
+def columns(rows):
+    return (torch.arange(rows * 3.0).reshape(rows, 3) % 7,)
+
+
+# -- right: numbers with reduce="sum" ------------------------------------------------------------------------------------
+
+
+def count_correct(logits, labels):
+    return (logits.argmax(1) == labels).sum(), len(labels)
+
+
+class Counts(nn.Module):
+    """Counts of a batch, in the form that `kind` names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, logits, labels):
+        correct, total = count_correct(logits, labels)
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return {
+            "tuple": (correct, total),
+            "dict": {"loss": loss, "correct": correct, "total": total},
+            "python": {"loss": loss.item(), "nested": [correct.item(), {"total": total}]},
+            "numpy": (correct.numpy()[()], np.float64(total)),
+        }[self.kind]
+
+
+def scored(rows):
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 5, generator=generator), torch.randint(0, 5, (rows,), generator=generator)
+
+
+@LANES
+@pytest.mark.parametrize("kind", ["tuple", "dict", "python", "numpy"])
+def test_counts_add_up(kind, lanes):
+    """With reduce="sum", counts and summed losses of a batch are those of the plain call, also for 0 and 1 rows."""
+    right(Counts(kind), lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
+
+
+@LANES
+def test_counts_of_a_function_add_up(lanes):
+    """With reduce="sum", a function that returns (n_correct, len(y)) gives the plain counts."""
+    right(count_correct, lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
+
+
+# -- right: arrays and lists ---------------------------------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda x: x.numpy() * 2,
+        lambda x: np.zeros(len(x)),
+        lambda x: np.ones((len(x), 2), dtype=np.int32),
+        lambda x: {"a": [x.numpy(), x.sum(1).numpy()]},
+        lambda x: np.array([f"row {int(row[0])}" for row in x]),
+    ],
+    ids=["values", "equal", "equal ints", "nested", "strings"],
+)
+def test_arrays_with_the_rows_are_concatenated(target, lanes):
+    """Numpy arrays with one entry per row are concatenated, also if every lane returns equal values."""
+    right(target, lanes, columns)
+
+
+@LANES
+def test_an_array_that_is_the_same_for_all_rows_is_never_repeated(lanes):
+    """An array of three class names comes out once, or is refused, also if each lane has three rows."""
+
+    def target(x):
+        return x, np.arange(3)
+
+    for rows in (2, 3, 4, 6, 9, 12):
+        args = columns(rows)
+        with parallel(target, lanes_on_cpu(lanes)) as p:
+            assert {right_or_refused(p, args, target(*args)) for _ in range(3)} <= {"right", "refused"}
+
+
+@LANES
+def test_an_array_that_depends_on_the_rows_without_having_them_is_refused(lanes):
+    """A histogram of the batch, as an array, is refused."""
+    refused(lambda x: np.histogram(x.numpy(), 3)[0] + len(x), lanes, columns)
+
+
+@LANES
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda x: [f"row {int(row[0])}" for row in x],
+        lambda x: ["same"] * len(x),
+        lambda x: [0] * len(x),
+        lambda x: [row[: 1 + int(row[0]) % 3] for row in x],
+        lambda x: [{"label": str(int(row[0])), "box": row} for row in x],
+        lambda x: {"texts": ["a"] * len(x), "logits": x},
+        lambda x: tuple(int(row[0]) for row in x),
+    ],
+    ids=["strings", "equal strings", "equal ints", "ragged tensors", "dicts", "in a dict", "tuple"],
+)
+def test_lists_with_one_item_per_row_are_concatenated(target, lanes):
+    """A list with one item per row is concatenated, also if the items are equal or differ in shape."""
+    right(target, lanes, columns)
+
+
+@LANES
+def test_a_list_that_is_as_long_as_a_shard_is_not_taken_for_one_item_per_row(lanes):
+    """A list of two outputs stays a list of two outputs if every lane has two rows."""
+    right(lambda x: [x, (x + 1, x.sum(1))], lanes, columns, rows=(2, 2 * lanes, 3 * lanes))
+
+
+# -- right: packed sequences ---------------------------------------------------------------------------------------------
+
+
+class Packs(nn.Module):
+    """A model from padded rows and their lengths to a packed sequence."""
+
+    def __init__(self, *, in_order):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.in_order = in_order
+
+    def forward(self, padded, lengths):
+        packed = rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=self.in_order)
+        return self.lstm(packed)[0]
+
+
+class OnPacked(nn.Module):
+    """A model from a packed sequence to a packed sequence."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4)
+
+    def forward(self, packed):
+        return self.lstm(packed)[0]
+
+
+def lengths_of(rows, *, in_order):
+    lengths = 1 + torch.arange(rows) * 3 % 5
+    return lengths.sort(descending=True).values if in_order else lengths
+
+
+def assert_same_packed(one, other):
+    assert type(one) is rnn.PackedSequence
+    assert_close(one.data, other.data)
+    assert torch.equal(one.batch_sizes, other.batch_sizes)
+    for mine, theirs in ((one.sorted_indices, other.sorted_indices), (one.unsorted_indices, other.unsorted_indices)):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
+
+
+@LANES
+@pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
+def test_a_packed_output_keeps_the_order_of_the_rows(in_order, lanes):
+    """A PackedSequence that is made in the model is the plain one, with sorted_indices None if the caller sorted."""
+    model = Packs(in_order=in_order)
+    for rows in SOME_ROWS:
+        padded, lengths = torch.randn(rows, 5, 3), lengths_of(rows, in_order=in_order)
+        plain = model(padded, lengths)
+        with parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(3):
+                assert_same_packed(model(padded, lengths), plain)
+
+
+@LANES
+@pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
+def test_a_packed_argument_is_cut_by_rows(in_order, lanes):
+    """A model from packed to packed sequences gives the plain output, gradients included."""
+    model = OnPacked()
+    for rows in SOME_ROWS:
+        lengths = lengths_of(rows, in_order=in_order)
+        packed = rnn.pack_padded_sequence(torch.randn(5, rows, 3), lengths, enforce_sorted=in_order)
+        model.zero_grad()
+        plain = model(packed)
+        plain.data.square().sum().backward()
+        gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        with parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(3):
+                model.zero_grad()
+                output = model(packed)
+                assert_same_packed(output, plain)
+                output.data.square().sum().backward()
+                assert_close([parameter.grad for parameter in model.parameters()], gradients)
+
+
+@LANES
+def test_packed_batches_of_a_stream_are_single_arguments(lanes):
+    """Map gives a PackedSequence to the model as one argument, although it is a tuple."""
+    model = OnPacked()
+    batches = [rnn.pack_sequence([torch.randn(3, 3), torch.randn(2, 3)]) for _ in range(5)]
+    plain = [model(batch) for batch in batches]
+    with parallel(model, lanes_on_cpu(lanes)) as p:
+        for output, expected in zip(p.map(batches), plain, strict=True):
+            assert_same_packed(output, expected)
+
+
+# -- right: dropout and checkpoints --------------------------------------------------------------------------------------
+
+
+class Drops(nn.Module):
+    """Dropout of x * weight. With ones for both, the gradient of x and the output are the same mask."""
+
+    def __init__(self, inside=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.dropout = nn.Dropout(0.5)
+        self.inside = inside
+
+    def forward(self, x):
+        if self.inside is None:
+            return self.dropped(x)
+        return checkpoint(self.dropped, x, use_reentrant=self.inside == "reentrant")
+
+    def dropped(self, x):
+        return self.dropout(x * self.weight)
+
+
+@LANES
+@pytest.mark.parametrize("form", ["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("where", ["inside", "around", "both"])
+def test_a_checkpoint_recomputes_the_same_dropout(where, form, lanes):
+    """The masks of the backward pass are those of the forward pass, with checkpoint inside and around the parallel call."""
+    model = Drops(form if where != "around" else None)
+    for rows in (2, 4, 5, 8, 12):
+        with parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(4):
+                model.zero_grad()
+                x = torch.ones(rows, 6, requires_grad=True)
+                y = model(x) if where == "inside" else checkpoint(model, x, use_reentrant=form == "reentrant")
+                torch.rand(3)  # the generator moves on between the two passes
+                y.sum().backward()
+                assert torch.equal(x.grad, y.detach())
+                assert torch.equal(model.weight.grad, y.detach().sum(0))
+
+
+@LANES
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_a_seed_gives_the_same_numbers_every_time(grad, lanes):
+    """After the same seed, every call of a model with dropout gives the same output, and leaves the same generator."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2))
+    for rows in ROWS:
+        x = torch.randn(rows, 6)
+        with torch.set_grad_enabled(grad), parallel(model, lanes_on_cpu(lanes)):
+            outcomes = []
+            for _ in range(4):
+                torch.manual_seed(3)
+                outcomes.append((model(x), torch.rand(())))
+        assert all(torch.equal(y, outcomes[0][0]) and drawn == outcomes[0][1] for y, drawn in outcomes)
+
+
+class Draws(nn.Module):
+    """Draws from torch's generator, or from a generator that is an argument or an attribute."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+        self.threads: list[int] = []
+
+    def forward(self, x, generator=None):
+        self.threads.append(threading.get_ident())
+        return x + torch.rand(x.shape, generator=self.generator if generator is None else generator)
+
+
+@LANES
+@pytest.mark.parametrize("source", ["default", "argument", "attribute"])
+def test_lanes_that_share_a_generator_draw_in_turns(source, lanes):
+    """The caller runs all lanes of a call that draws, whether from torch's generator, an argument, or an attribute."""
+    model = Draws(generator=torch.Generator() if source == "attribute" else None)
+    generators = (torch.Generator(),) if source == "argument" else ()
+    for rows in ROWS:
+        model.threads.clear()
+        with parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(4):
+                model(torch.zeros(rows, 2), *generators)
+        assert set(model.threads) == {threading.get_ident()}
+
+
+# -- right: declared outputs ---------------------------------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_hidden_states_are_joined_where_out_dims_declares_them(kind, layers, lanes):
+    """With out_dims=(0, (1, 1)) for an LSTM, and (0, 1) for a GRU, outputs and hidden states are the plain ones."""
+    out_dims = (0, (1, 1)) if kind is nn.LSTM else (0, 1)
+    model = kind(3, 4, layers, batch_first=True)
+    right(model, lanes, lambda rows: (torch.randn(rows, 5, 3),), out_dims=out_dims)
+
+
+@LANES
+def test_hidden_states_of_time_first_batches_are_joined_where_out_dims_declares_them(lanes):
+    """With the rows on dim 1 and out_dims=1, outputs and hidden states of an LSTM are the plain ones."""
+    right(nn.LSTM(3, 4, 2), lanes, lambda rows: (torch.randn(5, rows, 3),), dim=1, out_dims=1)
+
+
+@LANES
+@pytest.mark.parametrize("batch_first", [True, False], ids=["rows on dim 0", "rows on dim 1"])
+def test_attention_weights_are_joined_where_out_dims_declares_them(batch_first, lanes):
+    """The output of attention has its rows on `dim`, and the weights have theirs on dim 0."""
+    model = nn.MultiheadAttention(4, 2, batch_first=batch_first).eval()
+    dim = 0 if batch_first else 1
+
+    def make(rows):
+        x = torch.randn(rows, 3, 4) if batch_first else torch.randn(3, rows, 4)
+        return x, x, x
+
+    right(model, lanes, make, dim=dim, out_dims=(dim, 0))
+
+
+# -- right: around, copies, recursion ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _compiler_reset():
+    """Forget compiled code. The compiler itself reads `.grad` of a hidden value after a break in its graph."""
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor", category=UserWarning)
+        yield
+    torch._dynamo.reset()
+
+
+@LANES
+@pytest.mark.usefixtures("_compiler_reset")
+def test_a_compiled_function_around_the_model_gives_the_plain_answer(lanes):
+    """A function that calls the model and is compiled around it is right before, inside, and after the block."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x = torch.randn(9, 4)
+    plain = torch.tanh(model(x)) * 2
+
+    def step(x):
+        return torch.tanh(model(x)) * 2
+
+    compiled = torch.compile(step, backend="eager")
+    assert_close(compiled(x), plain)
+    with parallel(model, lanes_on_cpu(lanes)) as p:
+        for calls in (1, 2, 3):
+            assert_close(compiled(x), plain)
+            assert (p.stats().calls, p.stats().plain) == (calls, 0)
+        model.zero_grad()
+        compiled(x).sum().backward()
+        assert p.stats().calls == 4
+    inside = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    compiled(x).sum().backward()
+    assert_close(inside, [parameter.grad for parameter in model.parameters()])
+    assert_close(compiled(x), plain)
+
+
+@pytest.mark.usefixtures("_compiler_reset")
+def test_a_function_that_is_compiled_inside_the_block_is_right_after_it():
+    """A function whose first compiled call is inside the block gives the plain answer there and later."""
+    model = nn.Linear(4, 3)
+    x = torch.randn(9, 4)
+    compiled = torch.compile(lambda x: model(x) + 1, backend="eager")
+    with parallel(model, lanes_on_cpu(2)) as p:
+        for _ in range(2):
+            assert_close(compiled(x), nn.functional.linear(x, model.weight, model.bias) + 1)
+        assert (p.stats().calls, p.stats().plain) == (2, 0)
+    assert_close(compiled(x), model(x) + 1)
+
+
+@pytest.mark.usefixtures("_compiler_reset")
+def test_a_full_graph_around_the_model_is_an_error_inside_the_block():
+    """fullgraph=True raises inside the block, because the call is not part of the graph, and works after it."""
+    model = nn.Linear(4, 3)
+    x = torch.randn(9, 4)
+    compiled = torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)
+    with parallel(model, lanes_on_cpu(2)), pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(x)
+    assert_close(compiled(x), model(x) + 1)
+
+
+def reduced(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def saved(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@LANES
+@pytest.mark.parametrize("duplicate", [reduced, saved], ids=["pickle", "torch.save"])
+@pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
+def test_a_copy_of_an_fx_module_made_in_the_block_is_a_plain_module(duplicate, lanes):
+    """Pickle and torch.save of an fx module inside the block give a plain module with the same answer."""
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
+    x = torch.randn(9, 4)
+    plain = model(x)
+    with parallel(model, lanes_on_cpu(lanes)) as p:
+        for _ in range(2):
+            assert_close(model(x), plain)
+        clone = duplicate(model)
+        calls = p.stats().calls
+        assert_close(clone(x), plain)
+        assert p.stats().calls == calls
+        assert_close(model(x), plain)
+    assert set(vars(clone)) == set(vars(duplicate(model)))
+    assert_close(clone(x), plain)
+    with torch.no_grad():
+        clone.get_submodule("0").weight.zero_()
+    assert_close(model(x), plain)
+
+
+class Deep(nn.Module):
+    """Calls itself `depth` times, by `self` or by the reference that the caller has."""
+
+    def __init__(self, by):
+        super().__init__()
+        self.by = by
+
+    def forward(self, x, depth):
+        if depth == 0:
+            return x + 1
+        return self(x, depth - 1) if self.by == "self" else deep[self.by](x, depth - 1)
+
+
+deep: dict[str, nn.Module] = {}
+
+
+def deepest(call):
+    """Return the greatest depth that the recursion limit allows."""
+    reached, beyond = 1, sys.getrecursionlimit()
+    while beyond - reached > 1:
+        depth = (reached + beyond) // 2
+        try:
+            call(depth)
+        except RecursionError:
+            beyond = depth
+        else:
+            reached = depth
+    return reached
+
+
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("by", ["self", "reference"])
+def test_a_model_recurses_about_as_deep_as_plainly(by, rows):
+    """A call in the block costs a fixed number of frames, and at most one frame per level where the original recurses.
+
+    A level of plain recursion has three frames: two of torch's, and forward. Lanes recurse in replicas, which have no
+    stand-in; a plain call, or a reference to the model, meets the stand-in at each level.
+    """
+    deep[by] = model = Deep(by)
+    x = torch.zeros(rows)
+    try:
+        plain = deepest(lambda depth: model(x, depth))
+        with parallel(model, lanes_on_cpu(3)):
+            inside = deepest(lambda depth: model(x, depth))
+    finally:
+        del deep[by]
+    of_the_engine, per_level = 60, 3 if by == "self" and rows > 1 else 4
+    assert per_level * inside >= 3 * plain - of_the_engine
+
+
+@LANES
+def test_a_stop_iteration_of_the_model_does_not_end_a_stream(lanes):
+    """StopIteration from a model in map is a RuntimeError in its batch's place, not a short stream."""
+
+    def target(x):
+        if x[0].item() == 3:
+            return next(iter(()))
+        return x
+
+    outputs = []
+    with parallel(target, lanes_on_cpu(lanes)) as p, pytest.raises(RuntimeError, match="StopIteration") as caught:
+        outputs.extend(output.item() for output in p.map([torch.full((1,), float(index)) for index in range(6)]))
+    assert outputs == [0, 1, 2]
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+# -- refused: outputs ----------------------------------------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_hidden_states_are_refused_without_out_dims(kind, layers, lanes):
+    """Hidden states of LSTM and GRU, whose rows lie on dim 1, are refused for every number of rows and layers."""
+    with torch.no_grad():
+        refused(kind(3, 2, layers, batch_first=True), lanes, lambda rows: (torch.randn(rows, 5, 3),))
+
+
+@LANES
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_attention_weights_of_time_first_batches_are_refused_without_out_dims(length, lanes):
+    """With dim=1, attention weights have their rows on dim 0, and are refused for every number of rows and steps."""
+    model = nn.MultiheadAttention(4, 2).eval()
+
+    def make(rows):
+        x = torch.randn(length, rows, 4)
+        return x, x, x
+
+    with torch.no_grad():
+        refused(model, lanes, make, dim=1)
+
+
+@LANES
+def test_a_tensor_that_is_as_long_as_a_shard_is_never_repeated(lanes):
+    """torch.arange(3) from shards of three rows comes out once, or is refused."""
+
+    def target(x):
+        return x, torch.arange(3)
+
+    for rows in (3, 4, 2 * lanes, 3 * lanes):
+        args = columns(rows)
+        with parallel(target, lanes_on_cpu(lanes)) as p:
+            assert {right_or_refused(p, args, target(*args)) for _ in range(3)} <= {"right", "refused"}
+
+
+@LANES
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda x: torch.full((3,), float(len(x))),
+        lambda x: x.sum(0),
+        lambda x: (x, {"total": x.sum(0, keepdim=True)}),
+        lambda x: torch.cat([x, x]),
+        lambda x: x.repeat_interleave(2, 0),
+        lambda x: x[x[:, 0] > 2],
+    ],
+    ids=["constant", "sum", "nested sum", "cat", "repeat", "filter"],
+)
+def test_a_tensor_without_the_rows_is_refused(target, lanes):
+    """A tensor that depends on the batch and does not have its number of rows is refused."""
+    refused(target, lanes, columns)
+
+
+@LANES
+def test_a_distance_matrix_of_equal_counts_is_refused(lanes):
+    """torch.cdist(x, y) of as many rows each, both cut, is refused; with in_dims for y it is right."""
+
+    def target(x, y):
+        return torch.cdist(x, y)
+
+    def make(rows):
+        return torch.randn(rows, 3), torch.randn(rows, 3)
+
+    refused(target, lanes, make)
+    right(target, lanes, make, in_dims={"y": None})
+
+
+@LANES
+@pytest.mark.parametrize(
+    "target",
+    [
+        len,
+        lambda x: float(len(x)),
+        lambda x: len(x) > 3,
+        lambda x: (x > 2).sum(),
+        lambda x: (x > 2).all(),
+        lambda x: x.mean(),
+        lambda x: {"logits": x, "loss": x.square().mean()},
+        lambda x: np.float32(x.sum()),
+    ],
+    ids=["int", "float", "bool", "count", "all", "loss", "loss in a dict", "numpy"],
+)
+def test_numbers_are_refused_without_reduce(target, lanes):
+    """Numbers, bools, and 0-d tensors are refused in every call of more than one row, and `reduce` is in the message."""
+    for rows in ROWS:
+        (x,) = columns(rows)
+        with parallel(target, lanes_on_cpu(lanes)) as p:
+            for _ in range(3):
+                with pytest.raises(GatherError, match=r"reduce.*out_dims=None"):
+                    p(x)
+
+
+@LANES
+def test_numbers_in_lists_are_refused_without_reduce(lanes):
+    """A number in a list of outputs is refused too, also if the list is as long as the batch or as a shard."""
+    refused(lambda x: (x, [x.sum()]), lanes, columns, option="reduce")
+    refused(lambda x: [x.mean(), x.sum()], lanes, columns, option="reduce")
+
+
+@LANES
+@pytest.mark.parametrize(
+    "target", [lambda x: f"{len(x)} rows", lambda x: (x, {"size": str(len(x))})], ids=["string", "in a dict"]
+)
+def test_strings_that_depend_on_the_rows_are_refused(target, lanes):
+    """A string that differs between shards of different sizes is refused, also if later shards have the same size."""
+    refused(target, lanes, columns)
+
+
+@LANES
+def test_strings_that_differ_between_lanes_are_refused(lanes):
+    """A string that is one of two, by the number of rows, is refused if one of the lanes returns the other one."""
+    refused(lambda x: (x, "many" if len(x) > 1 else "one"), lanes, columns, rows=(3,))
+
+
+@LANES
+def test_objects_that_depend_on_the_rows_are_refused(lanes):
+    """An object without tensors must be equal in all lanes."""
+    refused(lambda x: (x, torch.Size((len(x),)), range(len(x))), lanes, columns)
+
+
+@LANES
+def test_values_that_are_equal_in_all_lanes_come_out_once(lanes):
+    """None, strings, and objects that do not depend on the rows are those of the plain call."""
+    right(lambda x: {"x": x, "none": None, "name": "a", "range": range(3), "dtype": x.dtype}, lanes, columns)
+
+
+# -- what was learned ----------------------------------------------------------------------------------------------------
+
+
+class Changes(nn.Module):
+    """Returns something else once `changed` is set, which no argument shows."""
+
+    def __init__(self, before, after):
+        super().__init__()
+        self.before, self.after = before, after
+        self.changed = False
+
+    def forward(self, x):
+        return self.after(x) if self.changed else self.before(x)
+
+
+@LANES
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_an_output_with_another_structure_is_not_joined_by_what_was_learned(is_module, lanes):
+    """An output under a new key is learned or refused: that its place in the order had the rows before says nothing."""
+    model = Changes(lambda x: {"b": x, "c": x + 1}, lambda x: {"a": torch.arange(3), "c": x + 1})
+
+    def function(x):
+        return model.after(x) if model.changed else model.before(x)
+
+    target = model if is_module else function
+    for rows in (2 * lanes, 3 * lanes, 7):
+        model.changed = False
+        with parallel(target, lanes_on_cpu(lanes)) as p:
+            p(torch.ones(7, 2))
+            model.changed = True
+            x = torch.ones(rows, 2)
+            expected = {"a": torch.arange(3), "c": x + 1}
+            assert {right_or_refused(p, (x,), expected) for _ in range(3)} <= {"right", "refused"}
+
+
+class Hidden(nn.Module):
+    """Returns the output of an LSTM, or its hidden states once `hidden` is set."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, layers, batch_first=True)
+        self.hidden = False
+
+    def forward(self, x):
+        output, (states, _) = self.lstm(x)
+        return states if self.hidden else output
+
+
+@LANES
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_an_attribute_that_changes_the_output_starts_learning_again(layers, lanes):
+    """After an attribute of the model changed, hidden states with as many layers as a shard has rows are refused."""
+    model = Hidden(layers)
+    x = torch.randn(layers * lanes, 5, 3)
+    with torch.no_grad():
+        expected = model.lstm(x)[1][0]
+        with parallel(model, lanes_on_cpu(lanes)) as p:
+            for _ in range(2):
+                model(torch.randn(7, 5, 3))
+            model.hidden = True
+            assert {right_or_refused(p, (x,), expected) for _ in range(3)} <= {"right", "refused"}
+
+
+# -- refused: arguments --------------------------------------------------------------------------------------------------
+
+
+class Cache:
+    """An object that parawrap does not know."""
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, keys):
+        self.keys = keys
+
+
+@LANES
+@pytest.mark.parametrize(
+    "hold",
+    [
+        Cache,
+        Slotted,
+        lambda keys: Cache([{"layer": (keys,)}]),
+        lambda keys: Cache(Cache(keys)),
+        lambda keys: [Cache(keys)],
+        lambda keys: {"a": Slotted([keys])},
+    ],
+    ids=["object", "slots", "containers", "nested", "list", "dict"],
+)
+def test_an_unknown_object_that_holds_tensors_is_refused(hold, lanes):
+    """An argument of an unknown class that holds tensors is a ShardError that names register_split and in_dims."""
+
+    def target(x, cache):
+        return x
+
+    for rows in ROWS:
+        cache = hold(torch.zeros(rows, 2))
+        with parallel(target, lanes_on_cpu(lanes)) as p:
+            for _ in range(2):
+                with pytest.raises(ShardError, match=r'register_split.*in_dims=\{"cache": None\}'):
+                    p(torch.zeros(rows, 2), cache)
+                with pytest.raises(ShardError, match=r"register_split"):
+                    p(torch.zeros(rows, 2), cache=cache)
+
+
+@LANES
+def test_an_unknown_object_goes_whole_to_every_lane_if_in_dims_says_so(lanes):
+    """With in_dims None, every lane gets the very object."""
+    seen = []
+
+    def target(x, cache):
+        seen.append(cache)
+        return x + cache.keys
+
+    cache = Cache(torch.ones(2))
+    with parallel(target, lanes_on_cpu(lanes), in_dims={"cache": None}) as p:
+        for _ in range(2):
+            assert_close(p(torch.zeros(9, 2), cache), torch.ones(9, 2))
+    assert all(each is cache for each in seen)
+
+
+@LANES
+def test_a_strided_nested_tensor_is_refused(lanes):
+    """A nested tensor of strided layout cannot be cut; the message names in_dims."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch calls them a prototype, once per process
+        nested = torch.nested.nested_tensor([torch.randn(size, 3) for size in (2, 4, 1, 3, 2, 5, 3)])
+
+    def target(x):
+        return x
+
+    with parallel(target, lanes_on_cpu(lanes)) as p:
+        for _ in range(2):
+            with pytest.raises(ShardError, match=r"nested.*in_dims"):
+                p(nested)
+
+
+# -- refused: models -----------------------------------------------------------------------------------------------------
+
+
+class Grows(nn.Module):
+    """Makes a layer, or a parameter, in its first forward."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.inner = nn.Module()
+        self.layer = None
+
+    def forward(self, x):
+        owner = self.inner if self.kind == "nested" else self
+        if getattr(owner, "layer", None) is None:
+            owner.layer = nn.Parameter(torch.eye(3)) if self.kind == "parameter" else nn.Linear(3, 3)
+        return x @ owner.layer if self.kind == "parameter" else owner.layer(x)
+
+
+@LANES
+@pytest.mark.parametrize("kind", ["layer", "parameter", "nested"])
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_a_layer_that_is_made_in_the_first_forward_is_refused(grad, kind, lanes):
+    """Lanes would each train a layer of their own: ReplicaError, which advises one call before the block."""
+    for rows in (3, 5, 8, 12):
+        model = Grows(kind)
+        with torch.set_grad_enabled(grad), parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(2):
+                with pytest.raises(ReplicaError, match=r"layer.*before the block"):
+                    model(torch.randn(rows, 3))
+        x = torch.randn(rows, 3)
+        plain = model(x)
+        with parallel(model, lanes_on_cpu(lanes)):
+            for _ in range(2):
+                assert_close(model(x), plain)
+
+
+# -- the same in every call ----------------------------------------------------------------------------------------------
+
+
+@LANES
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_hooks_see_the_same_calls_in_every_call(grad, lanes):
+    """Hooks on submodules see the same number of calls and rows each time, from the second call of a kind on."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(("forward", len(output))))
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(("before", len(args[0]))))
+    model[2].register_full_backward_hook(lambda module, gi, go: seen.append(("backward", len(go[0]))))
+    for rows in ROWS:
+        with torch.set_grad_enabled(grad), parallel(model, lanes_on_cpu(lanes)):
+            counts = []
+            for _ in range(6):
+                seen.clear()
+                output = model(torch.randn(rows, 3, requires_grad=grad))
+                if grad:
+                    output.sum().backward()
+                counts.append(sorted(seen))
+        expected = sorted(len(part) for part in torch.arange(rows).tensor_split(min(rows, lanes)))
+        assert [count for name, count in counts[1] if name == "forward"] == expected
+        assert counts[1:] == [counts[1]] * 5
+
+
+@LANES
+def test_hooks_see_the_same_calls_in_every_call_that_draws(lanes):
+    """In a model with dropout, hooks on submodules see the same number of calls and rows from the first call on."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    for rows in ROWS:
+        with parallel(model, lanes_on_cpu(lanes)):
+            counts = []
+            for _ in range(5):
+                seen.clear()
+                model(torch.randn(rows, 3))
+                counts.append(seen[:])
+        assert sum(counts[0]) == rows
+        assert counts == [counts[0]] * 5
+
+
+@LANES
+def test_kinds_do_not_change_each_other(lanes):
+    """Calls of several kinds and row counts that alternate are cut the same way each time."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    seen = []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+
+    def once(rows, *, training, grad):
+        model.train(training)
+        seen.clear()
+        with torch.set_grad_enabled(grad):
+            model(torch.randn(rows, 3))
+        return sorted(seen)
+
+    cases = [(rows, training, grad) for rows in (4, 9, 12) for training in (True, False) for grad in (True, False)]
+    with parallel(model, lanes_on_cpu(lanes)):
+        for _ in range(2):
+            first = [once(rows, training=training, grad=grad) for rows, training, grad in cases]
+        for _ in range(3):
+            assert [once(rows, training=training, grad=grad) for rows, training, grad in cases] == first
+
+
+class Remembers(nn.Module):
+    """Assigns an attribute in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, x):
+        self.mask = torch.ones(len(x), 1)
+        return self.linear(x) * self.mask
+
+
+@LANES
+def test_a_model_that_assigns_an_attribute_in_forward_is_cut_like_any_other(lanes):
+    """An attribute that forward assigns, in a lane or in a whole first call, does not start another kind."""
+    model = Remembers()
+    for rows in ROWS:
+        with parallel(model, lanes_on_cpu(lanes)) as p:
+            for _ in range(4):
+                model(torch.randn(rows, 3))
+            assert sorted(p.stats().shards) == sorted(
+                len(part) for part in torch.arange(rows).tensor_split(min(rows, lanes))
+            )

@@ -1,0 +1,567 @@
+"""How a call is cut: which leaves have rows, which go whole to every lane, and which calls are refused."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+
+import pytest
+import torch
+from torch.nn.utils import rnn
+
+from parawrap.errors import ShardError
+from parawrap.shards import Cutter, Parameters
+
+CPU = torch.device("cpu")
+Words = namedtuple("Words", "texts")
+
+
+def forward(x, y=None, *rest, texts=None, mask=None):
+    return x
+
+
+def planned(cutter, *args, lanes=2, tell=False, **kwargs):
+    flat = cutter.flatten(args, kwargs)
+    return cutter.plan(flat, lanes, tell=tell), flat
+
+
+def cut(cutter, *args, lanes=2, **kwargs):
+    plan, flat = planned(cutter, *args, lanes=lanes, **kwargs)
+    return plan.scatter(flat, [CPU] * len(plan.sizes))
+
+
+def cutter(**options):
+    return Cutter(parameters=Parameters(forward), **options)
+
+
+def test_rows_that_disagree_are_refused_naming_both_and_the_cure():
+    """The message has both addresses, both row counts, and the `in_dims` that settles the question."""
+    with pytest.raises(ShardError) as caught:
+        cut(cutter(), torch.zeros(64, 3), mask=torch.zeros(2, 3))
+    message = str(caught.value)
+    for part in ('kwargs["mask"]', "args[0]", "64", "2", 'in_dims={"mask": None}'):
+        assert part in message
+
+
+def test_the_message_names_the_parameter_of_a_positional_argument():
+    """The name is that of the parameter, also for values inside a container and for *rest."""
+    with pytest.raises(ShardError, match=r'args\[1\]\["k"\].*in_dims=\{"y": None\}'):
+        cut(cutter(), torch.zeros(4), {"k": torch.zeros(3)})
+    with pytest.raises(ShardError, match=r'args\[3\].*in_dims=\{"rest": None\}'):
+        cut(cutter(), torch.zeros(4), None, None, torch.zeros(3))
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_a_tensor_of_one_row_next_to_more_rows_is_broadcast(rows):
+    """As in torch's broadcasting, one row serves every row."""
+    one = torch.ones(1, 3)
+    shards = cut(cutter(), torch.zeros(rows, 3), one)
+    assert all(shard.args[1] is one for shard in shards)
+    assert sum(shard.rows for shard in shards) == rows
+
+
+def test_one_row_everywhere_is_one_shard():
+    """A batch of one row goes to one lane."""
+    (shard,) = cut(cutter(), torch.zeros(1, 3), torch.zeros(1), lanes=4)
+    assert shard.rows == 1
+
+
+def test_one_row_next_to_an_empty_batch_is_broadcast():
+    """An empty batch with a tensor of one row is an empty batch."""
+    (shard,) = cut(cutter(), torch.zeros(0, 3), torch.zeros(1, 3), lanes=4)
+    assert shard.rows == 0
+
+
+def test_a_0d_tensor_and_a_tensor_with_too_few_dims_are_broadcast():
+    """A tensor without `dim` has no rows and goes whole to every lane."""
+    scale, bias = torch.tensor(2.0), torch.zeros(7)
+    first, second = cut(Cutter(dim=1), torch.zeros(3, 4), scale, bias)
+    assert first.args[0].shape == (3, 2)
+    assert second.args[1] is scale
+    assert second.args[2] is bias
+
+
+@pytest.mark.parametrize("args", [(), (1, "a"), ({"k": [None]},), (torch.tensor(1.0),)])
+def test_a_call_without_rows_is_one_shard(args):
+    """A call without tensors, or with 0-d tensors alone, runs once."""
+    (shard,) = cut(cutter(), *args, lanes=4)
+    assert shard.args == args
+    assert shard.rows == 0
+
+
+def test_in_dims_none_shares_a_tensor():
+    """`in_dims` with None gives a tensor of any size whole to every lane."""
+    mask = torch.zeros(7, 3)
+    for shard in cut(cutter(in_dims={"mask": None}), torch.zeros(4), mask=mask):
+        assert shard.kwargs["mask"] is mask
+
+
+def test_in_dims_names_another_dim_also_counted_from_the_end():
+    """The rows of one argument may lie on another dim, also counted from the end."""
+    for dim in (1, -1):
+        first, second = cut(cutter(in_dims={"y": dim}), torch.zeros(5, 2), torch.zeros(2, 5))
+        assert (first.args[1].shape, second.args[1].shape) == ((2, 3), (2, 2))
+
+
+def test_in_dims_holds_for_positionals_and_keywords_alike():
+    """The parameter name decides, whether the argument is positional or a keyword."""
+    whole = torch.zeros(7)
+    assert cut(cutter(in_dims={"y": None}), torch.zeros(4), whole)[1].args[1] is whole
+    assert cut(cutter(in_dims={"y": None}), torch.zeros(4), y=whole)[1].kwargs["y"] is whole
+    assert cut(cutter(in_dims={"rest": None}), torch.zeros(4), None, None, whole)[1].args[3] is whole
+
+
+def test_in_dims_holds_for_everything_inside_the_argument():
+    """A dim for a container is that of the tensors in it."""
+    first, _ = cut(cutter(in_dims={"y": 1}), torch.zeros(4), {"a": [torch.zeros(2, 4)]})
+    assert first.args[1]["a"][0].shape == (2, 2)
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "c"], ("a", "b", "c"), [1, 2, 3], [["a"], ["b"], ["c"]]])
+def test_a_sequence_that_in_dims_cuts_is_cut_as_a_sequence(texts):
+    """Each lane gets a slice of the same type."""
+    first, second = cut(cutter(in_dims={"texts": 0}), torch.zeros(3), texts=texts)
+    assert first.kwargs["texts"] == texts[:2]
+    assert second.kwargs["texts"] == texts[2:]
+    assert type(first.kwargs["texts"]) is type(texts)
+
+
+def test_a_sequence_alone_can_be_the_batch():
+    """A call without tensors is cut if `in_dims` names a sequence."""
+    first, second = cut(cutter(in_dims={"texts": 0}), 1, texts=["a", "b", "c"])
+    assert (first.kwargs["texts"], second.kwargs["texts"]) == (["a", "b"], ["c"])
+    assert (first.rows, second.rows) == (2, 1)
+
+
+def test_a_sequence_of_another_length_than_the_batch_is_refused():
+    """A list that is cut must have one item per row."""
+    with pytest.raises(ShardError, match=r'kwargs\["texts"\] has 2.*args\[0\] has 3'):
+        cut(cutter(in_dims={"texts": 0}), torch.zeros(3), texts=["a", "b"])
+
+
+def test_a_list_of_tensors_is_cut_tensor_by_tensor_also_with_in_dims():
+    """A dim for a list of tensors is the dim of each tensor."""
+    first, _ = cut(cutter(in_dims={"texts": 1}), torch.zeros(4), texts=[torch.zeros(2, 4), torch.zeros(3, 4)])
+    assert [part.shape for part in first.kwargs["texts"]] == [(2, 2), (3, 2)]
+
+
+def test_a_list_inside_an_argument_that_in_dims_names_is_cut_or_refused_never_shared_in_silence():
+    """in_dims={"batch": 0} says that what is in the batch is cut: a list of texts in it is not handed whole to all."""
+    batch = {"x": torch.zeros(4), "texts": ["a", "b", "c", "d"]}
+    named = Cutter(in_dims={"batch": 0}, parameters=Parameters(lambda batch: batch))
+    try:
+        first, _ = cut(named, batch=batch)
+    except ShardError:
+        return
+    assert first.kwargs["batch"]["texts"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "c"], [1, 2, 3], [{"k": 1}] * 3, ("a", "b", "c"), [[1, 2]] * 3])
+def test_a_list_as_long_as_the_batch_is_ambiguous(texts):
+    """The list may have one item per row or be one value for all: the message has both declarations."""
+    with pytest.raises(ShardError) as caught:
+        cut(cutter(), torch.zeros(3, 2), texts=texts)
+    message = str(caught.value)
+    for part in ('kwargs["texts"]', 'in_dims={"texts": "items"}', 'in_dims={"texts": None}', "3"):
+        assert part in message
+
+
+def test_an_ambiguous_list_is_found_wherever_it_lies():
+    """A list inside a dict or another list is refused with its address and the parameter's name."""
+    with pytest.raises(ShardError, match=r'args\[1\]\["k"\]\[0\].*in_dims=\{"y": None\}'):
+        cut(cutter(), torch.zeros(3, 2), {"k": [["a", "b", "c"]]})
+
+
+@pytest.mark.parametrize("shape", [(224, 224, 3), (None, 1, 2.0), (True, False, True), (torch.float32, CPU, 1j)])
+def test_a_tuple_of_numbers_is_a_size_not_a_batch(shape):
+    """A tuple of numbers, None, dtypes, and devices goes whole to every lane."""
+    assert all(shard.kwargs["texts"] == shape for shard in cut(cutter(), torch.zeros(3, 2), texts=shape))
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], [], ["a"] * 4, "abc", {"a": 1, "b": 2, "c": 3}, {"a", "b", "c"}, range(3)])
+def test_other_values_go_whole_to_every_lane(texts):
+    """A list of another length, a string, a dict of settings, and a range are broadcast."""
+    for shard in cut(cutter(), torch.zeros(3, 2), texts=texts):
+        assert shard.kwargs["texts"] == texts
+
+
+def test_a_list_is_not_ambiguous_if_nothing_is_cut():
+    """With one lane, or one row, a list as long as the batch is passed on."""
+    assert cut(cutter(), torch.zeros(3), texts=["a"] * 3, lanes=1)[0].kwargs["texts"] == ["a"] * 3
+    assert cut(cutter(), torch.zeros(1), texts=["a"], lanes=4)[0].kwargs["texts"] == ["a"]
+
+
+def test_in_dims_none_shares_a_list_as_long_as_the_batch():
+    """None is one of the two declarations that the refusal names."""
+    texts = ["a", "b", "c"]
+    for shard in cut(cutter(in_dims={"texts": None}), torch.zeros(3), texts=texts):
+        assert shard.kwargs["texts"] == texts
+
+
+def test_lists_are_shared_where_the_cutter_says_so():
+    """As in torch.nn.DataParallel, a list without tensors may be broadcast without a question."""
+    for shard in cut(cutter(lists_are_shared=True), torch.zeros(3), texts=["a", "b", "c"]):
+        assert shard.kwargs["texts"] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_a_dim_that_no_tensor_has_is_out_of_range(dim):
+    """If no tensor has the dim, the message has the dim, the address, and the shape."""
+    with pytest.raises(ShardError, match=rf"dim {dim}.*args\[0\].*\(4, 3\)"):
+        cut(Cutter(dim=dim), torch.zeros(4, 3))
+
+
+def test_a_dim_that_in_dims_names_must_be_there():
+    """A tensor without the dim that `in_dims` names for it is refused, not broadcast."""
+    with pytest.raises(ShardError, match=r"dim 1.*args\[1\].*\(4,\)"):
+        cut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
+
+
+@pytest.mark.parametrize("harmless", [3.0, torch.tensor(3.0)])
+def test_a_dim_out_of_range_is_refused_also_after_a_call_without_it(harmless):
+    """A plan for a number or a 0-d tensor does not serve a tensor that lacks the dim."""
+    used = cutter(in_dims={"y": 1})
+    cut(used, torch.zeros(4), harmless)
+    with pytest.raises(ShardError, match="dim 1"):
+        cut(used, torch.zeros(4), torch.zeros(4))
+
+
+def test_a_number_has_no_dim_that_could_be_out_of_range():
+    """After the refusal, a call of the same structure with a number at that place is cut."""
+    used = cutter(in_dims={"y": 1})
+    with pytest.raises(ShardError):
+        cut(used, torch.zeros(4), torch.zeros(4))
+    assert len(cut(used, torch.zeros(4), 3.0)) == 2
+
+
+def test_a_packed_sequence_is_cut_by_its_sequences():
+    """Each lane gets whole sequences, in the caller's order."""
+    sequences = [torch.arange(3.0), torch.arange(1.0), torch.arange(2.0) + 5, torch.arange(4.0)]
+    packed = rnn.pack_sequence(sequences, enforce_sorted=False)
+    shards = cut(Cutter(), packed, torch.zeros(4), lanes=3)
+    assert [shard.rows for shard in shards] == [2, 1, 1]
+    found = [s for shard in shards for s in rnn.unpack_sequence(shard.args[0])]
+    assert all(map(torch.equal, found, sequences))
+
+
+def test_a_packed_sequence_must_agree_with_the_batch():
+    """The rows of a packed sequence are its sequences."""
+    packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    with pytest.raises(ShardError, match=r"args\[1\].*2.*args\[0\].*5"):
+        cut(Cutter(), torch.zeros(5), packed)
+
+
+def test_a_packed_sequence_with_in_dims_none_goes_whole_to_every_lane():
+    """`in_dims` holds for packed sequences too."""
+    packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+    for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):
+        assert torch.equal(shard.args[1].data, packed.data)
+
+
+def test_a_plan_is_cached_by_structure_rows_and_lanes():
+    """Calls with the same structure and rows share a plan; other rows, lanes, or structures have their own."""
+    used = cutter()
+
+    def plan(*args, lanes=2, **kwargs):
+        return planned(used, *args, lanes=lanes, **kwargs)[0]
+
+    first = plan(torch.zeros(4, 3), 5)
+    assert plan(torch.ones(4, 3), 6) is first
+    assert plan(torch.ones(4, 9), 6) is first
+    assert plan(torch.ones(5, 3), 6) is not first
+    assert plan(torch.ones(4, 3), 6, lanes=3) is not first
+    assert plan(torch.ones(4, 3), y=6) is not first
+
+
+def test_a_plan_never_depends_on_values():
+    """Tensors without values (on the meta device) can be planned."""
+    meta = torch.empty(4, 3, device="meta")
+    plan, _ = planned(cutter(), meta, torch.empty((), device="meta"), mask=torch.empty(1, device="meta"))
+    assert plan.sizes == (2, 2)
+
+
+def test_an_uncut_plan_gives_the_call_whole_to_one_lane():
+    """`uncut` keeps the rows and cuts nothing."""
+    x = torch.arange(4.0)
+    plan, flat = planned(cutter(), x, texts="a")
+    (shard,) = plan.uncut().scatter(flat, [CPU])
+    assert shard.args[0] is x
+    assert (shard.kwargs, shard.rows) == ({"texts": "a"}, 4)
+
+
+def test_a_whole_call_may_hold_rows_that_disagree():
+    """The rows of a call that is not cut need not agree. The first tensor with rows counts."""
+    plan, leaves = cutter().whole((torch.zeros(4), torch.zeros(3)), {})
+    (shard,) = plan.scatter(leaves, [CPU])
+    assert (shard.rows, len(shard.args)) == (4, 2)
+
+
+def test_each_lane_has_its_own_containers():
+    """A lane that writes into a dict does not change the dict of another lane or of the caller."""
+    first, second = cut(cutter(), torch.zeros(4), {"k": 1})
+    first.args[1]["k"] = 2
+    assert second.args[1] == {"k": 1}
+
+
+def test_threads_may_plan_at_once():
+    """Threads may share a cutter: each gets a plan for its own call."""
+    used, gate = cutter(), threading.Barrier(8)
+    found = {}
+
+    def plan(rows):
+        gate.wait()
+        found[rows] = [planned(used, torch.zeros(rows + step), lanes=3)[0].rows for step in range(50)]
+
+    threads = [threading.Thread(target=plan, args=(rows,)) for rows in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {rows: list(range(rows, rows + 50)) for rows in range(8)}
+
+
+def test_a_cutter_keeps_working_beyond_the_plans_that_it_keeps():
+    """The cache of plans has a limit, beyond which calls are still planned."""
+    used = cutter()
+    assert [planned(used, torch.empty(rows))[0].rows for rows in range(1100)] == list(range(1100))
+
+
+def test_parameters_name_what_the_target_takes():
+    """Positional arguments are named by place, and the rest by the starred name."""
+    names = Parameters(forward)
+    assert [names.at(place) for place in range(4)] == ["x", "y", "rest", "rest"]
+    assert names.takes("mask")
+    assert not names.takes("other")
+    assert str(names) == "x, y, *rest"
+
+
+def test_parameters_of_a_target_with_any_keyword_take_any_name():
+    """A target with **kwargs takes every name."""
+    assert Parameters(lambda x, **options: x).takes("anything")
+    assert Parameters(lambda: None).at(0) is None
+
+
+def test_parameters_of_a_script_module_are_its_schemas():
+    """A TorchScript method names its arguments in its schema."""
+
+    class Scale(torch.nn.Module):
+        def forward(self, x, factor: float = 2.0):
+            return x * factor
+
+    names = Parameters(torch.jit.script(Scale()).forward)
+    assert (names.at(0), names.at(1), names.at(2)) == ("x", "factor", None)
+    assert names.takes("factor")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["sparse", "jagged"])
+def test_a_tensor_that_torch_cannot_split_is_named_with_the_cure(kind):
+    """A sparse or nested tensor is cut or refused at its address; torch's own error says neither where nor what to do."""
+    if kind == "sparse":
+        tensor = torch.eye(4).to_sparse()
+    else:
+        tensor = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)] * 2, layout=torch.jagged)
+    try:
+        shards = cut(cutter(), torch.zeros(4), tensor)
+    except ShardError as error:
+        assert "args[1]" in str(error)  # noqa: PT017
+        assert "in_dims" in str(error)  # noqa: PT017
+        return
+    assert [shard.args[1].shape[0] for shard in shards] == [2, 2]
+
+
+def test_an_array_of_another_library_as_long_as_the_batch_is_refused():
+    """A numpy array with as many rows as the batch is refused with every way to settle it; a shorter one is broadcast."""
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(ShardError) as caught:
+        cut(cutter(), torch.zeros(6, 2), numpy.arange(6.0))
+    for part in ("args[1]", 'in_dims={"y": "items"}', 'in_dims={"y": None}', "from_numpy"):
+        assert part in str(caught.value)
+    for shard in cut(cutter(), torch.zeros(6, 2), numpy.arange(4.0)):
+        assert shard.args[1].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("texts", [["a", "b", "c"], ("a", "b", "c"), (1, 2, 3), [torch.zeros(n) for n in (1, 2, 3)]])
+def test_items_cuts_a_sequence_with_one_item_per_row(texts):
+    """With "items" each lane gets its rows' items: strings, numbers, or tensors of different sizes."""
+    first, second = cut(cutter(in_dims={"texts": "items"}), torch.zeros(3), texts=texts)
+    assert list(map(id, first.kwargs["texts"])) == list(map(id, texts[:2]))
+    assert list(map(id, second.kwargs["texts"])) == list(map(id, texts[2:]))
+    assert type(first.kwargs["texts"]) is type(texts)
+
+
+def test_items_cuts_a_list_of_tensors_with_equal_sizes():
+    """With "items" a list of tensors is cut as a list, also if the sizes of the tensors equal the batch."""
+    images = [torch.full((3, 2), float(n)) for n in range(3)]
+    first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), images)
+    assert (first.args[1], second.args[1]) == (images[:2], images[2:])
+
+
+def test_items_cuts_an_array():
+    """With "items" a numpy array is cut on its first dim."""
+    numpy = pytest.importorskip("numpy")
+    first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), numpy.arange(6).reshape(3, 2))
+    assert (first.args[1].tolist(), second.args[1].tolist()) == ([[0, 1], [2, 3]], [[4, 5]])
+
+
+def test_items_holds_for_the_sequences_inside_an_argument():
+    """With "items" for a dict, each list in the dict has one item per row."""
+    batch = {"x": torch.zeros(3), "texts": ["a", "b", "c"], "sizes": (4, 5, 6)}
+    first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), batch)
+    assert (first.args[1]["texts"], first.args[1]["sizes"]) == (["a", "b"], (4, 5))
+    assert (second.args[1]["texts"], second.args[1]["x"].shape) == (["c"], (1,))
+
+
+def test_items_of_another_count_than_the_rows_are_refused():
+    """A sequence declared as "items" must have one item per row."""
+    with pytest.raises(ShardError, match=r"args\[1\] has 2.*args\[0\] has 3"):
+        cut(cutter(in_dims={"y": "items"}), torch.zeros(3), [torch.zeros(1), torch.zeros(2)])
+
+
+def test_a_list_with_one_tensor_per_row_names_items_in_its_refusal():
+    """A list of tensors of different sizes disagrees with the batch, and the message names "items"."""
+    with pytest.raises(ShardError, match=r'args\[1\]\[0\].*if it is a list with one tensor per row, give "items"'):
+        cut(cutter(), torch.zeros(3), [torch.zeros(4), torch.zeros(5), torch.zeros(6)])
+
+
+def test_a_list_of_0d_tensors_as_long_as_the_batch_is_ambiguous():
+    """A list of 0-d tensors may have one item per row, so it is refused like a list of numbers."""
+    with pytest.raises(ShardError, match=r'in_dims=\{"y": "items"\}'):
+        cut(cutter(), torch.zeros(3), [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
+
+
+# Objects of unknown classes
+
+
+class Holder:
+    """An object that parawrap does not know, with a value somewhere inside."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        Holder(torch.zeros(3)),
+        Holder({"layers": [Holder((torch.zeros(1),))]}),
+        Slots(torch.zeros(3)),
+        Holder(torch.nn.Linear(2, 2)),
+        torch.nn.Linear(2, 2),
+        frozenset({torch.zeros(3)}),
+        Holder(torch.zeros(3)).__init__,
+    ],
+    ids=["attribute", "nested", "slot", "module-inside", "module", "set", "bound-method"],
+)
+def test_an_unknown_object_that_holds_tensors_is_refused(unknown, rows):
+    """An object with tensors in attributes, slots, or containers is refused with both ways to settle it."""
+    with pytest.raises(ShardError) as caught:
+        cut(cutter(), torch.zeros(rows), {"cache": unknown})
+    kind = type(unknown).__name__
+    for part in (
+        'args[1]["cache"]',
+        f"a {kind}, which holds tensors",
+        f"register_split({kind}, ...)",
+        'in_dims={"y": None}',
+    ):
+        assert part in str(caught.value)
+
+
+def test_an_unknown_object_that_holds_a_cycle_is_searched_once():
+    """The search for tensors ends, also if objects refer to each other."""
+    one, other = Holder(None), Holder(None)
+    one.value, other.value = other, one
+    assert all(shard.args[1] is one for shard in cut(cutter(), torch.zeros(3), one))
+    other.tensor = torch.zeros(1)
+    with pytest.raises(ShardError, match="register_split"):
+        cut(cutter(), torch.zeros(3), one)
+
+
+@pytest.mark.parametrize("known", [Holder(3), Holder("text"), threading.Lock(), len, Holder])
+def test_an_object_without_tensors_goes_whole_to_every_lane(known):
+    """An object of an unknown class is broadcast if it holds no tensor."""
+    assert all(shard.args[1] is known for shard in cut(cutter(), torch.zeros(3), known))
+
+
+def test_in_dims_none_gives_an_unknown_object_whole_to_every_lane():
+    """None is one of the two declarations that the refusal names."""
+    unknown = Holder(torch.zeros(3))
+    assert all(shard.args[1] is unknown for shard in cut(cutter(in_dims={"y": None}), torch.zeros(3), unknown))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_strided_nested_tensor_is_refused(dim, alone):
+    """Torch cannot split a nested tensor of the strided layout: the message names the place and `in_dims`."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    args = (nested,) if alone else (torch.zeros(2, 2), nested)
+    with pytest.raises(ShardError, match=rf"args\[{len(args) - 1}\].*nested.*in_dims") as caught:
+        cut(cutter(dim=dim), *args)
+    assert "None" in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_strided_nested_tensor_with_in_dims_none_goes_whole_to_every_lane():
+    """None is the declaration that the refusal names."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for shard in cut(cutter(in_dims={"y": None}), torch.zeros(2), nested):
+        assert shard.args[1] is nested
+
+
+# Plans
+
+
+def test_a_telling_plan_has_its_own_place_in_the_cache():
+    """A plan that shows which outputs follow the rows has uneven shards; later calls have balanced shards."""
+    used = cutter()
+    assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
+    assert planned(used, torch.zeros(16))[0].sizes == (8, 8)
+    assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
+
+
+def test_scatter_takes_one_device_per_shard():
+    """A plan with more shards than lanes takes a device for each shard."""
+    plan, flat = planned(cutter(), torch.arange(16.0), None, tell=True)
+    shards = plan.scatter(flat, [CPU] * 3)
+    assert [(len(shard.args[0]), shard.rows) for shard in shards] == [(8, 8), (4, 4), (4, 4)]
+    with pytest.raises(ValueError):
+        plan.scatter(flat, [CPU, CPU])
+
+
+def test_shards_remember_where_their_parts_come_from():
+    """A shard maps a part of a value with its own rules to the caller's value."""
+    packed = rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    for shard in cut(cutter(), torch.zeros(2), packed):
+        assert shard.origins[id(shard.args[1])] is packed
+        assert id(shard.args[0]) not in shard.origins
+
+
+def test_lanes_may_write_into_their_rows():
+    """Shards without a graph are separate views, so torch lets each lane add a parameter in place."""
+    bias = torch.nn.Parameter(torch.ones(()))
+    for shard in cut(cutter(), torch.zeros(4)):
+        shard.args[0].add_(bias)
+
+
+def test_attributes_of_containers_are_those_of_the_call():
+    """A plan serves many calls, but attributes of a list subclass are those of each call."""
+
+    class Tagged(list):
+        scale = 1.0
+
+    cutter = Cutter()
+    found = []
+    for scale in (2.0, 3.0):
+        value = Tagged([torch.zeros(4)])
+        value.scale = scale
+        found.append([shard.args[0].scale for shard in cut(cutter, value)])
+    assert found == [[2.0, 2.0], [3.0, 3.0]]
