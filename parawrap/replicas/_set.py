@@ -196,6 +196,7 @@ class ReplicaSet:
         self._buffers = Ledger()
         self._watch = Watch([])
         self._unseen, self.current, self._touchable = [], [], []
+        self._given, self._given_sizes = [], []
 
     def _keep_for_here(self) -> None:
         """Where other streams than these took the replicas' memory: keep it, once let go of, until these are done with it.

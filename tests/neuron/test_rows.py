@@ -131,7 +131,7 @@ def test_rows_in_are_rows_out(kind, batch):
         model = compiled_for(kind, batch)
         for cores in range(1, 9):
             net = neuron.DataParallel(model, device_ids=list(range(cores)))
-            for rows in range(1, 65):
+            for rows in (*range(1, 18), 31, 32, 33, 63, 64):
                 call = example(tensors(rows))
                 assert_same(net(*call), plain(*call))
             net.close()
