@@ -166,7 +166,8 @@ class Session:
         ways = [self._way_into(entry, replica) for replica in replicas]
         if flat.on_cpu and self._stays_on_cpu:
             tasks: list[Any] = list(map(partial, ways, *plan.columns(flat)))
-            tasks[0] = self.with_write_back(tasks[0], replicas[0])
+            if replicas[0].write_back is not None:
+                tasks[0] = self.with_write_back(tasks[0], replicas[0])
             return tasks, []
         devices = [self.devices[replica.lane] for replica in replicas]
         if self._stays_on_cpu and not sources:
@@ -228,7 +229,7 @@ class Session:
                 del outcome
                 raise first_failure(outcomes, self.pool.lanes)
             values.append(outcome.value)
-        drew = not all(map(torch.equal, shared, self._generators.state(leaves, held)))
+        drew = shared != self._generators.state(leaves, held)
         if kind is not None and (kind.is_new or drew or own):
             self._note(kind, own, drew_shared=drew, in_turns=in_turns)
         if not self._stays_on_cpu:
@@ -329,7 +330,7 @@ class Session:
         held = self._replicas.generators if self._replicas else ()
         shared, own = self._generators.state(flat.leaves, held), self._generators.own_state()
         output = self._run_plainly(entry, args, kwargs)
-        drew = not all(map(torch.equal, shared, self._generators.state(flat.leaves, held)))
+        drew = shared != self._generators.state(flat.leaves, held)
         self._note(kind, own, drew_shared=drew, in_turns=True)
         self._keep_witness(kind, output, plan, flat)
         return output
@@ -344,11 +345,11 @@ class Session:
         witness = kind.witness(plan, flat) if len(telling.sizes) == 1 else None
         return (telling, None) if witness is None else (plan, witness)
 
-    def _note(self, kind: Kind, own: list[torch.Tensor], *, drew_shared: bool, in_turns: bool) -> None:
+    def _note(self, kind: Kind, own: list[bytes], *, drew_shared: bool, in_turns: bool) -> None:
         """Note what one call showed about its kind; `own` are the states of the devices' generators before it."""
         if kind.is_new and self._replicas is not None:
             self._replicas.refuse_grown()
-        drew_own = bool(own) and not all(map(torch.equal, own, self._generators.own_state()))
+        drew_own = bool(own) and own != self._generators.own_state()
         kind.note(drew=drew_shared or drew_own, drew_shared=drew_shared, ran_in_turns=in_turns)
 
     def _keep_witness(self, kind: Kind, output: Any, plan: ShardPlan, flat: FlatCall) -> None:

@@ -48,12 +48,13 @@ class Modes(NamedTuple):
     context: contextvars.Context
     profiling: bool
     kinds: tuple[str, ...]
-    dtypes: tuple[torch.dtype, ...]  # of autocast by kind, which a model may switch on itself
+    dtypes: tuple[torch.dtype, ...]  # of autocast by kind, which a model may switch on itself; empty for torch's defaults
 
     @classmethod
     def capture(cls, kind: str) -> Modes:
         """Return the calling thread's modes; autocast for the CPU and for that kind of device."""
-        kinds = _kinds_with_autocast(kind)
+        kinds, defaults = _kinds_with_autocast(kind)
+        dtypes = tuple(map(torch.get_autocast_dtype, kinds))
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -63,7 +64,7 @@ class Modes(NamedTuple):
             contextvars.copy_context(),
             _C._autograd._profiler_enabled(),
             kinds,
-            tuple(map(torch.get_autocast_dtype, kinds)),
+            () if dtypes == defaults else dtypes,
         )
 
     def run(self, work: Callable[[], T], device: torch.device, home: torch.device | None) -> T:
@@ -81,8 +82,7 @@ class Modes(NamedTuple):
         before = torch.is_grad_enabled()
         _set_grad_enabled(self.grad)
         try:
-            same_dtypes = tuple(map(torch.get_autocast_dtype, self.kinds)) == self.dtypes
-            if not self.autocast and default_device is None and same_dtypes:
+            if not self.autocast and default_device is None and not self.dtypes:
                 return self.context.copy().run(work)  # a context can be entered by one thread at a time
             return self._run_with_autocast(work, default_device)
         finally:
@@ -142,8 +142,14 @@ def _run_with_device(context: contextvars.Context, work: Callable[[], T], device
 
 
 @functools.cache
-def _kinds_with_autocast(kind: str) -> tuple[str, ...]:
-    return tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
+def _kinds_with_autocast(kind: str) -> tuple[tuple[str, ...], tuple[torch.dtype, ...]]:
+    """The CPU and that kind if they have autocast, and the dtypes that a new thread finds for them."""
+    kinds = tuple(each for each in dict.fromkeys(("cpu", kind)) if torch.amp.is_autocast_available(each))
+    found: list[torch.dtype] = []
+    thread = threading.Thread(target=lambda: found.extend(map(torch.get_autocast_dtype, kinds)))
+    thread.start()
+    thread.join()
+    return kinds, tuple(found)
 
 
 def _autocast(kinds: Iterable[str]) -> tuple[_Autocast, ...]:
