@@ -67,17 +67,14 @@ def _landed(ticket: Ticket, was_list: bool, arrived: Callable[[Ticket], None] | 
     future: Future[Any] = ticket.future
     try:
         output = future.result()
-    except StopIteration as error:
-        msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
-        raise RuntimeError(msg) from error
     except Exception as error:
+        del future, ticket  # they have the error, which has this frame in its traceback
+        if isinstance(error, StopIteration):
+            msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
+            raise RuntimeError(msg) from error
         if was_list:
             note(error, _HINT)
         raise
-    finally:
-        del future  # a failed one has the error, which has this frame in its traceback
-        if not arrived:
-            del ticket
     if arrived is not None:
         arrived(ticket)
     return output

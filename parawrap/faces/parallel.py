@@ -88,7 +88,7 @@ class Parallel(Generic[TargetT]):
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
-        compiles = bool(self._cores) or backend_of(self._devices[0].type).compiles_each_shape
+        compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
         # Kept from block to block: shapes compiled for the shards of one block serve the next.
         self._device_cutters = self._cutters(equal_sizes=compiles) if self._devices else {}
         self._joining = Joining(

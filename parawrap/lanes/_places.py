@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from parawrap.backends import Backend
 from parawrap.lanes._streams import LaneStreams, Moment, Reached, moment_of, wait_for_moment
 
-if TYPE_CHECKING:
-    from parawrap.lanes._pool import Lane, Task
+__all__ = ["Places", "Task"]
 
-__all__ = ["Places"]
+Task = Callable[[], Any]
+"""The work of one lane."""
+
+
+class Slot(Protocol):
+    """A lane, as far as this file goes. Hashable by identity."""
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class Places:
@@ -27,14 +34,14 @@ class Places:
     `home` is where the module lies whose replicas the lanes run, which may bring something there.
     """
 
-    def __init__(self, backend: Backend, lanes: Sequence[Lane], home: torch.device | None) -> None:
+    def __init__(self, backend: Backend, lanes: Sequence[Slot], home: torch.device | None) -> None:
         self.home = home
         self.lanes = lanes
         self._streams = {lane: LaneStreams(backend, lane.device) for lane in lanes}
         self.only_cpu = backend.type == "cpu"  # until something that lies elsewhere has to do with a lane
         self._changed: Moment = {}
 
-    def placed(self, lanes: Sequence[Lane], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
+    def placed(self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
         """Each task on its lane's device and streams, after what the caller has queued."""
         moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
         if not moment:
@@ -44,14 +51,14 @@ class Places:
             for lane, task in zip(lanes, tasks, strict=True)
         ]
 
-    def staged(self, lane: Lane, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
+    def staged(self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
         """The task, and the stage before it, in the same way; its value goes with what it is there after."""
         moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
         if not moment:
             return partial(_in_turn, stage, task)
         return partial(self._streams[lane].run_staged, task, stage, moment)
 
-    def wait_for(self, lanes: Sequence[Lane]) -> None:
+    def wait_for(self, lanes: Sequence[Slot]) -> None:
         """Have the calling thread's streams wait for what these lanes have queued until now."""
         if not self.only_cpu:
             for lane in lanes:
@@ -68,7 +75,7 @@ class Places:
             for lane in self.lanes:
                 self._streams[lane].wait_next(self._changed)
 
-    def unfinished(self, lane: Lane) -> int:
+    def unfinished(self, lane: Slot) -> int:
         """How much of what the lane was given its device has yet to finish, beside what its thread has yet to begin."""
         return self._streams[lane].unfinished()
 
@@ -77,7 +84,7 @@ class Places:
         for streams in self._streams.values():
             streams.end()
 
-    def _moment(self, sources: Collection[torch.device], lanes: Sequence[Lane], *, shared: bool) -> Moment:
+    def _moment(self, sources: Collection[torch.device], lanes: Sequence[Slot], *, shared: bool) -> Moment:
         """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
         home = self.home
         if self.only_cpu and not sources and (home is None or home.type == "cpu"):
@@ -86,7 +93,7 @@ class Places:
         devices = dict.fromkeys([*sources, *(lane.device for lane in lanes)])
         return moment_of(devices if home is None else {home: None, **devices}, shared=shared)
 
-    def _as_it_concerns(self, lane: Lane, moment: Moment, sources: Collection[torch.device]) -> Moment:
+    def _as_it_concerns(self, lane: Slot, moment: Moment, sources: Collection[torch.device]) -> Moment:
         """The moment without the devices of the other lanes."""
         return {device: mark for device, mark in moment.items() if device in (*sources, self.home, lane.device)}
 

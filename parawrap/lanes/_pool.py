@@ -38,12 +38,11 @@ from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
 from parawrap.lanes._first_failure import Outcome, note
 from parawrap.lanes._modes import Modes, intra_op_threads, settle
-from parawrap.lanes._places import Places
+from parawrap.lanes._places import Places, Task
 from parawrap.lanes._streams import LaneFuture, Reached
 
 __all__ = ["Lane", "LanePool", "Span", "Task", "here"]
 
-Task = Callable[[], Any]
 Errand = Callable[["Lane"], None]
 
 _thread_of = attrgetter("thread")
@@ -247,7 +246,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
-        self._end = weakref.finalize(self, _abandon, self._places)
+        self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
 
     @property
@@ -443,9 +442,9 @@ def _log_wait(what: str, lanes: Sequence[Lane]) -> None:
     )
 
 
-def _abandon(places: Places) -> None:
+def _abandon(lanes: Sequence[Lane], places: Places) -> None:
     """End what a pool that was never closed has started."""
-    _end_threads(places.lanes, _EXIT_PATIENCE_S)
+    _end_threads(lanes, _EXIT_PATIENCE_S)
     places.end()
 
 

@@ -183,7 +183,7 @@ class Cutter:
         sizes: Sizes = balanced,
     ) -> None:
         self.dim = dim
-        self.in_dims = dict(in_dims or {})
+        self.in_dims: dict[str, InDim] = dict(in_dims or {})
         self.parameters = parameters
         self.lists_are_shared = lists_are_shared
         self.equal_sizes = equal_sizes
@@ -233,8 +233,8 @@ class Cutter:
     def rows(self, args: tuple[Any, ...]) -> int:
         """Return the row count of a call of tensors: that of the first with rows."""
         for index, leaf in enumerate(args):
-            dim = self.in_dims.get(self._name_at((0, index)) or "", self.dim) if self.in_dims else self.dim
-            extent = extent_of(leaf, 0 if dim == "items" else dim)
+            dim: InDim = self.in_dims.get(self._name_at((0, index)) or "", self.dim) if self.in_dims else self.dim
+            extent = extent_of(leaf, _row_dim(dim))
             if extent >= 0:
                 return extent
         return 0
@@ -293,8 +293,8 @@ class Cutter:
 
     def _dims(self, spec: TreeSpec) -> tuple[int | None, ...]:
         names = [self._name(spec, leaf) for leaf in range(spec.num_leaves)] if self.in_dims else [None] * spec.num_leaves
-        dims = [self.in_dims.get(name, self.dim) if name else self.dim for name in names]
-        return tuple(0 if dim == "items" else dim for dim in dims)
+        dims: list[InDim] = [self.in_dims.get(name, self.dim) if name else self.dim for name in names]
+        return tuple(map(_row_dim, dims))
 
     def _name(self, spec: TreeSpec, leaf: int) -> str | None:
         return self._name_at(spec.paths()[leaf])
@@ -319,6 +319,11 @@ class Cutter:
         if isinstance(value, (list, tuple)) and not _holds_tensor(value):
             return Opaque(value)  # named by the user: also a tuple of numbers
         return replace_nodes(value, _may_be_one_item_per_row, Opaque)
+
+
+def _row_dim(in_dim: InDim) -> int | None:
+    """The dim that rows lie on; the items of a sequence are on dim 0."""
+    return 0 if isinstance(in_dim, str) else in_dim
 
 
 def _has_items(value: Any) -> bool:
