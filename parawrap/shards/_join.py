@@ -32,6 +32,7 @@ Place = tuple[Any, ...]
 _ROWS, _SAME, _ITEMS, _RAGGED, _FIXED = "rows", "same", "items", "ragged", "fixed"
 _TENSOR = frozenset({torch.Tensor})
 _shape_of = attrgetter("shape")
+_dtype_of = attrgetter("dtype")
 
 
 class Evidence:
@@ -181,6 +182,8 @@ class _Join:
             parts = _padded(parts, dim, self.rules.pad_value)
         elif len(parts) < len(column) and _other_dims(column[-1].shape, dim) != _other_dims(parts[0].shape, dim):
             refuse(_why_no_cat(column, dim))
+        if len(set(map(_dtype_of, parts))) > 1:  # torch.cat would promote them
+            refuse(f"the lanes returned tensors of {' and '.join(sorted({str(part.dtype) for part in parts}))}. {CURE}")
         if self.device is not None and _are_of_one_form(parts, dim, self.device):
             return _written_into_one(parts, dim, self.device)
         try:

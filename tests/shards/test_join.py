@@ -691,3 +691,8 @@ def test_only_open_places_are_learned():
     assert not JoinRules(out_dims=(0, (1, None), ["items", "ragged"])).learns
     assert not JoinRules(join="list").learns
     assert not JoinRules(as_torch=True).learns
+
+
+def test_dtypes_that_differ_between_lanes_are_refused():
+    """torch.cat would promote them, and the plain call has one dtype."""
+    assert "torch.float32 and torch.float64" in refusal(torch.zeros(3), torch.zeros(1, dtype=torch.float64))
