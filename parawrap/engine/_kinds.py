@@ -1,14 +1,14 @@
 """What the calls of one kind have shown: which outputs follow the rows, and whether the target draws random numbers.
 
-A kind is the method, the structure of the arguments without sizes, the non-tensor arguments, and the train, grad, and
-autocast modes.
+A kind is the method, the structure of the arguments without sizes, the dtypes of tensors, the non-tensor arguments, and the
+train, grad, and autocast modes.
 """
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ __all__ = ["Generators", "Kind", "Kinds"]
 
 _MOST_KINDS = 4096
 _TENSOR = frozenset({torch.Tensor})
-_BY_VALUE = (str, bytes, int, float, complex, type(None), enum.Enum, torch.dtype, torch.device)
+_form_of = attrgetter("ndim", "dtype")
 
 
 class Kind:
@@ -81,7 +81,8 @@ class Kinds:
 
     def of(self, method: str | None, flat: FlatCall, modes: Modes, training: object) -> Kind:
         """Return the kind of a call."""
-        values = () if _TENSOR.issuperset(map(type, flat.leaves)) else _values(flat.leaves)
+        only_tensors = _TENSOR.issuperset(map(type, flat.leaves))
+        values = tuple(map(_form_of, flat.leaves)) if only_tensors else _values(flat.leaves)
         key = method, flat.spec, values, modes.grad, modes.inference, modes.autocast, training
         kind = self._kinds.get(key)
         if kind is None:
@@ -125,11 +126,10 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 
 def _values(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The non-tensor arguments with their places: by value if it can be compared, else by class."""
+    """Tensors by their number of dims and dtype, other arguments by value, or by class if they have no hash."""
     return tuple(
-        (place, type(leaf), leaf if isinstance(leaf, _BY_VALUE) else None)
-        for place, leaf in enumerate(leaves)
-        if not isinstance(leaf, torch.Tensor)
+        _form_of(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf if isinstance(leaf, Hashable) else None)
+        for leaf in leaves
     )
 
 

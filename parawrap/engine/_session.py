@@ -19,7 +19,7 @@ from parawrap.engine._kinds import Generators, Kind, Kinds
 from parawrap.engine._reference import plain_output
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._trace import Trace
-from parawrap.errors import SessionError
+from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
     Lane,
     LaneFuture,
@@ -51,6 +51,10 @@ __all__ = ["Entry", "Session", "Ticket"]
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
+_WRITTEN = (
+    "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Give the model a copy per "
+    "row, cut it with in_dims, or use an operation that is not in place"
+)
 
 
 class Entry(NamedTuple):
@@ -133,9 +137,12 @@ class Session:
         expected = self._expected(kind, entry, plan, flat) if self._verifies else None
         sources = _NOWHERE if self._stays_on_cpu and flat.on_cpu else self._sources(flat)
         in_turns = kind.in_turns
+        versions = plan.written(flat) if None in plan.dims and len(plan.sizes) > 1 else []
         with intra_op_threads(None if in_turns else self.pool.threads):
             tasks, shards = self.scatter(entry, replicas, plan, flat, sources)
             outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns)
+            if versions and versions != plan.written(flat):
+                raise ShardError(_WRITTEN)
             if not flat.on_cpu:
                 shards = shards or [task.shard for task in tasks]
                 plan.update(flat, shards)

@@ -74,7 +74,11 @@ class Piece(NamedTuple):
 
     def on(self, device: torch.device) -> Shard:
         """Return the shard on a device: views of rows that lie there already, copies of others on the thread's streams."""
-        leaves = [_on_device(leaf, device) for leaf in self.leaves]
+        here: dict[int, Any] = {}  # one object at two places stays one object
+        for leaf in self.leaves:
+            if id(leaf) not in here:
+                here[id(leaf)] = _on_device(leaf, device)
+        leaves = [here[id(leaf)] for leaf in self.leaves]
         args, kwargs = unflatten(self.spec, leaves)
         return Shard(args, kwargs, self.rows, leaves, self._origins(leaves))
 
@@ -114,7 +118,18 @@ class ShardPlan:
 
     def columns(self, flat: FlatCall) -> list[Sequence[Any]]:
         """Return the parts of each leaf, one per size: views of cut tensors, and the same object if a leaf stays whole."""
-        return list(map(self._parts, range(len(flat.leaves)), flat.leaves))
+        if len(set(map(id, flat.leaves))) == len(flat.leaves):
+            return list(map(self._parts, range(len(flat.leaves)), flat.leaves))
+        parts: dict[tuple[int, int | None], Sequence[Any]] = {}  # one object at two places stays one object in each lane
+        for index, (leaf, dim) in enumerate(zip(flat.leaves, self.dims, strict=True)):
+            if (id(leaf), dim) not in parts:
+                parts[id(leaf), dim] = self._parts(index, leaf)
+        return [parts[id(leaf), dim] for leaf, dim in zip(flat.leaves, self.dims, strict=True)]
+
+    def written(self, flat: FlatCall) -> list[int]:
+        """Return the version of each tensor that every lane gets whole; a write in place changes it."""
+        whole = [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
+        return [leaf._version for leaf in whole if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
     def cut(self, flat: FlatCall) -> list[Piece]:
         """Return one piece per size."""
@@ -349,7 +364,7 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
     its rows (``x += self.bias``), so each view is detached from the others.
     """
     parts = tensor.split_with_sizes(sizes, dim)
-    if torch.is_grad_enabled() and not tensor.requires_grad and forward_ad._current_level < 0:
+    if not tensor.requires_grad and forward_ad._current_level < 0:
         return [part.detach() for part in parts]
     return parts
 

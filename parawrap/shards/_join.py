@@ -30,6 +30,7 @@ Place = tuple[Any, ...]
 """The way to a place in an output: structures and indices."""
 
 _ROWS, _SAME, _ITEMS, _RAGGED, _FIXED = "rows", "same", "items", "ragged", "fixed"
+_NUMBER = "number"
 _TENSOR = frozenset({torch.Tensor})
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
@@ -157,6 +158,8 @@ class _Join:
     # Tensors and arrays
 
     def _tensor(self, column: Sequence[torch.Tensor], place: Place, declared: Any) -> Any:
+        if column[0].is_nested and column[0].layout is torch.strided:
+            refuse('a nested tensor has no dim to join on. join="list" returns the outputs of the lanes as they are')
         kind, dim = (_SAME, 0) if column[0].ndim == 0 else self._kind(column, place, declared)
         if kind == _ROWS:
             return self._concatenated(column, dim)
@@ -164,8 +167,22 @@ class _Join:
         if original is not None:
             return _on(original, self.device)
         if column[0].ndim == 0:
+            self._check_number(place, declared)
             return self._number(column, declared)
         return self._same(column, place, declared) if kind == _SAME else self._concatenated(column, dim)
+
+    def _check_number(self, place: Place, declared: Any) -> None:
+        """Refuse a 0-d tensor that may be the one row of its shard, squeezed."""
+        if declared is None or self.lanes == 1 or self.rules.as_torch or self.rules.reduce not in ("mean", "sum"):
+            return
+        if declared is LEARN and self.tells:
+            self.places[place] = _NUMBER
+        known = self.evidence.places.get(place, _NUMBER if max(self.rows) > 1 else None)
+        if known != _NUMBER:
+            refuse(
+                "each lane had one row and returned a 0-d tensor, which is either a number or that row without its dim. "
+                f"Keep the dim in the model (squeeze(1) instead of squeeze()). {CURE}"
+            )
 
     def _array(self, column: Sequence[Any], place: Place, declared: Any) -> Any:
         kind, dim = self._kind(column, place, declared)

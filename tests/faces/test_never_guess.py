@@ -957,3 +957,86 @@ def test_a_model_that_assigns_an_attribute_in_forward_is_cut_like_any_other(lane
             assert sorted(p.stats().shards) == sorted(
                 len(part) for part in torch.arange(rows).tensor_split(min(rows, lanes))
             )
+
+
+# -- found by attack -----------------------------------------------------------------------------------------------------
+
+
+@LANES
+def test_one_argument_at_two_places_is_one_object_in_each_lane(lanes):
+    """A model that compares its arguments by identity answers as plainly."""
+    x = torch.ones(9, 2)
+    with parallel(lambda x, memory: x * 2 if memory is x else x * 3, lanes_on_cpu(lanes)) as p:
+        for _ in range(3):
+            assert_close(p(x, x), x * 2)
+            assert_close(p(x, x.clone()), x * 3)
+
+
+@pytest.mark.parametrize("out_dims", [{}, {"out_dims": {"loss": 0, "z": 0}}, {"out_dims": 0}])
+def test_a_row_that_lost_its_dim_is_not_reduced(out_dims):
+    """Shards of one row that squeeze() makes 0-d are refused, and not averaged like a loss."""
+
+    def target(x):
+        z = x.sum(1).squeeze()
+        return {"loss": z.mean(), "z": z}
+
+    with parallel(target, lanes_on_cpu(3), reduce="mean", **out_dims) as p:
+        x = torch.randn(10, 4)
+        assert_close(p(x), target(x))
+        with pytest.raises(GatherError, match="that row without its dim"):
+            p(torch.randn(3, 4))
+
+
+@LANES
+def test_a_loss_of_shards_with_one_row_is_reduced(lanes):
+    """A 0-d tensor that a call with larger shards proved to be a number is reduced for any rows."""
+    with parallel(torch.mean, lanes_on_cpu(lanes), reduce="mean") as p:
+        for rows in (9, lanes, lanes):
+            x = torch.randn(rows, 4)
+            assert_close(p(x), x.mean())
+
+
+@LANES
+@pytest.mark.parametrize("step", [torch.tensor(0.0), torch.zeros(1, 2)])
+def test_a_write_into_a_tensor_that_goes_whole_to_every_lane_is_refused(lanes, step):
+    """Each lane would write once, so the call raises."""
+
+    def target(x, step):
+        step += 1
+        return x * step
+
+    with parallel(target, lanes_on_cpu(lanes)) as p, pytest.raises(ShardError, match="in place"):
+        p(torch.ones(9, 2), step.clone())
+
+
+@LANES
+def test_another_dtype_number_of_dims_or_argument_is_another_kind(lanes):
+    """What one kind of call has shown is not used for calls that a model may answer otherwise."""
+    swapped = torch.randn(3 * lanes, 3, 8)
+    with parallel(lambda x: x if x.ndim == 2 else x.transpose(0, 1), lanes_on_cpu(lanes)) as p:
+        p(torch.randn(9, 8))
+        assert right_or_refused(p, (swapped,), swapped.transpose(0, 1)) == "refused"
+    with parallel(lambda x, flag: x.transpose(0, 1) if flag else x, lanes_on_cpu(lanes)) as p:
+        p(swapped[:7], np.bool_(False))
+        assert right_or_refused(p, (swapped, np.bool_(True)), swapped.transpose(0, 1)) == "refused"
+
+
+def test_a_model_may_write_into_its_rows_with_gradients_inside_no_grad():
+    """The rows of a lane are no view that torch refuses to write into."""
+    weight = nn.Parameter(torch.ones(4))
+
+    def target(x):
+        with torch.enable_grad():
+            x *= weight
+            return x.detach()
+
+    with torch.no_grad(), parallel(target, lanes_on_cpu(2)) as p:
+        for _ in range(2):
+            assert_close(p(torch.ones(9, 4)), torch.ones(9, 4))
+
+
+def test_a_nested_tensor_as_output_is_refused():
+    """The error names join="list"."""
+    nest = parallel(lambda x: torch.nested.nested_tensor(list(x)), lanes_on_cpu(2))
+    with nest as p, pytest.raises(GatherError, match='join="list"'):
+        p(torch.randn(9, 3))
