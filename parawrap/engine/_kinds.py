@@ -16,7 +16,7 @@ import torch
 from parawrap.backends import backend_of, warn_caller
 from parawrap.lanes import Modes
 from parawrap.shards import Evidence, FlatCall, ShardPlan
-from parawrap.tree import flatten, unflatten
+from parawrap.tree import Opaque, flatten, unflatten
 
 __all__ = ["Generators", "Kind", "Kinds"]
 
@@ -126,11 +126,16 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 
 def _values(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Tensors by their number of dims and dtype, other arguments by value, or by class if they have no hash."""
-    return tuple(
-        _form_of(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf if isinstance(leaf, Hashable) else None)
-        for leaf in leaves
-    )
+    """What makes another kind: dims and dtypes of tensors, values of other arguments, classes of those without a hash."""
+    return tuple(map(_value_of, leaves))
+
+
+def _value_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _form_of(leaf)
+    if isinstance(leaf, Opaque):
+        return type(leaf.value)
+    return type(leaf), leaf if isinstance(leaf, Hashable) else None
 
 
 def _other_sizes(plan: ShardPlan, flat: FlatCall) -> list[list[int]]:

@@ -1040,3 +1040,11 @@ def test_a_nested_tensor_as_output_is_refused():
     nest = parallel(lambda x: torch.nested.nested_tensor(list(x)), lanes_on_cpu(2))
     with nest as p, pytest.raises(GatherError, match='join="list"'):
         p(torch.randn(9, 3))
+
+
+def test_a_list_by_item_makes_no_new_kind():
+    """A list that `in_dims` cuts is another object at each call, and the kind stays the same: later calls are even."""
+    with parallel(lambda x, words: x, lanes_on_cpu(2), in_dims={"words": "items"}) as p:
+        for _ in range(2):
+            p(torch.zeros(6, 2), list("abcdef"))
+        assert p.stats().shards == (3, 3)
