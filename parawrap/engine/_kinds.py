@@ -7,7 +7,7 @@ train, grad, and autocast modes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -135,7 +135,11 @@ def _value_of(leaf: Any) -> Any:
         return _form_of(leaf)
     if isinstance(leaf, Opaque):
         return type(leaf.value)
-    return type(leaf), leaf if isinstance(leaf, Hashable) else None
+    try:
+        hash(leaf)
+    except TypeError:
+        return type(leaf)
+    return type(leaf), leaf
 
 
 def _other_sizes(plan: ShardPlan, flat: FlatCall) -> list[list[int]]:
