@@ -281,7 +281,7 @@ class LanePool:
                 self._places.wait_for(lanes)
 
     def _run(self, tasks: Sequence[Task], modes: Modes, *, in_turns: bool) -> list[Outcome]:
-        """Run the tasks; the caller has fewer intra-op threads while the other lanes use theirs."""
+        """Run the tasks at the same time, or in turns; the caller sets how many intra-op threads its own task has."""
         lanes, home = self.lanes[: len(tasks)], self._places.home
         first = tasks[0]
         if home is not None and home != lanes[0].device:  # else the caller's modes are in force as they are
