@@ -1,4 +1,4 @@
-"""One shard's task on another device: bring the shard there, run it, and give buffers back."""
+"""One shard's task on another device: bring the shard there, and run it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,12 @@ __all__ = ["Placed"]
 class Placed:
     """Made by the caller and run once, in a lane: in one go, or in two halves on different streams."""
 
-    __slots__ = ("_afterwards", "_call", "_device", "_piece", "shard")
+    __slots__ = ("_call", "_device", "_piece", "shard")
 
-    def __init__(
-        self, call: Callable[..., Any], piece: Piece, device: torch.device, afterwards: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, call: Callable[..., Any], piece: Piece, device: torch.device) -> None:
         self._call = call
         self._piece = piece
         self._device = device
-        self._afterwards = afterwards
         self.shard: Shard
 
     def __call__(self) -> Any:
@@ -43,7 +40,4 @@ class Placed:
         return self._run()
 
     def _run(self) -> Any:
-        value = self._call(*self.shard.args, **self.shard.kwargs)
-        if self._afterwards is not None:
-            self._afterwards()
-        return value
+        return self._call(*self.shard.args, **self.shard.kwargs)

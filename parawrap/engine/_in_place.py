@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from parawrap.engine._session import Entry
-from parawrap.replicas import StandIn, put, restore, without_stand_ins
+from parawrap.replicas import PlainView, StandIn, put, restore
 
 __all__ = ["Caller", "InPlace"]
 
@@ -46,6 +46,7 @@ class InPlace:
         self._module = module
         self._methods = methods
         self._route = _Route()
+        self._view = PlainView()
         self._replaced: list[tuple[str, Any, Any]] = []
 
     def send_to(self, caller: Caller | None) -> None:
@@ -68,10 +69,6 @@ class InPlace:
             self._replace(
                 name, StandIn(plain, _through(self._route, entry), _left_alone(functools.partial(_is_outside, running)))
             )
-        # copy, deepcopy, and pickle ask the module for these: they make plain modules.
-        for name in ("__reduce_ex__", "__deepcopy__", "__copy__"):
-            if hasattr(type(self._module), name):
-                self._replace(name, StandIn(getattr(self._module, name), _of_plain_twin))
 
     def uninstall(self) -> None:
         """Put everything back.
@@ -84,7 +81,7 @@ class InPlace:
             self._replaced = []
 
     def _replace(self, name: str, value: Any) -> None:
-        self._replaced.append((name, value, put(self._module, name, value)))
+        self._replaced.append((name, value, put(self._module, self._view, name, value)))
 
 
 def _nothing() -> None:
@@ -135,11 +132,3 @@ def _left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
     Loading it takes a second. A call that is compiled by a compiler loaded later runs plainly, as part of the graph.
     """
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-
-
-def _of_plain_twin(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Call a method of an object that has the module's attributes without the stand-ins."""
-    module = wrapped.__self__
-    twin = object.__new__(type(module))
-    vars(twin).update(without_stand_ins(vars(module)))
-    return getattr(twin, wrapped.__name__)(*args, **kwargs)

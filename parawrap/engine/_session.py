@@ -31,7 +31,7 @@ from parawrap.lanes import (
     intra_op_threads,
     sees_only_its_own_thread,
 )
-from parawrap.replicas import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.replicas import Freshness, LaneReplica, ReplicaSet
 from parawrap.shards import (
     Cutter,
     Evidence,
@@ -101,11 +101,11 @@ class Session:
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device  # None: the module's device, or that of a callable's first tensor
-        module = target if isinstance(target, torch.nn.Module) else None
-        home = None if module is None else home_of(module)
+        replicas = ReplicaSet(target, devices)
+        self._replicas = replicas if replicas.has_model or isinstance(target, torch.nn.Module) else None
+        home = replicas.home
         self.pool = LanePool(self.devices, home)
         self.tally = Tally(len(self.devices))
-        self._replicas = None if module is None else ReplicaSet(module, devices)
         self._refreshing = threading.Lock()
         self._kinds = Kinds()
         self._generators = Generators(self.devices)
@@ -140,7 +140,7 @@ class Session:
         versions = plan.written(flat) if None in plan.dims and len(plan.sizes) > 1 else []
         with intra_op_threads(None if in_turns else self.pool.threads):
             tasks, shards = self.scatter(entry, replicas, plan, flat, sources)
-            outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns)
+            outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns, first=replicas[0])
             if versions and versions != plan.written(flat):
                 raise ShardError(_WRITTEN)
             if not flat.on_cpu:
@@ -172,22 +172,12 @@ class Session:
             replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
         ways = [self._way_into(entry, replica) for replica in replicas]
         if flat.on_cpu and self._stays_on_cpu:
-            tasks: list[Any] = list(map(partial, ways, *plan.columns(flat)))
-            if replicas[0].write_back is not None:
-                tasks[0] = self.with_write_back(tasks[0], replicas[0])
-            return tasks, []
+            return list(map(partial, ways, *plan.columns(flat))), []
         devices = [self.devices[replica.lane] for replica in replicas]
         if self._stays_on_cpu and not sources:
             shards = plan.scatter(flat, devices)
-            tasks = [partial(way, *shard.args, **shard.kwargs) for way, shard in zip(ways, shards, strict=True)]
-            tasks[0] = self.with_write_back(tasks[0], replicas[0])
-            return tasks, shards
-        backs = [None if replica.lane else replica.write_back for replica in replicas]
-        return list(map(Placed, ways, plan.cut(flat), devices, backs)), []
-
-    def with_write_back(self, task: Task, replica: LaneReplica) -> Task:
-        """Return the task of lane 0, followed by giving its buffers to the module."""
-        return task if replica.write_back is None else partial(_then, task, replica.write_back)
+            return [partial(way, *shard.args, **shard.kwargs) for way, shard in zip(ways, shards, strict=True)], shards
+        return list(map(Placed, ways, plan.cut(flat), devices)), []
 
     def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
         """Return the replicas of the first lanes, up to date with the original.
@@ -203,6 +193,8 @@ class Session:
                 with self.pool.idle():
                     self._replicas.refresh()
                 self.pool.home = self._replicas.home
+            else:
+                self._replicas.expire()
             return self._replicas.current[:lanes]
 
     def apply(
@@ -214,12 +206,14 @@ class Session:
         kind: Kind | None = None,
         leaves: Sequence[Any] = (),
         in_turns: bool = False,
+        first: LaneReplica | None = None,
     ) -> list[Any]:
         """Run task i in lane i and return their values in lane order.
 
         `sources` are the devices, other than the module's, that the tasks take something from. Lanes that share a random
         generator must draw in lane order. So they run `in_turns` at the first call of a `kind`, which shows whether the
-        calls draw, and later if they do. `leaves` are the arguments of the call.
+        calls draw, and later if they do. `leaves` are the arguments of the call. The buffers that lane 0 wrote go back to
+        the model if its replica is given as `first`, also after an error.
 
         Raises:
             BaseException: The error of the first lane that failed, with a note on lane, device, and shard. The other
@@ -230,6 +224,9 @@ class Session:
         shared = self._generators.state(leaves, held)
         own = [] if self._stays_on_cpu else self._generators.own_state()
         outcomes = self.pool.run(tasks, modes, sources, in_turns=in_turns)
+        if first is not None and first.write_back is not None:
+            with self._refreshing, self.pool.idle():
+                first.write_back()
         values = []
         for outcome in outcomes:
             if outcome.error is not None:
@@ -375,7 +372,8 @@ class Session:
     def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
         if replica.module is self.target:
             return entry.in_lane or entry.plain
-        return replica.module if entry.method is None else getattr(replica.module, entry.method)  # type: ignore[no-any-return]
+        way = replica.module if entry.method is None else getattr(replica.module, entry.method)
+        return replica.prepared(way)
 
     def _submit_flat(
         self,
@@ -395,10 +393,13 @@ class Session:
             task = partial(self._run_whole, entry, replicas, plan.rows, args, kwargs)
             return self.pool.submit_to_any(task, modes), plan.rows
         lane = self.pool.least_loaded()
-        (placed,), _ = self.scatter(entry, [replicas[lane.index]], plan, flat, sources)
+        replica = replicas[lane.index]
+        (placed,), _ = self.scatter(entry, [replica], plan, flat, sources)
 
         def run() -> Any:
             output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat))
+            if replica.write_back is not None and lane.index == 0:
+                replica.write_back()
             plan.update(flat, [placed.shard])
             return output
 
@@ -464,12 +465,6 @@ def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -
 
 def _no_original(value: Any) -> None:
     """Find nothing: a target that is not a module has no copies."""
-
-
-def _then(task: Task, afterwards: Callable[[], None]) -> Any:
-    value = task()
-    afterwards()
-    return value
 
 
 def _done(run: Callable[[], Any]) -> LaneFuture:

@@ -135,17 +135,17 @@ class DataParallel(torch.nn.DataParallel[T]):
 
         Lanes that share a device draw random numbers in lane order, and run in turns for that.
         """
-        calls = zip(replicas, inputs, kwargs, strict=True)
-        tasks: list[Task] = [partial(replica, *args, **named) for replica, args, named in calls]
         session = self._session()
-        first = session.replicate(1)[0]
-        if tasks and replicas[0] is first.module:
-            tasks[0] = session.with_write_back(tasks[0], first)
+        lanes = session.replicate()
+        prepared = {id(lane.module): lane.prepared(lane.module) for lane in lanes}
+        calls = zip(replicas, inputs, kwargs, strict=True)
+        tasks: list[Task] = [partial(prepared.get(id(each), each), *args, **named) for each, args, named in calls]
         shares_a_device = len(set(self._lanes)) < len(self._lanes)
         kind = session.kind(None, inputs[0], kwargs[0] or {}) if shares_a_device and inputs else None
         in_turns = kind is not None and kind.in_turns
         with intra_op_threads(None if in_turns else session.pool.threads):
-            return session.apply(tasks, kind=kind, in_turns=in_turns)
+            first = lanes[0] if tasks and replicas[0] is lanes[0].module else None
+            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""

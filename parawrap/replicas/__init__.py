@@ -1,22 +1,21 @@
-"""One MODULE on many devices: its replicas, and the cache that keeps them fresh.
+"""Replicas of a model, one per lane, and what keeps them up to date.
 
-Knows modules, parameters and buffers; refuses to know threads and calls. A replica on the module's own device shares
-its parameters; one on another device has copies, written in place when the originals change and never rebuilt for it.
+Knows modules, parameters, buffers, and Python objects; knows no threads and no calls. A replica is a copy of everything
+that the model holds. On the model's device it has views of the parameters; on another device, copies whose gradients
+come home.
 """
 
-from parawrap.replicas._set import Freshness, LaneReplica, ReplicaSet, home_of
-from parawrap.replicas._stand_in import StandIn, original_method, put, restore, without_stand_ins
-from parawrap.replicas._watch import module_tree
+from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.replicas._stand_in import PlainView, StandIn, original_method, put, restore
 
 __all__ = [
     "Freshness",
     "LaneReplica",
+    "PlainView",
     "ReplicaSet",
     "StandIn",
     "home_of",
-    "module_tree",
     "original_method",
     "put",
     "restore",
-    "without_stand_ins",
 ]

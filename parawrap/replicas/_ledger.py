@@ -1,67 +1,81 @@
-"""Which of a set of tensors changed since they were last looked at."""
+"""Which of a set of tensors changed since they were entered."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from collections.abc import Set as AbstractSet
-from typing import Any
+from collections.abc import Iterable, Sequence
+from operator import attrgetter, eq, is_
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = ["Ledger", "lasting"]
 
-
-def _fingerprint(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Changes whenever the tensor does: its version counter, and its storage and place in it for ``tensor.data = ...``.
-
-    A write through ``tensor.data`` leaves no trace in either. An inference tensor has no counter: it never looks the same.
-    """
-    if tensor.is_inference():
-        return (object(),)
-    if tensor.layout is not torch.strided:
-        return tensor._version, tensor.requires_grad
-    return tensor._version, tensor.untyped_storage()._cdata, tensor.data_ptr(), tensor.requires_grad
+_requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
 
 
 class Ledger:
-    """Tensors, by identity, each with the fingerprint it had when it was entered. Not safe to share between threads.
+    """Tensors, and the memory, dtype, and version that each of them had.
 
-    The storages that they had are known by weak references, so that no later one can pass for one of them.
+    An alias of each tensor keeps its memory from being used again, so that equal memory means the same memory. A write
+    through ``tensor.data`` changes neither memory nor version. Versions are kept of the tensors that are copied.
     """
 
-    def __init__(self) -> None:
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._seen: dict[int, tuple[Any, ...]] = {}
-        self._storages: dict[int, StorageWeakRef] = {}
+    def __init__(self, tensors: Sequence[torch.Tensor], copied: Iterable[torch.Tensor]) -> None:
+        with lasting():
+            pairs = [(tensor, tensor.detach()) for tensor in tensors]
+        strided = [(tensor, alias) for tensor, alias in pairs if _can_be_compared(tensor, alias)]
+        self._strided = [tensor for tensor, _ in strided]
+        self._aliases = [alias for _, alias in strided]
+        self._tensors = list(tensors)
+        self._grads = [*map(_requires_grad, tensors)]
+        self._dtypes = [*map(_dtype, tensors)]
+        copied = list(copied)
+        self.unversioned = [tensor for tensor in copied if tensor.is_inference()]
+        self._copied = [tensor for tensor in copied if not tensor.is_inference()]
+        self._versions = [*map(_version, self._copied)]
 
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._tensors
+    def same_form(self) -> bool:
+        """True if every tensor has the memory, the dtype, and the ``requires_grad`` that it had."""
+        return (
+            _have_memory_of(self._strided, self._aliases)
+            and [*map(_requires_grad, self._tensors)] == self._grads
+            and all(map(is_, map(_dtype, self._tensors), self._dtypes))
+        )
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(list(self._tensors.values()))
+    def unwritten(self) -> bool:
+        """True if every copied tensor has the version that it had."""
+        return not self.unversioned and [*map(_version, self._copied)] == self._versions
 
-    def enter(self, tensor: torch.Tensor) -> None:
-        """Remember the tensor as it is now."""
-        self._tensors[id(tensor)] = tensor
-        self._seen[id(tensor)] = _fingerprint(tensor)
-        if tensor.layout is torch.strided:
-            self._storages[id(tensor)] = StorageWeakRef(tensor.untyped_storage())
+    def written(self) -> list[torch.Tensor]:
+        """The copied tensors with another version, and those without versions: they were made in inference mode."""
+        now = map(_version, self._copied)
+        same = map(eq, now, self._versions)
+        return self.unversioned + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
 
-    def changed(self) -> list[torch.Tensor]:
-        """The tensors that are no longer as they were when they were entered."""
-        seen = self._seen
-        return [tensor for key, tensor in self._tensors.items() if _fingerprint(tensor) != seen[key]]
+    def moved(self) -> list[torch.Tensor]:
+        """The tensors with other memory than they had."""
+        pairs = zip(self._strided, self._aliases, strict=True)
+        return [tensor for tensor, alias in pairs if not _have_memory_of([tensor], [alias])]
 
-    def keep(self, keys: AbstractSet[int]) -> None:
-        """Let go of all tensors but those with these ids."""
-        for key in set(self._tensors) - keys:
-            del self._tensors[key], self._seen[key]
-            self._storages.pop(key, None)
+    def enter_versions(self) -> None:
+        """Take the versions of now."""
+        self._versions = [*map(_version, self._copied)]
+
+
+def _have_memory_of(tensors: Sequence[torch.Tensor], aliases: Sequence[torch.Tensor]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_set_to, tensors, aliases))
+    except RuntimeError:  # on another device
+        return False
+
+
+def _can_be_compared(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_quantized and tensor.is_set_to(alias)
 
 
 class lasting:  # noqa: N801
-    """What is made in this block outlives the call: no graph, and no inference tensor, whatever the caller's modes."""
+    """Inside the block, new tensors have no graph and are not inference tensors, whatever the caller's modes."""
 
     def __enter__(self) -> None:
         self._modes = torch.inference_mode(False), torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from operator import call, is_
@@ -9,45 +10,58 @@ from typing import Any
 
 import torch
 
-from parawrap.replicas._tensors import Tensors
+from parawrap.tree import flatten, unflatten
 
-__all__ = ["ScriptedState", "fill_script", "replicate_script"]
+__all__ = ["ScriptedState", "fill_script", "new_script", "script_pairs", "tensors_of_script"]
 
 _HOOKED = "_is_full_backward_hook"
+_COPIES = "_copies_of_children"
 
 
-def replicate_script(module: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """The module, then each scripted module in it, beside a copy that shares code and, as yet, every attribute."""
-    replica: torch.nn.Module = module._replicate_for_data_parallel()
-    pairs = [(module, replica)]
+def new_script(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy of a scripted module, and of those in it, that shares code and, until `fill_script`, attributes."""
+    copy: torch.nn.Module = module._replicate_for_data_parallel()
+    children = []
     for name, child in module._modules.items():
         if child is not None:
-            below = replicate_script(child)
-            setattr(replica, name, below[0][1])
-            pairs += below
-    return pairs
+            children.append((child, new_script(child)))
+            setattr(copy, name, children[-1][1])
+    vars(copy)[_COPIES] = children  # C++ gives other objects, without what Python knows of the modules
+    return copy
 
 
-def fill_script(replica: torch.nn.Module, module: torch.nn.Module, tensors: Tensors) -> None:
-    """Set the replica's own attributes, tensors and others, as the module has them now."""
-    parameters, buffers = dict(module._parameters.items()), dict(module._buffers.items())
-    for name, value in _attributes_of(module).items():
-        if isinstance(parameter := parameters.get(name), torch.Tensor):
-            setattr(replica, name, tensors.parameter(parameter))
-        elif isinstance(buffer := buffers.get(name), torch.Tensor):
-            setattr(replica, name, tensors.buffer(buffer))
-        else:
-            setattr(replica, name, tensors.attribute(value))
+def fill_script(module: torch.nn.Module, copy: torch.nn.Module, copy_of: Callable[[Any], Any]) -> None:
+    """Set the copy's attributes to the copies of the module's."""
+    for original, part in script_pairs(module, copy):
+        for name, value in _attributes_of(original).items():
+            leaves, spec = flatten(value)
+            setattr(part, name, unflatten(spec, list(map(copy_of, leaves))))
+
+
+def tensors_of_script(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a scripted module, and of those in it, with the names of the attributes that hold them."""
+    for prefix, part in module.named_modules():
+        for name, value in _attributes_of(part).items():
+            for leaf in flatten(value)[0]:
+                if isinstance(leaf, torch.Tensor):
+                    yield f"{prefix}.{name}".lstrip("."), leaf
+
+
+def script_pairs(module: torch.nn.Module, copy: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Yield each scripted module in a tree, next to its copy."""
+    yield module, copy
+    for pair in vars(copy)[_COPIES]:
+        yield from script_pairs(*pair)
 
 
 def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A scripted module's own attributes by name, parameters and buffers among them, without its submodules."""
+    """The attributes of one scripted module by name, with its parameters and buffers, without its submodules."""
     cpp: Any = module._c
     return {name: cpp.getattr(name) for name in _names_of(module)}
 
 
 def _names_of(module: torch.nn.Module) -> list[str]:
-    """Those of its attributes: which there are is fixed when a module is compiled."""
+    """The names of its attributes, which are fixed when a module is compiled."""
     concrete: Any = vars(module).get("_concrete_type")
     if concrete is None:  # torch.jit.freeze leaves it out
         cpp: Any = module._c
@@ -56,14 +70,14 @@ def _names_of(module: torch.nn.Module) -> list[str]:
 
 
 class ScriptedState:
-    """What the attributes of a scripted module, and of those in it, were at one moment.
+    """The attributes of a scripted module, and of the modules in it, at one moment.
 
-    They lie in C++, and are looked at before every call: the ways to them are worked out once.
+    They lie in C++ and are compared before every call, so the functions that read them are made once.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         parts: list[Any] = [*module.modules()]
-        # A dictionary within torch's own, there since 1.2, and ten times as fast to look into.
+        # The dictionary inside torch's own, there since 1.2, and ten times as fast to read.
         self._children: list[dict[str, Any]] = [part._modules._python_modules for part in parts]
         self._getters = [
             partial(part._c.getattr, name)
@@ -74,9 +88,9 @@ class ScriptedState:
         self._before = self._now()
 
     def intact(self) -> bool:
-        """Whether they all are what they were.
+        """True if all attributes are what they were.
 
-        Tensors and modules are compared by identity; what C++ makes a new Python object of at each look, by value.
+        Tensors and modules are compared by identity. C++ makes new Python objects of other values, which are compared.
         """
         now = self._now()
         if len(now) != len(self._before):

@@ -1,163 +1,178 @@
-"""The tensors of one replica: its device's copies of parameters, and buffers of its own."""
+"""The tensors of one replica: views of parameters, and its own copies of all tensors that learn nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
-from operator import is_
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, ne
 
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.replicas._ledger import Ledger, lasting
+from parawrap.replicas._ledger import lasting
 from parawrap.replicas._mirror import Mirror
 from parawrap.replicas._parcel import Parcel, can_be_sent
-from parawrap.tree import flatten, unflatten
 
-__all__ = ["Tensors"]
+__all__ = ["Tensors", "is_computed", "is_parameter"]
+
+_version = attrgetter("_version")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """True for the result of operations that gradients flow through: a weight that a hook computes, for instance."""
+    return tensor.grad_fn is not None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """True for a parameter, and for any other tensor that learns."""
+    return tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
 
 
 class Tensors:
-    """The tensors of one replica: parameters from the original or from its device's mirror, buffers of its own."""
+    """The tensors of one replica. A lane may write its own copies; it never holds a leaf that requires gradients."""
 
-    def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None, buffers: Ledger) -> None:
+    def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None) -> None:
         self.device = device
-        self.home = home
-        self._containers: dict[int, tuple[Any, list[Any]]] = {}
-        self.asked: set[int] = set()  # the ids of the originals that were asked for; whoever fills a shell reads it
-        self.mirror = mirror
-        self._ledger = buffers
-        self._own: dict[int, torch.Tensor] = {}
-        self._versions: dict[int, int] = {}
-        self._origins: dict[int, torch.Tensor] = {}
-        self._new: dict[int, torch.Tensor] = {}
+        self._home = home
+        self._mirror = mirror
+        self._origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        self._computed: list[torch.Tensor] = []
+        self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
+        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.is_fresh = True  # until the lane runs, or the next call
 
-    def parameter(self, original: torch.Tensor) -> torch.Tensor:
-        self.asked.add(id(original))
-        return original if self.mirror is None else self.mirror.copy_of(original)
-
-    def buffer(self, original: torch.Tensor) -> torch.Tensor:
-        """A lane's own copy, which it may write; a buffer that takes part in a graph is treated as a parameter."""
-        if original.requires_grad:
-            return self.parameter(original)
-        key = id(original)
-        self.asked.add(key)
-        if key not in self._own:
-            if original not in self._ledger:
-                self._ledger.enter(original)
-            with lasting():
-                self._take(original, self._made(original))
-        return self._own[key]
-
-    def held(self) -> Iterable[torch.Tensor]:
-        """The lane's own buffers."""
-        return self._own.values()
-
-    def write_new(self) -> None:
-        """Write into the buffers that were made since the last time what the originals are."""
-        if self._new:
-            originals, self._new = list(self._new.values()), {}
-            with lasting():
-                copies = [self._own[id(tensor)] for tensor in originals]
-                Parcel([tensor.detach() for tensor in originals]).write(copies)
-                backend_of(self.device.type).flush(copies)
-            for original, copy in zip(originals, copies, strict=True):
-                self._versions[id(original)] = copy._version
-
-    def renew_buffers(self, changed: Sequence[torch.Tensor]) -> int:
-        """Copy those originals into new buffers of the lane's own; the bytes copied.
-
-        New ones, because a graph that is still waiting for its backward pass may hold the present ones: written in place
-        they would no longer be what that graph saved.
-        """
-        mine = [tensor for tensor in changed if id(tensor) in self._own]
+    def take(self, originals: Sequence[torch.Tensor]) -> None:
+        """Make the replica's tensors for these originals."""
+        own = [tensor for tensor in originals if not is_parameter(tensor)]
+        self._computed = [tensor for tensor in originals if is_computed(tensor)]
+        for tensor in originals:
+            if is_computed(tensor):
+                self._enter(tensor, self._brought(tensor))
+            elif is_parameter(tensor):
+                self._enter(tensor, self._view(tensor))
         with lasting():
-            copies = self._copied(mine)
-        for tensor, own in zip(mine, copies, strict=True):
-            self._forget(id(tensor))
-            self._take(tensor, own)
-        return sum(tensor.nbytes for tensor in mine)
+            copies = self._copied(own)
+        self._originals, self._copies = own, copies
+        for tensor, copy in zip(own, copies, strict=True):
+            self._enter(tensor, copy)
+        self._look()
 
-    def written_by_lane(self, original: torch.Tensor, current: torch.Tensor) -> bool:
-        """Whether what the replica has in the place of that buffer is not what it was given."""
-        own = self._own.get(id(original))
-        return current is not own or current._version != self._versions[id(original)]
+    def of(self, original: torch.Tensor) -> torch.Tensor:
+        """Return the replica's tensor for one of the model's."""
+        found = self._made.get(id(original))
+        return self._brought(original) if found is None else found
 
     def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The module's tensor that this one is, or is a copy of; None for any other."""
+        """Return the model's tensor that this one is a view or a copy of; None for any other."""
         found = self._origins.get(id(tensor))
-        return self.mirror.origins.get(id(tensor)) if found is None and self.mirror is not None else found
+        return None if found is None else found[1]
 
-    def keep(self, keys: AbstractSet[int]) -> None:
-        """Let go of the lane's own copies of all buffers but those with these ids."""
-        for key in set(self._own) - keys:
-            self._forget(key)
+    def held(self) -> Iterable[torch.Tensor]:
+        """The replica's own copies."""
+        return self._copies
 
     def written(self) -> list[torch.Tensor]:
-        """The buffers whose copies the lane has written since it was given them."""
-        versions = self._versions
-        return [self._origins[id(own)] for key, own in self._own.items() if own._version != versions[key]]
+        """The originals whose copies the lane has written."""
+        now = [*map(_version, self._copies)]
+        if now == self._versions:
+            return []
+        changed = map(ne, now, self._versions)
+        return [tensor for tensor, is_written in zip(self._originals, changed, strict=True) if is_written]
 
-    def _made(self, original: torch.Tensor) -> torch.Tensor:
-        values = original.detach()
-        if self.home == self.device or not can_be_sent(values):
-            return values.to(self.device, copy=True)
-        self._new[id(original)] = original
-        return torch.empty_like(values, device=self.device)
+    def wrote(self, original: torch.Tensor) -> bool:
+        """True if the lane has written its copy of that tensor."""
+        index = next(index for index, tensor in enumerate(self._originals) if tensor is original)
+        return self._copies[index]._version != self._versions[index]
 
-    def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        values = [tensor.detach() for tensor in originals]
-        if self.home == self.device:
-            return [tensor.clone() for tensor in values]
-        # `.data`: pieces of one parcel would otherwise share a version counter, which tells what a lane writes.
-        return [tensor.data for tensor in Parcel(values).at(self.device)]
+    def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], None]) -> int:
+        """Make new copies of those originals, and `place` them; return the bytes copied.
 
-    def _take(self, original: torch.Tensor, own: torch.Tensor) -> None:
-        self._own[id(original)] = own
-        self._versions[id(original)] = own._version
-        self._origins[id(own)] = original
+        They are new because a graph that waits for its backward pass may hold the present ones.
+        """
+        wanted = {id(tensor) for tensor in changed}
+        mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
+        with lasting():
+            copies = self._copied([self._originals[index] for index in mine])
+        for index, copy in zip(mine, copies, strict=True):
+            original = self._originals[index]
+            self._origins.pop(id(self._copies[index]), None)
+            self._copies[index] = copy
+            self._enter(original, copy)
+            place(original, copy)
+        if mine:
+            self._look()
+        self.is_fresh = True
+        return sum(self._originals[index].nbytes for index in mine)
 
-    def _forget(self, key: int) -> None:
-        self._new.pop(key, None)
-        own = self._own.pop(key)
-        del self._versions[key], self._origins[id(own)]
+    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
+        for original in self._computed:
+            if not self._is_at_home(original):
+                self._enter(original, self._brought(original))
+                place(original, self._made[id(original)])
 
-    def attribute(self, value: Any) -> Any:
-        """A plain attribute: tensors, also in a list, tuple or dict, are brought to the device; all else is shared."""
-        if self.mirror is None:
-            return value
-        if isinstance(value, torch.Tensor):
-            return self._brought(value)
-        if not isinstance(value, (list, tuple, dict)):
-            return value
-        leaves, spec = flatten(value)
-        if not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            return value
-        self._containers[id(value)] = value, leaves
-        return unflatten(spec, [self._brought(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    def renew_in_lane(self) -> None:
+        """Copy the originals into the replica's own copies, as part of a lane's task on the model's device.
 
-    def has_containers(self) -> bool:
-        """Whether tensors were brought here out of a list, tuple or dict."""
-        return bool(self._containers)
+        It sees every write, also through ``tensor.data``, and like such a write it leaves versions alone.
+        """
+        if self.is_fresh:
+            self.is_fresh = False
+        else:
+            with lasting():
+                torch._foreach_copy_(*self._aliases)  # pyright: ignore[reportPrivateImportUsage]
 
-    def containers_changed(self) -> bool:
-        """Whether an attribute that is a list, tuple or dict of tensors holds others than when it was brought here."""
-        return any(
-            len(now := flatten(value)[0]) != len(leaves) or not all(map(is_, now, leaves))
-            for value, leaves in self._containers.values()
-        )
+    @property
+    def renews_in_lane(self) -> bool:
+        """True if the replica has copies on the model's device."""
+        return self._mirror is None and bool(self._copies)
 
-    def forget_containers(self) -> None:
-        """Before every shell is filled again."""
-        self._containers.clear()
+    def _look(self) -> None:
+        """Note the versions of the copies, and alias them for `renew_in_lane`."""
+        self._versions = [*map(_version, self._copies)]
+        pairs = zip(self._copies, self._originals, strict=True)
+        same = [(copy.data, tensor.detach()) for copy, tensor in pairs if copy.device == tensor.device]
+        self._aliases = [copy for copy, _ in same], [tensor for _, tensor in same]
+
+    def _enter(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._made[id(original)] = tensor
+        self._origins[id(tensor)] = tensor, original
+
+    def _is_at_home(self, tensor: torch.Tensor) -> bool:
+        return self._mirror is None or tensor.device != self._home
+
+    def _view(self, original: torch.Tensor) -> torch.Tensor:
+        base = original if self._mirror is None or self._is_at_home(original) else self._mirror.linked(original)
+        if not original.requires_grad and type(original) not in _PLAIN:
+            return base  # a subclass may not have views; without gradients none is needed
+        with torch.inference_mode(False), torch.enable_grad():
+            view = base[...]  # not view_as, whose backward pass fails for sparse gradients
+        if isinstance(original, torch.nn.Parameter):
+            vars(view).update(vars(original), _is_param=True)  # isinstance(view, torch.nn.Parameter) holds
+        return view
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
-        assert self.mirror is not None
-        if id(tensor) in self._own:
-            return self._own[id(tensor)]
-        if tensor.device != self.home:
-            return tensor  # the module wants it elsewhere than where its parameters are
-        if tensor.is_leaf or tensor in self.mirror.originals:
-            return self.parameter(tensor)
-        return tensor.to(self.device)  # computed for this call, by a hook that makes a weight, say: the graph goes along
+        return tensor if self._is_at_home(tensor) else tensor.to(self.device)
+
+    def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device."""
+        values = [tensor.detach() for tensor in originals]
+        travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
+        arrived = iter(self._sent(travelling))
+        return [
+            tensor.clone()
+            if self._is_at_home(tensor)
+            else next(arrived)
+            if can_be_sent(tensor)
+            else tensor.to(self.device, copy=True)
+            for tensor in values
+        ]
+
+    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
+        sent = [tensor.data for tensor in Parcel(tensors).at(self.device)]
+        backend_of(self.device.type).flush(sent)
+        return sent

@@ -1,120 +1,117 @@
-"""The modules of a tree, and whether any of them changed since it was looked at."""
+"""Whether the structure of a target is what it was: the objects in every dict, list, set, and closure, by identity.
+
+The check runs before every call, so it reads lengths, keys, and values in C, and works out the differences only if
+something changed. It uses public operations only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import chain
-from operator import is_
-from typing import Any
+from operator import is_, is_not
+from typing import Any, NamedTuple
 
 import torch
 
+from parawrap.replicas._contents import ATOMS, Cell, Content, Dict, Instance, List, Script, Set, Weak
 from parawrap.replicas._script import ScriptedState
+from parawrap.replicas._structure import Node
 
-__all__ = ["Watch", "may_be_written_unseen", "module_tree"]
-
-_C: Any = torch._C
-# A number that is another one after each change of a dictionary: what torch's compiler guards modules by. It has no public
-# name; where a release of torch has none, all items are looked at each time.
-_version: Callable[[dict[Any, Any]], int] | None = getattr(getattr(_C._dynamo, "guards", None), "dict_version", None)
+__all__ = ["Change", "Watch"]
 
 
-def module_tree(root: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str]]:
-    """Every module once, parents first, with its name; a scripted module is one piece."""
-    seen: set[torch.nn.Module] = set()
-    stack = [(root, "")]
-    while stack:
-        module, name = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        yield module, name
-        if not isinstance(module, torch.jit.ScriptModule):
-            children = [(child, f"{name}.{key}".lstrip(".")) for key, child in module._modules.items() if child is not None]
-            stack += reversed(children)
+class Change(NamedTuple):
+    """A value of a dict or an instance that was replaced by another."""
 
+    node: Node
+    key: Any
+    before: Any
+    now: Any
 
-def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
-    """Whether a forward pass may write the buffer without its version counter telling.
+    @property
+    def keeps_form(self) -> bool:
+        """True if outputs keep their form: a train mode, a number of the same class, a tensor for a tensor."""
+        if isinstance(self.before, torch.Tensor) and isinstance(self.now, torch.Tensor):
+            return True
+        return self.key == "training" or type(self.before) is type(self.now) is float
 
-    The kernels of batch and instance norm do so, in train mode, to their running statistics, and a norm of the user's own
-    calls the same kernels: vectors of floats, one value a channel.
-    """
-    return module.training and buffer.ndim == 1 and buffer.is_floating_point()
+    @property
+    def is_of_atoms(self) -> bool:
+        """True if neither value has parts."""
+        return type(self.before) in ATOMS and type(self.now) in ATOMS
 
 
 class Watch:
-    """What the modules of a tree looked like at one moment: the very objects in their dictionaries.
+    """The structure of a target at one moment."""
 
-    Asked before every call, so `intact` asks the dictionaries for their versions, in C, and looks into them only where one
-    is another; which module changed is looked up only then.
-    """
-
-    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._modules = list(modules)
-        self._classes = [*map(type, modules)]
-        self._scripted = {m: ScriptedState(m) for m in modules if isinstance(m, torch.jit.ScriptModule)}
-        self._dicts = [(module, own) for module in modules if module not in self._scripted for own in _dicts(module)]
-        self._lively = [own for _, own in self._dicts]
-        self._lengths = [len(own) for own in self._lively]
-        self._all_plain = {dict}.issuperset(map(type, self._lively))
-        self._versions = self._versions_now()  # before what they are the versions of
-        self._kept = list(self._now())
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        nodes = list(nodes)
+        self._owners = [node for node in nodes if isinstance(node.content, Instance)]
+        self._instances = [node.value for node in self._owners if hasattr(node.value, "__dict__")]
+        self._classes = [*map(type, self._instances)]
+        self._own: list[Any] = [*map(vars, self._instances)]
+        self._holders = [node for node in self._owners if hasattr(node.value, "__dict__")]
+        self._holders += [node for node in nodes if isinstance(node.content, Dict)]
+        self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in self._holders[len(self._own) :])]
+        self._lengths = [*map(len, self._dicts)]
+        self._filled = [each for each, length in zip(self._dicts, self._lengths, strict=True) if length]
+        self._keys = [*chain.from_iterable(self._filled)]
+        self._values = [*self._now()]
+        self._others = [node for node in nodes if _is_watched_apart(node)]
+        self._parts = [_parts_of(node) for node in self._others]
+        self._scripts = [ScriptedState(node.value) for node in nodes if isinstance(node.content, Script)]
 
     def intact(self) -> bool:
-        """Whether every module still has the same attributes, parameters, buffers and children."""
-        if [*map(type, self._modules)] != self._classes:
-            return False
-        versions = [*map(_version, self._lively)] if _version is not None and self._all_plain else None
-        if (versions is None or versions != self._versions) and not self._dicts_are_intact():
-            return False
-        return not self._scripted or all(state.intact() for state in self._scripted.values())
+        """True if every object still holds the same objects under the same keys."""
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and all(map(is_, self._now(), self._values))
+            and [*chain.from_iterable(self._filled)] == self._keys
+            and all(map(is_, map(type, self._instances), self._classes))
+            and all(map(is_, map(vars, self._instances), self._own))
+            and (not self._others or self._others_are_intact())
+            and all(state.intact() for state in self._scripts)
+        )
 
-    def changed(self) -> list[torch.nn.Module]:
-        """The modules that changed since they were looked at."""
-        found = [module for module, cls in zip(self._modules, self._classes, strict=True) if type(module) is not cls]
-        found += [module for module, state in self._scripted.items() if not state.intact()]
-        end = 0
-        for (module, own), length in zip(self._dicts, self._lengths, strict=True):
-            start, end = end, end + length
-            if len(own) != length or not all(map(is_, own.values(), self._kept[start:end])):
-                found.append(module)
-        return list(dict.fromkeys(found))
-
-    def took_another_form(self) -> bool:
-        """True if an attribute, a submodule, or a class changed; train modes and tensors for tensors do not count."""
-        if [*map(type, self._modules)] != self._classes or not all(state.intact() for state in self._scripted.values()):
-            return True
-        end = 0
-        for (_, own), length in zip(self._dicts, self._lengths, strict=True):
-            start, end = end, end + length
-            pairs = zip(own.items(), self._kept[start:end], strict=False)
-            if len(own) != length or any(_is_another_form(*item, before) for item, before in pairs):
-                return True
-        return False
-
-    def _dicts_are_intact(self) -> bool:
-        versions = self._versions_now()
-        intact = [*map(len, self._lively)] == self._lengths and all(map(is_, self._now(), self._kept))
-        if intact:
-            self._versions = versions  # something was changed, and changed back
-        return intact
-
-    def _versions_now(self) -> list[int] | None:
-        """None where a version does not tell all: an OrderedDict keeps to itself that its order was changed."""
-        if _version is None or not self._all_plain:
+    def changes(self) -> list[Change] | None:
+        """Return the values that were replaced; None if anything else changed."""
+        same_keys = [*map(len, self._dicts)] == self._lengths and [*chain.from_iterable(self._filled)] == self._keys
+        same_owners = all(map(is_, map(type, self._instances), self._classes)) and all(
+            map(is_, map(vars, self._instances), self._own)
+        )
+        if not (same_keys and same_owners and self._others_are_intact()):
             return None
-        return [*map(_version, self._lively)]
+        if not all(state.intact() for state in self._scripts):
+            return None
+        nodes = chain.from_iterable([node] * length for node, length in zip(self._holders, self._lengths, strict=True))
+        rows = zip(nodes, self._keys, self._values, self._now(), strict=True)
+        return [Change(*row) for row in rows if row[2] is not row[3]]
 
-    def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(own.values() for own in self._lively)
+    def accept(self) -> None:
+        """Take the values of now for what the structure is."""
+        self._values = [*self._now()]
+
+    def _now(self) -> Iterable[Any]:
+        return chain.from_iterable([each.values() for each in self._filled])
+
+    def _others_are_intact(self) -> bool:
+        for node, before in zip(self._others, self._parts, strict=True):
+            now = _parts_of(node)
+            if len(now) != len(before) or any(map(is_not, now, before)):
+                return False
+        return True
 
 
-def _is_another_form(name: str, now: Any, before: Any) -> bool:
-    both_tensors = isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor)
-    return now is not before and name != "training" and not both_tensors
+def _is_watched_apart(node: Node) -> bool:
+    content: Content = node.content
+    if isinstance(content, List | Set | Weak | Cell):
+        return True
+    return isinstance(content, Instance) and not hasattr(node.value, "__dict__")
 
 
-def _dicts(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
-    own = vars(module)
-    return own, own["_parameters"], own["_buffers"], own["_modules"]
+def _parts_of(node: Node) -> list[Any]:
+    """The parts of an object that are not in a dict."""
+    if isinstance(node.content, List):
+        return list(node.value)
+    parts = (*node.content.parts(node.value), *node.content.references(node.value))
+    return [part for _, part in parts]

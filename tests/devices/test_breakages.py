@@ -10,7 +10,7 @@ import torch
 
 from parawrap import GatherError, engine, parallel
 from parawrap.replicas._mirror import Mirror
-from parawrap.replicas._set import ReplicaSet
+from parawrap.replicas._refresh import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 
@@ -47,11 +47,11 @@ def test_refresh_that_does_nothing(broken, monkeypatch):
     """Replicas that are not refreshed answer with old parameters, and the check sees it."""
     if broken == "refresh":
         refresh = ReplicaSet.refresh
-        monkeypatch.setattr(ReplicaSet, "refresh", lambda self: None if self._lanes else refresh(self))
+        monkeypatch.setattr(ReplicaSet, "refresh", lambda self: None if self._replicas else refresh(self))
     elif broken == "stale":
-        monkeypatch.setattr(ReplicaSet, "stale", lambda self: not self._lanes)
+        monkeypatch.setattr(ReplicaSet, "stale", lambda self: not self._replicas)
     else:
-        monkeypatch.setattr(Mirror, "outdated", lambda self: [])
+        monkeypatch.setattr(Mirror, "write", lambda self, originals, parcel: None)
     assert not follows_a_change()
 
 
@@ -94,5 +94,5 @@ def test_gather_in_swapped_order(monkeypatch):
 
 def test_gradients_that_stay_on_a_device(monkeypatch):
     """Replicas whose gradients do not come home learn too little, and the check sees it."""
-    monkeypatch.setattr(Mirror, "link", lambda self: setattr(self, "linked", True))
+    monkeypatch.setattr(Mirror, "linked", lambda self, original: self._copies[id(original)])
     assert not equals_plain()

@@ -658,19 +658,21 @@ def test_nested_blocks():
             torch.testing.assert_close(model(x), expected)
 
 
-def test_nested_block_that_returns_lists():
-    """A block with join="list" inside the lanes of another one returns a list of one output, like every plain call."""
+def test_module_captured_by_a_method():
+    """A module that `forward` captures, and that the model does not hold, is refused with its name."""
     inner = nn.Linear(5, 3, dtype=torch.float64).to("sim:0")
 
     class Around(nn.Module):
         def forward(self, x):
-            return torch.cat(inner(x))
+            return inner(x)
 
-    around, x = Around(), rows()
-    with torch.no_grad(), parallel(inner, ["sim:0", "sim:3"], join="list"):
-        expected = around(x)
-        with parallel(around, ["sim:0", "sim:0"]):
-            torch.testing.assert_close(around(x).cpu(), expected.cpu())
+    around = Around()
+    with (
+        torch.no_grad(),
+        parallel(around, ["sim:0", "sim:0"]),
+        pytest.raises(ReplicaError, match=r"Around\.forward captures 'inner', which is a Linear"),
+    ):
+        around(rows())
 
 
 def test_calls_from_several_threads():

@@ -342,7 +342,7 @@ class Draws(nn.Module):
     def __init__(self, generator):
         super().__init__()
         self.generator = generator
-        self.threads: list[int] = []
+        type(self).threads = []  # on the class: a replica has its own attributes
 
     def forward(self, x, generator=None):
         self.threads.append(threading.get_ident())
@@ -947,6 +947,7 @@ class Remembers(nn.Module):
 
 
 @LANES
+@pytest.mark.filterwarnings("ignore:the model wrote 'mask':UserWarning")
 def test_a_model_that_assigns_an_attribute_in_forward_is_cut_like_any_other(lanes):
     """An attribute that forward assigns, in a lane or in a whole first call, does not start another kind."""
     model = Remembers()

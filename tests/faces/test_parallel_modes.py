@@ -26,7 +26,7 @@ class Meets(nn.Module):
     def __init__(self, look) -> None:
         super().__init__()
         self.look = look
-        self.seen: list = []
+        type(self).seen = []  # on the class: a replica has its own attributes
         self.armed = threading.Event()
         self.barrier = threading.Barrier(3)
 

@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.register_buffer("matrix", torch.eye(4))
         self.scale = 2.0
         self.table = torch.ones(4)
-        self.ran: list[nn.Module] = []
+        type(self).ran = []  # on the class: a replica has its own attributes
 
     def forward(self, x):
         self.ran.append(self)
@@ -277,6 +277,7 @@ def test_a_parameter_of_a_scripted_module_is_seen():
         assert model(x).tolist() == [[2.0, 2.0]] * 6
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler reads .grad of all tensors
 def test_a_submodule_inside_a_compiled_module_is_seen():
     """A change below torch.compile's module reaches every lane."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Identity())
@@ -299,7 +300,7 @@ def test_state_that_forward_keeps_does_not_build_replicas_anew():
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            self.ran: list[nn.Module] = []
+            type(self).ran = []  # on the class: a replica has its own attributes
 
         def forward(self, x):
             self.ran.append(self)

@@ -57,8 +57,8 @@ class Seen(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(5, 2)
-        self.rows = []
-        self.threads = set()
+        type(self).rows = []  # on the class: a replica has its own attributes
+        type(self).threads = set()  # on the class: a replica has its own attributes
 
     def forward(self, x):
         self.rows.append(len(x))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parawrap import ReplicaError
-from parawrap.replicas import ReplicaSet, StandIn, home_of, put, restore
+from parawrap.replicas import PlainView, ReplicaSet, StandIn, home_of, put, restore
 
 CPU = torch.device("cpu")
 
@@ -126,7 +126,7 @@ def test_put_and_restore_leave_no_trace():
     model = Holds()
     before = dict(vars(model))
     stand_in = StandIn(model.forward, lambda wrapped, instance, args, kwargs: "stood in")
-    replaced = [("forward", stand_in, put(model, "forward", stand_in))]
+    replaced = [("forward", stand_in, put(model, PlainView(), "forward", stand_in))]
     assert model(torch.zeros(2, 2)) == "stood in"
     restore(model, replaced)
     assert vars(model).keys() == before.keys()

@@ -1,0 +1,105 @@
+"""Modules that code reaches without the target holding them: globals, class attributes, closures of methods.
+
+Every lane would run the original of such a module, so they are refused.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from parawrap.errors import ReplicaError
+from parawrap.replicas._contents import Function, Instance
+from parawrap.replicas._structure import Survey
+
+__all__ = ["refuse_hidden"]
+
+_CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
+_NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
+_LIBRARIES = frozenset({"torch", "torchvision", "builtins"})
+
+
+def refuse_hidden(survey: Survey) -> None:
+    """Refuse functions and classes of a target that reach modules with tensors in ways that cannot be copied.
+
+    Raises:
+        ReplicaError: If there is one. The message names the function or class and the module.
+    """
+    known: set[type] = set()
+    _refuse_distributed(survey)
+    for node in survey.nodes.values():
+        if isinstance(node.content, Function):
+            _refuse_globals(node.value, survey.path(node))
+        elif isinstance(node.content, Instance):
+            known.update(type(node.value).__mro__)
+    for cls in known:
+        if cls.__module__.partition(".")[0] not in _LIBRARIES:
+            _refuse_class(cls)
+
+
+def _refuse_distributed(survey: Survey) -> None:
+    for node in survey.modules:
+        if isinstance(node.value, torch.nn.parallel.DistributedDataParallel):
+            place = f"submodule {survey.path(node)!r}" if node.parent else "the module"
+            msg = f"no replica of {place} can be made: DistributedDataParallel is parallel already; give what it wraps"
+            raise ReplicaError(msg)
+
+
+def _refuse_class(cls: type) -> None:
+    for name, value in list(vars(cls).items()):
+        if _has_tensors(value):
+            msg = f"the class attribute {cls.__qualname__}.{name} is a {type(value).__name__}: {_CURE}"
+            raise ReplicaError(msg)
+        for function in _functions(value) if name not in _NOT_CALLED else ():
+            _refuse_globals(function, function.__qualname__)
+            for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+                for held in _content(cell):
+                    msg = f"{function.__qualname__} captures {free!r}, which is a {type(held).__name__}: {_CURE}"
+                    raise ReplicaError(msg)
+
+
+def _refuse_globals(function: types.FunctionType, place: str) -> None:
+    if function.__module__ and function.__module__.partition(".")[0] in _LIBRARIES:
+        return
+    for code in _codes(function.__code__):
+        candidates = {name for name in code.co_names if _has_tensors(function.__globals__.get(name))}
+        if candidates:  # names of attributes are among co_names too
+            for step in dis.get_instructions(code):
+                if step.opname == "LOAD_GLOBAL" and step.argval in candidates:
+                    kind = type(function.__globals__[step.argval]).__name__
+                    msg = f"{place or function.__qualname__} uses the global {step.argval!r}, which is a {kind}: {_CURE}"
+                    raise ReplicaError(msg)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _functions(value: Any) -> Iterable[types.FunctionType]:
+    """The functions behind an entry of a class: of a method, a static method, a property."""
+    found = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    return [each for each in found if isinstance(each, types.FunctionType)]
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    """The modules with tensors that a cell holds, directly or in a container."""
+    try:
+        content = cell.cell_contents
+    except ValueError:
+        return []
+    items = content.values() if isinstance(content, dict) else content
+    held = list(items) if isinstance(items, list | tuple | set) or isinstance(content, dict) else [content]
+    return [each for each in held if _has_tensors(each)]
+
+
+def _has_tensors(value: Any) -> bool:
+    if not isinstance(value, torch.nn.Module):
+        return False
+    return next(value.parameters(), None) is not None or next(value.buffers(), None) is not None

@@ -1,0 +1,334 @@
+"""The replicas of one target for the lanes of one session, and what keeps them up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from parawrap.backends import Stream, backend_of, record_use
+from parawrap.errors import ReplicaError
+from parawrap.replicas._hidden import refuse_hidden
+from parawrap.replicas._ledger import Ledger
+from parawrap.replicas._lost_writes import LostWrites
+from parawrap.replicas._mirror import Mirror, send
+from parawrap.replicas._replica import Replica, may_be_written_unseen
+from parawrap.replicas._structure import Survey
+from parawrap.replicas._tensors import Tensors, is_parameter
+from parawrap.replicas._watch import Change, Watch
+
+__all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
+
+
+@dataclass(slots=True)
+class Freshness:
+    """How often something was copied into replicas, and how many bytes in all."""
+
+    refreshes: int = 0
+    copied_bytes: int = 0
+
+
+class LaneReplica(NamedTuple):
+    """The copy of the target that one lane runs.
+
+    `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `prepare` runs in the lane before
+    each task, and `write_back` gives the buffers that the lane wrote to the model; None if there is nothing to do.
+    """
+
+    lane: int
+    module: Any
+    original_of: Callable[[torch.Tensor], torch.Tensor | None]
+    prepare: Callable[[], None] | None = None
+    write_back: Callable[[], None] | None = None
+
+    def prepared(self, way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that prepares the replica, and then calls `way`."""
+        return way if self.prepare is None else partial(_prepared, self.prepare, way)
+
+
+def _prepared(prepare: Callable[[], None], way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    prepare()
+    return way(*args, **kwargs)
+
+
+def home_of(module: torch.nn.Module) -> torch.device | None:
+    """Return the one device that the tensors of a module are on; None for a module without tensors.
+
+    Raises:
+        ReplicaError: If they are on several devices. The message names two of them.
+    """
+    return _home_of(Survey(module))
+
+
+class ReplicaSet:
+    """One replica per lane, of a module or of another callable that leads to modules.
+
+    The caller ensures that no lane runs during `refresh`. Lives as long as the session.
+
+    Raises:
+        ReplicaError: If the target cannot be copied.
+    """
+
+    def __init__(self, target: Any, devices: Sequence[torch.device]) -> None:
+        self.original = target
+        self.devices = tuple(devices)
+        self.freshness = Freshness()
+        self.current: list[LaneReplica] = []  # by lane, since the last refresh
+        self.is_ready = False
+        self.training: tuple[Any, ...] = ()  # the train mode of each module, at the last refresh
+        self.structure = 0  # advances with each change beyond train modes, numbers, and values of tensors
+        self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
+        self.home: torch.device | None = None
+        self._survey = Survey(target)
+        self.home = _home_of(self._survey)
+        self._replicas: list[Replica] = []
+        self._mirrors: dict[torch.device, Mirror] = {}
+        self._watch = Watch(())
+        self._ledger = Ledger((), ())
+        self._unseen: list[torch.Tensor] = []
+        self._renews_all = False
+        self._linked_on: Stream | None = None
+        self._memory_from: dict[torch.device, Stream | None] = {}
+        self._mirrored: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
+        self._lost_writes: LostWrites | None = None
+
+    @property
+    def has_model(self) -> bool:
+        """True if the target leads to a module, or to a tensor that learns."""
+        return bool(self._survey.modules or self._survey.tensors)
+
+    def ready(self) -> bool:
+        """True if every parameter has a shape. A lazy module gets its shapes from its first, plain call."""
+        if not self.is_ready:
+            self.is_ready = not any(is_lazy(node.value) for node in self._survey.tensors)
+            if not self.is_ready:
+                self._survey = Survey(self.original)
+        return self.is_ready
+
+    def is_on(self, device: torch.device) -> bool:
+        """True if the model lies on that device now."""
+        first = next((tensor for _, tensor in _registered(self._survey)), None)
+        return first is not None and first.device == device
+
+    def stale(self) -> bool:
+        """True if the target changed since the last `refresh`, or lanes wrote their own tensors."""
+        if not self._replicas or not (self._watch.intact() and self._ledger.same_form()):
+            return True
+        if self._lost_writes is not None and self._lost_writes.has_grown():
+            self.refuse_grown()
+        if self._mirrors and (torch.is_grad_enabled() or self._renews_all):
+            return True
+        if torch.is_grad_enabled() and not self._is_linked_here():
+            return True
+        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._replicas))
+
+    def expire(self) -> None:
+        """Have every replica bring its own tensors up to date when its lane runs next."""
+        for replica in self._replicas:
+            replica.tensors.is_fresh = False
+
+    def refuse_grown(self) -> None:
+        """Look at what a call left in lane 0: warn of state that does not come back to the model.
+
+        Raises:
+            ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
+        """
+        if self._lost_writes is not None:
+            self._lost_writes.refuse_grown()
+            self._lost_writes.warn_once()
+
+    def refresh(self) -> None:
+        """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
+        try:
+            self._refresh()
+        except BaseException:
+            self._replicas = []
+            raise
+
+    def renew(self) -> None:
+        """Copy everything at the next refresh, also what looks unchanged."""
+        self._renews_all = True
+        self._replicas = []
+
+    def forget(self) -> None:
+        """Let go of the replicas. The next refresh makes them again."""
+        self._keep_for_here()
+        for replica in self._replicas:
+            replica.is_over = True
+        self._replicas, self.current = [], []
+        self._mirrors = {}
+        self._watch, self._ledger, self._lost_writes = Watch(()), Ledger((), ()), None
+        self._unseen = []
+        self._survey = Survey(None)
+
+    def scratch(self) -> Any:
+        """Return a replica at home with tensors of its own, for a run that must leave no trace."""
+        home = self.home or self.devices[0]
+        return Replica(Survey(self.original), Tensors(home, home, None)).target
+
+    def _refresh(self) -> None:
+        self._keep_for_here()
+        if self._replicas and self._replicas[0].is_pending:
+            self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
+        changes = self._watch.changes() if self._replicas else None
+        changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
+        keeps_form = changes is not None and all(change.keeps_form for change in changes)
+        self.structure += bool(self._replicas) and not keeps_form
+        if changes is not None and self._update(changes):
+            self._renew(changed)
+        else:
+            self._build(changed)
+        self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
+        self._ledger.enter_versions()
+        self.training = tuple(getattr(node.value, "training", None) for node in self._survey.modules)
+        self._unseen = [
+            buffer
+            for module in self._survey.all_modules()
+            for buffer in module._buffers.values()
+            if buffer is not None and may_be_written_unseen(module, buffer)
+        ]
+
+    def _update(self, changes: Sequence[Change]) -> bool:
+        """Set replaced values in every replica; return False if replicas must be built again."""
+        if not (self._ledger.same_form() and all(change.is_of_atoms for change in changes)):
+            return False
+        if torch.is_grad_enabled() and not self._is_linked_here():
+            return False
+        for change in changes:
+            if self._lost_writes is not None:
+                self._lost_writes.set(change.node, change.key, change.now)
+            for replica in self._replicas:
+                replica.set(change.node, change.key, change.now)
+        self._watch.accept()
+        return True
+
+    def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
+        """Copy the tensors that changed; on other devices all tensors if gradients are wanted."""
+        grad, everything = torch.is_grad_enabled(), torch.is_grad_enabled() or self._renews_all
+        due = self._mirrored if everything else [tensor for tensor in self._mirrored if id(tensor) in changed]
+        written = send((mirror, due) for mirror in self._mirrors.values())
+        for mirror in self._mirrors.values():
+            mirror.advance(changed.values())
+        for replica in self._replicas:
+            is_away = replica.tensors.device in self._mirrors
+            written += replica.renew(self._own if everything and is_away else [*changed.values(), *self._unseen])
+            if grad and is_away:
+                replica.tensors.renew_computed(replica.copy.replace)
+        if written:
+            self.freshness.refreshes += 1
+            self.freshness.copied_bytes += written
+
+    def _build(self, changed: Mapping[int, torch.Tensor]) -> None:
+        """Make every replica for the structure of now. Parameters that are still there keep their copies."""
+        self._survey = survey = Survey(self.original)
+        refuse_hidden(survey)
+        home = _home_of(survey)
+        _refuse_meta(survey, home)
+        self._let_go(keep_mirrors=home == self.home)
+        self.home, self._linked_on = home, None if home is None else backend_of(home.type).stream(home)
+        tensors = [node.value for node in survey.tensors]
+        self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
+        at_home = self.devices if home is None else (home,)
+        away = dict.fromkeys(device for device in self.devices if device not in at_home)
+        self._mirrors = {device: self._mirrors.get(device) or Mirror(device) for device in away}
+        self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
+        self._fill_mirrors(changed)
+        self._replicas = [Replica(survey, Tensors(device, home, self._mirrors.get(device))) for device in self.devices]
+        self._replicas[0].gives_back = True
+        self._ledger = Ledger(tensors, [*self._own, *(self._mirrored if self._mirrors else ())])
+        self._watch = Watch(survey.copied)
+        self._lost_writes = LostWrites(survey, self._replicas[0])
+        held = (value for node in survey.modules for value in vars(node.value).values())
+        self.generators = tuple(value for value in held if isinstance(value, torch.Generator))
+        self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
+
+    def _let_go(self, *, keep_mirrors: bool) -> None:
+        """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
+        for replica in self._replicas:
+            replica.is_over = replica.is_over or not self._ledger.same_form()
+        self._replicas, self.current, self._lost_writes = [], [], None
+        if not keep_mirrors:
+            self._mirrors = {}
+        if not self._is_linked_here():
+            for mirror in self._mirrors.values():
+                mirror.unlink()
+
+    def _fill_mirrors(self, changed: Mapping[int, torch.Tensor]) -> None:
+        """Write the copies of parameters that are new, that changed, or that may have changed."""
+        everything = torch.is_grad_enabled() or self._renews_all
+        missing = {mirror: mirror.take(self._mirrored) for mirror in self._mirrors.values()}
+        send(missing.items())
+        for mirror, new in missing.items():
+            known = set(map(id, new))
+            due = [tensor for tensor in self._mirrored if id(tensor) not in known and (everything or id(tensor) in changed)]
+            written = send([(mirror, due)])
+            mirror.advance(tensor for tensor in due if id(tensor) in changed)
+            if written:
+                self.freshness.refreshes += 1
+                self.freshness.copied_bytes += written
+
+    def _is_linked_here(self) -> bool:
+        """True if the gradients of the replicas reach the parameters on the caller's stream."""
+        if self.home is None or self.home.type == "cpu":
+            return True
+        here = backend_of(self.home.type).stream(self.home)
+        return here is self._linked_on or (here is not None and self._linked_on is not None and here == self._linked_on)
+
+    def _keep_for_here(self) -> None:
+        """Keep the memory that other streams took for replicas, once it is let go of, until these streams are done.
+
+        These streams come after all that lanes have done with it.
+        """
+        here = {device: backend_of(device.type).stream(device) for device in self.devices}
+        if here != self._memory_from:
+            record_use(tensor for mirror in self._mirrors.values() for tensor in mirror.held())
+            record_use(tensor for replica in self._replicas for tensor in replica.tensors.held())
+            self._memory_from = here
+
+
+def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
+    has_own = bool(replica.tensors.held())
+    prepare, write_back = (replica.prepare, replica.write_back) if has_own else (None, None)
+    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back)
+
+
+def _registered(survey: Survey) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of all modules, with their names; else the tensors in plain attributes."""
+    found = False
+    for node in survey.modules:
+        prefix = survey.path(node)
+        for name, tensor in chain(node.value.named_parameters(recurse=False), node.value.named_buffers(recurse=False)):
+            found = True
+            yield f"{prefix}.{name}".lstrip("."), tensor
+    if not found:
+        for node in survey.tensors:
+            yield survey.path(node), node.value
+            return
+
+
+def _refuse_meta(survey: Survey, home: torch.device | None) -> None:
+    if home is not None and home.type == "meta":
+        name = next(name for name, _ in _registered(survey))
+        msg = f"no replica of the module can be made: {name!r} is on the meta device and has no data to copy"
+        raise ReplicaError(msg)
+
+
+def _home_of(survey: Survey) -> torch.device | None:
+    home: torch.device | None = None
+    first = ""
+    for name, tensor in _registered(survey):
+        if home is None:
+            home, first = tensor.device, name
+        elif tensor.device != home:
+            msg = (
+                f"the model lies on several devices: {first!r} on {home} and {name!r} on {tensor.device}. A replica of it "
+                "would need as many devices again; put the model on one device, or make its parts parallel one by one"
+            )
+            raise ReplicaError(msg)
+    return home

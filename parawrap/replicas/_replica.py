@@ -1,0 +1,132 @@
+"""One lane's replica: a copy of the structure, and tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from parawrap.errors import ReplicaError
+from parawrap.replicas._ledger import lasting
+from parawrap.replicas._script import script_pairs
+from parawrap.replicas._structure import Copy, Node, Survey
+from parawrap.replicas._tensors import Tensors
+
+__all__ = ["Replica", "may_be_written_unseen"]
+
+
+def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
+    """True if a forward pass may write the buffer without advancing its version.
+
+    The kernels of batch and instance norm do so in train mode, and norms of the user's own call the same kernels. Their
+    running statistics are vectors of floats with one value per channel.
+    """
+    return getattr(module, "training", False) and buffer.ndim == 1 and buffer.is_floating_point()
+
+
+class Replica:
+    """The target's copy for one lane. Made and renewed while the lane is idle; run only in the lane.
+
+    Raises:
+        ReplicaError: If a copy cannot be made. The message names the device and the error.
+    """
+
+    def __init__(self, survey: Survey, tensors: Tensors) -> None:
+        self.tensors = tensors
+        try:
+            tensors.take([node.value for node in survey.tensors])
+            self.copy = Copy(survey, tensors.of)
+        except Exception as error:
+            name = type(survey.target).__name__
+            msg = f"no replica of {name} can be made on {tensors.device}: {type(error).__name__}: {error}"
+            raise ReplicaError(msg) from error
+        self.gives_back = False  # its buffers go back to the model
+        self.is_pending = False  # the lane has run since then
+        self.is_over = False  # its block has ended
+        self._buffers = [
+            (module, copy, name, buffer)
+            for node in survey.modules
+            for module, copy in _pairs(node.value, self.copy.of(node.value))
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.requires_grad
+        ]
+        self._attributes = [
+            node.value for node in survey.tensors if not any(node.value is buffer for *_, buffer in self._buffers)
+        ]
+
+    @property
+    def target(self) -> Any:
+        """The copy of the whole target."""
+        return self.copy.target
+
+    def __del__(self) -> None:
+        if getattr(self, "is_over", False) and self.copy.survey.has_cycle:
+            self.copy.clear()  # without it, the copy is freed by a garbage collection
+
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the model's tensor that this one is a view or a copy of; None for any other."""
+        return self.tensors.original_of(tensor)
+
+    def prepare(self) -> None:
+        """Bring the replica's own tensors up to date, as part of a lane's task."""
+        if self.is_pending and self.gives_back:
+            self.write_back()  # of a call in another thread, which has yet to do so
+        self.is_pending = True
+        if self.tensors.renews_in_lane:
+            self.tensors.renew_in_lane()
+
+    def set(self, node: Node, key: Any, value: Any) -> None:
+        """Set a value of a dict, or an attribute of an instance, that was set in the target."""
+        self.copy.put(node, key, value)
+
+    def touched(self) -> bool:
+        """True if the lane wrote or replaced a tensor of its own."""
+        return bool(self.tensors.written()) or any(
+            _buffer(copy, name) is not self.tensors.of(buffer) for _, copy, name, buffer in self._buffers
+        )
+
+    def renew(self, changed: Sequence[torch.Tensor]) -> int:
+        """Make new copies of these originals, and of those whose copies the lane wrote; return the bytes copied."""
+        replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
+        return self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
+
+    def write_back(self) -> None:
+        """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model."""
+        self.is_pending = False
+        for module, copy, name, buffer in self._buffers:
+            now = _buffer(copy, name)
+            if now is None or now is buffer:
+                continue
+            replaced = now is not self.tensors.of(buffer)
+            if replaced or self.tensors.wrote(buffer) or may_be_written_unseen(module, buffer):
+                _give(module, name, buffer, now)
+        written = set(map(id, self.tensors.written()))
+        for tensor in self._attributes:
+            if id(tensor) in written:
+                with lasting():
+                    tensor.copy_(self.tensors.of(tensor))
+
+
+def _pairs(module: torch.nn.Module, copy: torch.nn.Module) -> Iterable[tuple[torch.nn.Module, torch.nn.Module]]:
+    """A module next to its copy; a scripted one is followed by the modules in it."""
+    return script_pairs(module, copy) if isinstance(module, torch.jit.ScriptModule) else ((module, copy),)
+
+
+def _give(module: torch.nn.Module, name: str, buffer: torch.Tensor, now: torch.Tensor) -> None:
+    with lasting():
+        if now.shape == buffer.shape:
+            buffer.copy_(now)
+        else:
+            _set_buffer(module, name, now.detach().to(buffer.device))
+
+
+def _buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401  # a scripted module's has no `get`
+
+
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        setattr(module, name, value)
+    else:
+        module._buffers[name] = value
