@@ -47,6 +47,8 @@ class InPlace:
         self._methods = methods
         self._route = _Route()
         self._view = PlainView()
+        self._running = _Running()
+        self._stand_ins: dict[str, StandIn] = {}  # kept, so that calls of p find the module as the last one left it
         self._replaced: list[tuple[str, Any, Any]] = []
 
     def send_to(self, caller: Caller | None) -> None:
@@ -62,13 +64,16 @@ class InPlace:
         if getattr(self._module, "_compiled_call_impl", None) is not None:
             # module.compile() would trace through the stand-in and run the batch as one.
             self._replace("_compiled_call_impl", None)
-        running = _Running()
         for name in dict.fromkeys(self._methods):
             plain = getattr(self._module, name)
-            entry = Entry(functools.partial(_plainly, running, plain), name, plain)
-            self._replace(
-                name, StandIn(plain, _through(self._route, entry), _left_alone(functools.partial(_is_outside, running)))
-            )
+            if name not in self._stand_ins or self._stand_ins[name].__wrapped__ != plain:
+                self._stand_ins[name] = self._stand_in(name, plain)
+            self._replace(name, self._stand_ins[name])
+
+    def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
+        entry = Entry(functools.partial(_plainly, self._running, plain), name, plain)
+        is_outside = functools.partial(_is_outside, self._running)
+        return StandIn(plain, _through(self._route, entry), _left_alone(is_outside))
 
     def uninstall(self) -> None:
         """Put everything back.

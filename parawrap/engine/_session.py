@@ -193,8 +193,6 @@ class Session:
                 with self.pool.idle():
                     self._replicas.refresh()
                 self.pool.home = self._replicas.home
-            else:
-                self._replicas.expire()
             return self._replicas.current[:lanes]
 
     def apply(

@@ -6,6 +6,7 @@ Every lane would run the original of such a module, so they are refused.
 from __future__ import annotations
 
 import dis
+import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,7 +21,7 @@ __all__ = ["refuse_hidden"]
 
 _CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
-_LIBRARIES = frozenset({"torch", "torchvision", "builtins"})
+_LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
 
 
 def refuse_hidden(survey: Survey) -> None:
@@ -32,12 +33,12 @@ def refuse_hidden(survey: Survey) -> None:
     known: set[type] = set()
     _refuse_distributed(survey)
     for node in survey.nodes.values():
-        if isinstance(node.content, Function):
-            _refuse_globals(node.value, survey.path(node))
+        if isinstance(node.content, Function) and _is_of_user(node.value):
+            _refuse_globals_of_all(node.value, survey.path(node))
         elif isinstance(node.content, Instance):
             known.update(type(node.value).__mro__)
     for cls in known:
-        if cls.__module__.partition(".")[0] not in _LIBRARIES:
+        if not _is_of_library(cls.__module__):
             _refuse_class(cls)
 
 
@@ -52,27 +53,57 @@ def _refuse_distributed(survey: Survey) -> None:
 def _refuse_class(cls: type) -> None:
     for name, value in list(vars(cls).items()):
         if _has_tensors(value):
-            msg = f"the class attribute {cls.__qualname__}.{name} is a {type(value).__name__}: {_CURE}"
+            msg = f"the class attribute {cls.__qualname__}.{name} is a {_name(value)}: {_CURE}"
             raise ReplicaError(msg)
         for function in _functions(value) if name not in _NOT_CALLED else ():
-            _refuse_globals(function, function.__qualname__)
+            for _ in _refuse_globals(function, function.__qualname__):
+                pass  # methods call too much to follow
             for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 for held in _content(cell):
-                    msg = f"{function.__qualname__} captures {free!r}, which is a {type(held).__name__}: {_CURE}"
+                    msg = f"{function.__qualname__} captures {free!r}, which is a {_name(held)}: {_CURE}"
                     raise ReplicaError(msg)
 
 
-def _refuse_globals(function: types.FunctionType, place: str) -> None:
-    if function.__module__ and function.__module__.partition(".")[0] in _LIBRARIES:
-        return
+def _refuse_globals(function: types.FunctionType, place: str) -> Iterator[types.FunctionType]:
+    """Refuse the modules among the globals that a function reads; yield the functions of the user's among them."""
     for code in _codes(function.__code__):
-        candidates = {name for name in code.co_names if _has_tensors(function.__globals__.get(name))}
-        if candidates:  # names of attributes are among co_names too
-            for step in dis.get_instructions(code):
-                if step.opname == "LOAD_GLOBAL" and step.argval in candidates:
-                    kind = type(function.__globals__[step.argval]).__name__
-                    msg = f"{place or function.__qualname__} uses the global {step.argval!r}, which is a {kind}: {_CURE}"
-                    raise ReplicaError(msg)
+        found = {name: function.__globals__.get(name) for name in code.co_names}
+        found = {name: value for name, value in found.items() if _has_tensors(value) or _is_of_user(value)}
+        loaded = _loaded_globals(code) if found else set()  # names of attributes are among co_names too
+        for name in found.keys() & loaded:
+            if isinstance(value := found[name], types.FunctionType):
+                yield value
+            else:
+                msg = f"{place or function.__qualname__} uses the global {name!r}, which is a {_name(value)}: {_CURE}"
+                raise ReplicaError(msg)
+
+
+def _refuse_globals_of_all(function: types.FunctionType, place: str) -> None:
+    """Refuse modules among the globals of a function, and of the functions that it calls."""
+    seen = {function}
+    waiting = [(function, place)]
+    while waiting:
+        for called in _refuse_globals(*waiting.pop()):
+            if called not in seen:
+                seen.add(called)
+                waiting.append((called, called.__qualname__))
+
+
+def _loaded_globals(code: types.CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+
+
+def _is_of_user(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and not _is_of_library(value.__module__)
+
+
+def _is_of_library(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    return root in _LIBRARIES or root in sys.stdlib_module_names - {"__main__"}
+
+
+def _name(value: Any) -> str:
+    return type(value).__name__
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -44,9 +44,10 @@ class LostWrites:
             if each is node:
                 given[key] = value
 
-    def has_grown(self) -> bool:
-        """True if a module of the replica has more submodules or parameters than it was given."""
-        return any(len(copy) != length for _, copy, length in self._growing)
+    @property
+    def growing(self) -> list[dict[str, Any]]:
+        """The dicts of submodules and parameters of the replica's modules."""
+        return [copy for _, copy, _ in self._growing]
 
     def refuse_grown(self) -> None:
         """Refuse a module that makes layers or parameters in a call.

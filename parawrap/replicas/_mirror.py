@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, bring
-from parawrap.replicas._ledger import lasting
-from parawrap.replicas._parcel import Parcel, can_be_sent
+from parawrap.replicas._parcel import Parcel, can_be_sent, lasting
 
 __all__ = ["Mirror", "send"]
 

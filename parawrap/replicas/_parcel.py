@@ -12,7 +12,7 @@ import torch
 
 from parawrap.backends import backend_of, bring, bring_into
 
-__all__ = ["Parcel", "can_be_sent"]
+__all__ = ["Parcel", "can_be_sent", "lasting"]
 
 _SMALL = 1 << 20
 _MOST = 32 << 20
@@ -72,3 +72,16 @@ def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+class lasting:  # noqa: N801
+    """Inside the block, new tensors have no graph and are not inference tensors, whatever the caller's modes."""
+
+    def __enter__(self) -> None:
+        self._modes = torch.inference_mode(False), torch.no_grad()
+        for mode in self._modes:
+            mode.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)

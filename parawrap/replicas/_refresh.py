@@ -14,13 +14,12 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._hidden import refuse_hidden
-from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._lost_writes import LostWrites
 from parawrap.replicas._mirror import Mirror, send
 from parawrap.replicas._replica import Replica, may_be_written_unseen
 from parawrap.replicas._structure import Survey
 from parawrap.replicas._tensors import Tensors, is_parameter
-from parawrap.replicas._watch import Change, Watch
+from parawrap.replicas._watch import Change, Ledger, Watch
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
@@ -85,6 +84,7 @@ class ReplicaSet:
         self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
         self.home: torch.device | None = None
         self._survey = Survey(target)
+        refuse_hidden(self._survey)
         self.home = _home_of(self._survey)
         self._replicas: list[Replica] = []
         self._mirrors: dict[torch.device, Mirror] = {}
@@ -96,6 +96,9 @@ class ReplicaSet:
         self._memory_from: dict[torch.device, Stream | None] = {}
         self._mirrored: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
+        self._writers: list[Replica] = []  # with tensors of their own
+        self._has_copies = False
+        self._has_streams = False
         self._lost_writes: LostWrites | None = None
 
     @property
@@ -117,31 +120,35 @@ class ReplicaSet:
         return first is not None and first.device == device
 
     def stale(self) -> bool:
-        """True if the target changed since the last `refresh`, or lanes wrote their own tensors."""
-        if not self._replicas or not (self._watch.intact() and self._ledger.same_form()):
-            return True
-        if self._lost_writes is not None and self._lost_writes.has_grown():
-            self.refuse_grown()
-        if self._mirrors and (torch.is_grad_enabled() or self._renews_all):
-            return True
-        if torch.is_grad_enabled() and not self._is_linked_here():
-            return True
-        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._replicas))
+        """True if the target changed since the last `refresh`, or lanes wrote their own tensors.
 
-    def expire(self) -> None:
-        """Have every replica bring its own tensors up to date when its lane runs next."""
-        for replica in self._replicas:
+        If not, lanes on the model's device still copy its buffers before they run: writes through ``.data`` are not seen here.
+        """
+        if not (self._replicas and self._watch.intact() and self._ledger.same_form()):
+            return True
+        if torch.is_grad_enabled():
+            if self._mirrors or (self._has_streams and not self._is_linked_here()):
+                return True
+        elif self._renews_all:
+            return True
+        if not self._has_copies:
+            return False
+        if self._unseen or not self._ledger.unwritten() or any(map(Replica.touched, self._writers)):
+            return True
+        for replica in self._writers:
             replica.tensors.is_fresh = False
+        return False
 
-    def refuse_grown(self) -> None:
-        """Look at what a call left in lane 0: warn of state that does not come back to the model.
+    def refuse_grown(self, *, warn: bool = True) -> None:
+        """Look at what a call left in lane 0, and warn of state that does not come back to the model.
 
         Raises:
             ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
         """
         if self._lost_writes is not None:
             self._lost_writes.refuse_grown()
-            self._lost_writes.warn_once()
+            if warn:
+                self._lost_writes.warn_once()
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
@@ -174,6 +181,7 @@ class ReplicaSet:
 
     def _refresh(self) -> None:
         self._keep_for_here()
+        self.refuse_grown(warn=False)
         if self._replicas and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         changes = self._watch.changes() if self._replicas else None
@@ -232,6 +240,7 @@ class ReplicaSet:
         _refuse_meta(survey, home)
         self._let_go(keep_mirrors=home == self.home)
         self.home, self._linked_on = home, None if home is None else backend_of(home.type).stream(home)
+        self._has_streams = self._linked_on is not None
         tensors = [node.value for node in survey.tensors]
         self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
         at_home = self.devices if home is None else (home,)
@@ -241,9 +250,11 @@ class ReplicaSet:
         self._fill_mirrors(changed)
         self._replicas = [Replica(survey, Tensors(device, home, self._mirrors.get(device))) for device in self.devices]
         self._replicas[0].gives_back = True
+        self._writers = self._replicas if self._own else []
+        self._has_copies = bool(self._own or self._mirrors)
         self._ledger = Ledger(tensors, [*self._own, *(self._mirrored if self._mirrors else ())])
-        self._watch = Watch(survey.copied)
         self._lost_writes = LostWrites(survey, self._replicas[0])
+        self._watch = Watch(survey.copied, self._lost_writes.growing)
         held = (value for node in survey.modules for value in vars(node.value).values())
         self.generators = tuple(value for value in held if isinstance(value, torch.Generator))
         self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
@@ -275,7 +286,7 @@ class ReplicaSet:
 
     def _is_linked_here(self) -> bool:
         """True if the gradients of the replicas reach the parameters on the caller's stream."""
-        if self.home is None or self.home.type == "cpu":
+        if self.home is None or not self._has_streams:
             return True
         here = backend_of(self.home.type).stream(self.home)
         return here is self._linked_on or (here is not None and self._linked_on is not None and here == self._linked_on)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parawrap.errors import ReplicaError
-from parawrap.replicas._ledger import lasting
+from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import script_pairs
 from parawrap.replicas._structure import Copy, Node, Survey
 from parawrap.replicas._tensors import Tensors

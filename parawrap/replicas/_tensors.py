@@ -8,9 +8,8 @@ from operator import attrgetter, ne
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.replicas._ledger import lasting
 from parawrap.replicas._mirror import Mirror
-from parawrap.replicas._parcel import Parcel, can_be_sent
+from parawrap.replicas._parcel import Parcel, can_be_sent, lasting
 
 __all__ = ["Tensors", "is_computed", "is_parameter"]
 
@@ -42,7 +41,7 @@ class Tensors:
         self._copies: list[torch.Tensor] = []
         self._versions: list[int] = []
         self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self.is_fresh = True  # until the lane runs, or the next call
+        self.is_fresh = True  # until the lane runs, or until the next call
 
     def take(self, originals: Sequence[torch.Tensor]) -> None:
         """Make the replica's tensors for these originals."""
@@ -104,7 +103,7 @@ class Tensors:
             place(original, copy)
         if mine:
             self._look()
-        self.is_fresh = True
+        self.is_fresh = False
         return sum(self._originals[index].nbytes for index in mine)
 
     def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

@@ -1,23 +1,30 @@
-"""Whether the structure of a target is what it was: the objects in every dict, list, set, and closure, by identity.
+"""The structure and the tensors of a target at one moment, and whether they changed since.
 
-The check runs before every call, so it reads lengths, keys, and values in C, and works out the differences only if
-something changed. It uses public operations only.
+The checks run before every call, so they read lengths, keys, values, and addresses in C, and work out the differences
+only if something changed. They use public operations only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_, is_not
+from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.replicas._contents import ATOMS, Cell, Content, Dict, Instance, List, Script, Set, Weak
+from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import ScriptedState
 from parawrap.replicas._structure import Node
 
-__all__ = ["Change", "Watch"]
+__all__ = ["Change", "Ledger", "Watch"]
+
+_requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
+
+
+# Of dict itself: the view that a module has inside a block would leave the stand-ins out, at a cost.
+_length, _keys, _values = dict.__len__, dict.keys, dict.values
 
 
 class Change(NamedTuple):
@@ -42,9 +49,12 @@ class Change(NamedTuple):
 
 
 class Watch:
-    """The structure of a target at one moment."""
+    """The objects in every dict, list, set, and closure of a structure, by identity.
 
-    def __init__(self, nodes: Iterable[Node]) -> None:
+    `growing` are further dicts of which only the lengths are compared.
+    """
+
+    def __init__(self, nodes: Iterable[Node], growing: Iterable[dict[str, Any]] = ()) -> None:
         nodes = list(nodes)
         self._owners = [node for node in nodes if isinstance(node.content, Instance)]
         self._instances = [node.value for node in self._owners if hasattr(node.value, "__dict__")]
@@ -53,9 +63,11 @@ class Watch:
         self._holders = [node for node in self._owners if hasattr(node.value, "__dict__")]
         self._holders += [node for node in nodes if isinstance(node.content, Dict)]
         self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in self._holders[len(self._own) :])]
-        self._lengths = [*map(len, self._dicts)]
+        self._lengths = [*map(_length, self._dicts)]
+        self._growing = [*growing]
+        self._sizes = [*map(len, self._growing)]
         self._filled = [each for each, length in zip(self._dicts, self._lengths, strict=True) if length]
-        self._keys = [*chain.from_iterable(self._filled)]
+        self._keys = [*chain.from_iterable(map(_keys, self._filled))]
         self._values = [*self._now()]
         self._others = [node for node in nodes if _is_watched_apart(node)]
         self._parts = [_parts_of(node) for node in self._others]
@@ -64,18 +76,21 @@ class Watch:
     def intact(self) -> bool:
         """True if every object still holds the same objects under the same keys."""
         return (
-            [*map(len, self._dicts)] == self._lengths
-            and all(map(is_, self._now(), self._values))
-            and [*chain.from_iterable(self._filled)] == self._keys
+            [*map(_length, self._dicts)] == self._lengths
+            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._values))
+            and [*chain.from_iterable(map(_keys, self._filled))] == self._keys
+            and [*map(len, self._growing)] == self._sizes
             and all(map(is_, map(type, self._instances), self._classes))
             and all(map(is_, map(vars, self._instances), self._own))
             and (not self._others or self._others_are_intact())
-            and all(state.intact() for state in self._scripts)
+            and (not self._scripts or all(state.intact() for state in self._scripts))
         )
 
     def changes(self) -> list[Change] | None:
         """Return the values that were replaced; None if anything else changed."""
-        same_keys = [*map(len, self._dicts)] == self._lengths and [*chain.from_iterable(self._filled)] == self._keys
+        same_keys = [*map(_length, self._dicts)] == self._lengths and [
+            *chain.from_iterable(map(_keys, self._filled))
+        ] == self._keys
         same_owners = all(map(is_, map(type, self._instances), self._classes)) and all(
             map(is_, map(vars, self._instances), self._own)
         )
@@ -92,7 +107,7 @@ class Watch:
         self._values = [*self._now()]
 
     def _now(self) -> Iterable[Any]:
-        return chain.from_iterable([each.values() for each in self._filled])
+        return chain.from_iterable(map(_values, self._filled))
 
     def _others_are_intact(self) -> bool:
         for node, before in zip(self._others, self._parts, strict=True):
@@ -115,3 +130,61 @@ def _parts_of(node: Node) -> list[Any]:
         return list(node.value)
     parts = (*node.content.parts(node.value), *node.content.references(node.value))
     return [part for _, part in parts]
+
+
+class Ledger:
+    """Tensors, and the memory, dtype, and version that each of them had.
+
+    An alias of each tensor keeps its memory from being used again, so that equal memory means the same memory. A write
+    through ``tensor.data`` changes neither memory nor version. Versions are kept of the tensors that are copied.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], copied: Iterable[torch.Tensor]) -> None:
+        with lasting():
+            pairs = [(tensor, tensor.detach()) for tensor in tensors]
+        strided = [(tensor, alias) for tensor, alias in pairs if _can_be_compared(tensor, alias)]
+        self._strided = [tensor for tensor, _ in strided]
+        self._aliases = [alias for _, alias in strided]
+        self._tensors = list(tensors)
+        self._grads = [*map(_requires_grad, tensors)]
+        self._dtypes = [*map(_dtype, tensors)]
+        copied = list(copied)
+        self.unversioned = [tensor for tensor in copied if tensor.is_inference()]
+        self._copied = [tensor for tensor in copied if not tensor.is_inference()]
+        self._versions = [*map(_version, self._copied)]
+
+    def same_form(self) -> bool:
+        """True if every tensor has the memory, the dtype, and the ``requires_grad`` that it had."""
+        try:
+            return (
+                all(map(torch.Tensor.is_set_to, self._strided, self._aliases))
+                and [*map(_requires_grad, self._tensors)] == self._grads
+                and all(map(is_, map(_dtype, self._tensors), self._dtypes))
+            )
+        except RuntimeError:  # from is_set_to: a tensor is on another device
+            return False
+
+    def unwritten(self) -> bool:
+        """True if every copied tensor has the version that it had."""
+        return not self.unversioned and [*map(_version, self._copied)] == self._versions
+
+    def written(self) -> list[torch.Tensor]:
+        """The copied tensors with another version, and those without versions: they were made in inference mode."""
+        now = map(_version, self._copied)
+        same = map(eq, now, self._versions)
+        return self.unversioned + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
+
+    def moved(self) -> list[torch.Tensor]:
+        """The tensors with other memory than they had."""
+        pairs = zip(self._strided, self._aliases, strict=True)
+        return [tensor for tensor, alias in pairs if tensor.device != alias.device or not tensor.is_set_to(alias)]
+
+    def enter_versions(self) -> None:
+        """Take the versions of now."""
+        self._versions = [*map(_version, self._copied)]
+
+
+def _can_be_compared(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return False
+    return not tensor.is_quantized and tensor.is_set_to(alias)
