@@ -43,6 +43,7 @@ from parawrap.shards import (
     check_equal,
     check_whole,
     join,
+    with_originals,
 )
 from parawrap.tree import Opaque, flatten, flatten_call
 
@@ -285,6 +286,12 @@ class Session:
         for future in list(self._futures):
             future.cancel()
 
+    def refresh(self) -> None:
+        """Copy everything into the replicas at the next call."""
+        if self._replicas is not None:
+            with self._refreshing:
+                self._replicas.renew()
+
     def close(self) -> None:
         """Let the lanes finish, end their threads, and let go of the replicas. A call in flight finishes too."""
         self.pool.close()
@@ -395,7 +402,8 @@ class Session:
         (placed,), _ = self.scatter(entry, [replica], plan, flat, sources)
 
         def run() -> Any:
-            output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat))
+            originals = partial(_originals_of, [replica], 1, [])
+            output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat), originals)
             if replica.write_back is not None and lane.index == 0:
                 replica.write_back()
             plan.update(flat, [placed.shard])
@@ -419,6 +427,7 @@ class Session:
         output = self._way_into(entry, replica)(*args, **kwargs)
         if replica.write_back is not None and lane.index == 0:
             replica.write_back()
+        output = with_originals(output, replica.original_of)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
     # What lies where

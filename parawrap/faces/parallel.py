@@ -205,6 +205,25 @@ class Parallel(Generic[TargetT]):
             _with_progress(session, entry, batches, buffersize) if progress else stream(session, entry, batches, buffersize)
         )
 
+    def refresh(self) -> None:
+        """Copy the model to the lanes again at their next call.
+
+        Two inference calls share copies on other devices, and only a change of version, memory, or structure renews them.
+        Call this after an in-place write through ``tensor.data``, which changes none of these.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> model = torch.nn.Linear(3, 1)
+            >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
+            ...     _ = model(torch.ones(4, 3))
+            ...     model.weight.data = torch.zeros(1, 3)
+            ...     p.refresh()
+            ...     bool((model(torch.ones(4, 3)) == model.bias).all())
+            True
+        """
+        self._opened().refresh()
+
     def stats(self) -> Stats:
         """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
         with self._lock:

@@ -40,6 +40,7 @@ __all__ = [
     "Weak",
     "clear_attributes",
     "content_of",
+    "has_slots",
     "is_sentinel",
 ]
 
@@ -539,6 +540,11 @@ def _attributes(value: Any) -> Sequence[Part]:
         except AttributeError:
             continue
     return found
+
+
+def has_slots(cls: type) -> bool:
+    """True if instances keep attributes in slots."""
+    return bool(_slots(cls))
 
 
 def clear_attributes(value: Any) -> None:

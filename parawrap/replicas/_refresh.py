@@ -122,7 +122,8 @@ class ReplicaSet:
     def stale(self) -> bool:
         """True if the target changed since the last `refresh`, or lanes wrote their own tensors.
 
-        If not, lanes on the model's device still copy its buffers before they run: writes through ``.data`` are not seen here.
+        If not, lanes on the model's device still copy its buffers before they run, since this does not see writes through
+        ``.data``.
         """
         if not (self._replicas and self._watch.intact() and self._ledger.same_form()):
             return True

@@ -6,6 +6,7 @@ only if something changed. They use public operations only.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from operator import attrgetter, eq, is_, is_not
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.replicas._contents import ATOMS, Cell, Content, Dict, Instance, List, Script, Set, Weak
+from parawrap.replicas._contents import ATOMS, Cell, Content, Dict, Instance, List, Script, Set, Weak, has_slots
 from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import ScriptedState
 from parawrap.replicas._structure import Node
@@ -21,10 +22,6 @@ from parawrap.replicas._structure import Node
 __all__ = ["Change", "Ledger", "Watch"]
 
 _requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
-
-
-# Of dict itself: the view that a module has inside a block would leave the stand-ins out, at a cost.
-_length, _keys, _values = dict.__len__, dict.keys, dict.values
 
 
 class Change(NamedTuple):
@@ -56,58 +53,53 @@ class Watch:
 
     def __init__(self, nodes: Iterable[Node], growing: Iterable[dict[str, Any]] = ()) -> None:
         nodes = list(nodes)
-        self._owners = [node for node in nodes if isinstance(node.content, Instance)]
-        self._instances = [node.value for node in self._owners if hasattr(node.value, "__dict__")]
+        owners = [node for node in nodes if isinstance(node.content, Instance) and hasattr(node.value, "__dict__")]
+        dicts = [node for node in nodes if isinstance(node.content, Dict)]
+        self._instances = [node.value for node in owners]
         self._classes = [*map(type, self._instances)]
         self._own: list[Any] = [*map(vars, self._instances)]
-        self._holders = [node for node in self._owners if hasattr(node.value, "__dict__")]
-        self._holders += [node for node in nodes if isinstance(node.content, Dict)]
-        self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in self._holders[len(self._own) :])]
-        self._lengths = [*map(_length, self._dicts)]
+        self._holders = owners + dicts
+        self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in dicts)]
+        self._lengths = [*map(dict.__len__, self._dicts)]
         self._growing = [*growing]
         self._sizes = [*map(len, self._growing)]
-        self._filled = [each for each, length in zip(self._dicts, self._lengths, strict=True) if length]
-        self._keys = [*chain.from_iterable(map(_keys, self._filled))]
-        self._values = [*self._now()]
+        # The views are live, so they are made once.
+        filled = [each for each, length in zip(self._dicts, self._lengths, strict=True) if length]
+        self._key_views = [_kind(each).keys(each) for each in filled]
+        self._value_views = [_kind(each).values(each) for each in filled]
+        self._keys = [*chain.from_iterable(self._key_views)]
+        self._values = [*chain.from_iterable(self._value_views)]
         self._others = [node for node in nodes if _is_watched_apart(node)]
         self._parts = [_parts_of(node) for node in self._others]
         self._scripts = [ScriptedState(node.value) for node in nodes if isinstance(node.content, Script)]
 
     def intact(self) -> bool:
         """True if every object still holds the same objects under the same keys."""
+        same_lengths = [*map(dict.__len__, self._dicts)] == self._lengths
+        return same_lengths and all(map(is_, chain.from_iterable(self._value_views), self._values)) and self._same_frame()
+
+    def changes(self) -> list[Change] | None:
+        """Return the values of dicts and instances that were replaced; None if anything else changed."""
+        if [*map(dict.__len__, self._dicts)] != self._lengths or not self._same_frame():
+            return None
+        nodes = chain.from_iterable([node] * length for node, length in zip(self._holders, self._lengths, strict=True))
+        rows = zip(nodes, self._keys, self._values, chain.from_iterable(self._value_views), strict=True)
+        return [Change(*row) for row in rows if row[2] is not row[3]]
+
+    def accept(self) -> None:
+        """Take the values of now for those of the structure."""
+        self._values = [*chain.from_iterable(self._value_views)]
+
+    def _same_frame(self) -> bool:
+        """True if all but the values of dicts is what it was. The dicts have their lengths."""
         return (
-            [*map(_length, self._dicts)] == self._lengths
-            and all(map(is_, chain.from_iterable(map(_values, self._filled)), self._values))
-            and [*chain.from_iterable(map(_keys, self._filled))] == self._keys
+            all(map(is_, chain.from_iterable(self._key_views), self._keys))
             and [*map(len, self._growing)] == self._sizes
             and all(map(is_, map(type, self._instances), self._classes))
             and all(map(is_, map(vars, self._instances), self._own))
             and (not self._others or self._others_are_intact())
             and (not self._scripts or all(state.intact() for state in self._scripts))
         )
-
-    def changes(self) -> list[Change] | None:
-        """Return the values that were replaced; None if anything else changed."""
-        same_keys = [*map(_length, self._dicts)] == self._lengths and [
-            *chain.from_iterable(map(_keys, self._filled))
-        ] == self._keys
-        same_owners = all(map(is_, map(type, self._instances), self._classes)) and all(
-            map(is_, map(vars, self._instances), self._own)
-        )
-        if not (same_keys and same_owners and self._others_are_intact()):
-            return None
-        if not all(state.intact() for state in self._scripts):
-            return None
-        nodes = chain.from_iterable([node] * length for node, length in zip(self._holders, self._lengths, strict=True))
-        rows = zip(nodes, self._keys, self._values, self._now(), strict=True)
-        return [Change(*row) for row in rows if row[2] is not row[3]]
-
-    def accept(self) -> None:
-        """Take the values of now for what the structure is."""
-        self._values = [*self._now()]
-
-    def _now(self) -> Iterable[Any]:
-        return chain.from_iterable(map(_values, self._filled))
 
     def _others_are_intact(self) -> bool:
         for node, before in zip(self._others, self._parts, strict=True):
@@ -121,7 +113,12 @@ def _is_watched_apart(node: Node) -> bool:
     content: Content = node.content
     if isinstance(content, List | Set | Weak | Cell):
         return True
-    return isinstance(content, Instance) and not hasattr(node.value, "__dict__")
+    return isinstance(content, Instance) and has_slots(type(node.value))
+
+
+def _kind(own: dict[Any, Any]) -> Any:
+    """The class whose methods read a dict as it is: an OrderedDict has an order of its own, and no other override counts."""
+    return OrderedDict if isinstance(own, OrderedDict) else dict
 
 
 def _parts_of(node: Node) -> list[Any]:

@@ -5,7 +5,7 @@ order, are the rows of the call: nothing is padded, truncated, or dropped.
 """
 
 from parawrap.shards._cut import Cutter, FlatCall, InDim, Piece, Shard, ShardPlan
-from parawrap.shards._join import Evidence, Originals, join
+from parawrap.shards._join import Evidence, Originals, join, with_originals
 from parawrap.shards._join_rules import JoinRules, OutDims, Reduce
 from parawrap.shards._parameters import Parameters
 from parawrap.shards._sizes import Sizes, balanced, in_units
@@ -33,4 +33,5 @@ __all__ = [
     "in_units",
     "join",
     "register_split",
+    "with_originals",
 ]

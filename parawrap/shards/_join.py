@@ -21,7 +21,7 @@ from parawrap.shards._reduce import is_number, listed, reduced
 from parawrap.shards._split import placed, splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
 
-__all__ = ["Evidence", "Originals", "join"]
+__all__ = ["Evidence", "Originals", "join", "with_originals"]
 
 Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 """Returns one function per shard: from a value of that lane to the caller's value that it is a copy of, or None."""
@@ -70,6 +70,8 @@ def join(
         GatherError: If a place in the output cannot be joined, or nothing shows how. The message names the place.
     """
     if rules.join == "list" or (len(outputs) == 1 and rules.keep_single):
+        if originals is not None:
+            outputs = list(map(with_originals, outputs, originals()))
         moved = [output if device is None else _moved(output, device) for output in outputs]
         return moved if rules.join == "list" else moved[0]
     call = _Join(sizes, rules, device, originals, evidence or Evidence())
@@ -81,6 +83,18 @@ def join(
         place = "output" + "".join(reversed(refusal.steps))
         msg = f"{place} cannot be joined: {refusal}"
         raise GatherError(msg) from refusal.__cause__
+
+
+def with_originals(output: Any, find: Callable[[Any], Any]) -> Any:
+    """Return an output with the caller's values in the places of the copies that a lane has of them."""
+    if type(output) is torch.Tensor:
+        value = find(output)
+        return output if value is None else value
+    leaves, spec = flatten(output)
+    found = [find(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    if all(value is None for value in found):
+        return output
+    return unflatten(spec, [leaf if value is None else value for leaf, value in zip(leaves, found, strict=True)])
 
 
 class _Join:

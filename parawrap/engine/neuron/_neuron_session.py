@@ -111,6 +111,9 @@ class NeuronSession:
         for future in list(self._futures):
             future.cancel()
 
+    def refresh(self) -> None:
+        """Do nothing: the weights of a compiled model are part of it."""
+
     def close(self) -> None:
         """Let the lanes finish and end their threads; free the cores' memory if the session owns the placed model."""
         self.pool.close()
