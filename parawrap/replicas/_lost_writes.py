@@ -8,7 +8,7 @@ import torch
 
 from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._contents import Dict, Instance, List
+from parawrap.replicas._contents import ATOMS, Dict, Instance, List
 from parawrap.replicas._replica import Replica
 from parawrap.replicas._structure import Node, Survey
 from parawrap.tree import tensors_in
@@ -87,19 +87,18 @@ class LostWrites:
         return [key for key, before in given.items() if key in own and self._counts(key, before, own[key], own)]
 
     def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
-        if now is before or key in _COMES_BACK or (isinstance(now, torch.Tensor) and self._is_known(now)):
+        """True if a value was replaced by another number, or by tensors that no hook of torch computes anew each time."""
+        if now is before or key in _COMES_BACK:
             return False
-        is_computed_by_hook = isinstance(own.get("_parameters"), dict) and any(
-            f"{key}{ending}" in own["_parameters"] for ending in ("_orig", "_v")
-        )
-        return not is_computed_by_hook and (now != before if _are_numbers(before, now) else True)
+        if type(now) in ATOMS:
+            return type(before) is not type(now) or bool(now != before)
+        parameters = own.get("_parameters")
+        if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
+            return False
+        return any(not self._is_known(tensor) for tensor in tensors_in(now))
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return self._replica.tensors.original_of(tensor) is not None
 
     def _name(self, node: Node, key: Any) -> str:
         return repr(f"{self._survey.path(node)}{node.content.place(key)}".lstrip("."))
-
-
-def _are_numbers(*values: Any) -> bool:
-    return all(type(value) in (bool, int, float, str) for value in values)

@@ -117,7 +117,7 @@ def _is_watched_apart(node: Node) -> bool:
 
 
 def _kind(own: dict[Any, Any]) -> Any:
-    """The class whose methods read a dict as it is: an OrderedDict has an order of its own, and no other override counts."""
+    """The class whose methods read a dict: an OrderedDict has its own order; other overrides are passed over."""
     return OrderedDict if isinstance(own, OrderedDict) else dict
 
 

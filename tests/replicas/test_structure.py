@@ -1,0 +1,266 @@
+"""Replicas copy structure by identity: awkward models have the plain answer and the plain gradients."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import ReplicaError, parallel
+from parawrap.replicas import ReplicaSet
+from parawrap.replicas._structure import Copy, Survey
+from tests.awkward import EVENTS, MODELS, check
+
+quiet = pytest.mark.filterwarnings(
+    "ignore:the model wrote:UserWarning",
+    "ignore:Calling .zero_grad:UserWarning",
+    "ignore:The .grad attribute:UserWarning",
+)
+
+
+@quiet
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_awkward_models_have_the_plain_answer(make, event, grad):
+    """Values and gradients equal those of a plain copy, call after call, with 2 to 4 lanes and 2 to 17 rows."""
+    for lanes, rows in ((2, 17), (3, 5), (4, 2), (4, 13)):
+        check(make, event, functools.partial(parallel, devices=["cpu"] * lanes), rows, grad=grad)
+
+
+@quiet
+def test_zero_grad_in_forward_keeps_the_gradients_of_the_caller():
+    """Lanes that call zero_grad warn like torch's replicas, and the caller's gradients add up."""
+    model = MODELS["zero_grad"]()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    with parallel(model, ["cpu"] * 4):
+        with pytest.warns(UserWarning, match="nn.DataParallel"):
+            model(x).sum().backward()
+        for _ in range(29):
+            model(x).sum().backward()
+    torch.testing.assert_close(model.a.bias.grad, torch.full((4,), 240.0, dtype=torch.float64))
+
+
+def test_no_lane_holds_a_leaf_that_learns():
+    """Parameters are views of the model's, and modules are marked like replicas of torch."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = ReplicaSet(model, [torch.device("cpu")] * 2)
+    made.refresh()
+    for replica in made.current:
+        for parameter, original in zip(replica.module.parameters(), model.parameters(), strict=True):
+            assert isinstance(parameter, nn.Parameter)
+            assert not parameter.is_leaf
+            assert parameter.data_ptr() == original.data_ptr()
+            assert replica.original_of(parameter) is original
+        assert all(module._is_replica for module in replica.module.modules())
+
+
+@pytest.mark.parametrize(
+    ("hold", "place"),
+    [
+        (lambda model: iter([model.a]), r"held \(list_iterator\) leads to a \(Linear\)"),
+        (lambda model: (layer for layer in [model.a]), r"held \(tuple_iterator\) leads to a"),
+        (lambda model: map(str, [model]), r"held\[0\] \(list_iterator\) leads to the target"),
+    ],
+    ids=["iterator", "generator", "map"],
+)
+def test_objects_that_cannot_be_opened_are_refused_with_their_path(hold, place):
+    """An iterator or a generator that leads to modules is a ReplicaError; it names both."""
+    model = nn.Module()
+    model.a = nn.Linear(4, 4)
+    model.held = hold(model)
+    with pytest.raises(ReplicaError, match=place):
+        Survey(model)
+
+
+def test_objects_that_cannot_be_opened_are_shared_if_they_do_not_lead_to_the_model():
+    """An iterator over numbers, a lock, or a logger stays the model's own."""
+    model = nn.Linear(4, 4)
+    model.count = iter([1, 2])
+    assert Copy(Survey(model), lambda tensor: tensor).target.count is model.count
+
+
+def test_a_container_that_only_a_closure_holds_is_shared():
+    """An observing hook fills the user's list, once per lane."""
+    model, seen = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
+    with parallel(model, ["cpu"] * 2):
+        model(torch.randn(6, 4))
+        seen.clear()
+        model(torch.randn(6, 4))
+    assert seen == [3, 3]
+
+
+def test_depth_costs_no_recursion():
+    """A chain of 3,000 modules is copied."""
+    model = inner = nn.Module()
+    for _ in range(3000):
+        inner.child = nn.Module()
+        inner = inner.child
+    assert sum(1 for _ in Survey(model).modules) == 3001
+
+
+scale = nn.Linear(4, 4)
+
+
+def uses_a_global(x):
+    return scale(x)
+
+
+def calls_another(x):
+    return uses_a_global(x)
+
+
+def captured(module):
+    class Captures(nn.Module):
+        def forward(self, x):
+            return module(x)
+
+    return Captures()
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: uses_a_global, "uses_a_global uses the global 'scale', which is a Linear"),
+        (lambda: calls_another, "uses_a_global uses the global 'scale', which is a Linear"),
+        (lambda: captured(nn.Linear(4, 4)), "forward captures 'module', which is a Linear"),
+        (lambda: type("Shared", (nn.Module,), {"layer": nn.Linear(4, 4)})(), "class attribute Shared.layer is a Linear"),
+    ],
+    ids=["global", "global of a callee", "closure of a method", "class attribute"],
+)
+def test_modules_that_the_target_does_not_hold_are_refused(make, says):
+    """A module that code reaches by a global name, a method's closure, or a class is refused with the cure."""
+    with pytest.raises(ReplicaError, match=rf"{says}.*Make it an attribute of the model"), parallel(make(), ["cpu"] * 2):
+        pass
+
+
+def behind_a_method(model):
+    return model.forward
+
+
+def behind_a_closure(model):
+    return lambda x: model(x)
+
+
+def behind_a_partial(model):
+    return functools.partial(torch.nn.Module.__call__, model)
+
+
+def behind_an_object(model):
+    class Caller:
+        def __init__(self, model):
+            self.model = model
+
+        def __call__(self, x):
+            return self.model(x)
+
+    return Caller(model)
+
+
+BEHIND = [behind_a_method, behind_a_closure, behind_a_partial, behind_an_object]
+
+
+@pytest.mark.parametrize("behind", BEHIND)
+def test_a_model_behind_a_callable_is_replicated(behind):
+    """Each lane has its own model: state of a call stays in the lane, and gradients are the plain ones."""
+    model = MODELS["extractor"]()
+    plain = copy.deepcopy(model)
+    x = torch.randn(9, 4, dtype=torch.float64)
+    with parallel(behind(model), ["cpu"] * 3) as p:
+        for _ in range(3):
+            output, expected = p(x), plain(x)
+            torch.testing.assert_close(output, expected)
+            output["2"].sum().backward()
+            expected["2"].sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+class Counts(nn.Module):
+    """Keeps a number of steps between calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.steps = torch.zeros(())
+
+    def forward(self, x):
+        self.steps = self.steps + 1
+        return self.linear(x) * self.steps
+
+
+def test_state_that_does_not_come_back_is_warned_of_once():
+    """The warning names the attribute that lanes wrote, at the first call."""
+    model = Counts()
+    with torch.no_grad(), parallel(model, ["cpu"] * 2):
+        with pytest.warns(UserWarning, match="wrote 'steps' during"):
+            model(torch.randn(6, 4))
+        for _ in range(3):
+            model(torch.randn(6, 4))
+
+
+def test_a_clone_with_the_dict_of_the_model_is_a_plain_module():
+    """A module made from `vars(model)` inside the block runs its own weights."""
+    model = nn.Linear(4, 4)
+    with parallel(model, ["cpu"] * 2) as p:
+        model(torch.ones(4, 4))
+        calls = p.stats().calls
+        clone = nn.Linear.__new__(nn.Linear)
+        clone.__dict__.update(vars(model))
+        clone._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": None}
+        assert not clone(torch.ones(4, 4)).any()
+        assert not clone.forward(torch.ones(4, 4)).any()
+        assert p.stats().calls == calls
+
+
+@pytest.mark.parametrize(
+    "clone",
+    [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), nn.Module._replicate_for_data_parallel],
+    ids=["copy", "deepcopy", "pickle", "replicate"],
+)
+def test_copies_made_inside_the_block_are_plain(clone):
+    """A copy has no method of the block."""
+    model = nn.Linear(4, 4)
+    with parallel(model, ["cpu"] * 2):
+        model(torch.ones(4, 4))
+        assert type(vars(clone(model))) is dict
+        assert "forward" not in vars(clone(model))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Counts], ids=["norm", "state"])
+@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
+def test_the_end_of_a_block_frees_model_and_replicas(make):
+    """Without a garbage collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        model = make()
+        with parallel(model, ["cpu"] * 3) as p:
+            model(torch.randn(6, 4)).sum().backward()
+            found = [weakref.ref(replica.module) for replica in p._session.replicate()]
+        found.append(weakref.ref(model))
+        del model, p
+        assert [reference() for reference in found] == [None] * 4
+    finally:
+        gc.enable()
+
+
+def test_the_end_of_a_block_frees_replicas_with_cycles():
+    """A replica whose child holds its parent is freed without a garbage collection."""
+    model = MODELS["child with parent"]()
+    gc.collect()
+    gc.disable()
+    try:
+        with parallel(model, ["cpu"] * 3) as p:
+            model(torch.randn(6, 4, dtype=torch.float64))
+            found = [weakref.ref(replica.module.child) for replica in p._session.replicate()]
+        assert [reference() for reference in found] == [None] * 3
+    finally:
+        gc.enable()
