@@ -31,7 +31,6 @@ from parawrap.errors import (
     VerifyError,
 )
 from parawrap.faces.collate import default_collate, tp_collate
-from parawrap.faces.compare import Comparison, compare
 from parawrap.faces.data_parallel import DataParallel, data_parallel
 from parawrap.faces.moving import Batch, cuda_attrs, recursive_cuda, recursive_to
 from parawrap.faces.parallel import Parallel, parallel
@@ -43,6 +42,8 @@ from parawrap.shards import register_split
 
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
+    from parawrap.faces.compare import Comparison, compare
+    from parawrap.faces.verbs import gather, parallel_apply, replicate, scatter
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 
@@ -85,11 +86,15 @@ __all__ = [
     "data_parallel",
     "default_collate",
     "functional",
+    "gather",
     "neuron",
     "parallel",
+    "parallel_apply",
     "recursive_cuda",
     "recursive_to",
     "register_split",
+    "replicate",
+    "scatter",
     "tp_collate",
     "transpose",
     "tuple_fn",
@@ -99,6 +104,8 @@ __all__ = [
 
 _LAUNCHING = ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank")
 _LATER = {
+    **dict.fromkeys(("Comparison", "compare"), "parawrap.faces.compare"),
+    **dict.fromkeys(("gather", "parallel_apply", "replicate", "scatter"), "parawrap.faces.verbs"),
     "Wrapper": "parawrap.faces.wrapper",
     "wrapper": "parawrap.faces.wrapper",
     **dict.fromkeys(_LAUNCHING, "parawrap.launch"),
@@ -106,7 +113,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """What not every program needs, launching and NeuronCores, is imported when it is first asked for."""
+    """Import what many programs do not need at its first use: launching, NeuronCores, functions for single steps."""
     if name in ("cpu", "functional", "neuron"):
         return importlib.import_module(f"parawrap.{name}")
     if name not in _LATER:

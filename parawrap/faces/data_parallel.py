@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
-from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_device, resolve_devices, warn_caller
+from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import ReplicaSet, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._vector import vector
-from parawrap.lanes import Task, here, intra_op_threads
+from parawrap.faces.verbs import as_calls, device_named
+from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
 
 __all__ = ["DataParallel", "data_parallel"]
@@ -75,7 +75,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not self._lanes:
             return
         self.src_device_obj = self._lanes[0]
-        output = self._lanes[0] if output_device is None else _output(output_device)
+        output = self._lanes[0] if output_device is None else device_named(output_device)
         self.output_device = _as_id(output)
         _warn_imbalance(self._lanes)
         if len(self._lanes) == 1:
@@ -115,7 +115,7 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """A tuple of args and a tuple of kwargs, one entry a shard; a call without rows gives one shard."""
-        devices = [_device(device_id) for device_id in device_ids]
+        devices = [device_named(device_id) for device_id in device_ids]
         cutter = self._session().cutters[None]
         flat = cutter.flatten(inputs, kwargs or {})
         plan = cutter.plan(flat, len(devices))
@@ -126,7 +126,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         """What the first ``len(device_ids)`` lanes run: kept from call to call and refreshed when `module` changed."""
         if module is self.module:
             return [replica.module for replica in self._session().replicate(len(device_ids))]
-        others = ReplicaSet(module, [_device(device_id) for device_id in device_ids])
+        others = ReplicaSet(module, [device_named(device_id) for device_id in device_ids])
         others.refresh()
         return [replica.module for replica in others.current]
 
@@ -138,10 +138,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         session = self._session()
         lanes = session.replicate()
         prepared = {id(lane.module): lane.prepared(lane.module) for lane in lanes}
-        calls = zip(replicas, inputs, kwargs, strict=True)
-        tasks: list[Task] = [partial(prepared.get(id(each), each), *args, **named) for each, args, named in calls]
+        tasks = as_calls([prepared.get(id(each), each) for each in replicas], inputs, kwargs)
         shares_a_device = len(set(self._lanes)) < len(self._lanes)
-        kind = session.kind(None, inputs[0], kwargs[0] or {}) if shares_a_device and inputs else None
+        kind = session.kind(None, tasks[0].args, tasks[0].keywords) if shares_a_device and tasks else None
         in_turns = kind is not None and kind.in_turns
         with intra_op_threads(None if in_turns else session.pool.threads):
             first = lanes[0] if tasks and replicas[0] is lanes[0].module else None
@@ -151,7 +150,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
         outputs, session = list(outputs), self._session()
         with intra_op_threads(session.pool.threads):
-            return session.gather(outputs, (1,) * len(outputs), _device(output_device))
+            return session.gather(outputs, (1,) * len(outputs), device_named(output_device))
 
     def _session(self) -> Session:
         """The engine for the module, devices and dim that the attributes name now."""
@@ -166,14 +165,14 @@ class DataParallel(torch.nn.DataParallel[T]):
             return self._engine[1]
 
     def _new_session(self) -> Session:
-        self._lanes = tuple(_device(device_id) for device_id in self.device_ids)
+        self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._refuse_elsewhere()
         equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
-        output = _device(self.output_device)
+        output = device_named(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
 
     def _refuse_elsewhere(self) -> None:
@@ -251,17 +250,9 @@ def _names_what_is_there(device_ids: Any) -> bool:
     return any(backend_of(kind).count() for kind in kinds)
 
 
-def _output(output_device: DeviceLike) -> torch.device:
-    return torch.device("cpu") if output_device == -1 else resolve_device(output_device)
-
-
 def _as_id(device: torch.device) -> Any:
     """Torch keeps indices, which are those of the best kind there is; any other device is kept as it is."""
     return device if device.index is None or device.type != best_backend().type else device.index
-
-
-def _device(device_id: Any) -> torch.device:
-    return device_id if isinstance(device_id, torch.device) else resolve_device(device_id)
 
 
 def _warn_imbalance(devices: Sequence[torch.device]) -> None:

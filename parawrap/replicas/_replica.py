@@ -98,9 +98,11 @@ class Replica:
             now = _buffer(copy, name)
             if now is None or now is buffer:
                 continue
-            replaced = now is not self.tensors.of(buffer)
-            if replaced or self.tensors.wrote(buffer) or may_be_written_unseen(module, buffer):
+            if now is not self.tensors.of(buffer) or self.tensors.wrote(buffer):
                 _give(module, name, buffer, now)
+            elif may_be_written_unseen(module, buffer):
+                with lasting():
+                    buffer.data.copy_(now)  # like the kernels of norms, it leaves the version alone
         written = set(map(id, self.tensors.written()))
         for tensor in self._attributes:
             if id(tensor) in written:
