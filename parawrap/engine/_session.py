@@ -298,6 +298,7 @@ class Session:
         self._kinds = Kinds()  # a kind may hold an output
         with self._refreshing:
             if self._replicas is not None:
+                self._replicas.give_back()
                 self._replicas.forget()
 
     def stats(self) -> Stats:
@@ -404,8 +405,6 @@ class Session:
         def run() -> Any:
             originals = partial(_originals_of, [replica], 1, [])
             output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat), originals)
-            if replica.write_back is not None and lane.index == 0:
-                replica.write_back()
             plan.update(flat, [placed.shard])
             return output
 
@@ -421,12 +420,10 @@ class Session:
         kwargs: dict[str, Any],
         lane: Lane,
     ) -> Any:
-        """Run a call whole as the task of a lane."""
+        """Run a call whole as the task of a lane. Lane 0's buffers go back when the next call begins, or the block ends."""
         replica = replicas[lane.index]
         self.tally.whole(lane.index, rows)
         output = self._way_into(entry, replica)(*args, **kwargs)
-        if replica.write_back is not None and lane.index == 0:
-            replica.write_back()
         output = with_originals(output, replica.original_of)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 

@@ -1,4 +1,4 @@
-"""The four steps of `DataParallel` as functions with the signatures of torch: scatter, replicate, parallel_apply, gather."""
+"""The steps of `DataParallel` as functions with the signatures of torch: scatter, replicate, parallel_apply, gather."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ __all__ = [
     "List",
     "Module",
     "Opaque",
+    "Partial",
     "Script",
     "Set",
     "TensorContent",

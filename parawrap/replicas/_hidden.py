@@ -14,14 +14,31 @@ from typing import Any
 import torch
 
 from parawrap.errors import ReplicaError
-from parawrap.replicas._contents import Function, Instance
+from parawrap.replicas._contents import Cell, Function, Instance, Partial, TensorContent
 from parawrap.replicas._structure import Survey
 
-__all__ = ["refuse_hidden"]
+__all__ = ["refuse_hidden", "refuse_left_behind"]
 
 _CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
 _LIBRARIES = frozenset({"torch", "torchvision", "transformers", "timm", "parawrap"})
+
+
+def refuse_left_behind(survey: Survey) -> None:
+    """Refuse tensors that functions and partials refer to, and that lanes on other devices would find on the model's.
+
+    Raises:
+        ReplicaError: If there is one. The message names it.
+    """
+    copied = {id(node.value) for node in survey.tensors}
+    for node in survey.nodes.values():
+        holder = node.parent and node.parent.content
+        if isinstance(node.content, TensorContent) and isinstance(holder, Cell | Partial) and id(node.value) not in copied:
+            msg = (
+                f"no replica can be made on another device: {survey.path(node)} is a tensor that only a function holds. "
+                "Register it as a buffer of the model"
+            )
+            raise ReplicaError(msg)
 
 
 def refuse_hidden(survey: Survey) -> None:

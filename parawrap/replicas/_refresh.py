@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
-from parawrap.replicas._hidden import refuse_hidden
+from parawrap.replicas._hidden import refuse_hidden, refuse_left_behind
 from parawrap.replicas._lost_writes import LostWrites
 from parawrap.replicas._mirror import Mirror, send
 from parawrap.replicas._replica import Replica, may_be_written_unseen
@@ -159,6 +159,11 @@ class ReplicaSet:
             self._replicas = []
             raise
 
+    def give_back(self) -> None:
+        """Give the buffers that lane 0 wrote to the model, unless a call did so or the caller set them since."""
+        if self._replicas and self._replicas[0].is_pending:
+            self._replicas[0].write_back(unless={id(tensor) for tensor in self._ledger.written()})
+
     def renew(self) -> None:
         """Copy everything at the next refresh, also what looks unchanged."""
         self._renews_all = True
@@ -183,8 +188,7 @@ class ReplicaSet:
     def _refresh(self) -> None:
         self._keep_for_here()
         self.refuse_grown(warn=False)
-        if self._replicas and self._replicas[0].is_pending:
-            self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
+        self.give_back()
         changes = self._watch.changes() if self._replicas else None
         changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
@@ -202,6 +206,8 @@ class ReplicaSet:
             for buffer in module._buffers.values()
             if buffer is not None and may_be_written_unseen(module, buffer)
         ]
+        for replica in self._replicas:
+            replica.trains_norms = bool(self._unseen)
 
     def _update(self, changes: Sequence[Change]) -> bool:
         """Set replaced values in every replica; return False if replicas must be built again."""
@@ -247,6 +253,8 @@ class ReplicaSet:
         at_home = self.devices if home is None else (home,)
         away = dict.fromkeys(device for device in self.devices if device not in at_home)
         self._mirrors = {device: self._mirrors.get(device) or Mirror(device) for device in away}
+        if away:
+            refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
         self._replicas = [Replica(survey, Tensors(device, home, self._mirrors.get(device))) for device in self.devices]

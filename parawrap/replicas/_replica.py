@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class Replica:
             raise ReplicaError(msg) from error
         self.gives_back = False  # its buffers go back to the model
         self.is_pending = False  # the lane has run since then
+        self.trains_norms = False  # it may write buffers unseen
         self.is_over = False  # its block has ended
         self._buffers = [
             (module, copy, name, buffer)
@@ -70,11 +72,10 @@ class Replica:
 
     def prepare(self) -> None:
         """Bring the replica's own tensors up to date, as part of a lane's task."""
-        if self.is_pending and self.gives_back:
-            self.write_back()  # of a call in another thread, which has yet to do so
-        self.is_pending = True
-        if self.tensors.renews_in_lane:
+        owes = self.gives_back and self.is_pending and (self.trains_norms or self.touched())
+        if self.tensors.renews_in_lane and not owes:
             self.tensors.renew_in_lane()
+        self.is_pending = True
 
     def set(self, node: Node, key: Any, value: Any) -> None:
         """Set a value of a dict, or an attribute of an instance, that was set in the target."""
@@ -91,19 +92,22 @@ class Replica:
         replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
         return self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
 
-    def write_back(self) -> None:
-        """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model."""
+    def write_back(self, unless: AbstractSet[int] = frozenset()) -> None:
+        """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model.
+
+        Those with ids in `unless` stay what they are.
+        """
         self.is_pending = False
         for module, copy, name, buffer in self._buffers:
             now = _buffer(copy, name)
-            if now is None or now is buffer:
+            if now is None or now is buffer or id(buffer) in unless:
                 continue
             if now is not self.tensors.of(buffer) or self.tensors.wrote(buffer):
                 _give(module, name, buffer, now)
             elif may_be_written_unseen(module, buffer):
                 with lasting():
                     buffer.data.copy_(now)  # like the kernels of norms, it leaves the version alone
-        written = set(map(id, self.tensors.written()))
+        written = set(map(id, self.tensors.written())) - unless
         for tensor in self._attributes:
             if id(tensor) in written:
                 with lasting():

@@ -6,8 +6,9 @@ import functools
 
 import pytest
 import torch
+from torch import nn
 
-from parawrap import parallel
+from parawrap import ReplicaError, parallel
 from tests.awkward import EVENTS, MODELS, check
 from tests.devices.zoo import SIMS
 from tests.replicas.test_structure import BEHIND, quiet
@@ -51,3 +52,59 @@ def test_a_model_behind_a_callable_is_replicated(behind):
     model.zero_grad()
     expected["2"].sum().backward()
     torch.testing.assert_close(gradients, [parameter.grad for parameter in model.parameters()])
+
+
+class WithBias(nn.Linear):
+    """Returns its bias too."""
+
+    def forward(self, x):
+        return super().forward(x), self.bias
+
+
+@pytest.mark.parametrize("count", [1, 2, 9])
+def test_a_parameter_that_is_returned_is_the_models(count):
+    """Also in a call of few rows, which one lane away from the model's device runs whole."""
+    model = WithBias(3, 3).to("sim:0")
+    with torch.no_grad(), parallel(model, ["sim:2", "sim:0"]):
+        assert model(torch.randn(count, 3, device="sim:0"))[1] is model.bias
+
+
+def behind_a_lambda(scale):
+    return lambda x: x * scale
+
+
+def behind_a_torch_partial(scale):
+    return functools.partial(torch.mul, scale)
+
+
+@pytest.mark.parametrize("behind", [behind_a_lambda, behind_a_torch_partial])
+def test_a_tensor_that_only_a_function_holds_is_refused(behind):
+    """A lane on another device would find it on the model's; the error names its place."""
+    model = nn.Linear(3, 3, device="sim:0")
+    model.scaled = behind(torch.ones(3, device="sim:0"))
+    with (
+        parallel(model, ["sim:0", "sim:1"]),
+        pytest.raises(ReplicaError, match=r"scaled.* is a tensor that only a function"),
+    ):
+        model(torch.randn(7, 3))
+
+
+class Counts(nn.Linear):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, device="sim:2")
+        self.register_buffer("seen", torch.zeros(3, device="sim:2"))
+
+    def forward(self, x):
+        self.seen.add_(1)
+        return super().forward(x)
+
+
+def test_whole_calls_that_write_buffers_do_not_race():
+    """Two lanes of one device run whole calls; the simulated device reports no race of their streams."""
+    model, x = Counts(), torch.randn(7, 3, device="sim:2")
+    with torch.no_grad(), parallel(model, ["sim:2", "sim:2"]) as p:
+        for future in [p.submit(x) for _ in range(6)]:
+            future.result()
+    assert model.seen[0] > 0

@@ -1,0 +1,153 @@
+"""A replica's own tensors: up to date in every lane, and those of lane 0 given back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import parallel
+
+TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
+
+
+def test_a_failed_call_leaves_nothing_for_the_next_one():
+    """Buffers that the caller sets after a call that raised are the start of the next call."""
+    model = nn.BatchNorm1d(4)
+    plain, x = copy.deepcopy(model), torch.randn(7, 4)
+    with parallel(model, THREE):
+        with pytest.raises(ValueError, match="more than 1 value"):
+            model(torch.randn(5, 4) + 50)  # shards of 2, 2, and 1 row
+        model.load_state_dict(plain.state_dict())
+        model(x)
+    plain(x[:3])
+    assert_close(model.running_mean, plain.running_mean)
+
+
+@pytest.mark.parametrize(("first_rows", "lanes"), [(2, 2), (3, 4), (12, 2)], ids=["whole", "idle lanes", "all lanes"])
+def test_writes_through_data_are_seen_after_any_first_call(first_rows, lanes):
+    """Also if the first call ran whole, or left lanes idle."""
+    model = nn.BatchNorm1d(4).eval()
+    x = torch.randn(12, 4)
+    with torch.no_grad(), parallel(model, ["cpu"] * lanes):
+        model(torch.randn(first_rows, 4))
+        for value in (9.0, 4.0):
+            model.running_var.data.fill_(value)
+            assert_close(model(x), copy.deepcopy(model)(x))
+
+
+class Part(nn.Module):
+    """A norm in eval mode inside a module in train mode, and a vector that looks like a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(4))
+        self.norm = nn.BatchNorm1d(4).eval()
+
+    def forward(self, x):
+        return self.norm(x) + self.kept
+
+
+def test_writes_through_data_are_seen_next_to_buffers_that_are_renewed():
+    """Renewing one buffer does not make the others pass for up to date."""
+    model, x = Part(), torch.randn(10, 4)
+    with parallel(model, TWO):
+        model(x)
+        model.norm.running_var.data.fill_(9.0)
+        for _ in range(3):
+            assert_close(model(x), copy.deepcopy(model)(x))
+
+
+class Returns(nn.Module):
+    """Returns a parameter and a buffer as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = nn.Parameter(torch.randn(3))
+        self.register_buffer("kept", torch.randn(3))
+
+    def forward(self, x):
+        return x, self.given, self.kept
+
+
+def test_whole_calls_return_the_callers_own_tensors():
+    """A parameter or a buffer that `submit` or `map` returns is the model's, as in a cut call."""
+    model, x = Returns(), torch.randn(10, 4)
+    with parallel(model, TWO) as p:
+        for output in (model(x), model(x), p.submit(x).result(), *p.map([(x,)])):
+            assert output[1] is model.given
+            assert output[2] is model.kept
+
+
+class Scales(nn.Module):
+    """Multiplies by a vector that it does not write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_buffers_that_no_lane_wrote_keep_their_version():
+    """The graph of an earlier plain call, which saved the buffer, has its backward pass after a call in lanes."""
+    model = Scales()
+    x = torch.randn(10, 4, requires_grad=True)
+    with parallel(model, TWO):
+        (model(x[:2]).sum() + model(x).sum()).backward()
+    assert_close(x.grad[2:], torch.ones(8, 4))
+
+
+class Steps(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps.add_(1)
+        return x + 0
+
+
+def test_buffers_of_whole_calls_come_back():
+    """What lane 0 counted in `map` is in the model at the next call, and after the block."""
+    model = Steps()
+    with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
+        for _ in range(3):
+            list(p.map([torch.zeros(2, 1)] * 8))
+        counted = int(model.steps)
+        model(torch.zeros(4, 1))
+        assert int(model.steps) > counted
+        list(p.map([torch.zeros(2, 1)] * 20))
+        before = int(model.steps)
+    assert int(model.steps) >= before
+
+
+def test_buffers_that_the_caller_set_stay():
+    """A buffer that the caller sets after `map` is not overwritten by what lane 0 counted before."""
+    model = Steps()
+    with torch.no_grad(), parallel(model, TWO) as p:
+        list(p.map([torch.zeros(2, 1)] * 8))
+        model.steps.fill_(100)
+        model(torch.zeros(4, 1))
+    assert int(model.steps) == 101
+
+
+class Slotted:
+    """An object without a dict."""
+
+    __slots__ = ("owner",)
+
+
+def test_cycles_through_slots_are_freed_quietly():
+    """The end of a block empties a replica whose cycle goes through a slot."""
+    model = nn.Linear(4, 4)
+    model.box = Slotted()
+    model.box.owner = model
+    with torch.no_grad(), parallel(model, TWO):
+        model(torch.randn(10, 4))
