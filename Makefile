@@ -11,7 +11,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 # On real clusters: processes by the dozen and minutes of waiting for what a scheduler does when it likes.
 CLUSTERS := contract or slurm or ray
 
-.PHONY: demo test test-launching test-rooms test-devices test-packages test-clusters test-xla lint bench bench-cuda docs clean
+.PHONY: demo test test-launching test-rooms test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -44,6 +44,11 @@ test-clusters: $(STAMP)
 # In an environment of its own: torch_xla goes with one release of torch, which is not the one of the other tests.
 test-xla: $(XLA_STAMP)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla
+
+# Random models, calls, and changes, compared with the plain call. `make test` runs 300 of these cases.
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --cases 10000
+	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -167,11 +167,13 @@ class Session:
         plan: ShardPlan,
         flat: FlatCall,
         sources: Collection[torch.device],
+        *,
+        whole: bool = False,
     ) -> tuple[list[Any], list[Shard]]:
         """Return one task per shard, and the shards if they lie on the CPU; other lanes bring theirs themselves."""
         if len(plan.sizes) != len(replicas):
             replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
-        ways = [self._way_into(entry, replica) for replica in replicas]
+        ways = [self._way_into(entry, replica, whole=whole) for replica in replicas]
         if flat.on_cpu and self._stays_on_cpu:
             return list(map(partial, ways, *plan.columns(flat))), []
         devices = [self.devices[replica.lane] for replica in replicas]
@@ -298,7 +300,6 @@ class Session:
         self._kinds = Kinds()  # a kind may hold an output
         with self._refreshing:
             if self._replicas is not None:
-                self._replicas.give_back()
                 self._replicas.forget()
 
     def stats(self) -> Stats:
@@ -375,11 +376,11 @@ class Session:
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         return (plain_output(run, plan, flat, home, self.devices),)
 
-    def _way_into(self, entry: Entry, replica: LaneReplica) -> Callable[..., Any]:
+    def _way_into(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
         if replica.module is self.target:
             return entry.in_lane or entry.plain
         way = replica.module if entry.method is None else getattr(replica.module, entry.method)
-        return replica.prepared(way)
+        return replica.whole(way) if whole else replica.prepared(way)
 
     def _submit_flat(
         self,
@@ -400,7 +401,7 @@ class Session:
             return self.pool.submit_to_any(task, modes), plan.rows
         lane = self.pool.least_loaded()
         replica = replicas[lane.index]
-        (placed,), _ = self.scatter(entry, [replica], plan, flat, sources)
+        (placed,), _ = self.scatter(entry, [replica], plan, flat, sources, whole=True)
 
         def run() -> Any:
             originals = partial(_originals_of, [replica], 1, [])
@@ -420,10 +421,10 @@ class Session:
         kwargs: dict[str, Any],
         lane: Lane,
     ) -> Any:
-        """Run a call whole as the task of a lane. Lane 0's buffers go back when the next call begins, or the block ends."""
+        """Run a call whole as the task of a lane."""
         replica = replicas[lane.index]
         self.tally.whole(lane.index, rows)
-        output = self._way_into(entry, replica)(*args, **kwargs)
+        output = self._way_into(entry, replica, whole=True)(*args, **kwargs)
         output = with_originals(output, replica.original_of)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 

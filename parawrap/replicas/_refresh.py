@@ -16,7 +16,7 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._hidden import refuse_hidden, refuse_left_behind
 from parawrap.replicas._lost_writes import LostWrites
 from parawrap.replicas._mirror import Mirror, send
-from parawrap.replicas._replica import Replica, may_be_written_unseen
+from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
 from parawrap.replicas._structure import Survey
 from parawrap.replicas._tensors import Tensors, is_parameter
 from parawrap.replicas._watch import Change, Ledger, Watch
@@ -36,7 +36,8 @@ class LaneReplica(NamedTuple):
     """The copy of the target that one lane runs.
 
     `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `prepare` runs in the lane before
-    each task, and `write_back` gives the buffers that the lane wrote to the model; None if there is nothing to do.
+    each task. `write_back` gives the buffers that the lane wrote to the model when all lanes are idle, and `finish` does so
+    in the lane, after a whole call. None if there is nothing to do.
     """
 
     lane: int
@@ -44,15 +45,28 @@ class LaneReplica(NamedTuple):
     original_of: Callable[[torch.Tensor], torch.Tensor | None]
     prepare: Callable[[], None] | None = None
     write_back: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
 
     def prepared(self, way: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that prepares the replica, and then calls `way`."""
         return way if self.prepare is None else partial(_prepared, self.prepare, way)
 
+    def whole(self, way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that does the same, and afterwards gives the lane's buffers to the model."""
+        prepared = self.prepared(way)
+        return prepared if self.finish is None else partial(_finished, self.finish, prepared)
+
 
 def _prepared(prepare: Callable[[], None], way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     prepare()
     return way(*args, **kwargs)
+
+
+def _finished(finish: Callable[[], None], way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return way(*args, **kwargs)
+    finally:
+        finish()
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:
@@ -159,11 +173,6 @@ class ReplicaSet:
             self._replicas = []
             raise
 
-    def give_back(self) -> None:
-        """Give the buffers that lane 0 wrote to the model, unless a call did so or the caller set them since."""
-        if self._replicas and self._replicas[0].is_pending:
-            self._replicas[0].write_back(unless={id(tensor) for tensor in self._ledger.written()})
-
     def renew(self) -> None:
         """Copy everything at the next refresh, also what looks unchanged."""
         self._renews_all = True
@@ -174,7 +183,7 @@ class ReplicaSet:
         self._keep_for_here()
         for replica in self._replicas:
             replica.is_over = True
-        self._replicas, self.current = [], []
+        self._replicas, self._writers, self.current = [], [], []
         self._mirrors = {}
         self._watch, self._ledger, self._lost_writes = Watch(()), Ledger((), ()), None
         self._unseen = []
@@ -183,12 +192,13 @@ class ReplicaSet:
     def scratch(self) -> Any:
         """Return a replica at home with tensors of its own, for a run that must leave no trace."""
         home = self.home or self.devices[0]
-        return Replica(Survey(self.original), Tensors(home, home, None)).target
+        return Replica(Survey(self.original), Tensors(home, home, None), Order()).target
 
     def _refresh(self) -> None:
         self._keep_for_here()
         self.refuse_grown(warn=False)
-        self.give_back()
+        if self._replicas and self._replicas[0].is_pending:
+            self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         changes = self._watch.changes() if self._replicas else None
         changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
@@ -257,7 +267,10 @@ class ReplicaSet:
             refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        self._replicas = [Replica(survey, Tensors(device, home, self._mirrors.get(device))) for device in self.devices]
+        order = Order()
+        self._replicas = [
+            Replica(survey, Tensors(device, home, self._mirrors.get(device)), order) for device in self.devices
+        ]
         self._replicas[0].gives_back = True
         self._writers = self._replicas if self._own else []
         self._has_copies = bool(self._own or self._mirrors)
@@ -272,7 +285,8 @@ class ReplicaSet:
         """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
         for replica in self._replicas:
             replica.is_over = replica.is_over or not self._ledger.same_form()
-        self._replicas, self.current, self._lost_writes = [], [], None
+        self._replicas, self._writers, self.current = [], [], []
+        self._lost_writes, self._watch = None, Watch(())
         if not keep_mirrors:
             self._mirrors = {}
         if not self._is_linked_here():
@@ -315,7 +329,8 @@ class ReplicaSet:
 def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
     has_own = bool(replica.tensors.held())
     prepare, write_back = (replica.prepare, replica.write_back) if has_own else (None, None)
-    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back)
+    finish = replica.finish if has_own and not lane else None
+    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back, finish)
 
 
 def _registered(survey: Survey) -> Iterator[tuple[str, torch.Tensor]]:

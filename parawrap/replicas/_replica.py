@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from collections.abc import Set as AbstractSet
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from parawrap.backends import backend_of
 from parawrap.errors import ReplicaError
 from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import script_pairs
 from parawrap.replicas._structure import Copy, Node, Survey
 from parawrap.replicas._tensors import Tensors
 
-__all__ = ["Replica", "may_be_written_unseen"]
+__all__ = ["Order", "Replica", "may_be_written_unseen"]
 
 
 def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
@@ -26,6 +28,34 @@ def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool
     return getattr(module, "training", False) and buffer.ndim == 1 and buffer.is_floating_point()
 
 
+class Order:
+    """The order of the lanes that copy the buffers of a model, and of lane 0, which may write them meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._copied: dict[int, torch.Event] = {}
+
+    @contextmanager
+    def together(self, device: torch.device) -> Iterator[None]:
+        """Copy buffers inside the block."""
+        with self._lock:
+            yield
+            if (stream := backend_of(device.type).stream(device)) is not None:
+                self._copied[threading.get_ident()] = stream.record_event()
+
+    @contextmanager
+    def alone(self, device: torch.device) -> Iterator[None]:
+        """Write buffers inside the block: after the copies that are queued, and before later ones."""
+        stream = backend_of(device.type).stream(device)
+        with self._lock:
+            for event in self._copied.values():
+                if stream is not None:
+                    stream.wait_event(event)
+            yield
+            if stream is not None:
+                stream.synchronize()
+
+
 class Replica:
     """The target's copy for one lane. Made and renewed while the lane is idle; run only in the lane.
 
@@ -33,8 +63,9 @@ class Replica:
         ReplicaError: If a copy cannot be made. The message names the device and the error.
     """
 
-    def __init__(self, survey: Survey, tensors: Tensors) -> None:
+    def __init__(self, survey: Survey, tensors: Tensors, order: Order) -> None:
         self.tensors = tensors
+        self._order = order
         try:
             tensors.take([node.value for node in survey.tensors])
             self.copy = Copy(survey, tensors.of)
@@ -74,7 +105,8 @@ class Replica:
         """Bring the replica's own tensors up to date, as part of a lane's task."""
         owes = self.gives_back and self.is_pending and (self.trains_norms or self.touched())
         if self.tensors.renews_in_lane and not owes:
-            self.tensors.renew_in_lane()
+            with self._order.together(self.tensors.device):
+                self.tensors.renew_in_lane()
         self.is_pending = True
 
     def set(self, node: Node, key: Any, value: Any) -> None:
@@ -92,22 +124,24 @@ class Replica:
         replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
         return self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
 
-    def write_back(self, unless: AbstractSet[int] = frozenset()) -> None:
-        """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model.
+    def finish(self) -> None:
+        """Give the buffers to the model as part of a lane's task, while other lanes may be copying them."""
+        with self._order.alone(self.tensors.device):
+            self.write_back()
 
-        Those with ids in `unless` stay what they are.
-        """
+    def write_back(self) -> None:
+        """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model."""
         self.is_pending = False
         for module, copy, name, buffer in self._buffers:
             now = _buffer(copy, name)
-            if now is None or now is buffer or id(buffer) in unless:
+            if now is None or now is buffer:
                 continue
             if now is not self.tensors.of(buffer) or self.tensors.wrote(buffer):
                 _give(module, name, buffer, now)
             elif may_be_written_unseen(module, buffer):
                 with lasting():
                     buffer.data.copy_(now)  # like the kernels of norms, it leaves the version alone
-        written = set(map(id, self.tensors.written())) - unless
+        written = set(map(id, self.tensors.written()))
         for tensor in self._attributes:
             if id(tensor) in written:
                 with lasting():

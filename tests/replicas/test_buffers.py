@@ -115,27 +115,28 @@ class Steps(nn.Module):
 
 
 def test_buffers_of_whole_calls_come_back():
-    """What lane 0 counted in `map` is in the model at the next call, and after the block."""
-    model = Steps()
-    with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
-        for _ in range(3):
-            list(p.map([torch.zeros(2, 1)] * 8))
-        counted = int(model.steps)
-        model(torch.zeros(4, 1))
-        assert int(model.steps) > counted
-        list(p.map([torch.zeros(2, 1)] * 20))
-        before = int(model.steps)
-    assert int(model.steps) >= before
-
-
-def test_buffers_that_the_caller_set_stay():
-    """A buffer that the caller sets after `map` is not overwritten by what lane 0 counted before."""
+    """What lane 0 counted in `map` is in the model when the outputs are."""
     model = Steps()
     with torch.no_grad(), parallel(model, TWO) as p:
-        list(p.map([torch.zeros(2, 1)] * 8))
-        model.steps.fill_(100)
-        model(torch.zeros(4, 1))
-    assert int(model.steps) == 101
+        for _ in range(3):
+            before = int(model.steps)
+            list(p.map([torch.zeros(2, 1)] * 20))
+            assert int(model.steps) > before
+
+
+@pytest.mark.parametrize(
+    "write", [torch.Tensor.fill_, lambda buffer, value: buffer.data.fill_(value)], ids=["fill", "data"]
+)
+def test_buffers_that_the_caller_set_stay(write):
+    """A buffer that the caller sets after `map` is not overwritten by what lane 0 had before."""
+    model = nn.Sequential(nn.BatchNorm1d(1), Steps())
+    with torch.no_grad(), parallel(model, TWO) as p:
+        list(p.map([torch.rand(2, 1)] * 8))
+        write(model[1].steps, 100)
+        write(model[0].running_mean, 7.0)
+        model.eval()(torch.zeros(4, 1))
+        assert int(model[1].steps) == 101
+        assert float(model[0].running_mean) == 7.0
 
 
 class Slotted:

@@ -1,0 +1,670 @@
+"""A case is a model, devices, and events in a block. The oracle is the plain call of an equal model after equal events.
+
+`run` returns the end of a case: "answered" if every value and gradient was right, "refused" if parawrap raised a
+ParawrapError and everything before was right, else "wrong".
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from parawrap import parallel
+from parawrap.errors import ParawrapError
+from tests.fuzz.changes import CHANGES, WRITES_DATA
+from tests.fuzz.models import (
+    WIDTH,
+    Built,
+    Counter,
+    RowWise,
+    Spec,
+    build,
+    drawn_body,
+    drawn_output,
+    float64_on,
+)
+
+FORMS = ("positional", "keyword", "tuple", "dict", "list", "nested", "items")
+SCALES = ("missing", "none", "number", "zero_dim", "one", "one_row", "string")
+CALLS = (
+    *("backward", "backward", "no_grad", "no_grad", "inference", "few", "late"),
+    *("accumulate", "map", "submit", "step", "double", "fail"),
+)
+CLONES = ("deepcopy", "pickle", "vars_clone")
+_TOLERANCE = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """All that a run depends on. Its repr is the code that makes it again."""
+
+    seed: int
+    body: Spec
+    outputs: Spec
+    table: int
+    form: str
+    scale: str
+    input_grad: bool
+    frozen: bool
+    devices: tuple[str, ...]
+    home: str
+    events: tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The end of a case: "answered", "refused", or "wrong"; the error of a refusal or the difference; the warnings."""
+
+    end: str
+    detail: str = ""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> str:
+        """The end and some words of the detail: outcomes of one kind have one cause, most of the time."""
+        text = self.detail.partition(" raised ")[2] or self.detail
+        words = [word for word in text.split() if not any(letter.isdigit() for letter in word)]
+        return f"{self.end}: {' '.join(words[:5])}"
+
+
+class Wrong(Exception):
+    """A result that differs from the oracle's."""
+
+
+class Refused(Exception):
+    """A call that parawrap refused."""
+
+
+def drawn_devices(random: Random, kind: str) -> tuple[tuple[str, ...], str]:
+    """Draw the devices of the lanes, and the device of the model."""
+    lanes = random.randint(2, 4)
+    if kind == "cpu":
+        return ("cpu",) * lanes, "cpu"
+    devices = tuple(f"sim:{random.randrange(4)}" for _ in range(lanes))
+    return devices, random.choice([devices[0], devices[0], "sim:0", "cpu"])
+
+
+def drawn_events(random: Random, changes: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Draw events: mostly a call after each change, and often the same call as before."""
+    call = random.choice(("backward", "no_grad"))
+    yield call, random.randrange(10**6)
+    for _ in range(random.randint(1, 4)):
+        if random.random() < 0.75:
+            yield random.choice(changes), random.randrange(10**6)
+        call = call if random.random() < 0.3 else random.choice(CALLS)
+        yield call, random.randrange(10**6)
+
+
+def changes_of(body: Spec, *, frozen: bool) -> list[str]:
+    """Return the names of changes. A name that matters to the body appears more than once."""
+    names = set(_names_in(body))
+    found = [*CHANGES, *CLONES]
+    if names & {"buffers", "eval_norm"}:
+        found += ["buffer_data"] * 4
+    if "mode" in names:
+        found += ["sub_eval", "sub_train", "eval"]
+    if names & {"attributes", "boxed", "enclosed"}:
+        found += ["replace_attribute", "held_data", "held_write"] * 2
+    if frozen:
+        found += ["unfreeze"] * 4
+    return found
+
+
+def _names_in(spec: Spec) -> Iterator[str]:
+    name, *parts = spec
+    yield name
+    for part in parts:
+        yield from _names_in(part)
+
+
+def drawn_case(random: Random, kind: str = "cpu") -> Case:
+    """Draw a case. `random` may be one of hypothesis, which then shrinks the case."""
+    devices, home = drawn_devices(random, kind)
+    body, frozen = drawn_body(random), random.random() < 0.3
+    return Case(
+        seed=random.randrange(10**6),
+        body=body,
+        outputs=drawn_output(random),
+        table=random.randint(2, 5),
+        form=random.choice(FORMS),
+        scale=random.choice(SCALES),
+        input_grad=random.random() < 0.5,
+        frozen=frozen,
+        devices=devices,
+        home=home,
+        events=tuple(drawn_events(random, changes_of(body, frozen=frozen))),
+    )
+
+
+# Arguments
+
+
+def inputs_of(case: Case, rows: int, seed: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Make the arguments of a call with that many rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def made(*shape: int) -> torch.Tensor:
+        tensor = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.home)
+        return tensor.requires_grad_(case.input_grad)
+
+    x = _input(case.form, rows, made)
+    scales = {
+        "none": None,
+        "number": 0.5,
+        "zero_dim": made(),
+        "one": made(1),
+        "one_row": made(1, WIDTH),
+        "string": "a string",
+    }
+    keywords = {} if case.scale == "missing" else {"scale": scales[case.scale]}
+    if case.form == "keyword":
+        return (), {"x": x, **keywords}
+    return (x, *keywords.values()), {}
+
+
+def _input(form: str, rows: int, made: Callable[..., torch.Tensor]) -> Any:
+    if form == "tuple":
+        return made(rows, WIDTH), made(rows)
+    if form == "dict":
+        return {"a": made(rows, WIDTH), "b": made(rows, 1), "nothing": None}
+    if form == "list":
+        return [made(rows, WIDTH), made(rows, WIDTH)]
+    if form == "nested":
+        return {"a": (made(rows, WIDTH), {"b": made(rows)}), "c": ["a string", made(rows, WIDTH)], "n": 3}
+    if form == "items":
+        return [made(WIDTH) for _ in range(rows)]
+    return made(rows, WIDTH)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of nested values, in order."""
+    if isinstance(value, dict):
+        return [leaf for part in value.values() for leaf in leaves_of(part)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in leaves_of(part)]
+    return [value]
+
+
+def _as_tensors(value: Any) -> list[Any]:
+    """Return the leaves, parameters as plain tensors: a whole call may return its lane's view of a parameter."""
+    return [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves_of(value)]
+
+
+def backward(output: Any) -> None:
+    """Run the backward pass of a weighted sum. Every element has another weight."""
+    losses = [
+        (leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype, device=leaf.device).view(leaf.shape)).sum()
+        for leaf in leaves_of(output)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    if losses:
+        sum(losses).backward()
+
+
+def _double_backward(output: Any, inputs: Sequence[Any]) -> None:
+    losses = [leaf.square().sum() for leaf in leaves_of(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    wanted = [leaf for leaf in inputs if isinstance(leaf, torch.Tensor)]
+    if losses:
+        found = torch.autograd.grad(sum(losses), wanted, create_graph=True, allow_unused=True)
+        backward([gradient for gradient in found if gradient is not None])
+
+
+# Comparing
+
+
+def compare(actual: Any, expected: Any, place: str) -> None:
+    """Compare types, structures, and values.
+
+    Raises:
+        Wrong: If they differ.
+    """
+    if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
+        _compare_tensors(actual, expected, place)  # a lane's view of a parameter is a plain tensor
+    elif type(actual) is not type(expected):
+        msg = f"{place} is {_shown(actual)} and must be {_shown(expected)}"
+        raise Wrong(msg)
+    elif isinstance(expected, dict):
+        compare(list(actual), list(expected), f"keys of {place}")
+        for key, value in expected.items():
+            compare(actual[key], value, f"{place}[{key!r}]")
+    elif isinstance(expected, (list, tuple)):
+        if len(actual) != len(expected):
+            msg = f"{place} has {len(actual)} items and must have {len(expected)}"
+            raise Wrong(msg)
+        for index, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+            compare(mine, theirs, f"{place}[{index}]")
+    elif actual != expected:
+        msg = f"{place} is {actual!r} and must be {expected!r}"
+        raise Wrong(msg)
+
+
+def _compare_tensors(actual: torch.Tensor, expected: torch.Tensor, place: str) -> None:
+    for name in ("shape", "dtype", "requires_grad"):
+        if getattr(actual, name) != getattr(expected, name):
+            msg = f"{name} of {place} is {getattr(actual, name)} and must be {getattr(expected, name)}"
+            raise Wrong(msg)
+    mine, theirs = actual.detach().cpu(), expected.detach().cpu()
+    close = torch.isclose(mine, theirs, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True)
+    if not bool(close.all()):
+        at = tuple(int(index) for index in (~close).nonzero()[0])
+        msg = f"value of {place} at {at} is {float(mine[at])} and must be {float(theirs[at])}"
+        raise Wrong(msg)
+
+
+def _shown(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, (torch.Tensor, list, tuple, dict)) else repr(value)
+
+
+def attempt(call: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, BaseException | None]:
+    try:
+        return call(*args, **kwargs), None
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return None, error
+
+
+def agree(actual: BaseException | None, expected: BaseException | None, place: str) -> bool:
+    """Compare the errors of two calls; return True if there is none.
+
+    Raises:
+        Refused: If parawrap raised a ParawrapError.
+        Wrong: If one call raised and the other did not, or they raised errors of different classes.
+    """
+    if isinstance(actual, ParawrapError):
+        msg = f"{type(actual).__name__}: {actual}"
+        raise Refused(msg) from actual
+    if type(actual) is not type(expected):
+        msg = f"{place} raised {actual!r} and must raise {expected!r}"
+        raise Wrong(msg) from actual
+    return actual is None
+
+
+# Events
+
+
+def _vars_clone(model: RowWise) -> RowWise:
+    clone = type(model).__new__(type(model))
+    vars(clone).update(vars(model))
+    clone.shift = 2.0
+    return clone
+
+
+def _deep_clone(model: RowWise) -> RowWise:
+    clone = copy.deepcopy(model)
+    for parameter in clone.parameters():
+        parameter.data.mul_(0.5)
+    return clone
+
+
+def _pickle_clone(model: RowWise) -> RowWise:
+    clone = pickle.loads(pickle.dumps(model))
+    clone.shift = 3.0
+    return clone
+
+
+class Run:
+    """One case as it runs: the model in its block, and the oracle."""
+
+    clones: ClassVar[dict[str, Callable[[RowWise], RowWise]]] = {
+        "vars_clone": _vars_clone,
+        "deepcopy": _deep_clone,
+        "pickle": _pickle_clone,
+    }
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.home = torch.device(case.home)
+        made = case.body, case.outputs, case.table, case.seed, self.home
+        self.mine, self.oracle = build(*made, is_oracle=False), build(*made, is_oracle=True)
+        if case.frozen:
+            for _, tensor in (*list(self.mine.tensors())[::3], *list(self.oracle.tensors())[::3]):
+                if isinstance(tensor, nn.Parameter):
+                    tensor.requires_grad_(False)
+        in_dims = {"x": "items"} if case.form == "items" else None
+        self.p = parallel(self.mine.model, list(case.devices), in_dims=in_dims)
+
+    def run(self) -> None:
+        """Run all events, and look at the model after the block."""
+        with self.p:
+            for name, number in self.case.events:
+                self.place = name
+                self.event(name, number)
+        self.place = "after the block"
+        self._check_restored()
+        self.call("no_grad", 5, 1)
+        self._compare_tensors()
+
+    def event(self, name: str, number: int) -> None:
+        random = Random(number)
+        if name in self.clones:
+            self.call_clones(name, number)
+        elif name in CHANGES:
+            self.change(name, number)
+        elif name in ("late", "accumulate", "double", "fail"):
+            getattr(self, name)(random, number)
+        elif name in ("map", "submit"):
+            self.stream(name, random, number)
+        else:
+            self.call(name, random.randrange(2) if name == "few" else random.randint(2, 17), number)
+
+    def change(self, name: str, number: int) -> None:
+        for built in (self.oracle, self.mine):
+            torch.manual_seed(number)
+            with float64_on(self.home):
+                CHANGES[name](built, Random(number))
+        if name in WRITES_DATA and set(self.case.devices) != {self.case.home}:
+            self.p.refresh()
+
+    # Calls
+
+    def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:
+        """Call both models, and compare; return the outputs and inputs of both, or None if both raised."""
+        sides = []
+        with self._mode(mode):
+            for built in (self.oracle, self.mine):
+                args, kwargs = inputs_of(self.case, rows, number)
+                sides.append((self._attempt_watched(built, args, kwargs), leaves_of([args, kwargs])))
+        (_, theirs), inputs = sides[0]
+        (_, error), own_inputs = sides[1]
+        if not agree(error, theirs, f"{self.place} of {rows} rows"):
+            return None
+        compare(sides[1][0][0], sides[0][0][0], f"output of {self.place} of {rows} rows")
+        return [(sides[0][0][0], inputs), (sides[1][0][0], own_inputs)]
+
+    def call(self, name: str, rows: int, number: int) -> None:
+        """Call both models, in training with a backward pass, and compare outputs, gradients, and counters."""
+        learns = name in ("backward", "few", "step")
+        sides = self.forward("grad" if learns else name, rows, number)
+        if sides is not None and learns and self._backward([output for output, _ in sides]):
+            compare(*_gradients([inputs for _, inputs in reversed(sides)]), f"gradients of inputs after {self.place}")
+            self._compare_gradients()
+            if name == "step":
+                self._step()
+        self._clear()
+        self._compare_tensors()
+
+    def late(self, random: Random, number: int) -> None:
+        """Call twice, and then run one backward pass for both."""
+        calls = [self.forward("grad", random.randint(2, 17), number + index) for index in range(2)]
+        is_right = all(sides is not None for sides in calls)
+        if is_right and self._backward([[sides[which][0] for sides in calls] for which in range(2)]):
+            self._compare_gradients()
+        self._clear()
+
+    def accumulate(self, random: Random, number: int) -> None:
+        """Call and run the backward pass twice, and add up the gradients."""
+        for index in range(2):
+            sides = self.forward("grad", random.randint(13, 17), number + index)
+            if sides is None or not self._backward([output for output, _ in sides]):
+                break
+            self._compare_gradients()
+        self._clear()
+
+    def double(self, random: Random, number: int) -> None:
+        """Run a backward pass through a backward pass."""
+        if not self.case.input_grad or "attention" in _names_in(self.case.body):
+            return  # torch's attention has no double backward on the CPU
+        sides = self.forward("grad", random.randint(2, 17), number)
+        if sides is not None:
+            (_, expected), (_, actual) = [attempt(_double_backward, output, inputs) for output, inputs in sides]
+            if agree(actual, expected, "double backward"):
+                compare(*_gradients([inputs for _, inputs in reversed(sides)]), "gradients of inputs after double")
+                self._compare_gradients()
+        self._clear()
+
+    def fail(self, random: Random, number: int) -> None:
+        """Make a call that raises. Writes of such a call may or may not come back."""
+        args, kwargs = inputs_of(self.case, random.randint(2, 17), number)
+        with torch.set_grad_enabled(random.random() < 0.5):
+            errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
+        agree(*errors, "a call that fails")
+        self._forget_counts()
+
+    def _forget_counts(self) -> None:
+        for block in (*self.mine.blocks, *self.oracle.blocks):
+            if isinstance(block, Counter):
+                block.seen.zero_()
+
+    def stream(self, name: str, random: Random, number: int) -> None:
+        """Run several whole batches through the lanes."""
+        counts = [random.randint(1, 9) for _ in range(random.randint(1, 5))]
+        with torch.no_grad():
+            batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
+            expected = [attempt(self.oracle.model, *args, **kwargs) for args, kwargs in batches]
+            if any(error is not None for _, error in expected):
+                return
+            batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
+            actual, error = attempt(self._streamed, name, batches)
+        if agree(error, None, name):
+            compare(
+                [_as_tensors(each) for each in actual], [_as_tensors(each) for each, _ in expected], f"outputs of {name}"
+            )
+        self._forget_counts()  # only the calls of lane 0 come back
+
+    def _streamed(self, name: str, batches: Sequence[tuple[Any, dict[str, Any]]]) -> list[Any]:
+        if name == "map":
+            return list(self.p.map([kwargs or args for args, kwargs in batches]))
+        futures = [self.p.submit(*args, **kwargs) for args, kwargs in batches]
+        return [future.result() for future in futures]
+
+    def call_clones(self, name: str, number: int) -> None:
+        """Clone both models, change the clones, and call them."""
+        if {"reads_dict", "child_of_weak_parent"} & set(_names_in(self.case.body)):
+            return  # copies of functions and of weak references lead to the original
+        make = self.clones[name]
+        (theirs, failed), (mine, error) = attempt(make, self.oracle.model), attempt(make, self.mine.model)
+        if failed is not None or "explicitly by the user" in str(error):
+            return  # the old weight norm keeps a weight with a graph until the model itself runs
+        if error is not None:
+            msg = f"{name} raised {error!r}"
+            raise Wrong(msg) from error
+        calls = self.p.stats().calls
+        with torch.no_grad():
+            args, kwargs = inputs_of(self.case, 5, number)
+            (expected, failed), (actual, error) = attempt(theirs, *args, **kwargs), attempt(mine, *args, **kwargs)
+        if agree(error, failed, f"the call of a {name}"):
+            compare(actual, expected, f"output of a {name}")
+        if self.p.stats().calls != calls or type(vars(mine)) is not dict or "forward" in vars(mine):
+            msg = f"a {name} is not a plain module"
+            raise Wrong(msg)
+
+    # Checks
+
+    def _attempt_watched(self, built: Built, args: Any, kwargs: Any) -> tuple[Any, BaseException | None]:
+        """Call a model. If lanes ran the call, look for writes of theirs in the model."""
+        if built is self.oracle:
+            return attempt(built.model, *args, **kwargs)
+        before, is_open = _state(built), self.place != "after the block"
+        plain = self.p.stats().plain
+        outcome = attempt(built.model, *args, **kwargs)
+        if is_open and outcome[1] is None and self.p.stats().plain == plain:
+            self._refuse_leaks(before, _state(built))
+        return outcome
+
+    def _refuse_leaks(self, before: dict[str, Any], after: dict[str, Any]) -> None:
+        for name, value in after.items():
+            if name not in before or before[name] is not value:
+                msg = f"lanes wrote {name} of the model in {self.place}"
+                raise Wrong(msg)
+
+    def _backward(self, outputs: Sequence[Any]) -> bool:
+        """Run both backward passes; return False if both raised."""
+        (_, expected), (_, actual) = [attempt(backward, output) for output in outputs]
+        return agree(actual, expected, f"backward of {self.place}")
+
+    def _compare_gradients(self) -> None:
+        for (name, mine), (_, theirs) in zip(self.mine.tensors(), self.oracle.tensors(), strict=True):
+            if mine.is_leaf and theirs.is_leaf:
+                compare(mine.grad, theirs.grad, f"gradient of {name} after {self.place}")
+
+    def _compare_tensors(self) -> None:
+        for (name, mine), (_, theirs) in zip(self.mine.tensors(), self.oracle.tensors(), strict=True):
+            compare(mine.detach(), theirs.detach(), f"{name} after {self.place}")
+
+    def _check_restored(self) -> None:
+        model = self.mine.model
+        if type(model) is not RowWise or type(vars(model)) is not dict:
+            msg = f"the model is a {type(model)} with a {type(vars(model))} after the block"
+            raise Wrong(msg)
+        compare(list(vars(model)), list(vars(self.oracle.model)), "the names in vars(model)")
+
+    def _step(self) -> None:
+        for built in (self.oracle, self.mine):
+            unique = {id(tensor): tensor for _, tensor in built.tensors() if tensor.requires_grad and tensor.is_leaf}
+            if unique:
+                torch.optim.SGD(list(unique.values()), lr=0.05).step()
+
+    def _clear(self) -> None:
+        for built in (self.oracle, self.mine):
+            for _, tensor in built.tensors():
+                if tensor.is_leaf:
+                    tensor.grad = None
+
+    def _mode(self, mode: str) -> Any:
+        return {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]()
+
+
+def _gradients(sides: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [[leaf.grad for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in sides]
+
+
+def _state(built: Built) -> dict[str, Any]:
+    """Return the objects that the modules hold, those in their lists, dicts, and objects too."""
+    found: dict[str, Any] = {}
+    for index, module in enumerate(built.modules()):
+        for name, value in vars(module).items():
+            place = f"{type(module).__name__}[{index}].{name}"
+            found[place] = value
+            found.update((f"{place}[{key!r}]", part) for key, part in _parts(value))
+    return found
+
+
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and items of a dict or a list; the attributes of a plain object."""
+    if isinstance(value, (nn.Module, torch.Tensor)) or callable(value):
+        return []
+    if isinstance(value, dict):
+        return list(value.items())
+    return list(enumerate(value)) if isinstance(value, list) else list(getattr(value, "__dict__", {}).items())
+
+
+class Drawing(nn.Module):
+    """A block, and then dropout."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body, self.dropout = body, nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(self.body(x)) + self.dropout(x)
+
+
+def run_seeded(case: Case) -> Outcome:
+    """Call a model that draws random numbers from one seed again and again; return how that ended."""
+    return outcome_of(lambda: _call_seeded(case))
+
+
+def _call_seeded(case: Case) -> None:
+    built = build(case.body, case.outputs, case.table, case.seed, torch.device(case.home), is_oracle=False)
+    model = Drawing(built.model.body)
+    x = torch.randn(16, WIDTH, dtype=torch.float64, device=case.home)
+    first: Any = None
+    with parallel(model, list(case.devices)):
+        for call in range(8):
+            torch.manual_seed(case.seed)
+            output = model(x)
+            backward(output)
+            found = [output.detach(), *(parameter.grad for parameter in model.parameters())]
+            model.zero_grad()
+            first = first or found
+            compare(found, first, f"output and gradients of seeded call {call}")
+
+
+def run(case: Case) -> Outcome:
+    """Run a case, and return how it ended."""
+    return outcome_of(lambda: Run(case).run())
+
+
+def outcome_of(call: Callable[[], None]) -> Outcome:
+    """Return how a call ended that raises Refused, Wrong, or an error of parawrap."""
+    with warnings.catch_warnings(record=True) as caught, unraisable() as ignored:
+        warnings.simplefilter("always")
+        try:
+            call()
+            end, detail = "answered", ""
+        except Refused as error:
+            end, detail = "refused", str(error)
+        except ParawrapError as error:
+            end, detail = "refused", f"{type(error).__name__}: {error}"
+        except Wrong as error:
+            end, detail = "wrong", str(error)
+        except Exception as error:
+            trace = traceback.extract_tb(error.__traceback__)[-1]
+            end, detail = "wrong", f"{error!r} in {Path(trace.filename).name}:{trace.lineno}"
+    if ignored and end != "wrong":
+        end, detail = "wrong", f"unraisable: {ignored[0]}"
+    return Outcome(end, detail, tuple(str(each.message) for each in caught))
+
+
+@contextmanager
+def unraisable() -> Iterator[list[str]]:
+    """Collect the errors that Python ignores: those of `__del__`, for instance."""
+    found: list[str] = []
+    before, sys.unraisablehook = sys.unraisablehook, lambda each: found.append(repr(each.exc_value))
+    try:
+        yield found
+    finally:
+        sys.unraisablehook = before
+
+
+# Reducing
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """Yield cases that are a little smaller."""
+    change = dataclasses.replace
+    for index in range(len(case.events)):
+        yield change(case, events=case.events[:index] + case.events[index + 1 :])
+    for body in _smaller_specs(case.body):
+        yield change(case, body=body)
+    for outputs in [("rows",), *_smaller_specs(case.outputs)]:
+        if case.outputs != ("rows",):
+            yield change(case, outputs=outputs)
+    if len(case.devices) > 2:
+        yield change(case, devices=case.devices[:-1])
+    for name, simple in (("form", "positional"), ("scale", "missing"), ("input_grad", False), ("frozen", False)):
+        if getattr(case, name) != simple:
+            yield change(case, **{name: simple})
+
+
+def _smaller_specs(spec: Spec) -> Iterator[Spec]:
+    name, *parts = spec
+    yield from parts
+    for index, part in enumerate(parts):
+        if len(parts) > 1:
+            yield (name, *parts[:index], *parts[index + 1 :])
+        for each in _smaller_specs(part):
+            yield (name, *parts[:index], each, *parts[index + 1 :])
+
+
+def reduced(case: Case, run: Callable[[Case], Outcome]) -> Case:
+    """Return the smallest case found that is wrong in the same way."""
+    wrong = run(case).kind
+    while True:
+        found = next((each for each in smaller(case) if run(each).kind == wrong), None)
+        if found is None:
+            return case
+        case = found

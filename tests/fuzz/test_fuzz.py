@@ -1,0 +1,40 @@
+"""A short run of the fuzzer. ``make fuzz`` is the long one."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.fuzz.cases import drawn_case, drawn_devices, run, run_seeded
+from tests.fuzz.mixing import drawn_mixing_case, run_mixing
+
+OFTEN = [HealthCheck.too_slow, HealthCheck.data_too_large]
+
+
+def cases(count: int) -> settings:
+    """Settings of hypothesis for that many cases, the same in each run."""
+    return settings(derandomize=True, deadline=None, max_examples=count, suppress_health_check=OFTEN, database=None)
+
+
+@cases(180)
+@given(st.randoms(use_true_random=False))
+def test_a_row_wise_model_gives_the_plain_answer_or_is_refused(random):
+    case = drawn_case(random)
+    outcome = run(case)
+    assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
+
+
+@cases(100)
+@given(st.randoms(use_true_random=False))
+def test_a_model_that_mixes_rows_gives_the_joined_answers_of_its_shards_or_is_refused(random):
+    case = drawn_mixing_case(random, *drawn_devices(random, "cpu"))
+    outcome = run_mixing(case)
+    assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
+
+
+@cases(20)
+@given(st.randoms(use_true_random=False))
+def test_a_seed_gives_the_same_numbers_each_time(random):
+    case = drawn_case(random)
+    outcome = run_seeded(case)
+    assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
