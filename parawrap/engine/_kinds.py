@@ -1,4 +1,4 @@
-"""What the calls of one kind have shown: which outputs follow the rows, and whether the target draws random numbers.
+"""The evidence of calls of one kind: the outputs that follow the rows, and the use of random numbers.
 
 A kind is the method, the structure of the arguments without sizes, the dtypes of tensors, the non-tensor arguments, and the
 train, grad, and autocast modes.
@@ -126,7 +126,7 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 
 def _values(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What makes another kind: dims and dtypes of tensors, values of other arguments, classes of those without a hash."""
+    """The values that make another kind: dims and dtypes of tensors, other values, or their classes without a hash."""
     return tuple(map(_value_of, leaves))
 
 

@@ -1,4 +1,4 @@
-"""The plain answer to a call, found without a trace: what `verify` compares with."""
+"""The plain answer to a call, computed without a trace, for `verify`."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["plain_output"]
 def plain_output(
     run: Callable[..., Any], plan: ShardPlan, flat: FlatCall, home: torch.device, devices: Sequence[torch.device]
 ) -> Any:
-    """What `run` returns for the whole call, on copies of its tensors, with random numbers that are drawn again after it.
+    """Return the output of `run` for the whole call, on copies of its tensors. Its random numbers are drawn again later.
 
-    `run` is a module's copy with buffers of its own; a callable's own side effects are done twice.
+    `run` is a replica that shares no buffer; the side effects of other callables happen twice.
     """
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     (shard,) = plan.uncut().scatter(FlatCall(copies, flat.spec), [home])

@@ -218,7 +218,7 @@ class Session:
 
         Raises:
             BaseException: The error of the first lane that failed, with a note on lane, device, and shard. The other
-                lanes have finished by then.
+                lanes have finished.
         """
         modes = Modes.capture(self.pool.backend.type) if modes is None else modes
         held = self._replicas.generators if self._replicas else ()
@@ -255,7 +255,7 @@ class Session:
             device = None  # the lanes left them there
         else:
             device = device or self.output_device or self.pool.home or self.devices[0]
-            self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a graph of its own
+            self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a separate graph
         return join(outputs, sizes, self.rules, device, originals, evidence, witness)
 
     def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes | None = None) -> Kind:
@@ -267,7 +267,7 @@ class Session:
     # Whole calls, each in one lane
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a call whole in one lane: on the CPU the one that is free first, elsewhere the one with the least to do."""
+        """Run a call whole in one lane: on the CPU in the first free lane, elsewhere in the lane with the least to do."""
         if self.must_run_plainly():
             if self.pool.closed:
                 msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
@@ -295,7 +295,7 @@ class Session:
                 self._replicas.renew()
 
     def close(self) -> None:
-        """Let the lanes finish, end their threads, and let go of the replicas. A call in flight finishes too."""
+        """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
         self._kinds = Kinds()  # a kind may hold an output
         with self._refreshing:
@@ -346,12 +346,12 @@ class Session:
         self._keep_witness(kind, output, plan, flat)
         return output
 
-    # What a call needs
+    # The steps of a call
 
     def _telling_plan(
         self, kind: Kind, plan: ShardPlan, flat: FlatCall, cutter: Cutter
     ) -> tuple[ShardPlan, tuple[Any, int] | None]:
-        """The plan whose shards differ in size; or the balanced one, with the output of a whole call of other rows."""
+        """The plan with shards of different sizes; or the balanced plan, with the output of a whole call of other rows."""
         telling = cutter.plan(flat, len(self.devices), tell=True)
         witness = kind.witness(plan, flat) if len(telling.sizes) == 1 else None
         return (telling, None) if witness is None else (plan, witness)
@@ -428,7 +428,7 @@ class Session:
         output = with_originals(output, replica.original_of)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
-    # What lies where
+    # Devices
 
     def _next_to(self, flat: FlatCall) -> torch.device | None:
         """Where the plain call of a callable would leave its output: on the device of its first tensor."""

@@ -19,7 +19,7 @@ _HINT = "the batch was a list, which map gives to the model as one argument; a t
 
 
 class Stream(Protocol):
-    """What a stream needs of a session."""
+    """The part of a session that a stream uses."""
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket: ...
 

@@ -133,7 +133,7 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[partial[Any]]:
-    """Return the calls of `parallel_apply`: an input that is no tuple and no list is the only argument."""
+    """Return the calls of `parallel_apply`: an input other than a tuple or a list is the only argument."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     positional = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
     return [partial(each, *args, **named) for each, args, named in zip(modules, positional, kwargs, strict=True)]

@@ -21,7 +21,7 @@ __all__ = ["Modes", "intra_op_threads", "sees_only_its_own_thread", "settle"]
 
 T = TypeVar("T")
 
-_C: Any = torch._C  # what torch tells of the thread's state has no public name and no types
+_C: Any = torch._C  # the state of a thread has no public name and no types
 # torch has it since 2.8; before that, hooks on saved tensors are not seen here.
 _top_hooks: Callable[[bool], object] = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 _function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
@@ -108,7 +108,7 @@ def sees_only_its_own_thread() -> bool:
     """True if something watches the calling thread and cannot follow into a lane: the call must then run plainly.
 
     Tracers and compilers record what one thread does; a dispatch mode (a FLOP counter, fake tensors), a function mode
-    and a functorch transform live in one thread; hooks on saved tensors count on the order in which they are called.
+    and a functorch transform live in one thread; hooks on saved tensors depend on the order of their calls.
     """
     return (
         torch.compiler.is_compiling()

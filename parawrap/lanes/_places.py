@@ -29,9 +29,9 @@ class Slot(Protocol):
 
 
 class Places:
-    """The streams of a pool's lanes. Any number of threads may use it at once; lives as long as a lane does.
+    """The streams of the lanes of one pool. Any number of threads may use it at once; lives as long as a lane does.
 
-    `home` is where the module lies whose replicas the lanes run, which may bring something there.
+    `home` is the device of the model. Replicas in the lanes may bring gradients there.
     """
 
     def __init__(self, backend: Backend, lanes: Sequence[Slot], home: torch.device | None) -> None:
@@ -42,7 +42,7 @@ class Places:
         self._changed: Moment = {}
 
     def placed(self, lanes: Sequence[Slot], tasks: Sequence[Task], sources: Collection[torch.device]) -> Sequence[Task]:
-        """Each task on its lane's device and streams, after what the caller has queued."""
+        """Return tasks that run on the device and the streams of their lanes, after the work that the caller queued."""
         moment = self._moment(sources, lanes, shared=torch.is_grad_enabled())
         if not moment:
             return tasks
@@ -52,21 +52,21 @@ class Places:
         ]
 
     def staged(self, lane: Slot, task: Task, stage: Callable[[], object] | None, sources: Collection[torch.device]) -> Task:
-        """The task, and the stage before it, in the same way; its value goes with what it is there after."""
+        """Return the task, with the stage before it, in the same way. Its value is returned with events that it follows."""
         moment = self._moment(sources, [lane], shared=torch.is_grad_enabled())
         if not moment:
             return partial(_in_turn, stage, task)
         return partial(self._streams[lane].run_staged, task, stage, moment)
 
     def wait_for(self, lanes: Sequence[Slot]) -> None:
-        """Have the calling thread's streams wait for what these lanes have queued until now."""
+        """Make the streams of the calling thread wait for the work that these lanes have queued."""
         if not self.only_cpu:
             for lane in lanes:
                 self._streams[lane].be_waited_for()
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """For whoever changes what lanes work with: after all that they have queued, and before all that they will."""
+        """Change the data of lanes inside the block: after all work that they queued, and before all later work."""
         self.wait_for(self.lanes)
         wait_for_moment(self._changed)  # of another thread, perhaps, on other streams
         yield
@@ -76,16 +76,16 @@ class Places:
                 self._streams[lane].wait_next(self._changed)
 
     def unfinished(self, lane: Slot) -> int:
-        """How much of what the lane was given its device has yet to finish, beside what its thread has yet to begin."""
+        """Return the number of tasks that the lane has started and its device has not finished."""
         return self._streams[lane].unfinished()
 
     def end(self) -> None:
-        """Let others have the streams."""
+        """Return the streams for use by other pools."""
         for streams in self._streams.values():
             streams.end()
 
     def _moment(self, sources: Collection[torch.device], lanes: Sequence[Slot], *, shared: bool) -> Moment:
-        """Where the caller stands on each device that these lanes have to do with; empty where that is the CPU alone."""
+        """Return the position of the caller in its streams, by device of these lanes; empty if that is the CPU alone."""
         home = self.home
         if self.only_cpu and not sources and (home is None or home.type == "cpu"):
             return {}

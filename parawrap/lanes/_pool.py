@@ -174,9 +174,9 @@ def _run_oldest(backlog: deque[Errand], lane: Lane) -> bool:
 
 
 class _Call:
-    """A cut call: a task and a place for an outcome per lane. `dropped` tells lanes not to start its tasks.
+    """A cut call: a task and a place for an outcome per lane. If it is `dropped`, lanes do not start its tasks.
 
-    A lane may sleep for long before its next line. So it holds nothing of the call once the caller is told.
+    A lane may sleep for long before its next line. So it holds nothing of the call after the caller has the outcome.
     """
 
     __slots__ = ("done", "dropped", "missing", "outcomes", "tasks")
@@ -251,7 +251,7 @@ class LanePool:
 
     @property
     def home(self) -> torch.device | None:
-        """The device of the module whose replicas the lanes run."""
+        """The device of the model."""
         return self._places.home
 
     @home.setter
@@ -260,7 +260,7 @@ class LanePool:
 
     @property
     def alive(self) -> bool:
-        """False after `close`, and in a process forked from the one that made the pool."""
+        """False after `close`, and in a forked child of the process that made the pool."""
         return not self.closed and self._forks == _forks
 
     def run(
@@ -330,7 +330,7 @@ class LanePool:
         return (*self.lanes, *self.lanes[-1:] * (len(tasks) - len(self.lanes)))[: len(tasks)]
 
     def least_loaded(self) -> Lane:
-        """Return the lane with the least work before it; of equal ones, the one that has been given the least."""
+        """Return the lane with the least pending work; among equals, the lane with the fewest tasks so far."""
         return min(self.lanes, key=self._load)
 
     def submit(

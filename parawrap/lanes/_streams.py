@@ -1,15 +1,15 @@
-"""A lane's own streams, and what orders the work on them with the caller's.
+"""The streams of a lane, and the order of its work and the caller's.
 
-What this file guarantees, for kinds of device that have streams:
+Guarantees, for devices that have streams:
 
-- What the caller queued before a call is done before the lane's work begins. What it queues once it has the outcome begins
-  after that work is done. Neither keeps the host waiting.
-- What one lane does is done in the order in which its host begins it, whichever streams that was on.
-- Two lanes on one device work beside each other. But where gradients are recorded, lanes work on the caller's streams: on
-  those torch adds up gradients, and it warns of gradients that come by others.
-- A lane on a stream of its own does without torch's cache of autocast's casts: all threads share it and no event orders it.
-- The input of submitted work is brought over beside the work before it; and since the host may run far ahead of a device,
-  no lane begins such work before the work before the last one is done: memory is bounded.
+- A lane's work starts after the work that the caller queued before the call. Work that the caller queues with the outcome
+  starts after the lane's work. The host waits for neither.
+- A lane's tasks run in the order of their start on the host, on any streams.
+- Two lanes on one device overlap. If gradients are recorded, lanes work on the caller's streams instead: torch adds up
+  gradients there, and warns of gradients from other streams.
+- A lane on its own stream does not use torch's cache of autocast's casts: all threads share it, and no event orders it.
+- The input of submitted work travels during the work before it. The host may run far ahead of a device, so a lane starts
+  such work only when the work before the last one is done: memory is bounded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HANDED_OUT_IN_TURN = 32  # c10::cuda::kStreamsPerPool, and XPU's alike
 
 
 class _Here(threading.local):
-    """Whether the calling thread runs callbacks. The class has a value: to look for none takes a microsecond."""
+    """`lands` is True if the thread runs callbacks. The class has the default: a failed lookup takes a microsecond."""
 
     lands = False
 
@@ -43,18 +43,18 @@ _here = _Here()
 
 
 class Mark(NamedTuple):
-    """A stream of the caller's, and an event that follows what it had been given by then. Without one, a lane shares it."""
+    """A stream of the caller, and an event after its queued work. Without an event, a lane shares the stream."""
 
     stream: Stream
     event: Any | None = None
 
 
 Moment = Mapping[torch.device, Mark | None]
-"""By device, where the caller stood when it made a call; None for a device without streams."""
+"""By device, the position of the caller when it made a call; None for a device without streams."""
 
 
 Reached = Sequence[tuple[torch.device, Any]]
-"""By device, an event that is over when a piece of work is done there."""
+"""By device, an event that completes when a piece of work is done there."""
 
 
 def moment_of(devices: Iterable[torch.device], *, shared: bool) -> Moment:
@@ -131,14 +131,14 @@ class LaneStreams:
         self._ahead: deque[Reached] = deque()
 
     def run(self, work: Callable[[], T], moment: Moment) -> T:
-        """Run `work` with the lane's device and streams current, after what the caller had queued by then."""
+        """Run `work` with the lane's device and streams current, after the work that the caller had queued."""
         with self._on(moment):
             value = work()
-            self._backend.flush(value)  # by the lane: begun by whoever reads the values, one lane would follow the other
+            self._backend.flush(value)  # in the lane: started by the reader of the values, one lane would follow the other
             return value
 
     def run_staged(self, work: Callable[[], T], stage: Callable[[], object] | None, moment: Moment) -> tuple[T, Reached]:
-        """Run `stage` beside the lane's earlier work, and then `work`; its value, and what it is there after."""
+        """Run `stage` during the lane's earlier work, and then `work`; return its value, and events that it follows."""
         self._hold_back()
         with self._on(moment) as streams:
             if stage is not None:
@@ -151,7 +151,7 @@ class LaneStreams:
         return value, reached
 
     def end(self) -> None:
-        """Give the streams to whoever needs some. A call that is under way goes on with them: a stream keeps its order."""
+        """Return the streams for use by others. A running call keeps using them: a stream keeps its order."""
         with self._making:
             lent = [] if self._ended else [*self._own.items(), *((self._device, each) for each in self._copying)]
             self._ended = True
@@ -231,18 +231,18 @@ class LaneStreams:
 
 
 class LaneFuture(Future[Any]):
-    """A future whose result may be used on whatever streams the thread that asks for it is queueing its work on.
+    """A future with a result that may be used on the current streams of the thread that reads it.
 
-    Any number of threads may ask. A callback that asks runs in the lane's thread, for somebody unknown: it waits.
+    Any number of threads may read it. A callback runs in the lane's thread and may pass the result on, so it waits.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.lane = 0  # the index of the one that runs it
+        self.lane = 0  # the index of the lane that runs it
         self._reached: Reached = ()
 
     def land(self, value: Any, reached: Reached) -> None:
-        """Give the value, which is there once those events are over."""
+        """Set the value, which is there after these events."""
         self._reached = reached
         before, _here.lands = _here.lands, True
         try:
@@ -254,7 +254,7 @@ class LaneFuture(Future[Any]):
         try:
             value = super().result(timeout)
         except BaseException:
-            del self  # which has the error, whose traceback holds this frame
+            del self  # it has the error, and the traceback of the error holds this frame
             raise
         for device, event in self._reached:
             stream = backend_of(device.type).stream(device)

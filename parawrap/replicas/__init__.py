@@ -1,8 +1,8 @@
 """Replicas of a model, one per lane, and what keeps them up to date.
 
 Knows modules, parameters, buffers, and Python objects; knows no threads and no calls. A replica is a copy of everything
-that the model holds. On the model's device it has views of the parameters; on another device, copies whose gradients
-come home.
+that the model holds. On the model's device it has views of the parameters; on another device it has copies, and their
+gradients return to the parameters.
 """
 
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of

@@ -84,7 +84,7 @@ _EMPTY = object()
 
 
 class Content:
-    """The rule for the objects of some classes. This one is for objects without parts of their own."""
+    """The rule for the objects of some classes. This one is for objects that own no parts."""
 
     is_own = False  # an object that the model owns is copied even if nothing in it is
     is_fixed = False  # the copy is made from the copies of its parts, and never changes
@@ -179,7 +179,7 @@ class Module(Instance):
 
 
 class Compiled(Module):
-    """What ``torch.compile(module)`` returns. The copy compiles the copy of the module, once that is filled."""
+    """The result of ``torch.compile(module)``. The copy compiles the copy of the module, once that is filled."""
 
     turn = 5
 
@@ -372,7 +372,7 @@ class Function(Content):
 
 
 class CompiledFunction(Content):
-    """What ``torch.compile(function)`` returns. Lanes run the copy of the function itself, uncompiled."""
+    """The result of ``torch.compile(function)``. Lanes run the copy of the function itself, uncompiled."""
 
     is_fixed = True
 

@@ -1,4 +1,4 @@
-"""What calls leave in lane 0 that does not come back to the model: attributes, items, new layers."""
+"""Changes that calls leave in lane 0 and the model never sees: attributes, items, new layers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LostWrites:
                 self._given.append((node, own, dict(own)))
 
     def set(self, node: Node, key: Any, value: Any) -> None:
-        """Take a value that the caller set for the one that the replica was given."""
+        """Note a value that the caller set in the model, and that the replica has now."""
         for each, _, given in self._given:
             if each is node:
                 given[key] = value
@@ -87,7 +87,7 @@ class LostWrites:
         return [key for key, before in given.items() if key in own and self._counts(key, before, own[key], own)]
 
     def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
-        """True if a value was replaced by another number, or by tensors that no hook of torch computes anew each time."""
+        """True if a value was replaced by another number, or by tensors that no hook of torch computes at each call."""
         if now is before or key in _COMES_BACK:
             return False
         if type(now) in ATOMS:

@@ -39,7 +39,7 @@ class Mirror:
         self._links: dict[int, torch.Tensor] = {}
 
     def take(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep copies of these tensors and of no others; return those whose copies are still to be written."""
+        """Keep copies of these tensors and of no others; return the tensors with copies that are still to be written."""
         self._originals = {id(tensor): tensor for tensor in originals}
         fits = {key for key, tensor in self._originals.items() if self._fits(key, tensor)}
         self._copies = {key: copy for key, copy in self._copies.items() if key in fits}

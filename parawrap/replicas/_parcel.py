@@ -1,7 +1,7 @@
 """Many tensors to another device in few copies.
 
-A copy between devices costs some microseconds of the host's time, however small the tensor, and a model has hundreds of
-small ones. Those of one dtype travel as one; large ones travel by themselves, since packing would copy them once more.
+A copy between devices costs some microseconds of the host's time, and a model has hundreds of small tensors. The small
+tensors of one dtype travel as one; large tensors travel alone, since packing would copy them once more.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MOST = 32 << 20
 
 
 class Parcel:
-    """Tensors of one device, packed once and sent to any number of devices. Gradients flow through it, if asked for."""
+    """Tensors of one device, packed once and sent to any number of devices. Gradients flow through it."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
-            backend_of(tensors[0].device.type).flush(tensors)  # all at once: each pack would compute its part anew
+            backend_of(tensors[0].device.type).flush(tensors)  # all at once: otherwise each pack computes its part again
         self._tensors = tensors
         self._packs = [(pack, _packed([tensors[index] for index in pack])) for pack in _packs(tensors)]
         packed = {index for pack, _ in self._packs for index in pack}
         self._single = [index for index in range(len(tensors)) if index not in packed]
 
     def at(self, device: torch.device) -> list[torch.Tensor]:
-        """The tensors there, in the order in which they were given; new ones, which may share memory with each other."""
+        """Return the tensors there, in the given order. They are new, and may share memory with each other."""
         there = {index: bring(self._tensors[index], device) for index in self._single}
         for pack, flat in self._packs:
             there.update(zip(pack, self._unpacked(pack, bring(flat, device)), strict=True))
@@ -50,12 +50,12 @@ class Parcel:
 
 
 def can_be_sent(tensor: torch.Tensor) -> bool:
-    """Whether an empty copy can be made of it, to be written later: it is of no special layout, and no subclass's."""
+    """True if an empty copy of the tensor can be made and written later: a plain, strided tensor."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Which tensors travel together, by index: small ones of one dtype, up to so many bytes."""
+    """Return the indices of tensors that travel together: small tensors of one dtype, up to a number of bytes."""
     packs: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
     for index, tensor in enumerate(tensors):

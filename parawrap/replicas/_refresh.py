@@ -110,7 +110,7 @@ class ReplicaSet:
         self._memory_from: dict[torch.device, Stream | None] = {}
         self._mirrored: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
-        self._writers: list[Replica] = []  # with tensors of their own
+        self._writers: list[Replica] = []  # that have copies of tensors
         self._has_copies = False
         self._has_streams = False
         self._lost_writes: LostWrites | None = None
@@ -155,7 +155,7 @@ class ReplicaSet:
         return False
 
     def refuse_grown(self, *, warn: bool = True) -> None:
-        """Look at what a call left in lane 0, and warn of state that does not come back to the model.
+        """Look at the changes of a call in lane 0, and warn of state that the model never sees.
 
         Raises:
             ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
@@ -179,7 +179,7 @@ class ReplicaSet:
         self._replicas = []
 
     def forget(self) -> None:
-        """Let go of the replicas. The next refresh makes them again."""
+        """Drop the replicas. The next refresh makes them again."""
         self._keep_for_here()
         for replica in self._replicas:
             replica.is_over = True
@@ -190,7 +190,7 @@ class ReplicaSet:
         self._survey = Survey(None)
 
     def scratch(self) -> Any:
-        """Return a replica at home with tensors of its own, for a run that must leave no trace."""
+        """Return a replica on the model's device that shares no tensor, for a run that must leave no trace."""
         home = self.home or self.devices[0]
         return Replica(Survey(self.original), Tensors(home, home, None), Order()).target
 
@@ -234,7 +234,7 @@ class ReplicaSet:
         return True
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
-        """Copy the tensors that changed; on other devices all tensors if gradients are wanted."""
+        """Copy the tensors that changed; on other devices all tensors if gradients are enabled."""
         grad, everything = torch.is_grad_enabled(), torch.is_grad_enabled() or self._renews_all
         due = self._mirrored if everything else [tensor for tensor in self._mirrored if id(tensor) in changed]
         written = send((mirror, due) for mirror in self._mirrors.values())
@@ -315,7 +315,7 @@ class ReplicaSet:
         return here is self._linked_on or (here is not None and self._linked_on is not None and here == self._linked_on)
 
     def _keep_for_here(self) -> None:
-        """Keep the memory that other streams took for replicas, once it is let go of, until these streams are done.
+        """Keep the memory that other streams took for replicas, once it is freed, until these streams are done.
 
         These streams come after all that lanes have done with it.
         """

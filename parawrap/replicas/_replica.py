@@ -1,4 +1,4 @@
-"""One lane's replica: a copy of the structure, and tensors of its own."""
+"""One lane's replica: a copy of the structure, with views and copies of the tensors."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ class Replica:
         self.copy.put(node, key, value)
 
     def touched(self) -> bool:
-        """True if the lane wrote or replaced a tensor of its own."""
+        """True if the lane wrote or replaced one of its tensors."""
         return bool(self.tensors.written()) or any(
             _buffer(copy, name) is not self.tensors.of(buffer) for _, copy, name, buffer in self._buffers
         )
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
-        """Make new copies of these originals, and of those whose copies the lane wrote; return the bytes copied."""
+        """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
         replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
         return self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
 

@@ -1,4 +1,4 @@
-"""Replicas of TorchScript modules, whose attributes live in C++."""
+"""Replicas of TorchScript modules. Their attributes live in C++."""
 
 from __future__ import annotations
 

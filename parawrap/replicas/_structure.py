@@ -135,7 +135,7 @@ class Survey:
         return found
 
     def _find_cycle(self) -> bool:
-        """True if a copied object leads to itself, so that its copy is not freed when it is let go of."""
+        """True if a copied object leads to itself, so that reference counting alone does not free its copy."""
         holds = {id(node.value): 0 for node in self.copied}
         for key in holds:
             for holder in self._holders.get(key, ()):
@@ -177,7 +177,7 @@ def _name(value: Any) -> str:
 
 
 def _shortened(path: str) -> str:
-    """A path without the dicts in which a module keeps modules and tensors."""
+    """A path without the names of the dicts of a module."""
     return re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", path).lstrip(".")
 
 

@@ -74,7 +74,7 @@ class Tensors:
         return self._copies
 
     def written(self) -> list[torch.Tensor]:
-        """The originals whose copies the lane has written."""
+        """Return the originals of the copies that the lane has written."""
         now = [*map(_version, self._copies)]
         if now == self._versions:
             return []
@@ -148,7 +148,7 @@ class Tensors:
         if not original.requires_grad and type(original) not in _PLAIN:
             return base  # a subclass may not have views; without gradients none is needed
         with torch.inference_mode(False), torch.enable_grad():
-            view = base[...]  # not view_as, whose backward pass fails for sparse gradients
+            view = base[...]  # not view_as: its backward pass fails for sparse gradients
         if isinstance(original, torch.nn.Parameter):
             vars(view).update(vars(original), _is_param=True)  # isinstance(view, torch.nn.Parameter) holds
         return view

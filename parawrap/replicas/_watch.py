@@ -48,7 +48,7 @@ class Change(NamedTuple):
 class Watch:
     """The objects in every dict, list, set, and closure of a structure, by identity.
 
-    `growing` are further dicts of which only the lengths are compared.
+    `growing` are further dicts; only their lengths are compared.
     """
 
     def __init__(self, nodes: Iterable[Node], growing: Iterable[dict[str, Any]] = ()) -> None:
@@ -117,7 +117,7 @@ def _is_watched_apart(node: Node) -> bool:
 
 
 def _kind(own: dict[Any, Any]) -> Any:
-    """The class whose methods read a dict: an OrderedDict has its own order; other overrides are passed over."""
+    """The class with the methods that read a dict: an OrderedDict has its own order; other overrides do not count."""
     return OrderedDict if isinstance(own, OrderedDict) else dict
 
 

@@ -1,6 +1,6 @@
 """From a call to its shards: take it apart, plan the cut, and scatter it.
 
-A plan depends on the structure of the call, on which leaves are tensors, and on their rows, never on values. It is made
+A plan depends on the structure of the call, on the classes of leaves, and on their rows, never on values. It is made
 once per combination and cached. With shards of equal sizes it also depends on earlier calls.
 """
 
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
         return Shard(args, kwargs, self.rows, leaves, self._origins(leaves))
 
     def _origins(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        """Copies of tensors that were not cut, and parts of values with rules of their own."""
+        """Copies of tensors that were not cut, and parts of values with registered rules."""
         origins: dict[int, Any] = {}
         for here, whole, dim in zip(leaves, self.whole, self.dims, strict=True):
             if isinstance(whole, Opaque):
@@ -231,7 +231,7 @@ class Cutter:
         return flat
 
     def plan(self, flat: FlatCall, lanes: int, *, tell: bool = False) -> ShardPlan:
-        """Return the plan for a call. With `tell` the shards differ in size, to show which outputs follow the rows.
+        """Return the plan for a call. With `tell` the shards differ in size, which shows the outputs that follow the rows.
 
         Raises:
             ShardError: If row counts disagree, a list may or may not have one item per row, or a dim is out of range.
@@ -298,7 +298,7 @@ class Cutter:
         return spec
 
     def _layout(self, spec: TreeSpec) -> _Layout:
-        """What is known of the calls of one structure."""
+        """The dims and the plans of the calls of one structure."""
         layout = self._layouts.get(spec)
         if layout is None:
             if len(self._layouts) >= _MOST_PLANS:

@@ -12,13 +12,13 @@ from parawrap.tree import Opaque
 
 __all__ = ["BEYOND", "EMPTY", "FOREIGN", "NESTED", "NUMBER", "NUMBERS", "OBJECT", "TEXT", "extent_of", "length_of_array"]
 
-# What `extent_of` returns for a leaf without rows.
+# Values of `extent_of` for leaves without rows.
 BROADCAST = -1
 NUMBER = -2  # also what else sizes, strides, and options are made of
-BEYOND = -3  # a tensor with dims, but not the one that rows lie on
+BEYOND = -3  # a tensor with dims, but without the dim of the rows
 TEXT = -4  # a value without tensors that may be one item per row
 OBJECT = -5  # of a class that parawrap does not know
-EMPTY = -6  # a cache without rows yet, of which every lane gets its own
+EMPTY = -6  # a cache without rows yet: every lane gets a copy
 NESTED = -7  # a nested tensor of the strided layout, which torch cannot split
 FOREIGN = -100  # and below, by its length: an array of another library
 NUMBERS = (int, float, bool, complex, torch.dtype, torch.device, torch.Generator)

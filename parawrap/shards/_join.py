@@ -37,9 +37,9 @@ _dtype_of = attrgetter("dtype")
 
 
 class Evidence:
-    """What the calls of one kind have shown: the kind of each place in the output.
+    """The evidence of the calls of one kind: the kind of each place in the output.
 
-    It is `complete` once a call with shards of different sizes was joined.
+    It is `complete` after a call with shards of different sizes was joined.
     """
 
     __slots__ = ("complete", "places")
@@ -262,7 +262,7 @@ class _Join:
     # Values that are not cut
 
     def _whole(self, column: Sequence[Opaque], declared: Any) -> Any:
-        """Join values with rules of their own, which count their rows."""
+        """Join values with registered rules. The rules count their rows."""
         values = [leaf.value for leaf in column[: self.lanes]]
         original = self._original(values)
         if original is not None:
@@ -303,7 +303,7 @@ class _Join:
             )
         return _on(first, self.device)
 
-    # What a place is
+    # The kind of a place
 
     def _kind(self, column: Sequence[Any], place: Place, declared: Any) -> tuple[str, int]:
         """The kind of a place with tensors or arrays, and its dim. Rows are checked against the sizes."""
@@ -329,7 +329,7 @@ class _Join:
         return _ROWS, dim
 
     def _learned(self, place: Place, shown: str, *, is_empty: bool = False) -> str:
-        """The kind of a place: the one that is known, else the one that this call shows by shards of different sizes.
+        """The kind of a place: known from earlier calls, or shown by shards of different sizes.
 
         An output that is empty in every lane shows nothing.
         """

@@ -1,4 +1,4 @@
-"""What the user said about joining outputs, and the errors that say what else could be said."""
+"""The options of the user for joining outputs, and the errors that name further options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CURE = (
 
 @dataclass(frozen=True, slots=True)
 class JoinRules:
-    """What the user said about joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather."""
+    """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather."""
 
     dim: int = 0
     out_dims: OutDims = LEARN

@@ -38,7 +38,7 @@ class Parameters:
         return self._keywords is None or name in self._keywords
 
     def at(self, position: int) -> str | None:
-        """The name of the positional argument at that place; None where the target does not tell."""
+        """The name of the positional argument at that place; None if the signature is not known."""
         return self._positional[position] if position < len(self._positional) else self._rest
 
     def __str__(self) -> str:

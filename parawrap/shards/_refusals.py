@@ -43,7 +43,7 @@ def refuse_dims_out_of_range(
     named: Collection[str],
     name_at: Names,
 ) -> None:
-    """Refuse a tensor without the dim that `in_dims` names for it, or a call in which no tensor has the dim."""
+    """Refuse a tensor without the dim that `in_dims` names for it, or a call without any tensor that has the dim."""
     beyond = [index for index, extent in enumerate(extents) if extent == BEYOND]
     declared = [index for index in beyond if name_at(spec.paths()[index]) in named]
     nothing_has_it = all(extent < 0 for extent in extents)

@@ -25,7 +25,7 @@ def balanced(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def telling(rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes with at least two different row counts, from which one call shows which outputs follow the rows.
+    """Return sizes with at least two different row counts, so that one call shows the outputs that follow the rows.
 
     Balanced sizes stay as they are if they differ. Of equal sizes, the last is split in two, so there may be `parts + 1`
     sizes and no lane gets more rows than in a balanced call. A split leaves at least two rows on each side, because

@@ -60,7 +60,7 @@ def register_split(
 
 
 def splitter_of(value: object) -> Splitter:
-    """Return the rules of a value that is kept whole; without rules of its own, those of plain sequences."""
+    """Return the rules of a value that is kept whole: the registered rules, or the rules of plain sequences."""
     return _splitters.get(type(value), _SEQUENCE)
 
 

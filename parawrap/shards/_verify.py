@@ -1,4 +1,4 @@
-"""Whether a joined output equals the plain one, up to rounding."""
+"""Compare a joined output with the plain one, up to rounding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_equal(parallel: Any, plain: Any) -> None:
     """Compare leaf by leaf, within torch.testing's tolerances for the dtype.
 
     Raises:
-        VerifyError: with the leaf's address and the greatest absolute and relative difference.
+        VerifyError: If a leaf differs. The message has its address and the greatest differences.
     """
     leaves, spec = flatten(parallel)
     plain_leaves, plain_spec = flatten(plain)
@@ -50,11 +50,11 @@ def _difference(ours: Any, theirs: Any) -> str | None:
         return None if same else f"{ours} against {theirs}"
     if isinstance(ours, (bool, int, str, bytes)) and ours != theirs:
         return f"{ours!r} against {theirs!r}"
-    return None  # of what is left, equality says little: a lock, a time, an object made anew in each call
+    return None  # equality of other objects says little: a lock, a time, an object that each call makes
 
 
 def _tensors_in(value: Any) -> Any:
-    """A packed sequence as the list of its tensors; anything else as it is."""
+    """Return a packed sequence as the list of its tensors, and other values as they are."""
     if isinstance(value, Opaque) and isinstance(value.value, PackedSequence):
         return list(pad_packed_sequence(value.value))
     return value

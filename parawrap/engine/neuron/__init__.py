@@ -1,4 +1,4 @@
-"""The engine on NeuronCores: a compiled model that is placed once, and a session whose lanes feed its cores.
+"""The engine on NeuronCores: a compiled model that is placed once, and a session with lanes that feed its cores.
 
 Knows the runtime's contract and the engine's session; refuses to know faces. Imported where cores are named, not before.
 """

@@ -16,10 +16,10 @@ __all__ = ["Fitting"]
 
 
 class Fitting:
-    """Refuses calls that a compiled model cannot take, whatever their rows. Immutable.
+    """Refuses calls that a compiled model cannot take, with any row count. Immutable.
 
-    What is refused here was not cut, and ran nowhere; the runtime's own refusal would come from within a lane, without the
-    argument's place in the whole call.
+    A refused call was not cut and ran nowhere. The runtime would refuse it in a lane, without the argument's place in the
+    whole call.
     """
 
     def __init__(self, signature: Signature | None, dim: int, parameters: Parameters | None) -> None:
@@ -30,7 +30,7 @@ class Fitting:
         self._rows_are_alike = len(sizes) == 1 and None not in sizes
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call, with keywords in their places and one row beside more of them as often as there are more.
+        """Return the call with keywords in their places and single rows repeated.
 
         Raises:
             ShapeError: the model is not compiled for such tensors.

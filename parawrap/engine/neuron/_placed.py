@@ -120,7 +120,7 @@ class Batching(NamedTuple):
 
     @classmethod
     def of(cls, placed: PlacedModel, dim: int, split_size: int | None = None) -> Batching:
-        """For a model as it is placed, whose rows lie on `dim`."""
+        """Return the batching of a placed model with the rows on `dim`."""
         compiled = None if placed.signature is None else _compiled_rows(placed.signature, dim)
         return cls(len(placed.cores), dim, compiled, placed.dynamic, split_size, _why_fixed(placed.signature, dim))
 
@@ -181,7 +181,7 @@ class Batching(NamedTuple):
 
 
 def _compiled_rows(signature: Signature, dim: int) -> int | None:
-    """What the inputs have on that dim; one row beside more is the same for every row. None where they disagree."""
+    """Return the row count of the inputs on that dim, without single rows that are broadcast; None if they disagree."""
     sizes = {rows for spec in signature.inputs if (rows := spec.rows(dim)) is not None}
     if len(sizes) > 1:
         sizes.discard(1)
