@@ -105,6 +105,9 @@ class Content:
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         """Put the copies of the parts into an empty copy."""
 
+    def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
+        """Make these the parts of a copy again. Of an instance they are names and values of attributes, in turn."""
+
     def place(self, key: Any) -> str:
         """Return how Python code names the part with that key."""
         return f"[{key!r}]"
@@ -140,6 +143,11 @@ class Instance(Content):
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         _fill_attributes(value, copy, copy_of)
+
+    def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
+        clear_attributes(copy)
+        for name, value in zip(parts[::2], parts[1::2], strict=True):
+            object.__setattr__(copy, name, value)
 
     def place(self, key: Any) -> str:
         return f".{key}"
@@ -249,9 +257,14 @@ class List(Content):
         return copy
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
-        extend: Callable[..., None] = deque.extend if isinstance(value, deque) else list.extend
-        extend(copy, map(copy_of, value))
+        kind: Any = deque if isinstance(value, deque) else list
+        kind.extend(copy, map(copy_of, value))
         _fill_attributes(value, copy, copy_of)
+
+    def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
+        kind: Any = deque if isinstance(copy, deque) else list
+        kind.clear(copy)
+        kind.extend(copy, parts)
 
 
 class Set(Content):
@@ -269,6 +282,10 @@ class Set(Content):
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         set.update(copy, map(copy_of, value))
         _fill_attributes(value, copy, copy_of)
+
+    def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
+        set.clear(copy)
+        set.update(copy, parts[: len(parts) - len(_attributes(copy))])
 
 
 class Weak(Content):
@@ -400,6 +417,9 @@ class Cell(Content):
         content = contents_of_cell(value)
         if content is not _EMPTY:
             copy.cell_contents = copy_of(content)
+
+    def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
+        (copy.cell_contents,) = parts
 
     def place(self, key: Any) -> str:
         return ""

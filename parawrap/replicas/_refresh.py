@@ -14,7 +14,6 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._hidden import refuse_hidden, refuse_left_behind
-from parawrap.replicas._lost_writes import LostWrites
 from parawrap.replicas._mirror import Mirror, send
 from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
 from parawrap.replicas._structure import Survey
@@ -36,8 +35,8 @@ class LaneReplica(NamedTuple):
     """The copy of the target that one lane runs.
 
     `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `prepare` runs in the lane before
-    each task. `write_back` gives the buffers that the lane wrote to the model when all lanes are idle, and `finish` does so
-    in the lane, after a whole call. None if there is nothing to do.
+    each task, and brings the replica to the model's state. `write_back` gives the buffers that the lane wrote to the model
+    when all lanes are idle, and `finish` does so in the lane, after a whole call. None if there is nothing to do.
     """
 
     lane: int
@@ -113,7 +112,7 @@ class ReplicaSet:
         self._writers: list[Replica] = []  # that have copies of tensors
         self._has_copies = False
         self._has_streams = False
-        self._lost_writes: LostWrites | None = None
+        self._has_warned = False
 
     @property
     def has_model(self) -> bool:
@@ -160,10 +159,10 @@ class ReplicaSet:
         Raises:
             ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
         """
-        if self._lost_writes is not None:
-            self._lost_writes.refuse_grown()
-            if warn:
-                self._lost_writes.warn_once()
+        if self._replicas:
+            self._replicas[0].state.refuse_grown()
+            if warn and not self._has_warned:
+                self._has_warned = self._replicas[0].state.warn()
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
@@ -185,7 +184,7 @@ class ReplicaSet:
             replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
         self._mirrors = {}
-        self._watch, self._ledger, self._lost_writes = Watch(()), Ledger((), ()), None
+        self._watch, self._ledger = Watch(()), Ledger((), ())
         self._unseen = []
         self._survey = Survey(None)
 
@@ -199,6 +198,8 @@ class ReplicaSet:
         self.refuse_grown(warn=False)
         if self._replicas and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
+        for replica in self._replicas:
+            replica.state.restore()
         changes = self._watch.changes() if self._replicas else None
         changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
@@ -225,11 +226,11 @@ class ReplicaSet:
             return False
         if torch.is_grad_enabled() and not self._is_linked_here():
             return False
-        for change in changes:
-            if self._lost_writes is not None:
-                self._lost_writes.set(change.node, change.key, change.now)
-            for replica in self._replicas:
+        for replica in self._replicas:
+            for change in changes:
                 replica.set(change.node, change.key, change.now)
+            if changes:
+                replica.state.accept()
         self._watch.accept()
         return True
 
@@ -275,8 +276,7 @@ class ReplicaSet:
         self._writers = self._replicas if self._own else []
         self._has_copies = bool(self._own or self._mirrors)
         self._ledger = Ledger(tensors, [*self._own, *(self._mirrored if self._mirrors else ())])
-        self._lost_writes = LostWrites(survey, self._replicas[0])
-        self._watch = Watch(survey.copied, self._lost_writes.growing)
+        self._watch = Watch(survey.copied, self._replicas[0].state.growing)
         held = (value for node in survey.modules for value in vars(node.value).values())
         self.generators = tuple(value for value in held if isinstance(value, torch.Generator))
         self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
@@ -286,7 +286,7 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.is_over = replica.is_over or not self._ledger.same_form()
         self._replicas, self._writers, self.current = [], [], []
-        self._lost_writes, self._watch = None, Watch(())
+        self._watch = Watch(())
         if not keep_mirrors:
             self._mirrors = {}
         if not self._is_linked_here():
@@ -328,8 +328,9 @@ class ReplicaSet:
 
 def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
     has_own = bool(replica.tensors.held())
-    prepare, write_back = (replica.prepare, replica.write_back) if has_own else (None, None)
+    write_back = replica.write_back if has_own else None
     finish = replica.finish if has_own and not lane else None
+    prepare = replica.prepare if has_own else replica.state.restore
     return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back, finish)
 
 

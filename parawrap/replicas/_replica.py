@@ -11,10 +11,11 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import ReplicaError
+from parawrap.replicas._lane_state import LaneState
 from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import script_pairs
 from parawrap.replicas._structure import Copy, Node, Survey
-from parawrap.replicas._tensors import Tensors
+from parawrap.replicas._tensors import Tensors, is_parameter
 
 __all__ = ["Order", "Replica", "may_be_written_unseen"]
 
@@ -73,6 +74,7 @@ class Replica:
             name = type(survey.target).__name__
             msg = f"no replica of {name} can be made on {tensors.device}: {type(error).__name__}: {error}"
             raise ReplicaError(msg) from error
+        self.state = LaneState(survey, self.copy, tensors)
         self.gives_back = False  # its buffers go back to the model
         self.is_pending = False  # the lane has run since then
         self.trains_norms = False  # it may write buffers unseen
@@ -84,9 +86,9 @@ class Replica:
             for name, buffer in module._buffers.items()
             if buffer is not None and not buffer.requires_grad
         ]
-        self._attributes = [
-            node.value for node in survey.tensors if not any(node.value is buffer for *_, buffer in self._buffers)
-        ]
+        buffers = {id(buffer) for *_, buffer in self._buffers}
+        own = (node.value for node in survey.tensors if not is_parameter(node.value))
+        self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
 
     @property
     def target(self) -> Any:
@@ -102,7 +104,8 @@ class Replica:
         return self.tensors.original_of(tensor)
 
     def prepare(self) -> None:
-        """Bring the replica's own tensors up to date, as part of a lane's task."""
+        """Drop the state of the last call, and bring the replica's own tensors up to date, as part of a lane's task."""
+        self.state.restore()
         owes = self.gives_back and self.is_pending and (self.trains_norms or self.touched())
         if self.tensors.renews_in_lane and not owes:
             with self._order.together(self.tensors.device):
@@ -122,7 +125,10 @@ class Replica:
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
         replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
-        return self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
+        copied = self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
+        if self._attributes:
+            self.state.accept()  # new copies are among the attributes
+        return copied
 
     def finish(self) -> None:
         """Give the buffers to the model as part of a lane's task, while other lanes may be copying them."""

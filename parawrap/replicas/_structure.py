@@ -225,6 +225,13 @@ class Copy:
                     if part is original:
                         self.put(holder, key, tensor)
 
+    def make(self, node: Node) -> Any:
+        """Make another copy of a container, for the same parts."""
+        self._make(node)
+        copy = self._made[id(node.value)]
+        node.content.fill(node.value, copy, self.of)
+        return copy
+
     def clear(self) -> None:
         """Empty the containers, so that cycles in the structure keep nothing alive."""
         for node in self.survey.makeable:

@@ -19,7 +19,7 @@ from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import ScriptedState
 from parawrap.replicas._structure import Node
 
-__all__ = ["Change", "Ledger", "Watch"]
+__all__ = ["Change", "Ledger", "Watch", "is_watched_apart", "parts_of"]
 
 _requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
 
@@ -69,8 +69,8 @@ class Watch:
         self._value_views = [_kind(each).values(each) for each in filled]
         self._keys = [*chain.from_iterable(self._key_views)]
         self._values = [*chain.from_iterable(self._value_views)]
-        self._others = [node for node in nodes if _is_watched_apart(node)]
-        self._parts = [_parts_of(node) for node in self._others]
+        self._others = [node for node in nodes if is_watched_apart(node)]
+        self._parts = [parts_of(node, node.value) for node in self._others]
         self._scripts = [ScriptedState(node.value) for node in nodes if isinstance(node.content, Script)]
 
     def intact(self) -> bool:
@@ -103,13 +103,14 @@ class Watch:
 
     def _others_are_intact(self) -> bool:
         for node, before in zip(self._others, self._parts, strict=True):
-            now = _parts_of(node)
+            now = parts_of(node, node.value)
             if len(now) != len(before) or any(map(is_not, now, before)):
                 return False
         return True
 
 
-def _is_watched_apart(node: Node) -> bool:
+def is_watched_apart(node: Node) -> bool:
+    """True if an object keeps parts elsewhere than in a dict."""
     content: Content = node.content
     if isinstance(content, List | Set | Weak | Cell):
         return True
@@ -121,12 +122,12 @@ def _kind(own: dict[Any, Any]) -> Any:
     return OrderedDict if isinstance(own, OrderedDict) else dict
 
 
-def _parts_of(node: Node) -> list[Any]:
-    """The parts of an object that are not in a dict."""
+def parts_of(node: Node, value: Any) -> list[Any]:
+    """Return the parts of an object, or of its copy; of an instance, the names and the values of its attributes."""
     if isinstance(node.content, List):
-        return list(node.value)
-    parts = (*node.content.parts(node.value), *node.content.references(node.value))
-    return [part for _, part in parts]
+        return list(value)
+    parts = (*node.content.parts(value), *node.content.references(value))
+    return [*chain.from_iterable(parts)] if isinstance(node.content, Instance) else [part for _, part in parts]
 
 
 class Ledger:

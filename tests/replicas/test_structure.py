@@ -167,6 +167,17 @@ def behind_an_object(model):
 BEHIND = [behind_a_method, behind_a_closure, behind_a_partial, behind_an_object]
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
+def test_containers_that_a_call_returns_stay_what_they_are():
+    """A dict that forward fills, replaces, and returns belongs to the caller: later calls leave it alone."""
+    model, x = MODELS["extractor"](), torch.randn(9, 4, dtype=torch.float64)
+    with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
+        outputs = [*p.map([x] * 8), p.submit(x).result(), model(x), model(x)]
+        expected = copy.deepcopy(model)(x)
+    for output in outputs:
+        torch.testing.assert_close(output, expected)
+
+
 @pytest.mark.parametrize("behind", BEHIND)
 def test_a_model_behind_a_callable_is_replicated(behind):
     """Each lane has its own model: state of a call stays in the lane, and gradients are the plain ones."""
@@ -204,6 +215,44 @@ def test_state_that_does_not_come_back_is_warned_of_once():
             model(torch.randn(6, 4))
         for _ in range(3):
             model(torch.randn(6, 4))
+
+
+class Caches(nn.Module):
+    """Keeps what it computed from its weight until `train` clears it, like timm's LeViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.cache: dict[str, torch.Tensor] = {}
+        self.listed: list[torch.Tensor] = []
+        self.kinds: set[str] = set()
+
+    def train(self, mode=True):
+        if mode:
+            self.cache.clear()
+            self.listed.clear()
+            self.kinds.clear()
+        return super().train(mode)
+
+    def forward(self, x):
+        if "scale" not in self.kinds:
+            self.kinds.add("scale")
+            self.cache["scale"] = self.scale * 2
+            self.listed.append(self.scale * 3)
+        return x * self.cache["scale"] + self.listed[0]
+
+
+@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
+def test_each_call_starts_from_the_state_of_the_model():
+    """State that a lane kept from an earlier call is dropped, so lanes never read what the model would have cleared."""
+    model, x = Caches().eval(), torch.rand(6, 4)
+    with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
+        for _ in range(3):
+            torch.testing.assert_close(model(x), x * model.scale * 2 + model.scale * 3)
+            torch.testing.assert_close(p.submit(x).result(), x * model.scale * 2 + model.scale * 3)
+            model.train()
+            model.scale.add_(1)
+            model.eval()
 
 
 def test_a_clone_with_the_dict_of_the_model_is_a_plain_module():

@@ -1,0 +1,169 @@
+"""The state that calls leave in one replica. Each call starts from the model's state, so the next one drops it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import chain
+from operator import is_, is_not
+from typing import Any
+
+from parawrap.backends import warn_caller
+from parawrap.errors import ReplicaError
+from parawrap.replicas._contents import ATOMS, Cell, Dict, Instance, List
+from parawrap.replicas._structure import Copy, Node, Survey
+from parawrap.replicas._tensors import Tensors
+from parawrap.replicas._watch import is_watched_apart, parts_of
+from parawrap.tree import tensors_in
+
+__all__ = ["LaneState"]
+
+_NOT_STATE = frozenset({"_buffers", "_parameters"})  # tensors have rules of their own
+_MOST_NAMED = 3
+_NEW = object()
+
+
+class LaneState:
+    """The values in the dicts, instances, and lists of one replica. Used while the lane is idle, or in the lane."""
+
+    def __init__(self, survey: Survey, copy: Copy, tensors: Tensors) -> None:
+        self._survey = survey
+        self._copy = copy
+        self._tensors = tensors
+        nodes = [node for node in survey.makeable if node.key not in _NOT_STATE]
+        self._nodes = [node for node in nodes if isinstance(node.content, Dict) or _has_dict(node)]
+        copies = [copy.of(node.value) for node in self._nodes]
+        self._dicts: list[Any] = [
+            each if isinstance(node.content, Dict) else vars(each) for node, each in zip(self._nodes, copies, strict=True)
+        ]
+        self._others = [(node, copy.of(node.value)) for node in nodes if is_watched_apart(node)]
+        self._growing = [(node, copy.of(node.value)) for node in survey.makeable if node.key in ("_modules", "_parameters")]
+        self._sizes = [len(own) for _, own in self._growing]
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the values of now for the values that each call starts from."""
+        self._views = [own.values() for own in self._dicts]  # live
+        self._keys = [list(own) for own in self._dicts]
+        self._lengths = [*map(len, self._dicts)]
+        self._values = [*chain.from_iterable(self._views)]
+        self._parts = [parts_of(node, own) for node, own in self._others]
+
+    def restore(self) -> None:
+        """Put back the values that calls replaced."""
+        same = [*map(len, self._dicts)] == self._lengths and all(map(is_, chain.from_iterable(self._views), self._values))
+        if not (same and (not self._others or self._others_are_intact())):
+            self._restore()
+
+    def _restore(self) -> None:
+        given, fresh = [*self._given()], self._fresh()
+        for own, values in zip(self._dicts, given, strict=True):
+            if id(own) not in fresh and _differ(own, values):
+                kind = OrderedDict if isinstance(own, OrderedDict) else dict
+                kind.clear(own)
+                kind.update(own, {key: fresh.get(id(value), value) for key, value in values.items()})
+        for (node, own), parts in zip(self._others, self._parts, strict=True):
+            if id(own) not in fresh and _list_differs(parts_of(node, own), parts):
+                node.content.put_back(own, [fresh.get(id(part), part) for part in parts])
+        if fresh:
+            self._dicts = [fresh.get(id(own), own) for own in self._dicts]
+            self._others = [(node, fresh.get(id(own), own)) for node, own in self._others]
+            self.accept()
+
+    def _fresh(self) -> dict[int, Any]:
+        """Copies for containers that a call changed and then took out of the model: they may be in its output."""
+        dicts = zip(self._nodes, self._dicts, self._given(), strict=True)
+        changed = [(node, own) for node, own, given in dicts if isinstance(node.content, Dict) and _differ(own, given)]
+        others = zip(self._others, self._parts, strict=True)
+        changed += [
+            pair
+            for pair, parts in others
+            if not isinstance(pair[0].content, Instance | Cell) and _list_differs(parts_of(*pair), parts)
+        ]
+        return {id(own): self._copy.make(node) for node, own in changed if not self._is_held(node, own)}
+
+    def _is_held(self, node: Node, own: Any) -> bool:
+        """True if a container is still where the model has its original."""
+        for holder in self._survey.holders(node.value):
+            copy = self._copy.of(holder.value)
+            if any(part is own for _, part in (*holder.content.parts(copy), *holder.content.references(copy))):
+                return True
+        return False
+
+    def _others_are_intact(self) -> bool:
+        return not any(
+            _list_differs(parts_of(node, own), parts) for (node, own), parts in zip(self._others, self._parts, strict=True)
+        )
+
+    @property
+    def growing(self) -> list[dict[str, Any]]:
+        """The dicts of submodules and parameters."""
+        return [own for _, own in self._growing]
+
+    def refuse_grown(self) -> None:
+        """Refuse a module that makes layers or parameters in a call.
+
+        Raises:
+            ReplicaError: If the lane made one. The message names it.
+        """
+        for (node, own), size in zip(self._growing, self._sizes, strict=True):
+            if len(own) > size and node.parent is not None:
+                name = next(name for name in own if name not in node.value)
+                place = f"{self._survey.path(node.parent)}.{name}".lstrip(".")
+                msg = (
+                    f"{type(node.parent.value).__name__} makes {place!r} in forward, and each lane made its own. Call the "
+                    "model once before the block, so that it exists when the replicas are made"
+                )
+                raise ReplicaError(msg)
+
+    def warn(self) -> bool:
+        """Warn if a call set attributes or items: they do not go back to the model."""
+        names = [repr(f"{self._survey.path(node)}{node.content.place(key)}".lstrip(".")) for node, key in self._replaced()]
+        if names:
+            more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
+            warn_caller(
+                f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
+                "writes do not come back to the model: the next call starts without them. Return the value from the call "
+                "instead, or register a tensor as a buffer: the buffers of lane 0 come back"
+            )
+        return bool(names)
+
+    def _given(self) -> Iterator[dict[Any, Any]]:
+        values = iter(self._values)
+        for keys in self._keys:
+            yield dict(zip(keys, values, strict=False))
+
+    def _replaced(self) -> Iterator[tuple[Node, Any]]:
+        """Yield the place of each value that a call set, and that later calls of the model would have read."""
+        for node, own, given in zip(self._nodes, self._dicts, self._given(), strict=True):
+            if isinstance(node.content, Dict) and not self._is_held(node, own):
+                continue  # a call took it out of the model
+            for key, now in own.items():
+                if self._counts(key, given.get(key, _NEW), now, own):
+                    yield node, key
+        for (node, own), parts in zip(self._others, self._parts, strict=True):
+            if isinstance(node.content, List) and len(own) != len(parts) and any(True for _ in tensors_in(list(own))):
+                yield node, len(parts)
+
+    def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
+        """True for another number, and for new tensors, unless a hook of torch computes them at each call."""
+        if now is before or key in _NOT_STATE or key == "_modules":
+            return False
+        if type(now) in ATOMS:
+            return before is not _NEW and (type(before) is not type(now) or bool(now != before))
+        parameters = own.get("_parameters")
+        if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
+            return False
+        return any(self._tensors.original_of(tensor) is None for tensor in tensors_in(now))
+
+
+def _differ(own: dict[Any, Any], given: dict[Any, Any]) -> bool:
+    return len(own) != len(given) or any(map(is_not, own.values(), given.values()))
+
+
+def _list_differs(now: list[Any], before: list[Any]) -> bool:
+    return len(now) != len(before) or any(map(is_not, now, before))
+
+
+def _has_dict(node: Node) -> bool:
+    return isinstance(node.content, Instance) and hasattr(node.value, "__dict__")
