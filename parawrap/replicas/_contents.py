@@ -17,6 +17,7 @@ import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy as shallow_copy
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ CopyOf = Callable[[Any], Any]
 ATOMS = frozenset(
     {
         *(
+            object,
             type(None),
             bool,
             int,
@@ -66,7 +68,7 @@ ATOMS = frozenset(
             type(NotImplemented),
             re.Pattern,
         ),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
         *(types.ModuleType, types.CodeType, types.GenericAlias, types.UnionType, types.WrapperDescriptorType),
         *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
     }
@@ -230,7 +232,10 @@ class Dict(Content):
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         kind = OrderedDict if isinstance(value, OrderedDict) else defaultdict if isinstance(value, defaultdict) else dict
-        return kind.__new__(type(value))
+        made = kind.__new__(type(value))
+        if getattr(value, "__dict__", None) is value:  # its items are its attributes
+            made.__dict__ = made
+        return made
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
@@ -316,11 +321,16 @@ class Tuple(Content):
     is_fixed = True
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return enumerate(value)
+        return [*enumerate(value), *_attributes(value)]
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         items = map(copy_of, value)
-        return type(value)._make(items) if hasattr(value, "_make") else type(value)(items)
+        try:
+            made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), items)
+        except TypeError:  # a structseq of C
+            return type(value)(map(copy_of, value))
+        _fill_attributes(value, made, copy_of)
+        return made
 
 
 class Method(Content):
@@ -440,6 +450,50 @@ class WeakReference(Content):
         return "()"
 
 
+class WeakMethod(Content):
+    """A weak reference to a bound method."""
+
+    is_fixed = True
+
+    def parts(self, value: Any) -> Iterable[Part]:
+        method = value()
+        return () if method is None else (("__self__", method.__self__),)
+
+    def new(self, value: Any, copy_of: CopyOf) -> Any:
+        method = value()
+        return weakref.WeakMethod(types.MethodType(method.__func__, copy_of(method.__self__)))
+
+
+class WeakProxy(Content):
+    """A weak proxy. A bound method shows the object behind it."""
+
+    is_fixed = True
+
+    def parts(self, value: Any) -> Iterable[Part]:
+        return ((None, value.__reduce_ex__.__self__),)
+
+    def new(self, value: Any, copy_of: CopyOf) -> Any:
+        return weakref.proxy(copy_of(value.__reduce_ex__.__self__))
+
+    def place(self, key: Any) -> str:
+        return ""
+
+
+class CachedFunction(Content):
+    """The result of ``functools.lru_cache``. The copy has an empty cache."""
+
+    is_fixed = True
+
+    def parts(self, value: Any) -> Iterable[Part]:
+        return (("__wrapped__", value.__wrapped__),)
+
+    def new(self, value: Any, copy_of: CopyOf) -> Any:
+        return functools.lru_cache(**value.cache_parameters())(copy_of(value.__wrapped__))
+
+    def place(self, key: Any) -> str:
+        return f".{key}"
+
+
 class Proxy(Content):
     """A read-only view of a dict."""
 
@@ -476,7 +530,14 @@ _BY_BASE: tuple[tuple[type | tuple[type, ...], Content | None], ...] = (
     (types.MappingProxyType, Proxy()),
     (types.SimpleNamespace, Namespace()),
 )
-_BY_CLASS: dict[type, Content | None] = {**dict.fromkeys(ATOMS), weakref.ref: WeakReference()}
+_BY_CLASS: dict[Any, Content | None] = {
+    **dict.fromkeys(ATOMS),
+    weakref.ref: WeakReference(),
+    weakref.WeakMethod: WeakMethod(),
+    weakref.ProxyType: WeakProxy(),
+    weakref.CallableProxyType: WeakProxy(),
+    functools._lru_cache_wrapper: CachedFunction(),
+}
 # Their instances describe code, and lead to the whole of it. No call reads them.
 _DESCRIBE_CODE = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
 
@@ -510,13 +571,23 @@ def _content_of_class(cls: type) -> Content | None:
 
 
 def is_sentinel(value: Any) -> bool:
-    """True for an instance without attributes that a global name of its class's module refers to."""
-    if not isinstance(content_of(value), Instance) or isinstance(value, torch.nn.Module) or _attributes(value):
+    """True for a singleton: an attribute of its class, an object that is its own copy, or a named global."""
+    cls = type(value)
+    if not isinstance(content_of(value), Instance) or isinstance(value, torch.nn.Module):
         return False
-    module = sys.modules.get(type(value).__module__)
-    return module is not None and any(each is value for each in vars(module).values())
+    if any(each is value for each in vars(cls).values()):
+        return True
+    if any(getattr(cls, name, None) is not getattr(object, name, None) for name in _COPYING):
+        try:
+            return shallow_copy(value) is value
+        except Exception:  # noqa: BLE001  # code of the user's
+            return False
+    module = sys.modules.get(cls.__module__)
+    is_named_only = all(type(part) is str for _, part in _attributes(value))
+    return is_named_only and module is not None and any(each is value for each in vars(module).values())
 
 
+_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__")
 _NEUTRAL = frozenset({"abc", "builtins", "collections", "contextlib", "dataclasses", "typing", "types"})
 
 
@@ -554,7 +625,7 @@ def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
 def _attributes(value: Any) -> Sequence[Part]:
     """The attributes of an instance, in its dict and in its slots."""
     own = getattr(value, "__dict__", None)
-    found: list[Part] = [*own.items()] if isinstance(own, dict) else []
+    found: list[Part] = [*own.items()] if isinstance(own, dict) and own is not value else []
     for name, slot in _slots(type(value)):
         try:
             found.append((name, slot.__get__(value)))
@@ -578,7 +649,7 @@ def clear_attributes(value: Any) -> None:
 
 def _fill_attributes(value: Any, copy: Any, copy_of: CopyOf) -> None:
     own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and own:
+    if isinstance(own, dict) and own and own is not value:
         vars(copy).update({name: copy_of(part) for name, part in own.items()})
     for _, slot in _slots(type(value)):
         try:

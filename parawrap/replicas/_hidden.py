@@ -76,8 +76,8 @@ def _refuse_class(cls: type) -> None:
             for _ in _refuse_globals(function, function.__qualname__):
                 pass  # methods call too much to follow
             for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-                for held in _content(cell):
-                    msg = f"{function.__qualname__} captures {free!r}, which is a {_name(held)}: {_CURE}"
+                for held in _held_by(_content(cell)):
+                    msg = f"{function.__qualname__} captures {free!r}, which holds a {_name(held)}: {_CURE}"
                     raise ReplicaError(msg)
 
 
@@ -85,13 +85,14 @@ def _refuse_globals(function: types.FunctionType, place: str) -> Iterator[types.
     """Refuse the modules among the globals that a function reads; yield the functions of the user's among them."""
     for code in _codes(function.__code__):
         found = {name: function.__globals__.get(name) for name in code.co_names}
-        found = {name: value for name, value in found.items() if _has_tensors(value) or _is_of_user(value)}
+        found = {name: value for name, value in found.items() if _held_by(value) or _is_of_user(value)}
         loaded = _loaded_globals(code) if found else set()  # names of attributes are among co_names too
         for name in found.keys() & loaded:
             if isinstance(value := found[name], types.FunctionType):
                 yield value
             else:
-                msg = f"{place or function.__qualname__} uses the global {name!r}, which is a {_name(value)}: {_CURE}"
+                held = _held_by(value)[0]
+                msg = f"{place or function.__qualname__} uses the global {name!r}, which holds a {_name(held)}: {_CURE}"
                 raise ReplicaError(msg)
 
 
@@ -136,15 +137,20 @@ def _functions(value: Any) -> Iterable[types.FunctionType]:
     return [each for each in found if isinstance(each, types.FunctionType)]
 
 
-def _content(cell: types.CellType) -> list[Any]:
-    """The modules with tensors that a cell holds, directly or in a container."""
+def _content(cell: types.CellType) -> Any:
     try:
-        content = cell.cell_contents
-    except ValueError:
-        return []
-    items = content.values() if isinstance(content, dict) else content
-    held = list(items) if isinstance(items, list | tuple | set) or isinstance(content, dict) else [content]
-    return [each for each in held if _has_tensors(each)]
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
+
+
+def _held_by(value: Any) -> list[Any]:
+    """The modules with tensors that a value is, or that it holds if it is a container."""
+    if isinstance(value, dict):
+        return [each for each in value.values() if _has_tensors(each)]
+    if isinstance(value, list | tuple | set):
+        return [each for each in value if _has_tensors(each)]
+    return [value] if _has_tensors(value) else []
 
 
 def _has_tensors(value: Any) -> bool:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from itertools import chain
 from operator import is_, is_not
 from typing import Any
 
+import torch
+
 from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._contents import ATOMS, Cell, Dict, Instance, List
+from parawrap.replicas._contents import ATOMS, Cell, Dict, Instance
 from parawrap.replicas._structure import Copy, Node, Survey
 from parawrap.replicas._tensors import Tensors
 from parawrap.replicas._watch import is_watched_apart, parts_of
-from parawrap.tree import tensors_in
 
 __all__ = ["LaneState"]
 
@@ -38,7 +39,7 @@ class LaneState:
         ]
         self._others = [(node, copy.of(node.value)) for node in nodes if is_watched_apart(node)]
         self._growing = [(node, copy.of(node.value)) for node in survey.makeable if node.key in ("_modules", "_parameters")]
-        self._sizes = [len(own) for _, own in self._growing]
+        self._grown_from = [dict(own) for _, own in self._growing]
         self.accept()
 
     def accept(self) -> None:
@@ -101,18 +102,18 @@ class LaneState:
         return [own for _, own in self._growing]
 
     def refuse_grown(self) -> None:
-        """Refuse a module that makes layers or parameters in a call.
+        """Refuse a module that makes or replaces layers or parameters in a call.
 
         Raises:
-            ReplicaError: If the lane made one. The message names it.
+            ReplicaError: If the lane did so. The message names the place.
         """
-        for (node, own), size in zip(self._growing, self._sizes, strict=True):
-            if len(own) > size and node.parent is not None:
-                name = next(name for name in own if name not in node.value)
+        for (node, own), given in zip(self._growing, self._grown_from, strict=True):
+            name = next((name for name in own if own[name] is not given.get(name)), None)
+            if name is not None and node.parent is not None:
                 place = f"{self._survey.path(node.parent)}.{name}".lstrip(".")
                 msg = (
-                    f"{type(node.parent.value).__name__} makes {place!r} in forward, and each lane made its own. Call the "
-                    "model once before the block, so that it exists when the replicas are made"
+                    f"{type(node.parent.value).__name__} makes {place!r} in forward, and each lane made its own, which "
+                    "learns nothing. Make it before the block, for instance by a call of the model"
                 )
                 raise ReplicaError(msg)
 
@@ -142,19 +143,25 @@ class LaneState:
                 if self._counts(key, given.get(key, _NEW), now, own):
                     yield node, key
         for (node, own), parts in zip(self._others, self._parts, strict=True):
-            if isinstance(node.content, List) and len(own) != len(parts) and any(True for _ in tensors_in(list(own))):
+            if (
+                not isinstance(node.content, Cell)
+                and _list_differs(parts_of(node, own), parts)
+                and self._is_held(node, own)
+            ):
                 yield node, len(parts)
 
     def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
-        """True for another number, and for new tensors, unless a hook of torch computes them at each call."""
+        """True for another value, unless a hook of torch computes it at each call."""
         if now is before or key in _NOT_STATE or key == "_modules":
             return False
         if type(now) in ATOMS:
-            return before is not _NEW and (type(before) is not type(now) or bool(now != before))
+            return before is _NEW or type(before) is not type(now) or bool(now != before)
+        if isinstance(now, dict | list | set | deque) and not now:
+            return False
         parameters = own.get("_parameters")
         if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
             return False
-        return any(self._tensors.original_of(tensor) is None for tensor in tensors_in(now))
+        return not isinstance(now, torch.Tensor) or self._tensors.original_of(now) is None
 
 
 def _differ(own: dict[Any, Any], given: dict[Any, Any]) -> bool:

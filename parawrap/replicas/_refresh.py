@@ -161,6 +161,14 @@ class ReplicaSet:
         """
         if self._replicas:
             self._replicas[0].state.refuse_grown()
+            misused = self._replicas[0].tensors.misused() if warn else None
+            if misused is not None:
+                node = self._survey.nodes[id(misused)]
+                msg = (
+                    f"a call gave the parameter {self._survey.path(node)!r} other memory or another requires_grad, and the "
+                    "lanes have views of it. Write in place under torch.no_grad(), or change it outside the block's calls"
+                )
+                raise ReplicaError(msg)
             if warn and not self._has_warned:
                 self._has_warned = self._replicas[0].state.warn()
 
@@ -198,8 +206,7 @@ class ReplicaSet:
         self.refuse_grown(warn=False)
         if self._replicas and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
-        for replica in self._replicas:
-            replica.state.restore()
+        self._restore()
         changes = self._watch.changes() if self._replicas else None
         changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
@@ -219,6 +226,10 @@ class ReplicaSet:
         ]
         for replica in self._replicas:
             replica.trains_norms = bool(self._unseen)
+
+    def _restore(self) -> None:
+        for replica in self._replicas:
+            replica.state.restore()
 
     def _update(self, changes: Sequence[Change]) -> bool:
         """Set replaced values in every replica; return False if replicas must be built again."""
@@ -273,18 +284,17 @@ class ReplicaSet:
             Replica(survey, Tensors(device, home, self._mirrors.get(device)), order) for device in self.devices
         ]
         self._replicas[0].gives_back = True
-        self._writers = self._replicas if self._own else []
-        self._has_copies = bool(self._own or self._mirrors)
+        self._writers = self._replicas if self._replicas[0].has_own else []
+        self._has_copies = bool(self._writers or self._mirrors)
         self._ledger = Ledger(tensors, [*self._own, *(self._mirrored if self._mirrors else ())])
         self._watch = Watch(survey.copied, self._replicas[0].state.growing)
-        held = (value for node in survey.modules for value in vars(node.value).values())
-        self.generators = tuple(value for value in held if isinstance(value, torch.Generator))
+        self.generators = survey.generators
         self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
 
     def _let_go(self, *, keep_mirrors: bool) -> None:
         """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
         for replica in self._replicas:
-            replica.is_over = replica.is_over or not self._ledger.same_form()
+            replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
         self._watch = Watch(())
         if not keep_mirrors:
@@ -327,7 +337,7 @@ class ReplicaSet:
 
 
 def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
-    has_own = bool(replica.tensors.held())
+    has_own = replica.has_own
     write_back = replica.write_back if has_own else None
     finish = replica.finish if has_own and not lane else None
     prepare = replica.prepare if has_own else replica.state.restore

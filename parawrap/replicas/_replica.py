@@ -23,10 +23,10 @@ __all__ = ["Order", "Replica", "may_be_written_unseen"]
 def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
     """True if a forward pass may write the buffer without advancing its version.
 
-    The kernels of batch and instance norm do so in train mode, and norms of the user's own call the same kernels. Their
-    running statistics are vectors of floats with one value per channel.
+    The kernels of batch and instance norm do so in train mode, and so do writes through ``.data``, for instance of the
+    codebook of a VQ-VAE.
     """
-    return getattr(module, "training", False) and buffer.ndim == 1 and buffer.is_floating_point()
+    return getattr(module, "training", False) and buffer.ndim > 0 and buffer.is_floating_point()
 
 
 class Order:
@@ -84,16 +84,30 @@ class Replica:
             for node in survey.modules
             for module, copy in _pairs(node.value, self.copy.of(node.value))
             for name, buffer in module._buffers.items()
-            if buffer is not None and not buffer.requires_grad
+            if buffer is None or not buffer.requires_grad
         ]
         buffers = {id(buffer) for *_, buffer in self._buffers}
         own = (node.value for node in survey.tensors if not is_parameter(node.value))
         self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
 
+    def _given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        """The copy of a buffer that the lane was given."""
+        return None if buffer is None else self.tensors.of(buffer)
+
+    @property
+    def home(self) -> torch.device | None:
+        """The model's device."""
+        return self.tensors.home
+
     @property
     def target(self) -> Any:
         """The copy of the whole target."""
         return self.copy.target
+
+    @property
+    def has_own(self) -> bool:
+        """True if the replica has tensors of its own, or places for buffers."""
+        return bool(self._buffers or self.tensors.held())
 
     def __del__(self) -> None:
         if getattr(self, "is_over", False) and self.copy.survey.has_cycle:
@@ -106,8 +120,11 @@ class Replica:
     def prepare(self) -> None:
         """Drop the state of the last call, and bring the replica's own tensors up to date, as part of a lane's task."""
         self.state.restore()
-        owes = self.gives_back and self.is_pending and (self.trains_norms or self.touched())
-        if self.tensors.renews_in_lane and not owes:
+        touched = self.touched()
+        owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
+        if touched and not owes:
+            self.renew(())  # by an earlier part of the same call
+        elif self.tensors.renews_in_lane and not owes:
             with self._order.together(self.tensors.device):
                 self.tensors.renew_in_lane()
         self.is_pending = True
@@ -119,12 +136,18 @@ class Replica:
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""
         return bool(self.tensors.written()) or any(
-            _buffer(copy, name) is not self.tensors.of(buffer) for _, copy, name, buffer in self._buffers
+            _buffer(copy, name) is not self._given(buffer) for _, copy, name, buffer in self._buffers
         )
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
-        replaced = [buffer for _, copy, name, buffer in self._buffers if _buffer(copy, name) is not self.tensors.of(buffer)]
+        replaced = []
+        for _, copy, name, buffer in self._buffers:
+            if _buffer(copy, name) is not self._given(buffer):
+                if buffer is None:
+                    _set_buffer(copy, name, None)
+                else:
+                    replaced.append(buffer)
         copied = self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
         if self._attributes:
             self.state.accept()  # new copies are among the attributes
@@ -140,7 +163,9 @@ class Replica:
         self.is_pending = False
         for module, copy, name, buffer in self._buffers:
             now = _buffer(copy, name)
-            if now is None or now is buffer:
+            if buffer is None and now is not None:
+                _set_buffer(module, name, now.detach().to(self.home or now.device))
+            if buffer is None or now is None or now is buffer:
                 continue
             if now is not self.tensors.of(buffer) or self.tensors.wrote(buffer):
                 _give(module, name, buffer, now)
@@ -171,7 +196,7 @@ def _buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
     return module._buffers[name] if name in module._buffers else None  # noqa: SIM401  # a scripted module's has no `get`
 
 
-def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         setattr(module, name, value)
     else:

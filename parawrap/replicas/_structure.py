@@ -5,6 +5,7 @@ Identity decides which objects are the same, never ``==``. The walk is iterative
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -65,6 +66,7 @@ class Survey:
         rest = (node for node in self.copied if not node.content.is_fixed and type(node.content) is not TensorContent)
         self.makeable = sorted(rest, key=lambda node: node.content.turn)
         self.modules = [node for node in self.copied if isinstance(node.content, Module | Script)]
+        self.generators = tuple(node.value for node in self.nodes.values() if type(node.value) is torch.Generator)
         self._refuse_opaque()
         self.has_cycle = not self._is_tree and self._find_cycle()
 
@@ -153,9 +155,16 @@ class Survey:
     def _refuse_opaque(self) -> None:
         opaque = [node for node in self.nodes.values() if isinstance(node.content, Opaque)]
         model = [node for node in self.copied if isinstance(node.content, Module | Script | TensorContent)]
+        leading = self._leading_to(model) if opaque else set()
         for node in opaque:
             parts = {id(part) for _, part in node.content.references(node.value)}
-            if parts & self._leading_to(model):
+            if node.owned and isinstance(node.value, Iterator) and not isinstance(node.value, io.IOBase):
+                msg = (
+                    f"no replica can be made: {self.path(node) or 'the target'} is an iterator ({_name(node.value)}), and "
+                    "each lane would advance it. Keep its items in a list"
+                )
+                raise ReplicaError(msg)
+            if parts & leading:
                 held = next(each for each in model if parts & self._leading_to([each]))
                 msg = (
                     f"no replica can be made: {self.path(node) or 'the target'} ({_name(node.value)}) leads to "

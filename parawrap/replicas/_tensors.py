@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import attrgetter, ne
 
 import torch
@@ -32,7 +33,7 @@ class Tensors:
 
     def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None) -> None:
         self.device = device
-        self._home = home
+        self.home = home
         self._mirror = mirror
         self._origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: dict[int, torch.Tensor] = {}
@@ -58,6 +59,15 @@ class Tensors:
         for tensor, copy in zip(own, copies, strict=True):
             self._enter(tensor, copy)
         self._look()
+
+    def misused(self) -> torch.Tensor | None:
+        """Return a parameter that the lane gave other memory or another ``requires_grad``; None if there is none."""
+        for view, original in self._origins.values():
+            if is_parameter(original) and not is_computed(original):
+                moved = original.device == view.device and not _have_same_memory(view, original)
+                if moved or view.requires_grad != original.requires_grad:
+                    return original
+        return None
 
     def of(self, original: torch.Tensor) -> torch.Tensor:
         """Return the replica's tensor for one of the model's."""
@@ -141,7 +151,7 @@ class Tensors:
         self._origins[id(tensor)] = tensor, original
 
     def _is_at_home(self, tensor: torch.Tensor) -> bool:
-        return self._mirror is None or tensor.device != self._home
+        return self._mirror is None or tensor.device != self.home
 
     def _view(self, original: torch.Tensor) -> torch.Tensor:
         base = original if self._mirror is None or self._is_at_home(original) else self._mirror.linked(original)
@@ -149,8 +159,12 @@ class Tensors:
             return base  # a subclass may not have views; without gradients none is needed
         with torch.inference_mode(False), torch.enable_grad():
             view = base[...]  # not view_as: its backward pass fails for sparse gradients
+            if type(original) not in _PLAIN:
+                view = view.as_subclass(type(original))
+        vars(view).update(vars(original))
         if isinstance(original, torch.nn.Parameter):
-            vars(view).update(vars(original), _is_param=True)  # isinstance(view, torch.nn.Parameter) holds
+            # isinstance(view, torch.nn.Parameter) holds, and deepcopy, which refuses views, gives a parameter.
+            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_parameter, view))
         return view
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +175,7 @@ class Tensors:
         values = [tensor.detach() for tensor in originals]
         travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
         arrived = iter(self._sent(travelling))
-        return [
+        copies = [
             tensor.clone()
             if self._is_at_home(tensor)
             else next(arrived)
@@ -169,9 +183,25 @@ class Tensors:
             else tensor.to(self.device, copy=True)
             for tensor in values
         ]
+        for copy, original in zip(copies, originals, strict=True):
+            if hasattr(original, "__dict__"):
+                vars(copy).update(vars(original))
+        return copies
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
         sent = [tensor.data for tensor in Parcel(tensors).at(self.device)]
         backend_of(self.device.type).flush(sent)
         return sent
+
+
+def _copy_of_parameter(view: torch.Tensor, memo: dict[int, object]) -> torch.nn.Parameter:
+    """Deep-copy a view of a parameter: the copy is a parameter, as that of the parameter is."""
+    with torch.no_grad():
+        copy = torch.nn.Parameter(view.detach().clone(), view.requires_grad)
+    memo[id(view)] = copy
+    return copy
+
+
+def _have_same_memory(view: torch.Tensor, original: torch.Tensor) -> bool:
+    return view.layout is not torch.strided or view.data_ptr() == original.data_ptr()

@@ -14,7 +14,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.replicas._contents import ATOMS, Cell, Content, Dict, Instance, List, Script, Set, Weak, has_slots
+from parawrap.replicas._contents import (
+    ATOMS,
+    Cell,
+    Content,
+    Dict,
+    Function,
+    Instance,
+    List,
+    Partial,
+    Script,
+    Set,
+    Weak,
+    has_slots,
+)
 from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import ScriptedState
 from parawrap.replicas._structure import Node
@@ -112,7 +125,7 @@ class Watch:
 def is_watched_apart(node: Node) -> bool:
     """True if an object keeps parts elsewhere than in a dict."""
     content: Content = node.content
-    if isinstance(content, List | Set | Weak | Cell):
+    if isinstance(content, List | Set | Weak | Cell | Function | Partial):
         return True
     return isinstance(content, Instance) and has_slots(type(node.value))
 

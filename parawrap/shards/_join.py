@@ -249,8 +249,10 @@ class _Join:
         follows = all(length == rows for length, rows in zip(lengths, self.rows, strict=True))
         if isinstance(declared, (list, tuple)) or self.lanes == 1 or self.rules.as_torch:
             return _FIXED
-        if declared is LEARN:
-            kind = self._learned(place, _ITEMS if follows else _FIXED, is_empty=not any(lengths))
+        if declared is LEARN and not any(lengths):
+            kind = self.evidence.places.get(place, _FIXED)  # empty in every lane: it shows nothing, and needs no proof
+        elif declared is LEARN:
+            kind = self._learned(place, _ITEMS if follows else _FIXED)
         elif isinstance(declared, int) and not _holds_only_values(column):
             return _FIXED  # a list of tensors, each with its rows on that dim
         else:

@@ -666,7 +666,7 @@ def test_module_captured_by_a_method():
         def forward(self, x):
             return inner(x)
 
-    message = r"Around\.forward captures 'inner', which is a Linear"
+    message = r"Around\.forward captures 'inner', which holds a Linear"
     with pytest.raises(ReplicaError, match=message), parallel(Around(), ["sim:0", "sim:0"]):
         pass
 

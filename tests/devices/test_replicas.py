@@ -699,6 +699,7 @@ def test_buffer_written_in_one_lane_only(in_place, home):
 
 
 @HOMES
+@pytest.mark.filterwarnings("ignore:the model wrote 'last':UserWarning")
 def test_attribute_written_by_forward_stays_bounded(home):
     """A model that keeps its last activation in an attribute or buffer takes no more memory call after call."""
 

@@ -293,6 +293,7 @@ def test_a_submodule_inside_a_compiled_module_is_seen():
         assert_close(model(x), torch.full((7, 4), 8.0))
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_state_that_forward_keeps_does_not_build_replicas_anew():
     """A model that sets an attribute in every forward keeps its replicas, and the attribute stays in each of them."""
 

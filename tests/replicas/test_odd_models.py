@@ -1,0 +1,376 @@
+"""Odd models, each of which had a wrong answer in lanes: right now, or refused."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import functools
+import gc
+import operator
+import types
+import weakref
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap import ReplicaError, parallel
+
+TWO = ["cpu", "cpu"]
+X = torch.randn(8, 4)
+quiet = pytest.mark.filterwarnings("ignore:the model wrote:UserWarning", "ignore:The .grad attribute:UserWarning")
+
+
+class Sentinel:
+    """A named singleton."""
+
+    def __init__(self, name):
+        self.name = name
+
+
+MISSING, NOTHING = Sentinel("missing"), object()
+
+
+class Choice:
+    """A singleton that its class holds."""
+
+
+Choice.first = Choice()
+
+
+class Mode(enum.Enum):
+    """An enum."""
+
+    FAST = 1
+
+
+@pytest.mark.parametrize("held", [MISSING, NOTHING, Choice.first, Mode.FAST, ...], ids=str)
+def test_singletons_stay_the_same_object(held):
+    """`is` holds in every lane for sentinels, class attributes, and members of enums."""
+
+    class Compares(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if self.held is held else x * 0
+
+    model = Compares(4, 4)
+    model.held = held
+    expected = model(X)
+    with torch.no_grad(), parallel(model, TWO):
+        assert_close(model(X), expected)
+
+
+class Steps(nn.Module):
+    """Replaces its buffer in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(1))
+
+    def forward(self, x):
+        self.step = self.step + 1
+        return x * 0 + self.step
+
+
+def test_both_parts_of_a_lane_start_from_the_same_buffers():
+    """In the first call of a kind the last lane runs its share in two parts."""
+    model = Steps()
+    with torch.no_grad(), parallel(model, TWO):
+        for step in (1.0, 2.0):
+            assert_close(model(X), torch.full((8, 4), step))
+
+
+class CacheInABuffer(nn.Module):
+    """Fills a buffer that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4))
+        self.register_buffer("cache", None, persistent=False)
+
+    def forward(self, x):
+        if self.cache is None:
+            self.cache = self.scale.detach().exp()
+        return x * self.cache
+
+
+def test_a_buffer_that_was_none_comes_back_and_can_be_reset():
+    """What lane 0 puts there is in the model; None, set by the caller, is None in every lane."""
+    model = CacheInABuffer()
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(3):
+            assert_close(model(X), X * model.scale.exp())
+            assert model.cache is not None
+            model.scale.mul_(1.5)
+            model.cache = None
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a method and an attribute."""
+
+    def scaled(self):
+        return self * self.factor
+
+
+def test_parameters_and_buffers_keep_classes_and_attributes():
+    """Subclasses of Parameter, and attributes of parameters and buffers, are there in lanes."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = Scaled(torch.rand(4))
+            self.weight.factor = 3.0
+            self.register_buffer("shift", torch.rand(4))
+            self.shift.factor = 2.0
+
+        def forward(self, x):
+            assert isinstance(self.weight, Scaled)
+            return x * self.weight.scaled() + self.shift * self.shift.factor
+
+    model = Model()
+    with parallel(model, TWO):
+        output = model(X)
+        output.sum().backward()
+    assert_close(output, X * model.weight * 3 + model.shift * 2)
+    assert_close(model.weight.grad, X.sum(0) * 3)
+
+
+def assigns_data(self, x):
+    self.weight.data = self.weight.data.clamp(-1, 1)
+
+
+def unfreezes(self, x):
+    self.bias.requires_grad_(True)
+
+
+def replaces_a_parameter(self, x):
+    self.weight = nn.Parameter(self.weight.detach() * 2)
+
+
+def replaces_a_layer(self, x):
+    self.layer = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize("change", [assigns_data, unfreezes, replaces_a_parameter, replaces_a_layer])
+def test_parameters_that_forward_exchanges_are_refused(change):
+    """Other memory, another requires_grad, another parameter, or another layer would learn nothing."""
+
+    class Model(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.layer = nn.Linear(4, 4)
+            self.bias.requires_grad_(False)
+
+        def forward(self, x):
+            change(self, x)
+            return super().forward(x)
+
+    model = Model()
+    with parallel(model, TWO), pytest.raises(ReplicaError, match=r"'(weight|bias|layer)'"):
+        model(X)
+
+
+def test_a_codebook_that_is_written_through_data_comes_back():
+    """Buffers of any shape that train mode writes through .data are those of lane 0 after the call."""
+
+    class Codebook(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(2, 4))
+
+        def forward(self, x):
+            self.codes.data.add_(1)
+            return x + 0
+
+    model = Codebook()
+    with torch.no_grad(), parallel(model, TWO):
+        model(X)
+    assert_close(model.codes, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    "refer", [weakref.proxy, lambda parent: weakref.WeakMethod(parent.scaled)], ids=["proxy", "method"]
+)
+def test_weak_references_of_all_kinds_lead_to_the_lanes_own_modules(refer):
+    """A weak proxy and a weak method."""
+
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = nn.Linear(4, 4)
+            self.child.parent = refer(self)
+            self.now = None
+
+        def scaled(self):
+            return self.now
+
+        def forward(self, x):
+            self.now = x.sum(1, keepdim=True)
+            parent = self.child.parent
+            return self.child(x) * (parent.scaled() if isinstance(parent, weakref.ProxyTypes) else parent()())
+
+    model = Parent()
+    expected = model.child(X) * X.sum(1, keepdim=True)
+    with torch.no_grad(), pytest.warns(UserWarning, match="wrote 'now'"), parallel(model, TWO):
+        assert_close(model(X), expected)
+
+
+class AttrDict(dict):
+    """A dict with its items as attributes."""
+
+    def __init__(self, **items):
+        super().__init__(items)
+        self.__dict__ = self
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+class Tagged(tuple):
+    """A tuple with an attribute and a constructor of its own."""
+
+    __slots__ = ()
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+def test_containers_of_odd_classes_are_copied_whole():
+    """Dicts with items as attributes, tuples with constructors, named tuples, and namespaces."""
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            first, second = self.tagged
+            y = self.pair.b(first(x)) * self.config.scale + self.space.shift
+            return y * self.config["scale"] + second
+
+    model = Model(4, 4)
+    model.config = AttrDict(scale=2.0)
+    model.tagged, model.pair = Tagged(nn.Linear(4, 4), 1.0), Pair(1, nn.Linear(4, 4))
+    model.space = types.SimpleNamespace(shift=3.0)
+    with torch.no_grad(), parallel(model, TWO):
+        for scale in (2.0, 5.0):
+            model.config.scale = scale
+            expected = (model.pair.b(model.tagged[0](X)) * scale + 3.0) * scale + 1.0
+            assert_close(model(X), expected)
+
+
+def test_changes_of_hook_functions_and_partials_are_seen():
+    """Attributes of a function, and keywords of a partial, that lead to the model."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def hook(module, args, output):
+        assert model is not None
+        return output * hook.scale
+
+    model[0].register_forward_hook(hook)
+    model.run = functools.partial(operator.call, model[1])
+    plain = copy.deepcopy(model)
+    plain[0]._forward_hooks.clear()
+    with torch.no_grad(), parallel(model, TWO):
+        for scale in (1.0, 2.0):
+            hook.scale = scale
+            assert_close(model(X), plain[1](plain[0](X) * scale))
+
+
+def test_a_generator_anywhere_in_the_model_makes_lanes_run_in_turns():
+    """A seed gives the same numbers, also if the generator is in a dict."""
+
+    class Noise(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = {"generator": torch.Generator()}
+
+        def forward(self, x):
+            return x + torch.randn(x.shape, generator=self.held["generator"])
+
+    model = Noise()
+    with torch.no_grad(), parallel(model, TWO):
+        found = []
+        for _ in range(20):
+            model.held["generator"].manual_seed(1)
+            found.append(model(X))
+    assert all(torch.equal(output, found[0]) for output in found)
+
+
+@quiet
+def test_a_submodule_can_be_copied_in_forward():
+    """`copy.deepcopy` of a layer gives parameters, as it does plainly."""
+
+    class Teacher(nn.Linear):
+        def forward(self, x):
+            twin = copy.deepcopy(self.layer)
+            assert all(parameter.is_leaf for parameter in twin.parameters())
+            return self.layer(x) + twin(x).detach()
+
+    model = Teacher(4, 4)
+    model.layer = nn.Linear(4, 4)
+    expected = model.layer(X) * 2
+    with parallel(model, TWO):
+        assert_close(model(X), expected)
+
+
+def test_empty_containers_in_outputs_stay():
+    """An empty tuple, list, or dict is joined to an empty one, at every call."""
+
+    class Empty(nn.Linear):
+        def forward(self, x):
+            return {"y": super().forward(x), "attentions": (), "listed": [], "named": {}}
+
+    model = Empty(4, 4)
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(4):
+            output = model(X)
+            assert (output["attentions"], output["listed"], output["named"]) == ((), [], {})
+
+
+def test_a_cached_method_is_copied():
+    """`functools.lru_cache` of a bound method leads to the lane's own module."""
+
+    class Cached(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.factor = functools.lru_cache(maxsize=2)(self._factor)
+
+        def _factor(self, number):
+            return self.weight.detach().sum() * number
+
+        def forward(self, x):
+            return super().forward(x) * self.factor(2)
+
+    model = Cached()
+    expected = model(X)
+    with torch.no_grad(), parallel(model, TWO):
+        assert_close(model(X), expected)
+
+
+def test_replicas_with_cycles_are_freed_when_the_model_changes():
+    """Without a garbage collection, replaced replicas go."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].parent = [model]
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.no_grad(), parallel(model, TWO) as p:
+            model(X)
+            old = [weakref.ref(replica.module[0]) for replica in p._session.replicate()]
+            model.note = [1]
+            model(X)
+            assert [reference() for reference in old] == [None, None]
+    finally:
+        gc.enable()
+
+
+globals_of_this_file = [nn.BatchNorm1d(4)]
+
+
+def test_modules_in_global_containers_are_refused():
+    """A list of modules that forward reads by a global name."""
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return globals_of_this_file[0](x)
+
+    with pytest.raises(ReplicaError, match="uses the global 'globals_of_this_file', which holds a BatchNorm1d"):
+        parallel(Reads(4, 4), TWO).__enter__()
