@@ -326,7 +326,8 @@ class Tuple(Content):
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         items = map(copy_of, value)
         try:
-            made = (tuple if isinstance(value, tuple) else frozenset).__new__(type(value), items)
+            kind: Any = tuple if isinstance(value, tuple) else frozenset
+            made = kind.__new__(type(value), items)
         except TypeError:  # a structseq of C
             return type(value)(map(copy_of, value))
         _fill_attributes(value, made, copy_of)

@@ -66,7 +66,8 @@ class Survey:
         rest = (node for node in self.copied if not node.content.is_fixed and type(node.content) is not TensorContent)
         self.makeable = sorted(rest, key=lambda node: node.content.turn)
         self.modules = [node for node in self.copied if isinstance(node.content, Module | Script)]
-        self.generators = tuple(node.value for node in self.nodes.values() if type(node.value) is torch.Generator)
+        owned = (node.value for node in self.nodes.values() if node.owned)
+        self.generators = tuple(value for value in owned if type(value) is torch.Generator)
         self._refuse_opaque()
         self.has_cycle = not self._is_tree and self._find_cycle()
 

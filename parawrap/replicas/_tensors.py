@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, ne
+from typing import Any
+from weakref import ref
 
 import torch
 
@@ -65,7 +67,8 @@ class Tensors:
         for view, original in self._origins.values():
             if is_parameter(original) and not is_computed(original):
                 moved = original.device == view.device and not _have_same_memory(view, original)
-                if moved or view.requires_grad != original.requires_grad:
+                learns = original.requires_grad and not original.is_inference()
+                if moved or view.requires_grad != learns:
                     return original
         return None
 
@@ -164,7 +167,7 @@ class Tensors:
         vars(view).update(vars(original))
         if isinstance(original, torch.nn.Parameter):
             # isinstance(view, torch.nn.Parameter) holds, and deepcopy, which refuses views, gives a parameter.
-            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_parameter, view))
+            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_parameter, ref(view)))
         return view
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -195,8 +198,9 @@ class Tensors:
         return sent
 
 
-def _copy_of_parameter(view: torch.Tensor, memo: dict[int, object]) -> torch.nn.Parameter:
-    """Deep-copy a view of a parameter: the copy is a parameter, as that of the parameter is."""
+def _copy_of_parameter(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:
+    """Deep-copy a view of a parameter: the copy is a parameter, like a copy of the parameter."""
+    view = reference()
     with torch.no_grad():
         copy = torch.nn.Parameter(view.detach().clone(), view.requires_grad)
     memo[id(view)] = copy
