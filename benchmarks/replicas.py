@@ -1,31 +1,73 @@
-"""The bytes of parameters copied between devices, counted on the simulated accelerator of the tests."""
+"""The cost of keeping replicas up to date: bytes copied between simulated devices, and checks before a call."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks._measure import Row
+from benchmarks._measure import Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
+from parawrap.replicas._structure import Survey
+from parawrap.replicas._watch import Watch
 
 __all__ = ["count", "rows"]
 
 _DEVICES = 4
+_MOST_FOR_PARAMETERS_US = 60.0
+_MOST_PER_MODULE_US = 1.5
 
 
-def rows() -> list[Row]:
+class _Holds(nn.Module):
+    """Holds parameters, and returns its input."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.held = nn.ParameterList([nn.Parameter(torch.zeros(4)) for _ in range(count)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def rows(rounds: int = 400) -> list[Row]:
+    """Measure bytes copied, unchanged parameters, and the check of the structure."""
+    return [_copied(), _unchanged(rounds), _checked(rounds)]
+
+
+def _unchanged(rounds: int) -> Row:
+    few, many, x = _Holds(2), _Holds(200), torch.zeros(8, 2)
+    with torch.no_grad(), parallel(few, ["cpu"] * 2), parallel(many, ["cpu"] * 2):
+        arms = take_turns({"2 parameters": partial(few, x), "200 parameters": partial(many, x)}, rounds=rounds, calls=5)
+    added = arms["200 parameters"].median_us - arms["2 parameters"].median_us
+    wanted = f"at most {_MOST_FOR_PARAMETERS_US:.0f} us more"
+    held = added <= _MOST_FOR_PARAMETERS_US
+    return Row("replicas: 200 unchanged parameters, 2 CPU lanes", arms, f"{added:.1f} us more than 2", wanted, held)
+
+
+def _checked(rounds: int) -> Row:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 12)
+    modules = sum(1 for _ in model.modules())
+    watch = Watch(Survey(model).copied)
+    arms = take_turns({"check": watch.intact}, rounds=rounds, calls=5)
+    each = arms["check"].median_us / modules
+    name = f"replicas: check of the structure, {modules} modules"
+    wanted = f"at most {_MOST_PER_MODULE_US} us per module"
+    return Row(name, arms, f"{each:.2f} us per module", wanted, each <= _MOST_PER_MODULE_US)
+
+
+def _copied() -> Row:
     """Measure a second inference call, and the first inference call after an optimizer step."""
     name = f"replicas: bytes copied, {_DEVICES} simulated devices"
     wanted = "0 bytes at the second call; 3 times the model (once per other device) after a step"
     found = in_process(f"{__name__}:count")
     if isinstance(found, str):
-        return [Row(name, {}, f"not measured: {found}", wanted, held=True)]
+        return Row(name, {}, f"not measured: {found}", wanted, held=True)
     second, step = found
     verdict = f"{second} bytes of parameters at the second call; {step:g} times the model after a step"
-    return [Row(name, {}, verdict, wanted, (second, step) == (0, 3.0))]
+    return Row(name, {}, verdict, wanted, (second, step) == (0, 3.0))
 
 
 def count() -> tuple[int, float] | str:
