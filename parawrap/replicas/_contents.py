@@ -1,4 +1,4 @@
-"""How objects of each class are opened and copied. `content_of` finds the rule for an object; atoms have none.
+"""How objects of each class are opened and copied. `content_of` finds the rule for an object.
 
 A rule yields the parts of an object. Parts that belong to it are copied with it. Parts that it only refers to (the cells
 of a closure, the arguments of a partial) are the user's: they are copied only if they lead to the model.
@@ -6,73 +6,44 @@ of a closure, the arguments of a partial) are the user's: they are copied only i
 
 from __future__ import annotations
 
-import contextlib
-import enum
 import functools
 import gc
-import logging
-import re
-import sys
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from copy import copy as shallow_copy
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
+from parawrap.replicas._attributes import CopyOf, Part, attributes_of, clear_attributes, fill_attributes
 from parawrap.replicas._script import fill_script, new_script, tensors_of_script
 
 __all__ = [
-    "ATOMS",
+    "CachedFunction",
     "Cell",
     "Compiled",
+    "CompiledFunction",
     "Content",
     "Dict",
     "Function",
     "Instance",
     "List",
+    "Method",
     "Module",
+    "Namespace",
     "Opaque",
     "Partial",
+    "Proxy",
     "Script",
+    "Service",
     "Set",
     "TensorContent",
+    "Tuple",
     "Weak",
-    "clear_attributes",
-    "content_of",
-    "has_slots",
-    "is_sentinel",
+    "WeakMethod",
+    "WeakProxy",
+    "WeakReference",
 ]
 
-Part = tuple[Any, Any]
-"""A key, and what the object holds under it."""
-CopyOf = Callable[[Any], Any]
-
-ATOMS = frozenset(
-    {
-        *(
-            object,
-            type(None),
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            type,
-            range,
-            slice,
-            type(...),
-            type(NotImplemented),
-            re.Pattern,
-        ),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-        *(types.ModuleType, types.CodeType, types.GenericAlias, types.UnionType, types.WrapperDescriptorType),
-        *(types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType),
-    }
-)
 _NOTHING: tuple[Part, ...] = ()
 # Dictionaries of a module that calls do not read. They stay shared.
 _NOT_CALLED = frozenset(
@@ -81,8 +52,8 @@ _NOT_CALLED = frozenset(
         "_non_persistent_buffers_set",
     }
 )
-_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: defined by a class statement, or by a C extension that copies one
 _EMPTY = object()
+_PLAIN = (dict, OrderedDict)
 
 
 class Content:
@@ -138,13 +109,13 @@ class Instance(Content):
     turn = 0
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return _attributes(value)
+        return attributes_of(value)
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         return object.__new__(type(value))
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
 
     def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
         clear_attributes(copy)
@@ -171,17 +142,17 @@ class Service(Instance):
         return _NOTHING
 
     def references(self, value: Any) -> Iterable[Part]:
-        return _attributes(value)
+        return attributes_of(value)
 
 
 class Module(Instance):
     """A module. Its copy is marked like the replicas of torch, and compiled code of the original is left out."""
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [part for part in _attributes(value) if part[0] not in _NOT_CALLED]
+        return [part for part in attributes_of(value) if part[0] not in _NOT_CALLED]
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
         own = vars(copy)
         own["_is_replica"] = True
         if own.get("_compiled_call_impl") is not None:
@@ -225,7 +196,7 @@ class Dict(Content):
     turn = 2
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [*dict.items(value), *_attributes(value)] if type(value) not in _PLAIN else value.items()
+        return [*dict.items(value), *attributes_of(value)] if type(value) not in _PLAIN else value.items()
 
     def references(self, value: Any) -> Iterable[Part]:
         return ((key, key) for key in dict.keys(value) if type(key) is not str)
@@ -243,7 +214,7 @@ class Dict(Content):
             put(copy, key if type(key) is str else copy_of(key), copy_of(part))
         if isinstance(value, defaultdict):
             copy.default_factory = copy_of(value.default_factory)
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
 
 
 class List(Content):
@@ -252,7 +223,7 @@ class List(Content):
     is_own = True
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [*enumerate(value), *_attributes(value)]
+        return [*enumerate(value), *attributes_of(value)]
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         if not isinstance(value, deque):
@@ -264,7 +235,7 @@ class List(Content):
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         kind: Any = deque if isinstance(value, deque) else list
         kind.extend(copy, map(copy_of, value))
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
 
     def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
         kind: Any = deque if isinstance(copy, deque) else list
@@ -279,18 +250,18 @@ class Set(Content):
     turn = 2
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [*((item, item) for item in value), *_attributes(value)]
+        return [*((item, item) for item in value), *attributes_of(value)]
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         return set.__new__(type(value))
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         set.update(copy, map(copy_of, value))
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
 
     def put_back(self, copy: Any, parts: Sequence[Any]) -> None:
         set.clear(copy)
-        set.update(copy, parts[: len(parts) - len(_attributes(copy))])
+        set.update(copy, parts[: len(parts) - len(attributes_of(copy))])
 
 
 class Weak(Content):
@@ -321,7 +292,7 @@ class Tuple(Content):
     is_fixed = True
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [*enumerate(value), *_attributes(value)]
+        return [*enumerate(value), *attributes_of(value)]
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         items = map(copy_of, value)
@@ -330,7 +301,7 @@ class Tuple(Content):
             made = kind.__new__(type(value), items)
         except TypeError:  # a structseq of C
             return type(value)(map(copy_of, value))
-        _fill_attributes(value, made, copy_of)
+        fill_attributes(value, made, copy_of)
         return made
 
 
@@ -358,7 +329,7 @@ class Partial(Content):
     is_fixed = True
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return (("func", value.func), *_attributes(value))
+        return (("func", value.func), *attributes_of(value))
 
     def references(self, value: Any) -> Iterable[Part]:
         return (*((f"args[{index}]", part) for index, part in enumerate(value.args)), *value.keywords.items())
@@ -366,7 +337,7 @@ class Partial(Content):
     def new(self, value: Any, copy_of: CopyOf) -> Any:
         keywords = {name: copy_of(part) for name, part in value.keywords.items()}
         copy = type(value)(copy_of(value.func), *map(copy_of, value.args), **keywords)
-        _fill_attributes(value, copy, copy_of)
+        fill_attributes(value, copy, copy_of)
         return copy
 
     def place(self, key: Any) -> str:
@@ -511,150 +482,9 @@ class Proxy(Content):
         return ""
 
 
-_PLAIN = (dict, OrderedDict)
-_OPAQUE, _INSTANCE, _SERVICE, _MODULE = Opaque(), Instance(), Service(), Module()
-_FUNCTION, _COMPILED_FUNCTION, _METHOD = Function(), CompiledFunction(), Method()
-_COMPILED = Compiled()
-_BY_BASE: tuple[tuple[type | tuple[type, ...], Content | None], ...] = (
-    (torch.jit.ScriptModule, Script()),
-    (torch.nn.Module, _MODULE),
-    (torch.Tensor, TensorContent()),
-    ((type, enum.Enum, str, bytes, int, float, types.ModuleType, logging.Logger), None),
-    (dict, Dict()),
-    ((list, deque), List()),
-    (set, Set()),
-    ((tuple, frozenset), Tuple()),
-    ((weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet), Weak()),
-    ((types.MethodType, types.MethodWrapperType), _METHOD),
-    (functools.partial, Partial()),
-    (types.CellType, Cell()),
-    (types.MappingProxyType, Proxy()),
-    (types.SimpleNamespace, Namespace()),
-)
-_BY_CLASS: dict[Any, Content | None] = {
-    **dict.fromkeys(ATOMS),
-    weakref.ref: WeakReference(),
-    weakref.WeakMethod: WeakMethod(),
-    weakref.ProxyType: WeakProxy(),
-    weakref.CallableProxyType: WeakProxy(),
-    functools._lru_cache_wrapper: CachedFunction(),
-}
-# Their instances describe code, and lead to the whole of it. No call reads them.
-_DESCRIBE_CODE = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
-
-
-def content_of(value: Any) -> Content | None:
-    """Return the rule for an object; None for an atom."""
-    cls = type(value)
-    if cls is types.FunctionType:
-        return _COMPILED_FUNCTION if "_torchdynamo_orig_callable" in vars(value) else _FUNCTION
-    if cls is types.BuiltinFunctionType:
-        return None if value.__self__ is None or isinstance(value.__self__, types.ModuleType | type) else _METHOD
-    try:
-        return _BY_CLASS[cls]
-    except KeyError:
-        _BY_CLASS[cls] = found = _content_of_class(cls)
-        return found
-
-
-def _content_of_class(cls: type) -> Content | None:
-    if (cls.__module__, cls.__qualname__) in _DESCRIBE_CODE:
-        return None
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # loaded by the first torch.compile
-    if eval_frame is not None and issubclass(cls, eval_frame.OptimizedModule):
-        return _COMPILED
-    for bases, content in _BY_BASE:
-        if issubclass(cls, bases):
-            return content
-    if not all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__) or not _has_python_state(cls):
-        return _OPAQUE
-    return _SERVICE if any(map(_is_service, cls.__mro__)) else _INSTANCE
-
-
-def is_sentinel(value: Any) -> bool:
-    """True for a singleton: an attribute of its class, an object that is its own copy, or a named global."""
-    cls = type(value)
-    if not isinstance(content_of(value), Instance) or isinstance(value, torch.nn.Module):
-        return False
-    if any(each is value for each in vars(cls).values()):
-        return True
-    if any(getattr(cls, name, None) is not getattr(object, name, None) for name in _COPYING):
-        try:
-            return shallow_copy(value) is value
-        except Exception:  # noqa: BLE001  # code of the user's
-            return False
-    module = sys.modules.get(cls.__module__)
-    is_named_only = all(type(part) is str for _, part in _attributes(value))
-    return is_named_only and module is not None and any(each is value for each in vars(module).values())
-
-
-_COPYING = ("__copy__", "__deepcopy__", "__reduce__", "__reduce_ex__")
-_NEUTRAL = frozenset({"abc", "builtins", "collections", "contextlib", "dataclasses", "typing", "types"})
-
-
-def _is_service(cls: type) -> bool:
-    root = cls.__module__.partition(".")[0]
-    return root in sys.stdlib_module_names and root not in _NEUTRAL and root != "__main__"
-
-
-def _has_python_state(cls: type) -> bool:
-    """True if all state of the instances lies in their ``__dict__`` and their slots."""
-    pointers = bool(cls.__dictoffset__) + bool(cls.__weakrefoffset__)
-    return cls.__basicsize__ <= object.__basicsize__ + 8 * (len(_slots(cls)) + pointers)
-
-
 def contents_of_cell(cell: types.CellType) -> Any:
     """Return what a cell holds, or a marker for an empty cell."""
     try:
         return cell.cell_contents
     except ValueError:
         return _EMPTY
-
-
-_SLOTS: dict[type, tuple[tuple[str, Any], ...]] = {}
-
-
-def _slots(cls: type) -> tuple[tuple[str, Any], ...]:
-    """The names and descriptors of the slots of a Python class."""
-    if cls not in _SLOTS:
-        own = (vars(base).items() for base in cls.__mro__ if "__slots__" in vars(base))
-        members = types.MemberDescriptorType
-        _SLOTS[cls] = tuple((name, value) for items in own for name, value in items if isinstance(value, members))
-    return _SLOTS[cls]
-
-
-def _attributes(value: Any) -> Sequence[Part]:
-    """The attributes of an instance, in its dict and in its slots."""
-    own = getattr(value, "__dict__", None)
-    found: list[Part] = [*own.items()] if isinstance(own, dict) and own is not value else []
-    for name, slot in _slots(type(value)):
-        try:
-            found.append((name, slot.__get__(value)))
-        except AttributeError:
-            continue
-    return found
-
-
-def has_slots(cls: type) -> bool:
-    """True if instances keep attributes in slots."""
-    return bool(_slots(cls))
-
-
-def clear_attributes(value: Any) -> None:
-    """Delete all attributes of an instance."""
-    getattr(value, "__dict__", {}).clear()
-    for _, slot in _slots(type(value)):
-        with contextlib.suppress(AttributeError):
-            slot.__delete__(value)
-
-
-def _fill_attributes(value: Any, copy: Any, copy_of: CopyOf) -> None:
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and own and own is not value:
-        vars(copy).update({name: copy_of(part) for name, part in own.items()})
-    for _, slot in _slots(type(value)):
-        try:
-            part = slot.__get__(value)
-        except AttributeError:
-            continue
-        slot.__set__(copy, copy_of(part))

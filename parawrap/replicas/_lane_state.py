@@ -12,7 +12,8 @@ import torch
 
 from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._contents import ATOMS, Cell, Dict, Instance
+from parawrap.replicas._content_of import ATOMS
+from parawrap.replicas._contents import Cell, Dict, Instance
 from parawrap.replicas._structure import Copy, Node, Survey
 from parawrap.replicas._tensors import Tensors
 from parawrap.replicas._watch import is_watched_apart, parts_of

@@ -159,18 +159,20 @@ class ReplicaSet:
         Raises:
             ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
         """
-        if self._replicas:
-            self._replicas[0].state.refuse_grown()
-            misused = self._replicas[0].tensors.misused() if warn else None
-            if misused is not None:
-                node = self._survey.nodes[id(misused)]
-                msg = (
-                    f"a call gave the parameter {self._survey.path(node)!r} other memory or another requires_grad, and the "
-                    "lanes have views of it. Write in place under torch.no_grad(), or change it outside the block's calls"
-                )
-                raise ReplicaError(msg)
-            if warn and not self._has_warned:
-                self._has_warned = self._replicas[0].state.warn()
+        replica = next(iter(self._replicas), None)  # another thread may end the block meanwhile
+        if replica is None:
+            return
+        replica.state.refuse_grown()
+        misused = replica.tensors.misused() if warn else None
+        if misused is not None:
+            name = self._survey.path(self._survey.nodes[id(misused)])
+            msg = (
+                f"a call gave the parameter {name!r} other memory or another requires_grad, and the lanes have views of it. "
+                "Write in place under torch.no_grad(), or change it between calls"
+            )
+            raise ReplicaError(msg)
+        if warn and not self._has_warned:
+            self._has_warned = replica.state.warn()
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""

@@ -13,21 +13,9 @@ from typing import Any
 import torch
 
 from parawrap.errors import ReplicaError
-from parawrap.replicas._contents import (
-    ATOMS,
-    Cell,
-    Content,
-    Dict,
-    Instance,
-    List,
-    Module,
-    Opaque,
-    Script,
-    TensorContent,
-    clear_attributes,
-    content_of,
-    is_sentinel,
-)
+from parawrap.replicas._attributes import clear_attributes
+from parawrap.replicas._content_of import ATOMS, content_of, is_sentinel
+from parawrap.replicas._contents import Cell, Content, Dict, Instance, List, Module, Opaque, Script, TensorContent
 
 __all__ = ["Copy", "Node", "Survey"]
 

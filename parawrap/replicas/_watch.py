@@ -14,20 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.replicas._contents import (
-    ATOMS,
-    Cell,
-    Content,
-    Dict,
-    Function,
-    Instance,
-    List,
-    Partial,
-    Script,
-    Set,
-    Weak,
-    has_slots,
-)
+from parawrap.replicas._attributes import has_slots
+from parawrap.replicas._content_of import ATOMS
+from parawrap.replicas._contents import Cell, Content, Dict, Function, Instance, List, Partial, Script, Set, Weak
 from parawrap.replicas._parcel import lasting
 from parawrap.replicas._script import ScriptedState
 from parawrap.replicas._structure import Node
