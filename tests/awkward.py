@@ -299,7 +299,7 @@ EVENTS: dict[str, Callable[[nn.Module, int], None]] = {
 }
 
 
-def check(make, event, opened, rows: int, *, grad: bool, calls: int = 4) -> None:
+def check(make, event, opened, rows: int, *, grad: bool, calls: int = 3) -> None:
     """Compare calls of a model in a block with those of a plain copy, with the event between them."""
     torch.manual_seed(rows)
     model = make()

@@ -165,10 +165,10 @@ class ReplicaSet:
         replica.state.refuse_grown()
         misused = replica.tensors.misused() if warn else None
         if misused is not None:
-            name = self._survey.path(self._survey.nodes[id(misused)])
+            survey = replica.copy.survey
             msg = (
-                f"a call gave the parameter {name!r} other memory or another requires_grad, and the lanes have views of it. "
-                "Write in place under torch.no_grad(), or change it between calls"
+                f"a call gave the parameter {survey.path(survey.nodes[id(misused)])!r} other memory or another "
+                "requires_grad, and lanes have views of it. Write in place under torch.no_grad(), or change it between calls"
             )
             raise ReplicaError(msg)
         if warn and not self._has_warned:

@@ -26,7 +26,7 @@ def made_on(device, make):
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_awkward_models_have_the_plain_answer(make, event, grad):
     """Values and gradients equal those of a plain copy on the same device, call after call."""
-    for devices, rows in ((SIMS, 9), (["sim:1", "sim:0"], 5), (["sim:2", "sim:3", "sim:3"], 17)):
+    for devices, rows in ((SIMS, 9), (["sim:2", "sim:0", "sim:3", "sim:3"], 17)):
         check(
             functools.partial(made_on, "sim:0", make),
             event,

@@ -13,7 +13,8 @@ import torch
 
 from parawrap.engine._kinds import Kind
 from parawrap.replicas import _structure
-from parawrap.replicas._contents import Instance, Module, content_of
+from parawrap.replicas._content_of import content_of
+from parawrap.replicas._contents import Instance, Module
 from parawrap.replicas._refresh import Ledger, Replica, Watch
 from parawrap.replicas._stand_in import PlainView
 from parawrap.replicas._tensors import Tensors

@@ -33,7 +33,7 @@ quiet = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_awkward_models_have_the_plain_answer(make, event, grad):
     """Values and gradients equal those of a plain copy, call after call, with 2 to 4 lanes and 2 to 17 rows."""
-    for lanes, rows in ((2, 17), (3, 5), (4, 2), (4, 13)):
+    for lanes, rows in ((2, 17), (3, 5), (4, 2)):
         check(make, event, functools.partial(parallel, devices=["cpu"] * lanes), rows, grad=grad)
 
 
