@@ -168,7 +168,7 @@ class ReplicaSet:
             survey = replica.copy.survey
             msg = (
                 f"a call gave the parameter {survey.path(survey.nodes[id(misused)])!r} other memory or another "
-                "requires_grad, and lanes have views of it. Write in place under torch.no_grad(), or change it between calls"
+                "requires_grad, and lanes have views of it. Write in place in torch.no_grad(), or change it between calls"
             )
             raise ReplicaError(msg)
         if warn and not self._has_warned:
