@@ -9,10 +9,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-__all__ = ["EVENTS", "MODELS", "check"]
+__all__ = ["CASES", "MODELS", "check"]
 
 WRITES = "the model wrote"  # the warning on attributes that do not come back
 
@@ -297,6 +298,13 @@ EVENTS: dict[str, Callable[[nn.Module, int], None]] = {
     "dicts replaced": _dicts_replaced,
     "modes deep inside": _deep_modes,
 }
+
+
+_WITHOUT_GRAD = ("nothing", "parameters written through .data", "dicts replaced")
+CASES = [
+    *(pytest.param(event, True, id=name) for name, event in EVENTS.items()),
+    *(pytest.param(EVENTS[name], False, id=f"{name}, no grad") for name in _WITHOUT_GRAD),
+]
 
 
 def check(make, event, opened, rows: int, *, grad: bool, calls: int = 3) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parawrap import ReplicaError, parallel
-from tests.awkward import EVENTS, MODELS, check
+from tests.awkward import CASES, MODELS, check
 from tests.devices.zoo import SIMS
 from tests.replicas.test_structure import BEHIND, quiet
 
@@ -21,8 +21,7 @@ def made_on(device, make):
 
 
 @quiet
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+@pytest.mark.parametrize(("event", "grad"), CASES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_awkward_models_have_the_plain_answer(make, event, grad):
     """Values and gradients equal those of a plain copy on the same device, call after call."""

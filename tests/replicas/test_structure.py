@@ -18,7 +18,7 @@ from torch import nn
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet
 from parawrap.replicas._structure import Copy, Survey
-from tests.awkward import EVENTS, MODELS, check
+from tests.awkward import CASES, MODELS, check
 
 quiet = pytest.mark.filterwarnings(
     "ignore:the model wrote:UserWarning",
@@ -28,8 +28,7 @@ quiet = pytest.mark.filterwarnings(
 
 
 @quiet
-@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-@pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
+@pytest.mark.parametrize(("event", "grad"), CASES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_awkward_models_have_the_plain_answer(make, event, grad):
     """Values and gradients equal those of a plain copy, call after call, with 2 to 4 lanes and 2 to 17 rows."""
