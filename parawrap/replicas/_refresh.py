@@ -44,6 +44,7 @@ class LaneReplica(NamedTuple):
     original_of: Callable[[torch.Tensor], torch.Tensor | None]
     prepare: Callable[[], None] | None = None
     write_back: Callable[[], None] | None = None
+    prepare_whole: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
 
     def prepared(self, way: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,8 +52,8 @@ class LaneReplica(NamedTuple):
         return way if self.prepare is None else partial(_prepared, self.prepare, way)
 
     def whole(self, way: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same, and afterwards gives the lane's buffers to the model."""
-        prepared = self.prepared(way)
+        """Return a function that does the same for a whole call, and then gives the lane's buffers to the model."""
+        prepared = way if self.prepare_whole is None else partial(_prepared, self.prepare_whole, way)
         return prepared if self.finish is None else partial(_finished, self.finish, prepared)
 
 
@@ -249,7 +250,7 @@ class ReplicaSet:
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Copy the tensors that changed; on other devices all tensors if gradients are enabled."""
-        grad, everything = torch.is_grad_enabled(), torch.is_grad_enabled() or self._renews_all
+        everything = torch.is_grad_enabled() or self._renews_all
         due = self._mirrored if everything else [tensor for tensor in self._mirrored if id(tensor) in changed]
         written = send((mirror, due) for mirror in self._mirrors.values())
         for mirror in self._mirrors.values():
@@ -257,7 +258,7 @@ class ReplicaSet:
         for replica in self._replicas:
             is_away = replica.tensors.device in self._mirrors
             written += replica.renew(self._own if everything and is_away else [*changed.values(), *self._unseen])
-            if grad and is_away:
+            if is_away:
                 replica.tensors.renew_computed(replica.copy.replace)
         if written:
             self.freshness.refreshes += 1
@@ -288,7 +289,7 @@ class ReplicaSet:
         self._replicas[0].gives_back = True
         self._writers = self._replicas if self._replicas[0].has_own else []
         self._has_copies = bool(self._writers or self._mirrors)
-        self._ledger = Ledger(tensors, [*self._own, *(self._mirrored if self._mirrors else ())])
+        self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
         self._watch = Watch(survey.copied, self._replicas[0].state.growing)
         self.generators = survey.generators
         self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
@@ -343,7 +344,8 @@ def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
     write_back = replica.write_back if has_own else None
     finish = replica.finish if has_own and not lane else None
     prepare = replica.prepare if has_own else replica.state.restore
-    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back, finish)
+    prepare_whole = replica.prepare_whole if has_own else replica.state.restore
+    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back, prepare_whole, finish)
 
 
 def _registered(survey: Survey) -> Iterator[tuple[str, torch.Tensor]]:

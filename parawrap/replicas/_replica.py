@@ -118,15 +118,23 @@ class Replica:
         return self.tensors.original_of(tensor)
 
     def prepare(self) -> None:
-        """Drop the state of the last call, and bring the replica's own tensors up to date, as part of a lane's task."""
+        """Bring the replica to the model's state, as part of a lane's task in a cut call: no lane writes the model."""
+        self._prepare(renews=True)
+
+    def prepare_whole(self) -> None:
+        """Do the same for a whole call, while lane 0 may write the model. Replicas elsewhere are renewed between calls."""
+        self._prepare(renews=self.tensors.renews_in_lane)
+
+    def _prepare(self, *, renews: bool) -> None:
         self.state.restore()
         touched = self.touched()
         owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
-        if touched and not owes:
-            self.renew(())  # by an earlier part of the same call
-        elif self.tensors.renews_in_lane and not owes:
+        if renews and not owes:
             with self._order.together(self.tensors.device):
-                self.tensors.renew_in_lane()
+                if touched:
+                    self.renew(())  # an earlier part of the same call wrote them
+                elif self.tensors.renews_in_lane:
+                    self.tensors.renew_in_lane()
         self.is_pending = True
 
     def set(self, node: Node, key: Any, value: Any) -> None:
