@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _TOLD_AT_MOST = 8
-_LAST_WORDS = 2000
+_LAST_WORDS = 2500
 _PIECE = 1 << 24
 
 

@@ -29,7 +29,7 @@ _ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itse
 _STACKS_WAIT_S = 1.0
 _WATCHING_S = 1.0  # who is later than this was not there
 _BURIAL_S = 20.0  # for nodes to tell that what was killed, and what that had left, is gone
-_LAST_WORDS = 2000
+_LAST_WORDS = 2500
 _NEVER = float("inf")
 _NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
 
