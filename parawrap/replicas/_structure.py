@@ -15,7 +15,21 @@ import torch
 from parawrap.errors import ReplicaError
 from parawrap.replicas._attributes import clear_attributes
 from parawrap.replicas._content_of import ATOMS, content_of, is_sentinel
-from parawrap.replicas._contents import Cell, Content, Dict, Instance, List, Module, Opaque, Script, TensorContent
+from parawrap.replicas._contents import (
+    Cell,
+    Content,
+    Dict,
+    Function,
+    Instance,
+    List,
+    Module,
+    Opaque,
+    Partial,
+    Script,
+    Set,
+    TensorContent,
+    Tuple,
+)
 
 __all__ = ["Copy", "Node", "Survey"]
 
@@ -206,22 +220,32 @@ class Copy:
         copy = self.of(node.value)
         if isinstance(node.content, Dict):
             dict.__setitem__(copy, key, value)
-        else:
+        elif key in getattr(copy, "__dict__", ()):
             vars(copy)[key] = value
+        else:
+            object.__setattr__(copy, key, value)
 
-    def replace(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Put another tensor into the places of an original. They are in dicts, instances, lists, and scripts."""
+    def replace(self, original: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Put another tensor into the places of an original. If a place cannot change, write the present tensor instead."""
+        present = self.of(original)
+        if any(
+            isinstance(holder.content, Tuple | Partial | Set | Cell | Function) for holder in self.survey.holders(original)
+        ):
+            with torch.no_grad():
+                present.copy_(tensor)
+            return False
         self._made[id(original)] = tensor
         for holder in self.survey.holders(original):
             copy = self.of(holder.value)
             if isinstance(holder.content, Script):
                 holder.content.fill(holder.value, copy, self.of)
             elif isinstance(holder.content, List):
-                copy[:] = map(self.of, holder.value)
-            else:
+                holder.content.put_back(copy, [self.of(part) for part in holder.value])
+            elif isinstance(holder.content, Dict | Instance):
                 for key, part in holder.content.parts(holder.value):
                     if part is original:
                         self.put(holder, key, tensor)
+        return True
 
     def make(self, node: Node) -> Any:
         """Make another copy of a container, for the same parts."""

@@ -99,7 +99,7 @@ class Tensors:
         index = next(index for index, tensor in enumerate(self._originals) if tensor is original)
         return self._copies[index]._version != self._versions[index]
 
-    def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], None]) -> int:
+    def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.
 
         They are new because a graph that waits for its backward pass may hold the present ones.
@@ -110,16 +110,16 @@ class Tensors:
             copies = self._copied([self._originals[index] for index in mine])
         for index, copy in zip(mine, copies, strict=True):
             original = self._originals[index]
-            self._origins.pop(id(self._copies[index]), None)
-            self._copies[index] = copy
-            self._enter(original, copy)
-            place(original, copy)
+            if place(original, copy):
+                self._origins.pop(id(self._copies[index]), None)
+                self._copies[index] = copy
+                self._enter(original, copy)
         if mine:
             self._look()
         self.is_fresh = False
         return sum(self._originals[index].nbytes for index in mine)
 
-    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
         """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
         for original in self._computed:
             if not self._is_at_home(original):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import types
+from collections import deque
 
 import pytest
 import torch
@@ -152,3 +154,15 @@ def test_cycles_through_slots_are_freed_quietly():
     model.box.owner = model
     with torch.no_grad(), parallel(model, TWO):
         model(torch.randn(10, 4))
+
+
+@pytest.mark.parametrize("held", [lambda tensor: (tensor, 1), lambda tensor: deque([tensor]), lambda tensor: [tensor]])
+def test_tensors_in_containers_of_any_kind_are_renewed(held):
+    """A write in place is seen in a tuple, a deque, and a list."""
+    model, x = Scales(), torch.randn(6, 4)
+    model.held = held(torch.ones(4))
+    model.forward = types.MethodType(lambda self, x: x * self.held[0], model)
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(3):
+            assert_close(model(x), x * model.held[0])
+            model.held[0].add_(1)
