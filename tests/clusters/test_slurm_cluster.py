@@ -147,7 +147,7 @@ def test_a_killed_node_goes_down_and_comes_back(cluster):
     cluster.declare_down("node1")
     assert cluster.state_of("node1").startswith("DOWN")
     cluster.restore_node("node1")
-    assert cluster.state_of("node1") == "IDLE"
+    assert cluster.state_of("node1") in ("IDLE", "ALLOCATED")  # allocated if the requeued job was the first to see it
     eventually(lambda: cluster.hasten() or "begun node1 1" in file.read_text(), "the restart")
 
 
