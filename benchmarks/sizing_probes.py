@@ -31,16 +31,16 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, wrapper
-from parawrap.launch.clusters._gathering import gathered
 from parawrap.launch.clusters._journal import Journal, JournalRecord
 from parawrap.launch.clusters._network import Address, Front, dial
+from parawrap.launch.clusters._node_arrival import await_nodes
 from parawrap.launch.parcels._outcomes import Returned
 from parawrap.launch.parcels._packing import packed
 from parawrap.launch.parcels._wire import Message, Wire
-from parawrap.launch.ranks._orders import Surroundings
-from parawrap.launch.watch._launch import orders_of
+from parawrap.launch.ranks._assignment import Surroundings
+from parawrap.launch.watch._launch import assignments_of
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._meeting import meeting_place
+from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import starter_named, stop_server
 
@@ -219,11 +219,11 @@ def _watched(load: _Load) -> Report:
             device="cpu", n_cpus=PER_NODE, n_nodes=load.n_nodes, launcher="slurm", ipc_groups=None, verbose=False
         )
         before = _files()
-        nodes = gathered(front, loop, range(load.n_nodes), lambda: None, _PATIENCE_S)
+        nodes = await_nodes(front, loop, range(load.n_nodes), lambda: None, _PATIENCE_S)
         files_a_node = (_files() - before) / load.n_nodes
         journal, memory, before = Journal(folder / "journal"), _resident(), _files()
         records = [JournalRecord(journal, rank) for rank in range(load.n_ranks)]
-        orders = orders_of(platform, None, Surroundings.here().without_environ())
+        orders = assignments_of(platform, None, Surroundings.here().without_environ())
         began = time.process_time(), time.perf_counter()
         run = Run("sizing", platform, loop, nodes, orders, records)
         run.begin()
@@ -303,7 +303,7 @@ class _StoreProcess:
         self.port = int(self._line.recv(100))
 
     def _serve(self, line: socket.socket) -> None:
-        with meeting_place(Platform(device="cpu")) as place:
+        with open_rendezvous(Platform(device="cpu")) as place:
             assert place is not None
             line.sendall(str(place.port).encode())
             self._answer(line)

@@ -13,7 +13,7 @@ from typing import Any
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
 from parawrap.launch.parcels._packing import OfMain, packed, unpack
-from parawrap.launch.ranks._groups import meeting_of
+from parawrap.launch.ranks._groups import planned_rendezvous
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
 
@@ -142,7 +142,7 @@ def preview(job: Job, launcher: str, command: str, *, host: str | None = None, s
         payload = os.fstat(file).st_size
     finally:
         os.close(file)
-    meeting = meeting_of(platform, host)
+    meeting = planned_rendezvous(platform, host)
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
     return Preview(
         launcher=launcher,

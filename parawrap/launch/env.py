@@ -30,7 +30,7 @@ from parawrap.launch.parcels._outcomes import Died, Requeued
 from parawrap.launch.ranks._exchange import Exchange
 from parawrap.launch.ranks._groups import leave_groups
 from parawrap.launch.ranks._preemption import RequeueWanted, at_signal
-from parawrap.launch.ranks._settling import Place, settled
+from parawrap.launch.ranks._setup import Place, set_up
 from parawrap.launch.ranks._store_agreement import StoreAgreement
 
 __all__ = ["launcher"]
@@ -134,7 +134,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
         try:
             with agreement, at_signal(agreement.ask):
                 result = _called(
-                    job, replace(settled(place, job.platform, meeting, group), preemption=agreement.preemption), group
+                    job, replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption), group
                 )
             exchange.tell_result(result)
         except RequeueWanted as wanted:

@@ -8,14 +8,14 @@ from typing import Any
 
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._results import Launch
-from parawrap.launch.ranks._orders import Surroundings
-from parawrap.launch.watch._launch import RunLaunch, orders_of
+from parawrap.launch.ranks._assignment import Surroundings
+from parawrap.launch.watch._launch import RunLaunch, assignments_of
+from parawrap.launch.watch._local_node import LocalNode
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._meeting import meeting_place
-from parawrap.launch.watch._node import NodeHere
-from parawrap.launch.watch._output import Transcript
+from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import starter_named
+from parawrap.launch.watch._transcript import Transcript
 
 __all__ = ["launcher"]
 
@@ -35,10 +35,10 @@ class _Local:
         def begin(transcripts: list[Transcript], cleanup: ExitStack) -> Run:
             payload = job.packed()
             cleanup.callback(os.close, payload)
-            meeting = cleanup.enter_context(meeting_place(job.platform))
-            orders = orders_of(job.platform, meeting, Surroundings.here())
+            meeting = cleanup.enter_context(open_rendezvous(job.platform))
+            orders = assignments_of(job.platform, meeting, Surroundings.here())
             loop = Loop()
-            run = Run(job.name, job.platform, loop, [NodeHere(loop, starter, payload)], orders, transcripts)
+            run = Run(job.name, job.platform, loop, [LocalNode(loop, starter, payload)], orders, transcripts)
             run.begin()
             return run
 

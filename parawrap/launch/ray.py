@@ -14,15 +14,15 @@ from typing import Any
 
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._results import Launch, State
-from parawrap.launch.clusters._gathering import GATHERING_S, gathered
 from parawrap.launch.clusters._network import Front, own_addresses
-from parawrap.launch.clusters._node_there import NodeThere
+from parawrap.launch.clusters._node_arrival import GATHERING_S, await_nodes
+from parawrap.launch.clusters._remote_node import RemoteNode
 from parawrap.launch.clusters._reservation import Reservation, joined
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import WatchedLaunch, orders_of
+from parawrap.launch.watch._launch import WatchedLaunch, assignments_of
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._meeting import meeting_place
+from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
 
 __all__ = ["launcher"]
@@ -75,10 +75,10 @@ class _RayLaunch(WatchedLaunch):
         while not self._reservation.is_there():
             self._check_wanted()
         hosts = [platform.master_addr] if platform.master_addr else self._reservation.addresses(own_addresses())
-        meeting = cleanup.enter_context(meeting_place(platform, hosts[0]))
+        meeting = cleanup.enter_context(open_rendezvous(platform, hosts[0]))
         loop = Loop()
         nodes = self._gathered(loop, hosts)
-        orders = orders_of(platform, meeting, Surroundings.here().without_environ())
+        orders = assignments_of(platform, meeting, Surroundings.here().without_environ())
         run = Run(self._job.name, platform, loop, nodes, orders, self._transcripts)
         run.begin()
         self._run_of_ranks = run
@@ -86,12 +86,12 @@ class _RayLaunch(WatchedLaunch):
             run.cancel()
         return run
 
-    def _gathered(self, loop: Loop, hosts: list[str]) -> list[NodeThere]:
+    def _gathered(self, loop: Loop, hosts: list[str]) -> list[RemoteNode]:
         front = Front(hosts, secrets.token_bytes(32))
         try:
             self._reservation.keep(front.address, self._payload)
             self._payload = b""  # the cluster has it
-            return gathered(front, loop, range(self._platform.n_nodes), self._check_gathering, GATHERING_S)
+            return await_nodes(front, loop, range(self._platform.n_nodes), self._check_gathering, GATHERING_S)
         except BaseException:
             loop.close()
             raise

@@ -17,10 +17,10 @@ from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch.clusters._batch import script, submit
 from parawrap.launch.clusters._folder import Folder, Plan
-from parawrap.launch.clusters._following import JobFollower
+from parawrap.launch.clusters._job_follower import JobFollower
 from parawrap.launch.clusters._queue import send_signal
 from parawrap.launch.parcels._outcomes import Parcel
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import Ending
 from parawrap.launch.watch._launch import WatchedLaunch
 

@@ -113,7 +113,7 @@ STATES = [
 @pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
 def test_a_job_that_slurm_ended_is_told_by_why(state, kind, text, folders, tmp_path, monkeypatch):
     """Each of its states has an exception of its own, which says what to look at; here Slurm is a few scripts."""
-    monkeypatch.setattr("parawrap.launch.clusters._following._ASK_S", 0.1)
+    monkeypatch.setattr("parawrap.launch.clusters._job_follower._ASK_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
     programs = {"sbatch": "echo Submitted batch job 1", "scontrol": f"echo '{shown}'", "scancel": ":", "srun": ":"}
     for name, line in programs.items():

@@ -16,11 +16,11 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.clusters import _journal
 from parawrap.launch.clusters._folder import Folder, Plan
 from parawrap.launch.clusters._journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
-from parawrap.launch.clusters._outbox import Outbox
+from parawrap.launch.clusters._send_queue import SendQueue
 from parawrap.launch.parcels._outcomes import Parcel
 from parawrap.launch.parcels._packing import memory_file, packed
 from parawrap.launch.parcels._wire import Wire, is_readable
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.ranks._assignment import Surroundings
 from tests.launch.processes import eventually
 
 
@@ -184,7 +184,7 @@ def line():
 def test_no_more_is_under_way_than_the_other_end_takes_in(line):
     """What has a size waits for room, what comes behind it keeps its place, and all arrives in the end."""
     here, there = line
-    outbox = Outbox(here)
+    outbox = SendQueue(here)
     for number in range(40):
         outbox.put("output", (0, 1, bytes([number]) * 16384), 16384)
     outbox.put("end", (0, 0))
@@ -205,7 +205,7 @@ def test_no_more_is_under_way_than_the_other_end_takes_in(line):
 def test_a_file_goes_in_pieces_before_its_word(line):
     """Whatever its size, also none."""
     here, there = line
-    outbox = Outbox(here)
+    outbox = SendQueue(here)
     for size in (0, 1, 65536, 300_000):
         file = memory_file("parcel")
         os.write(file, os.urandom(size))
@@ -223,7 +223,7 @@ def test_a_file_goes_in_pieces_before_its_word(line):
 def test_when_the_other_end_is_gone_nothing_waits_for_it(line):
     """The outbox is broken, its files are closed, and what is put in goes nowhere."""
     here, there = line
-    outbox = Outbox(here)
+    outbox = SendQueue(here)
     there.close()
     file = memory_file("parcel")
     outbox.put("hello", 0)

@@ -15,17 +15,17 @@ from parawrap.errors import LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch.clusters import _network
-from parawrap.launch.clusters._gathering import gathered
-from parawrap.launch.clusters._keeper import Keeper
 from parawrap.launch.clusters._network import Address, Front, dial, interface_of, own_addresses
-from parawrap.launch.clusters._outbox import Outbox
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.clusters._node_agent import NodeAgent
+from parawrap.launch.clusters._node_arrival import await_nodes
+from parawrap.launch.clusters._send_queue import SendQueue
+from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import verdict
-from parawrap.launch.watch._launch import orders_of
+from parawrap.launch.watch._launch import assignments_of
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._output import Transcript
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import starter_named
+from parawrap.launch.watch._transcript import Transcript
 from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, said_in, say_function
 
 LOOPBACK = "127.0.0.1"
@@ -55,7 +55,7 @@ class Nodes:
 
     def _keep(self, number):
         wire = self.wires[number][0]
-        Keeper(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).keep()
+        NodeAgent(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).keep()
 
     def _end(self):
         for _, ours in self.wires:
@@ -70,12 +70,12 @@ class Nodes:
             keeper.start()
         lines = iter([ours for _, ours in self.wires])
         loop = Loop()
-        nodes = gathered(Lines(lines), loop, range(2), lambda: None, PATIENCE_S)
+        nodes = await_nodes(Lines(lines), loop, range(2), lambda: None, PATIENCE_S)
         platform = self.job.platform
         written = transcripts or [
             Transcript(rank, prefix="", shown=False, folder=None) for rank in range(platform.world_size)
         ]
-        orders = orders_of(platform, None, Surroundings.here().without_environ())
+        orders = assignments_of(platform, None, Surroundings.here().without_environ())
         return Run(self.job.name, platform, loop, nodes, orders, written)
 
 
@@ -195,7 +195,7 @@ def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
 
     with nodes_for(int) as nodes:
         run = nodes.run()
-        monkeypatch.setattr("parawrap.launch.watch._node.NodeHere.start", refuse)
+        monkeypatch.setattr("parawrap.launch.watch._local_node.LocalNode.start", refuse)
         run.begin()
         error = verdict("int", nodes.job.platform, run.run())
     assert isinstance(error, LaunchError)
@@ -239,7 +239,7 @@ def test_a_line_that_nobody_reads_for_long_is_not_broken(monkeypatch):
     monkeypatch.setattr(_network, "_QUESTIONS", 1)
     with closing(Front([LOOPBACK], TOKEN)) as front:
         theirs, ours = dial_meanwhile(front)
-    outbox = Outbox(theirs)
+    outbox = SendQueue(theirs)
     while not outbox.is_full:
         outbox.put("output", bytes(65536), 65536)
     threading.Event().wait(6)
@@ -268,10 +268,10 @@ def test_the_wait_for_nodes_ends_with_what_is_in_their_way():
                 raise error
 
         with pytest.raises(KeyError, match="in the way"):
-            gathered(Lines(iter([ours])), loop, range(2), check, PATIENCE_S)
+            await_nodes(Lines(iter([ours])), loop, range(2), check, PATIENCE_S)
         assert theirs.receive() is None
         with pytest.raises(LaunchError, match=r"node\(s\) 0, 1 never called"):
-            gathered(front, loop, range(2), lambda: None, 0)
+            await_nodes(front, loop, range(2), lambda: None, 0)
         theirs.close()
     loop.close()
 

@@ -19,10 +19,10 @@ from parawrap import LaunchCancelledError, LaunchTimeoutError
 from parawrap.errors import LaunchError
 from parawrap.launch.parcels._outcomes import Ended, Requeued, Returned
 from parawrap.launch.parcels._packing import packed
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch import _supervisor
 from parawrap.launch.watch._ending import verdict
-from parawrap.launch.watch._launch import orders_of, transcripts_of
+from parawrap.launch.watch._launch import assignments_of, transcripts_of
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._run import Run
 from tests.launch.processes import notes_of, ranks
@@ -139,7 +139,7 @@ class Stage:
         self.platform = ranks(count, **{"grace_s": GRACE_S} | fields)
         loop = Loop()
         self.node = PlayedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
-        orders = orders_of(self.platform, None, Surroundings.here())
+        orders = assignments_of(self.platform, None, Surroundings.here())
         transcripts = transcripts_of(self.platform)
         self.run = Run("play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues)
 

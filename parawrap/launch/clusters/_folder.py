@@ -18,7 +18,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.ranks._orders import Surroundings
+from parawrap.launch.ranks._assignment import Surroundings
 
 __all__ = ["Folder", "Plan"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from parawrap.errors import LaunchError
-from parawrap.launch.watch._output import end_of
+from parawrap.launch.watch._transcript import end_of
 
 __all__ = ["Journal", "JournalReader", "JournalRecord", "LogsIntoJournal"]
 

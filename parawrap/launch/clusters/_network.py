@@ -103,7 +103,7 @@ def dial(address: Address) -> Wire | None:
 
 
 def _socket() -> socket.socket:
-    """With room from the start for all that an `Outbox` may have under way: a full line looks like a broken one."""
+    """With room from the start for all that an `SendQueue` may have under way: a full line looks like a broken one."""
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM)
     return line

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 
-from parawrap.launch.clusters._keeper import Keeper
 from parawrap.launch.clusters._network import Address, dial
+from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.parcels._packing import memory_file
 from parawrap.launch.watch._starters import starter_named, stop_server
 
@@ -33,7 +33,7 @@ def serve(address: Address, node: int, spawn_method: str, grace_s: float, thread
     try:
         with open(file, "wb", closefd=False) as out:
             out.write(payload)
-        Keeper(wire, node, starter, file, grace_s).keep()
+        NodeAgent(wire, node, starter, file, grace_s).keep()
     finally:
         os.close(file)
         stop_server()

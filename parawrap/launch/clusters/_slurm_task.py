@@ -23,19 +23,19 @@ from types import FrameType
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.clusters._folder import Folder, Plan
-from parawrap.launch.clusters._gathering import GATHERING_S, gathered
 from parawrap.launch.clusters._journal import Journal, JournalRecord, LogsIntoJournal
-from parawrap.launch.clusters._keeper import Keeper
 from parawrap.launch.clusters._network import Front, dial, interface_of, own_addresses
+from parawrap.launch.clusters._node_agent import NodeAgent
+from parawrap.launch.clusters._node_arrival import GATHERING_S, await_nodes
 from parawrap.launch.clusters._queue import requeue_job
 from parawrap.launch.parcels._outcomes import Outcome, Raised, Returned
-from parawrap.launch.ranks._groups import LOOPBACK, Meeting
+from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous
 from parawrap.launch.ranks._signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import orders_of
+from parawrap.launch.watch._launch import assignments_of
+from parawrap.launch.watch._local_node import LocalNode, Node
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._meeting import meeting_place
-from parawrap.launch.watch._node import Node, NodeHere
+from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import Started, Starter, starter_named
 
@@ -104,7 +104,7 @@ def _keep(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, p
         msg = f"node {node} ({socket.gethostname()}) cannot reach node 0: it is {where}"
         folder.write_trouble(start, node, msg)
         raise LaunchError(msg)
-    Keeper(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).keep()
+    NodeAgent(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).keep()
 
 
 class _Head:
@@ -157,16 +157,16 @@ class _Head:
             raise LaunchError(msg)
         hosts = own_addresses() if platform.n_nodes > 1 else [LOOPBACK]
         hosts = hosts if platform.master_addr is None else [platform.master_addr]
-        meeting = cleanup.enter_context(meeting_place(platform, hosts[0], self._folder.path / f"store-{self._start}"))
+        meeting = cleanup.enter_context(open_rendezvous(platform, hosts[0], self._folder.path / f"store-{self._start}"))
         loop = Loop()
-        nodes: list[Node] = [NodeHere(loop, starter, payload), *self._others(loop, hosts)]
+        nodes: list[Node] = [LocalNode(loop, starter, payload), *self._others(loop, hosts)]
         self._journal.add("hosts", [node.host for node in nodes])
         run = Run(
             self._plan.name,
             platform,
             loop,
             nodes,
-            orders_of(platform, meeting, self._plan.surroundings, interface=_interface(platform, meeting)),
+            assignments_of(platform, meeting, self._plan.surroundings, interface=_interface(platform, meeting)),
             [JournalRecord(self._journal, rank) for rank in range(platform.world_size)],
             restart=max(restart, self._start),
             failures=failures,
@@ -187,13 +187,13 @@ class _Head:
         front = Front(hosts, self._plan.token)
         try:
             self._folder.write_address(self._start, front.address)
-            return gathered(front, loop, range(1, self._platform.n_nodes), self._check_gathering, GATHERING_S)
+            return await_nodes(front, loop, range(1, self._platform.n_nodes), self._check_gathering, GATHERING_S)
         finally:
             front.close()
 
     def _check_gathering(self) -> None:
         if self._cancelled.is_set():
-            msg = "cancelled while the nodes gathered"
+            msg = "cancelled while the nodes await_nodes"
             raise LaunchError(msg)
         if troubles := self._folder.troubles(self._start):
             raise LaunchError("; ".join(troubles))
@@ -283,6 +283,6 @@ def _put(outcome: Outcome, path: Path) -> Outcome:
     return outcome
 
 
-def _interface(platform: Platform, meeting: Meeting | None) -> str | None:
+def _interface(platform: Platform, meeting: Rendezvous | None) -> str | None:
     """By which the ranks of this node reach those of others."""
     return None if platform.n_nodes == 1 or meeting is None or meeting.host is None else interface_of(meeting.host)

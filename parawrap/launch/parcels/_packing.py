@@ -22,8 +22,8 @@ import cloudpickle
 import torch
 
 from parawrap.errors import UnsendableError
-from parawrap.launch.parcels._culprit import culprit
 from parawrap.launch.parcels._exceptions import reduced_exception
+from parawrap.launch.parcels._unpicklable import find_unpicklable
 
 __all__ = ["OfMain", "memory_file", "pack", "packed", "unpack"]
 
@@ -66,7 +66,7 @@ def pack(value: Any, file: int, address: str) -> None:
     try:
         _Pickler(stream, buffers).dump(value)
     except Exception as error:
-        place, found, reason = culprit(value, address, _refusal)
+        place, found, reason = find_unpicklable(value, address, _refusal)
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
         raise UnsendableError(msg) from error

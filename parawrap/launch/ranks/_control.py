@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from parawrap.launch.parcels._wire import Wire, close_in_forked_children, is_readable
-from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._preemption import Preemption
 
 __all__ = ["FORCED", "Control", "ToldToEnd"]
@@ -48,7 +48,7 @@ class Control:
         preemption: the rank's part in agreeing on when to save.
     """
 
-    def __init__(self, wire: Wire, orders: Orders) -> None:
+    def __init__(self, wire: Wire, orders: Assignment) -> None:
         self.preemption = Preemption()
         self._wire = wire
         self._orders = orders

@@ -16,19 +16,19 @@ from parawrap.launch._platform import Platform
 
 __all__ = [
     "LOOPBACK",
-    "Meeting",
+    "Rendezvous",
     "enter_groups",
     "leave_groups",
-    "meeting_of",
     "open_store",
     "own_group",
+    "planned_rendezvous",
 ]
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where the ranks of one launch find each other: a host and port, or a file."""
 
     host: str | None = None
@@ -39,7 +39,7 @@ class Meeting:
         return f"file {self.path}" if self.path else f"tcp {self.host}:{self.port or '(any free port)'}"
 
 
-def meeting_of(platform: Platform, host: str | None = None) -> Meeting | None:
+def planned_rendezvous(platform: Platform, host: str | None = None) -> Rendezvous | None:
     """Where the platform would have ranks meet, before anything is opened; None where they form no group.
 
     Args:
@@ -49,11 +49,11 @@ def meeting_of(platform: Platform, host: str | None = None) -> Meeting | None:
     if not platform.requires_ipc:
         return None
     if platform.ipc_protocol == "file":
-        return Meeting(path="(in a new private folder)")
-    return Meeting(platform.master_addr or host or LOOPBACK, platform.master_port)
+        return Rendezvous(path="(in a new private folder)")
+    return Rendezvous(platform.master_addr or host or LOOPBACK, platform.master_port)
 
 
-def open_store(meeting: Meeting, world_size: int) -> dist.Store:
+def open_store(meeting: Rendezvous, world_size: int) -> dist.Store:
     """A rank's own line to the store."""
     if meeting.path is not None:
         return dist.FileStore(meeting.path, world_size)

@@ -31,11 +31,11 @@ from parawrap.launch.parcels import _failures as failures
 from parawrap.launch.parcels._outcomes import Died
 from parawrap.launch.parcels._packing import packed
 from parawrap.launch.parcels._wire import Wire
+from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._control import Control, ToldToEnd
-from parawrap.launch.ranks._groups import Meeting, open_store
-from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.ranks._groups import Rendezvous, open_store
 from parawrap.launch.ranks._preemption import Preemption, RequeueWanted
-from parawrap.launch.ranks._settling import Place, settled
+from parawrap.launch.ranks._setup import Place, set_up
 from parawrap.launch.ranks._signals import heed_signals
 from parawrap.launch.ranks._watchdog import start_watchdog
 
@@ -72,7 +72,7 @@ def run_rank(sock: socket.socket, *, has_guardian: bool = False) -> NoReturn:
     message = wire.receive()
     if message is None:  # the parent is gone, or has given up
         os._exit(_FAILED)
-    orders: Orders = message.body
+    orders: Assignment = message.body
     if not has_guardian:
         start_watchdog(parent, orders.grace_s)
     control = Control(wire, orders)
@@ -110,7 +110,7 @@ def _streams() -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _report(orders: Orders, payload: int, control: Control) -> Report:
+def _report(orders: Assignment, payload: int, control: Control) -> Report:
     """Run the function; how it ended, in the words that the parent is told."""
     try:
         try:
@@ -138,12 +138,12 @@ def _description(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _run(orders: Orders, payload: int, preemption: Preemption) -> int:
+def _run(orders: Assignment, payload: int, preemption: Preemption) -> int:
     """Settle in, call the function, and pack what it returns; gives the file it is in."""
     orders.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
-    with being(replace(_settled(orders, job.platform), preemption=preemption)):
+    with being(replace(_set_up_process(orders, job.platform), preemption=preemption)):
         result = job.call()
         _join_threads()
         return packed(result, "result", "the result")
@@ -159,8 +159,8 @@ def _unpacked(payload: int) -> Job:
         os.close(payload)
 
 
-def _settled(orders: Orders, platform: Platform) -> Rank:
-    """Make this process, which is the rank's own, the rank: its logging and threads too, which `settled` leaves alone."""
+def _set_up_process(orders: Assignment, platform: Platform) -> Rank:
+    """Make this process, which is the rank's own, the rank: its logging and threads too, which `set_up` leaves alone."""
     place = orders.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
     if platform.device == Device.NEURON:
@@ -172,10 +172,10 @@ def _settled(orders: Orders, platform: Platform) -> Rank:
     store = None
     if orders.meeting is not None:
         store = torch.distributed.PrefixStore(f"{place.restart}", open_store(orders.meeting, place.world_size))
-    return settled(place, platform, store)
+    return set_up(place, platform, store)
 
 
-def _variables(place: Place, meeting: Meeting | None) -> dict[str, str]:
+def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:
     """What tells libraries of the world, as torchrun tells them."""
     variables = {
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),

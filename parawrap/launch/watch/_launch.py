@@ -15,14 +15,14 @@ from parawrap.errors import LaunchCancelledError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._results import Launch, RankResults, State
-from parawrap.launch.ranks._groups import Meeting
-from parawrap.launch.ranks._orders import Orders, Surroundings
-from parawrap.launch.ranks._settling import Place
+from parawrap.launch.ranks._assignment import Assignment, Surroundings
+from parawrap.launch.ranks._groups import Rendezvous
+from parawrap.launch.ranks._setup import Place
 from parawrap.launch.watch._ending import Ending, verdict
-from parawrap.launch.watch._output import Transcript, open_log_folder
 from parawrap.launch.watch._run import Run
+from parawrap.launch.watch._transcript import Transcript, open_log_folder
 
-__all__ = ["RunLaunch", "WatchedLaunch", "orders_of", "transcripts_of"]
+__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "transcripts_of"]
 
 # Seconds that all ranks but those that have returned may wait in torch.distributed, without a move.
 STUCK_S = 20.0
@@ -174,15 +174,15 @@ def transcripts_of(platform: Platform) -> list[Transcript]:
     ]
 
 
-def orders_of(
-    platform: Platform, meeting: Meeting | None, surroundings: Surroundings, *, interface: str | None = None
-) -> Callable[[int, int], Orders]:
+def assignments_of(
+    platform: Platform, meeting: Rendezvous | None, surroundings: Surroundings, *, interface: str | None = None
+) -> Callable[[int, int], Assignment]:
     """A function that gives a rank's orders at a restart."""
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
-    def orders(rank: int, restart: int) -> Orders:
+    def orders(rank: int, restart: int) -> Assignment:
         node, local_rank = divmod(rank, per_node)
-        return Orders(
+        return Assignment(
             place=Place(rank, local_rank, node, world_size, per_node, restart),
             meeting=meeting,
             surroundings=surroundings,

@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 
 from parawrap.launch._platform import Platform
 from parawrap.launch.parcels._outcomes import Died, Ended, Outcome, Raised, Requeued, first_failure
-from parawrap.launch.ranks._orders import Orders
-from parawrap.launch.watch._charge import Charge
+from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.watch._ending import Ending
+from parawrap.launch.watch._local_node import Node
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._node import Node
-from parawrap.launch.watch._output import Record
+from parawrap.launch.watch._rank_state import RankState
 from parawrap.launch.watch._supervisor import Supervisor
+from parawrap.launch.watch._transcript import Record
 
 __all__ = ["Run"]
 
@@ -50,7 +50,7 @@ class Run:
         platform: Platform,
         loop: Loop,
         nodes: Sequence[Node],
-        orders: Callable[[int, int], Orders],
+        orders: Callable[[int, int], Assignment],
         transcripts: Sequence[Record],
         *,
         restart: int = 0,
@@ -130,10 +130,10 @@ class Run:
 
     def _next_attempt(self) -> Supervisor:
         per_node = self._platform.ranks_per_node
-        charges = [
-            Charge(rank, self._nodes[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
+        states = [
+            RankState(rank, self._nodes[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
         ]
-        return Supervisor(self._platform, self._loop, charges, self._up_at)
+        return Supervisor(self._platform, self._loop, states, self._up_at)
 
     def _begin_attempt(self) -> None:
         self._attempt.begin(lambda rank: self._orders(rank, self.restart))

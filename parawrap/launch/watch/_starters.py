@@ -22,7 +22,7 @@ import torch
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch.parcels._wire import close_in_forked_children, receive_exactly
 from parawrap.launch.ranks._worker import PRELOADABLE, run_rank
-from parawrap.launch.watch._server import FORK, LOAD, REQUEST, STATUS
+from parawrap.launch.watch._forkserver import FORK, LOAD, REQUEST, STATUS
 
 __all__ = ["Started", "Starter", "interpreter", "starter_named", "status_pipe_of", "stop_server"]
 
@@ -151,7 +151,7 @@ class _Server:
     def __init__(self, kind: object) -> None:
         ours, its = socket.socketpair()
         with its:
-            script = "from parawrap.launch.watch._server import serve; serve()"
+            script = "from parawrap.launch.watch._forkserver import serve; serve()"
             self._process = subprocess.Popen(interpreter(script), stdin=its.fileno(), start_new_session=True)
         self.kind = kind
         self._socket = ours

@@ -18,10 +18,10 @@ from typing import Any
 
 from parawrap.launch._platform import Platform
 from parawrap.launch.parcels._outcomes import Died, Ended, Outcome, Parcel, Raised, Requeued, Returned, first_failure
+from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._control import FORCED
-from parawrap.launch.ranks._orders import Orders
-from parawrap.launch.watch._charge import Charge
 from parawrap.launch.watch._loop import Loop
+from parawrap.launch.watch._rank_state import RankState
 
 __all__ = ["Supervisor"]
 
@@ -40,7 +40,7 @@ class Supervisor:
     Args:
         platform: of the launch.
         loop: the one of the ranks' nodes.
-        charges: the ranks, in their order.
+        states: the ranks, in their order.
         up_at: when ``timeout_min`` is over, by the monotonic clock.
 
     Attributes:
@@ -51,11 +51,11 @@ class Supervisor:
         preempted: whether the ranks were told that they will have to go.
     """
 
-    def __init__(self, platform: Platform, loop: Loop, charges: Sequence[Charge], up_at: float | None = None) -> None:
+    def __init__(self, platform: Platform, loop: Loop, states: Sequence[RankState], up_at: float | None = None) -> None:
         self._platform = platform
         self._loop = loop
-        self._charges = charges
-        self._nodes = list({id(charge.node): charge.node for charge in charges}.values())
+        self._states = states
+        self._nodes = list({id(state.node): state.node for state in states}.values())
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._has_failed = False
@@ -77,15 +77,15 @@ class Supervisor:
     def ask_for_stacks(self) -> dict[int, str]:
         """What every thread of every running rank is doing; a rank that gives no answer within a second says so."""
         with self._changed:
-            asked = [charge for charge in self._charges if charge.is_running]
-            for charge in asked if self.timed_out is None else ():  # what a time limit has them tell is kept
-                charge.stacks = None
+            asked = [state for state in self._states if state.is_running]
+            for state in asked if self.timed_out is None else ():  # what a time limit has them tell is kept
+                state.stacks = None
         self._loop.call_soon(self._request_stacks)
         with self._changed:
             self._changed.wait_for(
-                lambda: all(charge.stacks is not None or not charge.is_running for charge in asked), _STACKS_WAIT_S
+                lambda: all(state.stacks is not None or not state.is_running for state in asked), _STACKS_WAIT_S
             )
-            return {charge.rank: charge.stacks or _NO_ANSWER for charge in asked if charge.is_running}
+            return {state.rank: state.stacks or _NO_ANSWER for state in asked if state.is_running}
 
     def outcomes(self) -> dict[int, Outcome]:
         """How each rank ended; complete once `run` has returned."""
@@ -93,7 +93,7 @@ class Supervisor:
 
     def stacks(self) -> dict[int, str]:
         """The stacks that were taken when the time was up."""
-        return {charge.rank: charge.stacks for charge in self._charges if charge.stacks is not None}
+        return {state.rank: state.stacks for state in self._states if state.stacks is not None}
 
     @property
     def given_up(self) -> bool:
@@ -102,11 +102,11 @@ class Supervisor:
 
     # -- the watch
 
-    def begin(self, orders: Callable[[int], Orders]) -> None:
+    def begin(self, orders: Callable[[int], Assignment]) -> None:
         """Start all ranks; or none of them, where one cannot be started."""
         try:
-            for charge in self._charges:
-                charge.node.start(orders(charge.rank), self)
+            for state in self._states:
+                state.node.start(orders(state.rank), self)
         except BaseException:
             self.end()
             self.run()
@@ -130,8 +130,8 @@ class Supervisor:
         """Have every rank end."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._platform.grace_s
-            for charge in self._charges:
-                charge.tell_to_end()
+            for state in self._states:
+                state.tell_to_end()
 
     def cancel(self) -> None:
         """Have every rank end, unless they do so already."""
@@ -153,25 +153,25 @@ class Supervisor:
         if self.preempted:
             return
         self.preempted = True
-        running = [charge for charge in self._charges if charge.is_running]
-        self._unanswered = {charge.rank for charge in running}
-        for charge in running:
-            charge.node.tell(charge.rank, "preempt")
+        running = [state for state in self._states if state.is_running]
+        self._unanswered = {state.rank for state in running}
+        for state in running:
+            state.node.tell(state.rank, "preempt")
 
     def _agree_on_checkpoint(self, rank: int) -> None:
         """This rank has answered, or will not any more; once that is so of all, they are told the turn."""
         if self._unanswered == {rank}:
-            due_from = max((charge.answered for charge in self._charges if charge.answered is not None), default=0)
-            for charge in self._charges:
-                if charge.is_running:
-                    charge.node.tell(charge.rank, "checkpoint", due_from)
+            due_from = max((state.answered for state in self._states if state.answered is not None), default=0)
+            for state in self._states:
+                if state.is_running:
+                    state.node.tell(state.rank, "checkpoint", due_from)
         self._unanswered.discard(rank)
 
     def _is_over(self) -> bool:
         return all(node.is_over for node in self._nodes)
 
-    def _living(self) -> list[Charge]:
-        return [charge for charge in self._charges if charge.is_alive]
+    def _living(self) -> list[RankState]:
+        return [state for state in self._states if state.is_alive]
 
     # -- the clock
 
@@ -182,7 +182,7 @@ class Supervisor:
         if self._end_at is not None:
             return self._end_at
         hang = self._platform.hang_timeout_s
-        all_began = all(charge.pid for charge in self._charges)
+        all_began = all(state.pid for state in self._states)
         silent_at = self._last_sign + hang if hang is not None and all_began else None
         return min(each for each in (self._up_at, self._leave_at, silent_at, _NEVER) if each is not None)
 
@@ -209,10 +209,10 @@ class Supervisor:
     def _time_out(self, reason: str) -> None:
         """Ask every rank what it is doing, then end them."""
         self.timed_out = reason
-        for charge in self._living():
-            if charge.is_running:
-                charge.stacks = _NO_ANSWER
-                charge.ask_for_stacks()
+        for state in self._living():
+            if state.is_running:
+                state.stacks = _NO_ANSWER
+                state.ask_for_stacks()
         self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _end_by_force(self) -> None:
@@ -227,91 +227,91 @@ class Supervisor:
             self._kill()
 
     def _kill(self) -> None:
-        for charge in self._living():
-            charge.kill()
+        for state in self._living():
+            state.kill()
 
     def _request_stacks(self) -> None:
-        for charge in self._living():
-            charge.ask_for_stacks()
+        for state in self._living():
+            state.ask_for_stacks()
 
     # -- what nodes tell
 
     def on_hello(self, rank: int, pid: int) -> None:
-        self._charges[rank].pid = pid
+        self._states[rank].pid = pid
         self._last_sign = time.monotonic()
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
-        self._charges[rank].transcript.write(stream, data)
+        self._states[rank].transcript.write(stream, data)
         self._last_sign = time.monotonic()  # now: showing it may have taken long
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
-        charge = self._charges[rank]
+        state = self._states[rank]
         if word == "alive":
             self._last_sign = time.monotonic()
         elif word == "stacks":
-            self._on_stacks(charge, body)
+            self._on_stacks(state, body)
         elif word in ("stuck", "moves"):
-            self._on_stuck(charge, body if word == "stuck" else None)
+            self._on_stuck(state, body if word == "stuck" else None)
         elif word == "answered":
-            charge.answered = body
+            state.answered = body
             self._agree_on_checkpoint(rank)
         else:
-            self._settle(charge, _outcome_of(word, body, file, charge))
+            self._settle(state, _outcome_of(word, body, file, state))
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
-        charge = self._charges[rank]
-        charge.is_alive = False
-        if charge.outcome is None:
-            self._settle(charge, self._died(charge, code, lost_with))
+        state = self._states[rank]
+        state.is_alive = False
+        if state.outcome is None:
+            self._settle(state, self._died(state, code, lost_with))
 
     def on_trouble(self, what: str) -> None:
         self.broken = self.broken or what
         self.end()
 
-    def _on_stacks(self, charge: Charge, text: str) -> None:
-        charge.asked = False
+    def _on_stacks(self, state: RankState, text: str) -> None:
+        state.asked = False
         with self._changed:
-            charge.stacks = text
+            state.stacks = text
             self._changed.notify_all()
         if self.timed_out is not None and _NO_ANSWER not in self.stacks().values():
             self._end_at = time.monotonic()
 
-    def _died(self, charge: Charge, code: int | None, lost_with: str) -> Outcome:
-        if charge.told_to_end and not lost_with and _is_our_doing(charge, code):
+    def _died(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
+        if state.told_to_end and not lost_with and _is_our_doing(state, code):
             return Ended(time.time())
-        last_words = charge.transcript.last_words(_LAST_WORDS)
-        return Died.of(code, at=time.time(), pid=charge.pid, last_words=last_words, lost_with=lost_with)
+        last_words = state.transcript.last_words(_LAST_WORDS)
+        return Died.of(code, at=time.time(), pid=state.pid, last_words=last_words, lost_with=lost_with)
 
     # -- the end of a rank, and what follows from it
 
-    def _settle(self, charge: Charge, outcome: Outcome) -> None:
+    def _settle(self, state: RankState, outcome: Outcome) -> None:
         """Take note of how a rank's function ended, and see to the others."""
         if isinstance(outcome, Raised):
-            charge.transcript.record(outcome.traceback)
-            if self.preempted and charge.told_to_end:  # it was late, and its cleaning up went wrong
+            state.transcript.record(outcome.traceback)
+            if self.preempted and state.told_to_end:  # it was late, and its cleaning up went wrong
                 outcome = Ended(outcome.at)
         with self._changed:
-            charge.outcome = self._outcomes[charge.rank] = outcome
+            state.outcome = self._outcomes[state.rank] = outcome
             if self.timed_out is None and not self.stuck:
-                charge.stacks = None  # they tell of what is over
+                state.stacks = None  # they tell of what is over
             self._changed.notify_all()
         self._last_sign = time.monotonic()
-        self._stuck.discard(charge.rank)
+        self._stuck.discard(state.rank)
         self._has_failed = self._has_failed or isinstance(outcome, (Raised, Died))
         first = first_failure(self._outcomes) if self._has_failed else None
         if first is not None:
             self._on_failure(self._outcomes[first])
-        elif len(self._outcomes) == len(self._charges):
+        elif len(self._outcomes) == len(self._states):
             self.end()
         else:
-            self._on_departure(charge.rank, outcome)
+            self._on_departure(state.rank, outcome)
 
     def _on_departure(self, rank: int, outcome: Outcome) -> None:
         """Others still run: they may wait for this one, or have to be started anew with it."""
         if not self._has_told_of_others:
             self._has_told_of_others = True
-            for charge in self._living():
-                charge.node.tell(charge.rank, "left")
+            for state in self._living():
+                state.node.tell(state.rank, "left")
         if isinstance(outcome, Requeued) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._platform.grace_s
         if isinstance(outcome, Requeued) and self.timed_out is None:
@@ -319,20 +319,20 @@ class Supervisor:
         self._agree_on_checkpoint(rank)
         self._end_stuck()
 
-    def _on_stuck(self, charge: Charge, stacks: str | None) -> None:
+    def _on_stuck(self, state: RankState, stacks: str | None) -> None:
         """It has waited in torch.distributed for long since others have left; or has got on, where there are no stacks."""
         with self._changed:
-            charge.stacks = stacks
+            state.stacks = stacks
             self._changed.notify_all()
         if stacks is None:
-            self._stuck.discard(charge.rank)
+            self._stuck.discard(state.rank)
         else:
-            self._stuck.add(charge.rank)
+            self._stuck.add(state.rank)
             self._end_stuck()
 
     def _end_stuck(self) -> None:
         """Where all that still run wait for ranks that have left, none will ever go on. Unless they are to start anew."""
-        if self._stuck and len(self._stuck) + len(self._outcomes) == len(self._charges) and self._kill_at is None:
+        if self._stuck and len(self._stuck) + len(self._outcomes) == len(self._states) and self._kill_at is None:
             self.stuck = not (self.preempted or any(isinstance(each, Requeued) for each in self._outcomes.values()))
             self.end()
 
@@ -344,12 +344,12 @@ class Supervisor:
             self._end_at = time.monotonic() + _ECHO_WAIT_S
 
 
-def _is_our_doing(charge: Charge, code: int | None) -> bool:
+def _is_our_doing(state: RankState, code: int | None) -> bool:
     """Whether a rank that was told to end can have ended this way because of that."""
-    return code in (None, FORCED, -signal.SIGTERM) or (charge.killed and code == -signal.SIGKILL)
+    return code in (None, FORCED, -signal.SIGTERM) or (state.killed and code == -signal.SIGKILL)
 
 
-def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, charge: Charge) -> Outcome:
+def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, state: RankState) -> Outcome:
     at = body["at"]
     if word == "returned":
         assert file is not None
@@ -358,9 +358,9 @@ def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, charge
         assert file is not None
         return Raised(at, Parcel(file), body["summary"], body["traceback"], body["is_echo"])
     if word == "left":
-        return Died(at, charge.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
+        return Died(at, state.pid, exit_code=body["code"], by_sys_exit=True, last_words=body["said"])
     if word == "requeued":
         return Requeued(at)
-    if charge.told_to_end:
+    if state.told_to_end:
         return Ended(at)
-    return Died(at, charge.pid, signal=signal.SIGTERM)  # somebody else sent it
+    return Died(at, state.pid, signal=signal.SIGTERM)  # somebody else sent it

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from parawrap.launch.parcels._outcomes import Outcome
-from parawrap.launch.watch._node import Node
-from parawrap.launch.watch._output import Record
+from parawrap.launch.watch._local_node import Node
+from parawrap.launch.watch._transcript import Record
 
-__all__ = ["Charge"]
+__all__ = ["RankState"]
 
 
 @dataclass
-class Charge:
+class RankState:
     """One rank, from its start to its end. Belongs to the thread that watches.
 
     Attributes:

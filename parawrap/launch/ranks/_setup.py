@@ -13,7 +13,7 @@ from parawrap.launch._rank import Rank
 from parawrap.launch._seeds import seed
 from parawrap.launch.ranks._groups import enter_groups, own_group
 
-__all__ = ["Place", "settled"]
+__all__ = ["Place", "set_up"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Place:
     restart: int = 0
 
 
-def settled(place: Place, platform: Platform, store: dist.Store | None, group: dist.ProcessGroup | None = None) -> Rank:
+def set_up(place: Place, platform: Platform, store: dist.Store | None, group: dist.ProcessGroup | None = None) -> Rank:
     """Make this process the rank.
 
     Args:

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.ranks._groups import LOOPBACK, Meeting, meeting_of
+from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous, planned_rendezvous
 
-__all__ = ["meeting_place"]
+__all__ = ["open_rendezvous"]
 
 _BACKLOG = 4096
 _LONGEST_TEMP = 70
@@ -27,7 +27,7 @@ _EVERYWHERE = "0.0.0.0"
 
 
 @contextmanager
-def meeting_place(platform: Platform, host: str | None = None, path: Path | None = None) -> Iterator[Meeting | None]:
+def open_rendezvous(platform: Platform, host: str | None = None, path: Path | None = None) -> Iterator[Rendezvous | None]:
     """Keep a store open for the ranks of a launch.
 
     Args:
@@ -38,25 +38,25 @@ def meeting_place(platform: Platform, host: str | None = None, path: Path | None
     Raises:
         LaunchError: the address that the platform names cannot be listened on.
     """
-    planned = meeting_of(platform, host)
+    planned = planned_rendezvous(platform, host)
     if planned is None:
         yield None
     elif planned.path is not None and path is not None:
-        yield Meeting(path=str(path))
+        yield Rendezvous(path=str(path))
     elif planned.path is not None:
         with _private_folder() as folder:
-            yield Meeting(path=str(folder / "store"))
+            yield Rendezvous(path=str(folder / "store"))
     else:
         is_one_address = planned.host in (LOOPBACK, platform.master_addr)
-        listener = _listening(planned if is_one_address else Meeting(_EVERYWHERE, planned.port))
-        met = Meeting(planned.host, listener.getsockname()[1])
+        listener = _listening(planned if is_one_address else Rendezvous(_EVERYWHERE, planned.port))
+        met = Rendezvous(planned.host, listener.getsockname()[1])
         line = listener.detach()
         store = dist.TCPStore(str(met.host), met.port, is_master=True, wait_for_workers=False, master_listen_fd=line)
         yield met
         del store
 
 
-def _listening(meeting: Meeting) -> socket.socket:
+def _listening(meeting: Rendezvous) -> socket.socket:
     listener = None
     try:
         family = socket.getaddrinfo(meeting.host, meeting.port, type=socket.SOCK_STREAM)[0][0]

@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-__all__ = ["culprit"]
+__all__ = ["find_unpicklable"]
 
 _MOST_STEPS = 50
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
@@ -19,11 +19,14 @@ _REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")
 Part = tuple[Any, str]
 
 
-def culprit(value: Any, address: str, refusal: Callable[[Any], Exception | None]) -> tuple[str, Any, Exception | None]:
+def find_unpicklable(
+    value: Any, address: str, refusal: Callable[[Any], Exception | None]
+) -> tuple[str, Any, Exception | None]:
     """The innermost part that cannot be sent: its address, itself, and why. An empty address: its keys are addresses.
 
     >>> import threading
-    >>> place, _, _ = culprit({"steps": [1, threading.Lock()]}, "args[0]", lambda v: None if v == 1 else TypeError())
+    >>> refusal = lambda value: None if value == 1 else TypeError()
+    >>> place, _, _ = find_unpicklable({"steps": [1, threading.Lock()]}, "args[0]", refusal)
     >>> place
     "args[0]['steps'][1]"
     """
@@ -99,7 +102,7 @@ def _parts_of_reduction(value: Any, address: str) -> Iterator[Part]:
     """By what the object itself says that a pickle of it holds."""
     try:
         reduction = value.__reduce_ex__(4)
-    except Exception:  # noqa: BLE001 (it says that it cannot be pickled, in whatever way: it is the culprit itself)
+    except Exception:  # noqa: BLE001 (it says that it cannot be pickled, in whatever way: it is the find_unpicklable itself)
         return
     if isinstance(reduction, str):
         return

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from parawrap.errors import LaunchError
 from parawrap.launch.clusters._network import Front
-from parawrap.launch.clusters._node_there import NodeThere
+from parawrap.launch.clusters._remote_node import RemoteNode
 from parawrap.launch.watch._loop import Loop
 
-__all__ = ["GATHERING_S", "gathered"]
+__all__ = ["GATHERING_S", "await_nodes"]
 
 GATHERING_S = 300.0
 """How long the nodes of a launch may take to call, once they have been asked to."""
@@ -18,9 +18,9 @@ GATHERING_S = 300.0
 _LOOK_S = 0.2
 
 
-def gathered(
+def await_nodes(
     front: Front, loop: Loop, numbers: Sequence[int], check: Callable[[], None], patience_s: float
-) -> list[NodeThere]:
+) -> list[RemoteNode]:
     """The nodes with these numbers, in this order.
 
     Args:
@@ -33,7 +33,7 @@ def gathered(
     Raises:
         LaunchError: not all have called in that time.
     """
-    nodes: dict[int, NodeThere] = {}
+    nodes: dict[int, RemoteNode] = {}
     until = time.monotonic() + patience_s
     try:
         while missing := [number for number in numbers if number not in nodes]:
@@ -50,7 +50,7 @@ def gathered(
                 wire.close()
                 continue
             number, host = hello.body
-            nodes[number] = NodeThere(loop, wire, number, host)
+            nodes[number] = RemoteNode(loop, wire, number, host)
     except BaseException:
         for node in nodes.values():
             node.close()

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 from parawrap.launch._leftovers import LOOK_S, Leftovers, kill_group
 from parawrap.launch.parcels._wire import Wire, close_in_forked_children, is_readable
-from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.ranks._assignment import Assignment
+from parawrap.launch.watch._forkserver import STATUS
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._server import STATUS
 from parawrap.launch.watch._starters import Starter
 
-__all__ = ["Node", "NodeHere", "Watcher"]
+__all__ = ["LocalNode", "Node", "Watcher"]
 
 _PIECE = 1 << 16
 _PIECES_IN_A_PIPE = 16  # it holds a mebibyte at the most
@@ -57,7 +57,7 @@ class Node(Protocol):
         """The machine's name."""
         ...
 
-    def start(self, orders: Orders, watcher: Watcher) -> None:
+    def start(self, orders: Assignment, watcher: Watcher) -> None:
         """Start a rank, of which this watcher hears.
 
         Raises:
@@ -107,7 +107,7 @@ class _Process:
     streams: dict[int, int] = field(default_factory=dict)
 
 
-class NodeHere:
+class LocalNode:
     """Ranks as processes of this machine, started by this process.
 
     Args:
@@ -136,7 +136,7 @@ class NodeHere:
     def is_over(self) -> bool:
         return not self._processes and not self._leftovers
 
-    def start(self, orders: Orders, watcher: Watcher) -> None:
+    def start(self, orders: Assignment, watcher: Watcher) -> None:
         """Start one rank and tell it who it is."""
         rank = orders.place.global_rank
         ours, its = socket.socketpair()

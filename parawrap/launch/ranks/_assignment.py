@@ -9,10 +9,10 @@ import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from parawrap.launch.ranks._groups import Meeting
-from parawrap.launch.ranks._settling import Place
+from parawrap.launch.ranks._groups import Rendezvous
+from parawrap.launch.ranks._setup import Place
 
-__all__ = ["Orders", "Surroundings"]
+__all__ = ["Assignment", "Surroundings"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Assignment:
     """One rank's place, and all it needs to take it. What the function is comes in a file beside the orders.
 
     Attributes:
@@ -73,7 +73,7 @@ class Orders:
     """
 
     place: Place
-    meeting: Meeting | None
+    meeting: Rendezvous | None
     surroundings: Surroundings
     grace_s: float
     tells_of_life: bool

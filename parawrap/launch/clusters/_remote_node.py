@@ -7,18 +7,18 @@ from typing import Any
 
 from parawrap.launch.parcels._packing import memory_file
 from parawrap.launch.parcels._wire import Wire
-from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.ranks._assignment import Assignment
+from parawrap.launch.watch._local_node import Watcher
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._node import Watcher
 
-__all__ = ["NodeThere"]
+__all__ = ["RemoteNode"]
 
 _WORTH_A_MESSAGE = 1 << 15
 _LOST = "its node, which no longer answers"
 
 
-class NodeThere:
-    """The ranks of another machine, kept there by a `Keeper`. Belongs to the thread of its loop.
+class RemoteNode:
+    """The ranks of another machine, kept there by a `NodeAgent`. Belongs to the thread of its loop.
 
     When the line breaks, or nothing comes through any more, the node and its ranks are lost.
 
@@ -49,7 +49,7 @@ class NodeThere:
     def is_lost(self) -> bool:
         return self._wire.fileno() < 0
 
-    def start(self, orders: Orders, watcher: Watcher) -> None:
+    def start(self, orders: Assignment, watcher: Watcher) -> None:
         """Have a rank started there. Where the node is lost already, so is the rank."""
         rank = orders.place.global_rank
         self._watchers[rank] = watcher

@@ -14,21 +14,21 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch.clusters._network import interface_of
-from parawrap.launch.clusters._outbox import Outbox
+from parawrap.launch.clusters._send_queue import SendQueue
 from parawrap.launch.parcels._outcomes import Parcel
 from parawrap.launch.parcels._wire import Wire
-from parawrap.launch.ranks._orders import Orders
+from parawrap.launch.ranks._assignment import Assignment
+from parawrap.launch.watch._local_node import LocalNode
 from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._node import NodeHere
 from parawrap.launch.watch._starters import Starter
 
-__all__ = ["Keeper"]
+__all__ = ["NodeAgent"]
 
 _LONGEST_TURN_S = 1.0  # whoever interrupts this process is heard within that time
 _NEVER = float("inf")
 
 
-class Keeper:
+class NodeAgent:
     """Keeps this machine's ranks for somebody at the other end of a line, until that end hangs up.
 
     Args:
@@ -53,8 +53,8 @@ class Keeper:
         self._grace_s = grace_s
         self._path_of = path_of
         self._loop = Loop()
-        self._node = NodeHere(self._loop, starter, payload)
-        self._outbox = Outbox(wire)
+        self._node = LocalNode(self._loop, starter, payload)
+        self._outbox = SendQueue(wire)
         self._running: set[int] = set()
         self._started = 0
         self._told_over = 0
@@ -113,7 +113,7 @@ class Keeper:
         else:
             self._node.kill(order.body)
 
-    def _start(self, orders: Orders) -> None:
+    def _start(self, orders: Assignment) -> None:
         self._started += 1
         rank = orders.place.global_rank
         self._running.add(rank)
@@ -123,7 +123,7 @@ class Keeper:
             self._outbox.put("trouble", f"no process can be started for rank {rank}: {error}")
             self.on_end(rank, None)
 
-    def _adapted(self, orders: Orders) -> Orders:
+    def _adapted(self, orders: Assignment) -> Assignment:
         """Of the addresses by which the other end can be reached, the one by which it was, and this end's own."""
         here, there = self._wire.addresses()
         meeting = orders.meeting

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from parawrap.launch.parcels._wire import Wire
 
-__all__ = ["Outbox"]
+__all__ = ["SendQueue"]
 
 _WINDOW = 1 << 17  # bytes under way, which fit into the buffers of a line
 _PIECE = 1 << 16
@@ -28,7 +28,7 @@ class _Letter(NamedTuple):
     file: int | None = None
 
 
-class Outbox:
+class SendQueue:
     """Belongs to the thread that keeps the node.
 
     Args:
