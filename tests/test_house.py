@@ -28,7 +28,7 @@ ALLOWED = {
     "replicas": {"tree", "backends"},
     "lanes": {"tree", "backends"},
     "engine": {"tree", "backends", "shards", "replicas", "lanes"},
-    "launch": set(),
+    "launch": {"backends"},
     "faces": {"engine", "launch", "shards", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch"},

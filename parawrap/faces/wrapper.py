@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 import wrapt
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.faces._decorated import Undecorated, is_global, own_class, sent_by_cloudpickle
+from parawrap.faces._launch_map import launch_each
 from parawrap.launch import (
     Job,
     Launch,
@@ -54,8 +55,30 @@ class Launchable(Protocol[P, R]):
         """Start the ranks, and give a handle on them without waiting."""
         ...
 
+    def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:
+        """Launch the function once per item, as ``function(item)``. Yield the results of each launch in order.
+
+        A launch that fails does not end the others: its exception takes the place of its results.
+
+        Args:
+            configs: the items. All are taken before the first launch.
+            max_parallel: launches at a time. None is one on this machine, and all of them on a cluster. On Slurm the
+                launches are one job array.
+
+        Raises:
+            ValueError: If `max_parallel` is less than 1.
+
+        >>> from parawrap import Platform, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def train(lr):
+        ...     return 1 / lr
+        >>> list(train.map([0.5, 0, 0.1]))
+        [RankResults(2.0, 2.0), ZeroDivisionError('division by zero'), RankResults(10.0, 10.0)]
+        """
+        ...
+
     def dry_run(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
-        """What a call would start, without starting it."""
+        """Return a preview of a call, without starting it."""
         ...
 
     def inline(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
@@ -179,6 +202,16 @@ class _Calls:
         """Start the ranks, and give a handle on them without waiting."""
         return _launched(self._job(args, kwargs))
 
+    def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[Any] | Exception]:
+        """Launch the function once per item. Yield results in order, exceptions in their places."""
+        if max_parallel is not None and max_parallel < 1:
+            msg = f"max_parallel={max_parallel}: give a number of launches, at least 1, or None"
+            raise ValueError(msg)
+        jobs = [self._job((config,), {}) for config in configs]
+        for job in jobs:
+            _check(job)
+        return launch_each(jobs, max_parallel)
+
     def dry_run(self, /, *args: Any, **kwargs: Any) -> Preview:
         """What a call would start, without starting it."""
         return preview(self._job(args, kwargs))
@@ -251,7 +284,15 @@ class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return _shown(self)
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        return Job(self.platform, self.__wrapped__, args, kwargs, Undecorated.of(self))
+        bound_to = args[:1] if self._is_classmethod_of(args) else ()
+        return Job(self.platform, self.__wrapped__, args[len(bound_to) :], kwargs, Undecorated.of(self), bound_to)
+
+    def _is_classmethod_of(self, args: tuple[Any, ...]) -> bool:
+        """True if a classmethod put its class in front of the arguments: since Python 3.13 it does not call ``__get__``."""
+        if not args or not isinstance(args[0], type):
+            return False
+        found = inspect.getattr_static(args[0], getattr(self.__wrapped__, "__name__", ""), None)
+        return isinstance(found, classmethod) and found.__func__ is self
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         return self.__qualname__ if is_global(self) else _reduced_by_value(self)
@@ -286,9 +327,14 @@ def _called(job: Job) -> RankResults[Any]:
 
 
 def _launched(job: Job) -> Launch[Any]:
+    _check(job)
+    return launch(job)
+
+
+def _check(job: Job) -> None:
+    """Refuse a call that cannot succeed, before any rank is started."""
     _refuse_in_a_rank(job)
     _check_arguments(job.function, (*job.bound_to, *job.args), job.kwargs or {})
-    return launch(job)
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -301,6 +347,8 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         signature.bind(*args, **kwargs)
     except TypeError as error:
         msg = f"{getattr(function, '__name__', function)}() {error}"
+        if str(error) == "missing a required argument: 'cls'":
+            msg += "; since Python 3.13, write @wrapper(...) above @classmethod for submit, map, dry_run, and inline"
         raise TypeError(msg) from None
 
 

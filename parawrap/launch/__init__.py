@@ -1,12 +1,11 @@
-"""Where processes start: a function runs once per rank, and what each rank returned comes back.
+"""Launches: a function runs once per rank, in processes on this machine or a cluster, and its results come back.
 
-This room knows processes, the line to each of them, how they meet and how they end. It refuses to know modules, lanes and
-whatever else a rank may do: what runs in it is any function.
+This room knows processes, the lines to them, how they meet, and how they end. It does not know modules or lanes.
 """
 
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._job import Job, Preview
-from parawrap.launch._launcher import launch, preview
+from parawrap.launch._launcher import launch, launch_array, preview, runs_here
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._results import Launch, RankResults
@@ -25,8 +24,10 @@ __all__ = [
     "current_rank",
     "inside_a_rank",
     "launch",
+    "launch_array",
     "preview",
     "rank_device",
     "run_inline",
+    "runs_here",
     "seed_all",
 ]

@@ -1,6 +1,6 @@
-"""What kinds of device a rank may run on, and how many of each this machine shows.
+"""The kinds of device that a rank may run on, and how many of each this machine shows.
 
-Counting must leave the parent as it was: nothing here starts CUDA in the calling process.
+Counting does not start CUDA in the calling process.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from parawrap.errors import PlatformError
+from parawrap.backends.cpu import usable_cores
+from parawrap.errors import DeviceListError, PlatformError
 
-__all__ = ["Device", "core_of", "cores", "rank_device", "visible"]
+__all__ = ["Device", "core_of", "rank_device", "visible"]
 
 
 class Device(enum.StrEnum):
@@ -36,10 +37,10 @@ class Device(enum.StrEnum):
 
     @classmethod
     def from_str(cls, name: str) -> Device:
-        """The kind with this name, in whatever case; ``cuda`` is ``gpu``.
+        """Return the kind with this name, in any case; ``cuda`` is ``gpu``.
 
         Raises:
-            ValueError: no such kind.
+            ValueError: If there is no such kind.
 
         >>> Device.from_str("cuda")
         <Device.GPU: 'gpu'>
@@ -49,63 +50,48 @@ class Device(enum.StrEnum):
 
 
 def visible(kind: Device) -> int:
-    """How many devices of this kind a process started now would see; 0 where there are none."""
+    """Return how many devices of this kind a new process would see."""
     if kind is Device.GPU:
         return torch.cuda.device_count()
     if kind is Device.MPS:
         return int(torch.backends.mps.is_available())
     if kind is Device.NEURON:
         return len(_neuron_cores())
-    return cores()
-
-
-def cores() -> int:
-    """The CPU cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return usable_cores()
 
 
 def rank_device(kind: Device, local_rank: int) -> torch.device:
-    """Where a rank puts its tensors. Those of a Neuron rank lie on the host: its one core is all that the process sees."""
+    """Return the device of a rank's tensors. A rank on a NeuronCore keeps them on the host."""
     if kind is Device.GPU:
         return torch.device("cuda", local_rank)
     return torch.device("mps" if kind is Device.MPS else "cpu")
 
 
 def core_of(local_rank: int) -> str:
-    """The NEURON_RT_VISIBLE_CORES of the process with this local rank.
+    """Return NEURON_RT_VISIBLE_CORES for the process with this local rank.
 
     Raises:
-        PlatformError: there are fewer cores here than ranks, which cannot be seen from another machine.
+        PlatformError: If this machine has fewer cores than ranks.
     """
     found = _neuron_cores()
     if local_rank >= len(found):
-        msg = f"n_gpus: this node shows {len(found)} NeuronCore(s), and local rank {local_rank} wants one: give fewer"
+        msg = f"n_gpus: this node shows {len(found)} NeuronCore(s), and local rank {local_rank} needs one: give fewer"
         raise PlatformError(msg)
     return str(found[local_rank])
 
 
 def _neuron_cores() -> list[int]:
-    """The NeuronCores that the environment gives to this process; none where there is no Neuron device.
+    """Return the NeuronCores that this process may use; none without a Neuron device.
 
     With PARAWRAP_NEURON_RUNTIME=host they are emulated, and 2 unless the environment says otherwise.
     """
     emulated = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip() == "host"
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
-    listed = os.environ.get("NEURON_RT_VISIBLE_CORES", "")
-    number = os.environ.get("NEURON_RT_NUM_CORES", "2" if emulated else "0")
+    from parawrap.backends.neuron import core_numbers_given, cores_listed  # loaded only where NeuronCores are used
+
     try:
-        return [core for part in listed.split(",") for core in _span(part)] if listed else list(range(int(number)))
-    except ValueError as error:
-        msg = (
-            f"NEURON_RT_VISIBLE_CORES={listed!r}, NEURON_RT_NUM_CORES={number!r}: {error}; give cores and ranges to the "
-            "first, as in '0-6' or '0,2-4', or a number to the second"
-        )
-        raise PlatformError(msg) from error
-
-
-def _span(part: str) -> range:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
+        given = core_numbers_given()
+    except DeviceListError as error:
+        raise PlatformError(str(error)) from error
+    return list(range(2 if emulated else cores_listed())) if given is None else given

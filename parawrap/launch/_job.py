@@ -1,8 +1,9 @@
-"""What is to be run, packed once for all ranks; and what a launcher would start for it."""
+"""A call that is launched, packed once for all ranks, and the preview of a launch."""
 
 from __future__ import annotations
 
 import copy
+import linecache
 import logging
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
-from parawrap.launch.parcels._packing import OfMain, packed, unpack
+from parawrap.launch.parcels._packing import OfMain, Sources, packed, unpack
 from parawrap.launch.ranks._groups import planned_rendezvous
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
@@ -25,8 +26,8 @@ class Job:
     """One call of a function on a platform. Frozen; may be launched any number of times.
 
     Attributes:
-        bound_to: what a method is bound to, its first argument; empty for a function.
-        sent_as: what goes to the ranks in the function's place, and is the function once it was unpacked there.
+        bound_to: the first argument of a method; empty for a function.
+        sent_as: sent to the ranks in the function's place; unpacking it there gives the function.
     """
 
     platform: Platform
@@ -38,16 +39,16 @@ class Job:
 
     @property
     def name(self) -> str:
-        """What to call the function in messages."""
+        """The function's name in messages."""
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     @property
     def sent_platform(self) -> Platform:
-        """The platform that ranks see: what the parent calls or hands to a queue stays with the parent."""
+        """The platform that ranks see, without the fields that only the launching process uses."""
         sent = copy.copy(self.platform)
         object.__setattr__(sent, "upon_finish", None)
         object.__setattr__(sent, "slurm_additional_parameters", None)
-        if sent.device in (Device.GPU, Device.NEURON):  # what is visible in a rank may be its own alone
+        if sent.device in (Device.GPU, Device.NEURON):  # a rank may see its own device only
             object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
         return sent
 
@@ -56,10 +57,10 @@ class Job:
         return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
 
     def packed(self) -> int:
-        """A file with all that a rank needs to make the call.
+        """Return a file with all that a rank needs to make the call.
 
         Raises:
-            UnsendableError: the function or an argument cannot be pickled; the message names the part that cannot.
+            UnsendableError: If the function or an argument cannot be pickled. The message names the part that cannot.
         """
         call = {
             "the platform": self.sent_platform,
@@ -68,26 +69,28 @@ class Job:
             "args": self.args,
             "kwargs": self.kwargs or {},
             "of main": OfMain(),
+            "sources": Sources(),
         }
         return packed(call, "call", "")
 
     def finish(self) -> None:
-        """Call ``upon_finish``, after all ranks have returned. What it raises is told, and costs nobody the results."""
+        """Call ``upon_finish``, after all ranks have returned. An exception is logged, and the results are kept."""
         try:
             if self.platform.upon_finish is not None:
                 self.platform.upon_finish()
-        except Exception:  # noqa: BLE001 (whatever it raises)
-            _log.exception("upon_finish failed after all ranks of %s had returned; their results are there", self.name)
+        except Exception:  # noqa: BLE001 (user code may raise anything)
+            _log.exception("upon_finish failed after all ranks of %s had returned; their results are kept", self.name)
 
 
 def unpacked_call(file: int) -> Job:
-    """The job, in a rank.
+    """Return the job, in a rank.
 
-    What the user's script defines gets its place in this process's ``__main__``: torch.save, all_gather_object and others
-    who know only names look for it there.
+    Functions and classes of the user's script are put into this process's ``__main__``, where torch.save,
+    all_gather_object, and others that pickle by name look for them.
     """
     call = unpack(file)
     vars(sys.modules["__main__"]).update(call["of main"])
+    linecache.cache.update((name, (0, None, lines, name)) for name, lines in call["sources"].items())
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 
@@ -135,7 +138,7 @@ class Preview:
 
 
 def preview(job: Job, launcher: str, command: str, *, host: str | None = None, script: str = "") -> Preview:
-    """What a launcher would start; packs the call, so that what cannot be sent is found."""
+    """Return the preview of a launch. Packs the call, so that unsendable arguments are found."""
     platform = job.platform
     file = job.packed()
     try:

@@ -1,7 +1,10 @@
-"""What a rank started and left: the members of its process group, once the rank itself is gone.
+"""Processes that ended ranks left running, and how they end.
 
-They are told to end before they are killed. Python's resource tracker is among them, which ignores being told, and frees
-the shared memory that the rank has forgotten; killed at once, it could not.
+There are two kinds: members of the rank's process group, and processes that had left the group. The kernel makes the second
+kind children of the nearest subreaper among their ancestors, which is the process that forked the rank.
+
+Each gets SIGTERM first and SIGKILL later. Python's resource tracker ignores SIGTERM: it frees the shared memory that the
+rank left behind, and then ends by itself.
 """
 
 from __future__ import annotations
@@ -9,83 +12,105 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["LOOK_S", "Leftovers", "end_groups", "kill_group"]
+__all__ = ["LOOK_S", "Leftovers", "kill_group"]
 
 LOOK_S = 0.02
-_HAS_PROC = Path("/proc/self/stat").exists()
-_PATIENCE_S = 10.0  # more than a Python that has only just been started needs on a crowded machine
+_PATIENCE_S = 10.0  # more than a Python process that has only just started needs on a busy machine
 
 
 class Leftovers:
-    """The groups of ranks that are gone, until their last members are. Belongs to one thread."""
+    """The leftovers of ended ranks, until the last of them is gone. Used by the process that forked the ranks."""
 
     def __init__(self) -> None:
         self._kill_at: dict[int, float] = {}
-        self._living: dict[int, set[int]] = {}
+        self._told: set[int] = set()
 
     def __bool__(self) -> bool:
         return bool(self._kill_at)
 
-    def take(self, pid: int) -> None:
-        """Tell whatever is left of this rank's group to end."""
-        if _signal_group(pid, signal.SIGTERM):
-            self._kill_at[pid] = time.monotonic() + _PATIENCE_S
+    def end(self, rank: int) -> None:
+        """End all that the rank with this process id left running."""
+        signal_group(rank, signal.SIGTERM)
+        self._kill_at[rank] = time.monotonic() + _PATIENCE_S
 
-    def look(self) -> None:
-        """Drop the groups that are gone, and kill those whose time is up."""
-        for pid, kill_at in list(self._kill_at.items()):
-            is_due = time.monotonic() >= kill_at
-            if not _signal_group(pid, signal.SIGKILL if is_due else 0) or is_due or not self._lives(pid):
-                del self._kill_at[pid]
-                self._living.pop(pid, None)
+    def gone(self, running: Collection[int]) -> list[int]:
+        """Return the ended ranks of which nothing runs any more, once each.
 
-    def _lives(self, group: int) -> bool:
-        """Whether a member still runs. All processes are looked through only when those known to be members have ended."""
-        known = {pid for pid in self._living.get(group, ()) if _runs_in(group, pid)}
-        self._living[group] = known or _members(group)
-        return bool(self._living[group])
+        Args:
+            running: the process ids of ranks that have not ended.
+        """
+        groups = {rank for rank in self._kill_at if signal_group(rank, 0)}
+        if not groups and not running and not _has_children():  # the usual case, without a look at every process
+            found: list[_Process] = []
+        else:
+            found = [each for each in _processes() if each.group in groups or _is_orphan(each, running)]
+        orphans = [each for each in found if each.group not in groups]
+        self._end_orphans(orphans)
+        alive = {each.group for each in found}
+        done = [rank for rank in self._kill_at if rank not in alive and not orphans]
+        for rank in list(self._kill_at):
+            if rank in done:
+                del self._kill_at[rank]
+            elif time.monotonic() >= self._kill_at[rank]:
+                signal_group(rank, signal.SIGKILL)
+        return done
 
-
-def end_groups(pids: Iterable[int]) -> None:
-    """End what is left of several groups, and return when nothing is."""
-    leftovers = Leftovers()
-    for pid in pids:
-        leftovers.take(pid)
-    while leftovers:
-        time.sleep(LOOK_S)
-        leftovers.look()
+    def _end_orphans(self, orphans: list[_Process]) -> None:
+        """Tell new orphans to end; kill all of them when the time of the first ended rank is up."""
+        is_due = time.monotonic() >= min(self._kill_at.values(), default=0.0)
+        for each in orphans:
+            if is_due or each.pid not in self._told:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(each.pid, signal.SIGKILL if is_due else signal.SIGTERM)
+        self._told = {each.pid for each in orphans}
 
 
 def kill_group(pid: int) -> None:
-    """Kill a group at once."""
-    _signal_group(pid, signal.SIGKILL)
+    """Kill a process group at once."""
+    signal_group(pid, signal.SIGKILL)
 
 
-def _signal_group(pid: int, number: int) -> bool:
-    """Whether there was anybody to send it to; on Linux also one who is dead and not waited for yet."""
+def signal_group(pid: int, number: int) -> bool:
+    """Send a signal to a process group; True if the group exists. Dead members that nobody waited for count."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
         return True
     return False
 
 
-def _members(group: int) -> set[int]:
-    """The members of a group that are not dead; without ``/proc``, the group itself stands for them."""
-    if not _HAS_PROC:
-        return {group}
-    processes = [int(entry.name) for entry in os.scandir("/proc") if entry.name.isdecimal()]
-    return {pid for pid in processes if _runs_in(group, pid)}
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    group: int
 
 
-def _runs_in(group: int, pid: int) -> bool:
-    """Whether that process is in the group and is not dead: init may take its time to wait for orphans."""
-    if not _HAS_PROC:
+def _is_orphan(process: _Process, running: Collection[int]) -> bool:
+    return process.parent == os.getpid() and process.pid not in running
+
+
+def _has_children() -> bool:
+    """True if this process has a child, dead or alive."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
         return False
-    with contextlib.suppress(OSError):
-        state, _, its_group = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:3]
-        return int(its_group) == group and state not in "ZX"
-    return False
+    return True
+
+
+def _processes() -> Iterator[_Process]:
+    """All processes that are not dead. Without ``/proc`` (macOS) none: process groups alone tell what is left."""
+    if sys.platform != "linux":
+        return
+    for entry in os.scandir("/proc"):
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                stat = Path(entry.path, "stat").read_text()
+                state, parent, group = stat.rpartition(")")[2].split()[:3]
+                if state not in "ZX":
+                    yield _Process(int(entry.name), int(parent), int(group))

@@ -50,7 +50,9 @@ class Platform:
         ram: memory per node in GB (1024 MB each), for launchers that reserve memory.
         spawn_method: ``"forkserver"`` forks every rank from a warm process that has torch loaded; ``"spawn"`` starts a
             fresh interpreter per rank; ``"fork"`` forks this process, which torch and CUDA bear badly.
-        ipc_protocol: how ranks find each other: ``"tcp"`` (a store on a free port) or ``"file"`` (in a private folder).
+        ipc_protocol: how ranks meet: ``"file"`` (a store in a private folder) or ``"tcp"`` (a store on a free port). None
+            is a file if all ranks run on one machine and neither `master_addr` nor `master_port` is given, and else tcp. A
+            port is open to all users of a machine.
         master_addr: the address that the store listens on; None is the loopback interface, and on a cluster whichever the
             other nodes reach.
         master_port: its port; 0 is any free one.
@@ -63,8 +65,10 @@ class Platform:
             time in a queue is not counted.
         slurm_additional_parameters: more of what the job asks for: submitit's parameters (``{"account": "lab"}``), and
             any other option of ``sbatch`` by its long name.
-        console_logs: a folder that gets one file per rank, ``rank-0.log`` and so on, with all that the rank wrote.
-        verbose: whether what ranks write is shown here, each line behind its rank.
+        console_logs: a folder in which each launch makes a folder of its own, with the output of each rank in a file,
+            ``rank-0.log`` and so on.
+        verbose: show what ranks write, each line behind its rank.
+        print_ranks: the ranks whose output is shown, such as ``(0,)``; None shows all. `Launch.logs` keeps all of it.
         upon_finish: called without arguments, in this process, when the ranks have finished without an error. What it
             raises is logged.
         max_restarts: how often the whole group is started anew when a rank fails.
@@ -93,7 +97,7 @@ class Platform:
     n_cpus: int = 1
     ram: float | None = None
     spawn_method: Literal["forkserver", "spawn", "fork"] = "forkserver"
-    ipc_protocol: Literal["tcp", "file"] = "tcp"
+    ipc_protocol: Literal["tcp", "file"] | None = None
     master_addr: str | None = None
     master_port: int = 0
     ipc_groups: Sequence[Sequence[int]] | None = field(default_factory=tuple)
@@ -103,6 +107,7 @@ class Platform:
     slurm_additional_parameters: Mapping[str, Any] | None = None
     console_logs: str | Path | None = None
     verbose: bool = True
+    print_ranks: Sequence[int] | None = None
     upon_finish: Callable[[], object] | None = None
     max_restarts: int = 0
     grace_s: float = 5.0
@@ -127,6 +132,7 @@ class Platform:
         _check_times(self)
         _check_groups(self)
         _check_visible(self)
+        _check_print_ranks(self)
 
     @property
     def ranks_per_node(self) -> int:
@@ -156,6 +162,10 @@ class Platform:
     def requires_ipc(self) -> bool:
         """Whether ranks share a process group."""
         return self.ipc_groups is not None
+
+    def shows(self, rank: int) -> bool:
+        """True if the output of this rank is shown."""
+        return self.verbose and (self.print_ranks is None or rank in self.print_ranks)
 
     @property
     def process_group_backend(self) -> str:
@@ -212,8 +222,8 @@ def _check_launcher(platform: Platform) -> None:
         _refuse("n_nodes", platform.n_nodes, "the local launcher starts ranks on this machine only: give 1")
     if platform.spawn_method not in _SPAWN_METHODS:
         _refuse("spawn_method", platform.spawn_method, _either(_SPAWN_METHODS))
-    if platform.ipc_protocol not in _PROTOCOLS:
-        _refuse("ipc_protocol", platform.ipc_protocol, _either(_PROTOCOLS))
+    if platform.ipc_protocol not in (None, *_PROTOCOLS):
+        _refuse("ipc_protocol", platform.ipc_protocol, f"{_either(_PROTOCOLS)}, or None")
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
         _refuse("ipc_protocol", "file", "the nodes of a Ray cluster share no folder: give 'tcp'")
     if platform.backend is not None and not isinstance(platform.backend, str):
@@ -311,6 +321,25 @@ def _check_groups(platform: Platform) -> None:
     _set(platform, "ipc_groups", tuple(map(tuple, groups)))
 
 
+def _check_print_ranks(platform: Platform) -> None:
+    shown, size = platform.print_ranks, _open_world_size(platform)
+    if shown is None:
+        return
+    allowed = f"give None, or global ranks from 0 to {size - 1}, such as (0,)"
+    if isinstance(shown, (str, bytes)) or not isinstance(shown, Sequence) or not all(map(_is_int, shown)):
+        _refuse("print_ranks", shown, allowed)
+    if not all(0 <= rank < size for rank in shown):
+        _refuse("print_ranks", shown, allowed)
+    _set(platform, "print_ranks", tuple(shown))
+
+
+def _open_world_size(platform: Platform) -> int:
+    """Return the number of ranks: that of the surrounding world if the platform leaves it open."""
+    world = surrounding_world()
+    joins = not _starts_here(platform) and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
+    return world.world_size if world is not None and joins else platform.world_size
+
+
 def _check_visible(platform: Platform) -> None:
     """What depends on the machine: the counts, where ranks start here, and the ranks that groups may name."""
     kind = Device(platform.device)
@@ -326,9 +355,7 @@ def _check_visible(platform: Platform) -> None:
         _refuse("n_gpus", None, "what a node of the cluster has cannot be seen from here: give a number per node")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
-    world = surrounding_world()
-    joins = world is not None and not here and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
-    size = world.world_size if world is not None and joins else platform.world_size
+    size = _open_world_size(platform)
     if kind is Device.CPU and platform.n_gpus is not None:
         _refuse("n_gpus", platform.n_gpus, "with device='cpu' there are no GPUs, and n_cpus is the number of ranks")
     missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]

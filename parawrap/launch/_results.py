@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
 __all__ = ["Launch", "RankResults", "State"]
@@ -32,6 +33,9 @@ class RankResults(tuple[R, ...]):
 class Launch(ABC, Generic[R]):
     r"""Ranks that run, or ran. From ``.submit`` of a decorated function; safe to use from any thread.
 
+    Attributes:
+        log_folder: the folder of this launch under ``Platform.console_logs``; None without that.
+
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
     ... def train():
@@ -42,6 +46,8 @@ class Launch(ABC, Generic[R]):
     >>> launch.state, launch.done(), launch.logs(1)
     ('finished', True, 'in rank 1\n')
     """
+
+    log_folder: Path | None = None
 
     @abstractmethod
     def results(self, timeout: float | None = None) -> RankResults[R]:

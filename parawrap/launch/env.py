@@ -1,7 +1,7 @@
-"""Ranks that are there already: this process is one of a world that torchrun, srun or mpirun started.
+"""Launches inside a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
 
-The function runs here, as the rank that this process is; nothing is started. Every process of the world makes the same
-calls in the same order. Results, and the first failure, reach all of them through the store of the world.
+The function runs in this process, and nothing is started. Every process of the world makes the same calls in the same
+order. Results, and the first failure, reach all of them through the store of the world.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def _world() -> World:
 
 
 def _fitted(platform: Platform, world: World) -> Platform:
-    """The platform with the world's counts, where it leaves them open.
+    """Return the platform with the world's counts.
 
     Raises:
-        PlatformError: it asks for another number of ranks than there are.
+        PlatformError: If the platform names another number of ranks.
     """
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
@@ -102,7 +102,7 @@ def _fitted(platform: Platform, world: World) -> Platform:
 
 
 def _requeue_batch_job(world: World, store: dist.Store) -> None:
-    """In a batch job of Slurm, have it start anew, and wait to be ended; elsewhere the processes stay, and call again."""
+    """Requeue a batch job of Slurm, and wait for its end. Elsewhere the processes stay and call the function again."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
@@ -116,36 +116,36 @@ def _requeue_batch_job(world: World, store: dist.Store) -> None:
 
 
 def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
-    """Be the rank, make the call, tell the others how it ended, and hear how it ended with them."""
+    """Run the function as this process's rank. Return the common outcome of all ranks."""
     prefix = f"parawrap/{world.restart}/{next(_calls)}"
-    store = dist.PrefixStore(prefix, _store_of(world))
-    exchange = Exchange(store, world, job.platform)
+    store = _store_of(world)
+    exchange = Exchange(prefix, store, world, job.platform)
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
     os.environ[IN_RANK] = str(os.getpid())
     hook = sys.excepthook  # torch.distributed puts its own there with each group, and leaves it
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
     agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
-    meeting = dist.PrefixStore("groups", store) if own_group else None
+    meeting = dist.PrefixStore(f"{prefix}/groups", store) if own_group else None
     hang_up = leave_groups if own_group else _stay
     try:
-        # Others may wait for this rank in a collective until it hangs up, which takes the last reference to the group: its
-        # process goes on, and the frames of a traceback hold on to what is in them. So no variable here holds the rank.
+        # Others may wait for this rank in a collective until it hangs up. That needs the last reference to the group, and
+        # the frames of a traceback keep their variables alive. So no variable here holds the rank.
         try:
             with agreement, at_signal(agreement.ask):
                 result = _called(
                     job, replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption), group
                 )
-            exchange.tell_result(result)
+            exchange.report_result(result)
         except RequeueWanted as wanted:
             traceback.clear_frames(wanted.__traceback__)
             hang_up()
-            exchange.tell_requeue()
+            exchange.report_requeue()
         return exchange.results(hang_up)
     except SystemExit as error:
-        return exchange.tell_exit(Died.by_exit(error, pid=os.getpid()))
-    except BaseException as error:  # noqa: BLE001 (the others have to hear of it)
-        told = exchange.tell_error(error, __file__)
+        return exchange.report_exit(Died.by_exit(error, pid=os.getpid()))
+    except BaseException as error:  # noqa: BLE001 (reported to the other ranks)
+        told = exchange.report_error(error, __file__)
         traceback.clear_frames(error.__traceback__)
         return told
     finally:
@@ -155,11 +155,11 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
 
 
 def _stay() -> None:
-    """Keep a group that was there before."""
+    """Keep a group that the user made."""
 
 
 def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
-    """Make the call as a rank, and end the groups that were made within a world whose own group is the user's."""
+    """Make the call as a rank. End the groups that were made for it in a world whose own group is the user's."""
     try:
         with being(rank):
             return job.call()
@@ -169,7 +169,7 @@ def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
 
 
 def _store_of(world: World) -> dist.Store:
-    """The world's store; opened once in a process, since its port can be taken once."""
+    """Return the world's store. It is opened once per process, as its port can be bound once."""
     address = (world.master_addr, world.master_port)
     if address not in _stores:
         _stores[address] = dist.TCPStore(
@@ -179,12 +179,12 @@ def _store_of(world: World) -> dist.Store:
 
 
 def _line_to_store(world: World) -> dist.Store:
-    """Another line to the same store."""
+    """Open another connection to the same store."""
     return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
 
 
 class _Past(Launch[Any]):
-    """A call that has ended already. What its ranks wrote went where this process writes."""
+    """A call that has ended. The output of its ranks went to this process's own streams."""
 
     def __init__(self, platform: Platform, ending: RankResults[Any] | BaseException) -> None:
         self._platform = platform

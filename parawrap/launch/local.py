@@ -6,6 +6,7 @@ import os
 from contextlib import ExitStack
 from typing import Any
 
+from parawrap.errors import LaunchError
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._results import Launch
 from parawrap.launch.ranks._assignment import Surroundings
@@ -15,7 +16,6 @@ from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import starter_named
-from parawrap.launch.watch._transcript import Transcript
 
 __all__ = ["launcher"]
 
@@ -30,19 +30,7 @@ class _Local:
     """The launcher."""
 
     def launch(self, job: Job) -> Launch[Any]:
-        starter = starter_named(job.platform.spawn_method)  # first: it needs time
-
-        def begin(transcripts: list[Transcript], cleanup: ExitStack) -> Run:
-            payload = job.packed()
-            cleanup.callback(os.close, payload)
-            meeting = cleanup.enter_context(open_rendezvous(job.platform))
-            orders = assignments_of(job.platform, meeting, Surroundings.here())
-            loop = Loop()
-            run = Run(job.name, job.platform, loop, [LocalNode(loop, starter, payload)], orders, transcripts)
-            run.begin()
-            return run
-
-        return RunLaunch(job, begin)
+        return _LocalLaunch(job)
 
     def preview(self, job: Job) -> Preview:
         how = _HOW[job.platform.spawn_method]
@@ -50,3 +38,29 @@ class _Local:
 
 
 launcher = _Local()
+
+
+class _LocalLaunch(RunLaunch):
+    """A launch on this machine. Its ranks run, or the start has failed, when it is made."""
+
+    def __init__(self, job: Job) -> None:
+        self._starter = starter_named(job.platform.spawn_method)  # first: the warm process needs time
+        self._payload = job.packed()
+        self._surroundings = Surroundings.here()
+        try:
+            super().__init__(job)
+            self._begin_watch()
+        except LaunchError:
+            os.close(self._payload)
+            raise
+        self._await_begin()
+
+    def _begun(self, cleanup: ExitStack) -> Run:
+        cleanup.callback(os.close, self._payload)
+        meeting = cleanup.enter_context(open_rendezvous(self._platform))
+        assignments = assignments_of(self._platform, meeting, self._surroundings)
+        loop = Loop()
+        node = LocalNode(loop, self._starter, self._payload)
+        run = Run(self._job.name, self._platform, loop, [node], assignments, self._transcripts)
+        run.begin()
+        return run

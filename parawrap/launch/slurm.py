@@ -101,9 +101,9 @@ class _SlurmLaunch(WatchedLaunch):
 
     # -- from any thread
 
-    def _told(self) -> RankResults[Any] | BaseException:
+    def _results(self) -> RankResults[Any] | BaseException:
         try:
-            return super()._told()
+            return super()._results()
         finally:
             self._remove_folder()
 

@@ -145,9 +145,9 @@ def test_who_is_left_in_a_collective_hears_of_it(launcher, seen_by_user):
         return
     told = seen.raised()
     seen_by_user("left in a collective", told)
-    assert told.kind is RuntimeError
+    assert told.kind is LaunchError
     if launcher.name != "torchrun":
-        assert "rank 3 had returned already: in a collective, every rank of the group has to take part" in told.notes
+        assert "rank 3 had returned already: in a collective, every rank of the group has to take part" in told.message
 
 
 def test_who_is_left_where_no_connection_breaks_is_ended(launcher, seen_by_user, monkeypatch):

@@ -129,10 +129,11 @@ def test_logs_have_what_each_rank_wrote(launcher, plain):
         assert not any(seen.logs)
         assert not (folder / "logs").exists()
         return
-    assert sorted(path.name for path in (folder / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+    (logs,) = (folder / "logs").iterdir()
+    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
     for rank, text in enumerate(texts):
         assert set(text.splitlines()) <= set(seen.logs[rank].splitlines())
-        assert (folder / "logs" / f"rank-{rank}.log").read_text() == seen.logs[rank]
+        assert (logs / f"rank-{rank}.log").read_text() == seen.logs[rank]
 
 
 def test_upon_finish_is_called_once_where_the_launch_was_made(launcher, plain):

@@ -129,7 +129,7 @@ def test_notes_of_the_user_come_first():
         ({"exit_code": 3}, "left with exit code 3"),
         ({"exit_code": 0}, "left with exit code 0"),
         ({"exit_code": 1, "by_sys_exit": True}, "left by sys.exit(1)"),
-        ({}, "nobody knows"),
+        ({}, "its exit code is unknown"),
         ({"lost_with": "node 3, a-host"}, "was lost with node 3, a-host"),
     ],
 )
@@ -202,7 +202,10 @@ def test_of_very_many_others_only_some_are_told():
 def test_an_echo_tells_who_had_returned_already(done, told):
     """The usual reason of an echo without a failure: some ranks take no part in a collective."""
     outcomes = {0: raised(ECHO)} | {rank: returned() for rank in done}
-    assert told in notes_of(error_told(0, outcomes, len(done) + 1))
+    error = error_told(0, outcomes, len(done) + 1)
+    assert str(error).startswith(told)
+    assert type(error) is LaunchError
+    assert type(error.__cause__) is type(ECHO)
 
 
 def test_a_failure_that_is_no_echo_does_not_tell_who_had_returned():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from parawrap import Platform
 from parawrap.errors import LaunchError
-from parawrap.launch.watch._transcript import Transcript, open_log_folder
+from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
 PREFIX = "[rank 3] "
 OUT, ERR = 1, 2
@@ -313,21 +313,23 @@ def test_a_full_temporary_folder_costs_no_launch(capsys):
 
 def test_no_log_folder_is_made_where_none_is_named():
     """console_logs=None."""
-    assert open_log_folder(Platform(device="cpu")) is None
+    assert new_log_folder(Platform(device="cpu"), "train") is None
 
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_the_log_folder_is_made_with_all_above_it(tmp_path, relative):
     """Absolute, however it was written: the process may go to another folder."""
     given = "a/b" if relative else str(tmp_path / "a/b")
-    assert open_log_folder(Platform(device="cpu", console_logs=given)) == tmp_path / "a/b"
-    assert list((tmp_path / "a/b").iterdir()) == []
+    folder = new_log_folder(Platform(device="cpu", console_logs=given), "train")
+    assert folder.parent == tmp_path / "a/b"
+    assert folder.name.startswith("train-")
+    assert list(folder.iterdir()) == []
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     """As in a shell."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert open_log_folder(Platform(device="cpu", console_logs="~/logs")) == tmp_path / "logs"
+    assert new_log_folder(Platform(device="cpu", console_logs="~/logs"), "train").parent == tmp_path / "logs"
 
 
 @pytest.mark.parametrize("path", ["file", "file/below", "/proc/logs"])
@@ -335,7 +337,7 @@ def test_a_log_folder_that_cannot_be_written_to_is_told(tmp_path, path):
     """The message names console_logs and its value, and what to do."""
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError) as caught:
-        open_log_folder(Platform(device="cpu", console_logs=path))
+        new_log_folder(Platform(device="cpu", console_logs=path), "train")
     assert str(caught.value).startswith(f"console_logs={path!r}")
     assert "another folder" in str(caught.value)
 

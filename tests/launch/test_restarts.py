@@ -70,7 +70,7 @@ def test_what_all_attempts_wrote_is_in_the_logs(tmp_path):
     launch.results()
     assert "attempt 0\n" in launch.logs(1)
     assert "attempt 1\n" in launch.logs(1)
-    assert (tmp_path / "logs" / "rank-1.log").read_text() == launch.logs(1)
+    assert (launch.log_folder / "rank-1.log").read_text() == launch.logs(1)
 
 
 def test_a_cancelled_launch_that_would_restart_leaves_nothing_behind(tmp_path, monkeypatch):

@@ -22,9 +22,10 @@ from parawrap.launch.parcels._packing import packed
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch import _supervisor
 from parawrap.launch.watch._ending import verdict
-from parawrap.launch.watch._launch import assignments_of, transcripts_of
+from parawrap.launch.watch._launch import assignments_of
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._run import Run
+from parawrap.launch.watch._transcript import Transcript
 from tests.launch.processes import notes_of, ranks
 
 GRACE_S = 30.0
@@ -140,7 +141,7 @@ class Stage:
         loop = Loop()
         self.node = PlayedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
         orders = assignments_of(self.platform, None, Surroundings.here())
-        transcripts = transcripts_of(self.platform)
+        transcripts = [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(self.platform.world_size)]
         self.run = Run("play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues)
 
     def ending(self):
@@ -224,7 +225,7 @@ def test_a_requeue_uses_up_no_restart():
     ending = stage.ending()
     assert verdict("play", stage.platform, ending) == (4, 4)
     assert ending.history == [
-        *(f"attempt {restart} asked to be started anew" for restart in range(3)),
+        *(f"attempt {restart} asked for a restart" for restart in range(3)),
         "attempt 3 failed: rank 0 raised ValueError('once')",
     ]
 

@@ -16,7 +16,8 @@ from parawrap.backends.neuron._contract import (
     no_dynamic_batching,
     not_traced,
 )
-from parawrap.backends.neuron._cores import NeuronCore, cores_given, resolve_cores
+from parawrap.backends.neuron._cores import NeuronCore, core_numbers_given, cores_given, resolve_cores
+from parawrap.backends.neuron._neuron_ls import cores_listed
 from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
 
 __all__ = [
@@ -28,7 +29,9 @@ __all__ = [
     "buffers_kept",
     "consecutive",
     "copy_around",
+    "core_numbers_given",
     "cores_given",
+    "cores_listed",
     "in_chunks",
     "modules_around",
     "no_dynamic_batching",

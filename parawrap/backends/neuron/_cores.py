@@ -72,17 +72,30 @@ def cores_given(environ: Mapping[str, str] | None = None) -> int | None:
     >>> cores_given({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), cores_given({"NEURON_RT_NUM_CORES": "8"}), cores_given({})
     (4, 8, None)
     """
+    numbers = core_numbers_given(environ)
+    return None if numbers is None else len(numbers)
+
+
+def core_numbers_given(environ: Mapping[str, str] | None = None) -> list[int] | None:
+    """Return the machine's numbers of the NeuronCores that the environment gives to this process; None if it gives none.
+
+    Raises:
+        DeviceListError: If one of the variables is malformed.
+
+    >>> core_numbers_given({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), core_numbers_given({"NEURON_RT_NUM_CORES": "2"})
+    ([0, 2, 3, 4], [0, 1])
+    """
     environ = os.environ if environ is None else environ
     listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
     if listed:
-        return sum(map(len, _listed(listed)))
+        return [core for span in _listed(listed) for core in span]
     number = environ.get("NEURON_RT_NUM_CORES", "").strip()
     if not number:
         return None
     if not number.isdecimal():
         msg = f"NEURON_RT_NUM_CORES={number!r} is no number of cores: give one, as in NEURON_RT_NUM_CORES=2, or 0 for all"
         raise DeviceListError(msg)
-    return int(number) or None
+    return list(range(int(number))) or None
 
 
 def _listed(listed: str) -> list[range]:

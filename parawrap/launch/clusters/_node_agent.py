@@ -67,7 +67,7 @@ class NodeAgent:
         """Serve until the line is gone and the last rank with it."""
         try:
             while self._has_line or not self._node.is_over:
-                self._loop.turn(min(self._kill_at - time.monotonic(), _LONGEST_TURN_S, self._node.look()))
+                self._loop.turn(min(self._kill_at - time.monotonic(), _LONGEST_TURN_S))
                 self._see_to_line()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = _NEVER

@@ -13,8 +13,9 @@ import socket
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from parawrap.backends.cpu import usable_cores
 from parawrap.errors import LaunchError
-from parawrap.launch._devices import Device, cores
+from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.launch.clusters._network import Address
 from parawrap.launch.ranks._groups import LOOPBACK
@@ -74,7 +75,7 @@ def _join(ray: Any, platform: Platform) -> None:
             msg = f"the Ray cluster {where} cannot be joined: {error}"
             raise LaunchError(msg) from error
     try:
-        ray.init(address="local", num_cpus=max(cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
+        ray.init(address="local", num_cpus=max(usable_cores(), platform.cpus_per_node), include_dashboard=False, **quiet)
     except Exception as error:
         msg = f"no Ray cluster runs here, and none can be started: {error}"
         raise LaunchError(msg) from error

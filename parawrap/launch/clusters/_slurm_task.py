@@ -13,12 +13,13 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
@@ -37,7 +38,7 @@ from parawrap.launch.watch._local_node import LocalNode, Node
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._starters import Started, Starter, starter_named
+from parawrap.launch.watch._starters import Starter, starter_named
 
 __all__ = ["ALIVE_S", "serve"]
 
@@ -72,18 +73,18 @@ def serve(path: str, node: int, start: int, noted: list[int]) -> None:
 
 
 class _Starter:
-    """A node's starter, of processes that do not heed Slurm's signals: these are the first node's affair alone."""
+    """A node's starter. Its processes do not react to Slurm's signals, which are for the first node's task."""
 
     def __init__(self, method: str) -> None:
         with not_for_children():
             self._starter = starter_named(method)
 
-    def start(self, line: socket.socket, grace_s: float) -> Started:
+    def start(self, line: socket.socket, grace_s: float) -> int:
         with not_for_children():
             return self._starter.start(line, grace_s)
 
-    def load(self, names: Iterable[str]) -> None:
-        self._starter.load(names)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._starter, name)
 
 
 def _allow_open_files() -> None:

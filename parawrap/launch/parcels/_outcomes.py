@@ -1,7 +1,7 @@
-"""How ranks end, which of several failures is the one to tell, and the exception that tells it.
+"""How ranks end, which of several failures is reported, and the exception for it.
 
-A failure of one rank soon fails the others: their collectives break. Those echoes may even be heard before the failure
-itself. The one to tell is the earliest that is no echo; only where all are echoes, the earliest of them.
+A failure of one rank soon breaks the collectives of the others. These echoes may arrive before the failure itself. The
+earliest failure that is not an echo is reported; if all are echoes, the earliest of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch._results import RankResults
-from parawrap.launch.parcels._failures import add_note
+from parawrap.launch.parcels._failures import add_note, summary_of
 from parawrap.launch.parcels._packing import memory_file, unpack
 
 __all__ = [
@@ -30,8 +30,9 @@ __all__ = [
     "Requeued",
     "Returned",
     "error_of",
+    "exit_text",
     "first_failure",
-    "returned_already",
+    "missed_collective",
     "values_of",
 ]
 
@@ -44,15 +45,15 @@ Signal = signal.Signals | int
 
 
 class Parcel:
-    """A value that a rank sent, still packed, in an open file or at a path. Opened once; closed with its holder."""
+    """A value that a rank sent, still packed, in an open file or at a path. It can be opened once."""
 
     def __init__(self, file: int | Path) -> None:
         self._file: int | None = file if isinstance(file, int) else None
         self._path = file if isinstance(file, Path) else None
 
     def open(self) -> Any:
-        """The value."""
-        if self._path is not None:  # whoever removes the file is not to find it mapped
+        """Return the value."""
+        if self._path is not None:  # a copy, as a mapped file could not be removed on some file systems
             self._file = memory_file("parcel")
             with self._path.open("rb") as packed, open(self._file, "wb", closefd=False) as copy:
                 shutil.copyfileobj(packed, copy)
@@ -63,8 +64,8 @@ class Parcel:
             self.close()
 
     def put(self, path: Path) -> Parcel:
-        """The same parcel, in a file of this path, where another process may open it; this one is closed."""
-        if self._file is None:  # it is there already
+        """Move it to a file at this path, where another process can open it. Return the new parcel."""
+        if self._file is None:  # it is in a file already
             return self
         with path.open("wb") as out:
             size = os.fstat(self._file).st_size
@@ -74,7 +75,7 @@ class Parcel:
         return Parcel(path)
 
     def close(self) -> None:
-        """Let go of it unopened."""
+        """Close it unopened."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -116,14 +117,14 @@ class Died:
 
     @classmethod
     def of(cls, code: int | None, *, at: float, pid: int, last_words: str, lost_with: str = "") -> Died:
-        """From how the process ended: an exit code, or minus the number of a signal; None where nobody knows."""
+        """Make it from an exit code or minus a signal's number; None if it is unknown."""
         if code is not None and code < 0:
             return cls(at, pid, signal=_signal(-code), last_words=last_words)
         return cls(at, pid, exit_code=code, last_words=last_words, lost_with=lost_with)
 
     @classmethod
     def by_exit(cls, error: SystemExit, *, pid: int) -> Died:
-        """By ``sys.exit``, with what it was given."""
+        """Make it from the exception of ``sys.exit``."""
         given = error.code
         code = given if isinstance(given, int) else int(given is not None)
         said = "" if given is None or isinstance(given, int) else str(given)
@@ -131,34 +132,43 @@ class Died:
 
     @property
     def summary(self) -> str:
-        """What happened, as the end of a sentence that begins with the rank."""
+        """The end of a sentence that begins with the rank."""
         if self.signal is not None:
-            return f"was killed by {getattr(self.signal, 'name', f'signal {self.signal}')}"
+            return _killed_by(self.signal)
         if self.by_sys_exit:
             return f"left by sys.exit({self.exit_code}) and returned nothing"
         if self.lost_with:
             return f"was lost with {self.lost_with}"
         if self.exit_code is None:
-            return "is gone, and nobody knows how it ended"
+            return "is gone, and its exit code is unknown"
         return f"left with exit code {self.exit_code} and returned nothing"
 
 
 @dataclass(frozen=True)
 class Requeued:
-    """The function asked for the launch to be started anew."""
+    """The function asked for a restart of the launch."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The launch told it to end before it was done."""
+    """The launch ended the rank before its function had ended."""
 
     at: float
 
 
+def exit_text(code: int) -> str:
+    """Describe how a process ended, by its exit code or minus a signal's number."""
+    return _killed_by(_signal(-code)) if code < 0 else f"left with exit code {code}"
+
+
+def _killed_by(number: Signal) -> str:
+    return f"was killed by {getattr(number, 'name', f'signal {number}')}"
+
+
 def _signal(number: int) -> Signal:
-    """By its name, where it has one: most real-time signals have none."""
+    """Return the signal by its name, if it has one: most real-time signals have none."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -170,9 +180,9 @@ Outcome = Returned | Raised | Died | Requeued | Ended
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
-    """The rank whose failure is to be told; None where none failed.
+    """Return the rank whose failure is reported; None if none failed.
 
-    Where a rank has left to be started anew, the echoes of that are no failures.
+    If a rank has left to be restarted, the echoes of that are not failures.
     """
     failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
     if any(isinstance(each, Requeued) for each in outcomes.values()):
@@ -185,46 +195,58 @@ def _is_echo(failure: Failure) -> bool:
 
 
 def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> RankResults[Any] | BaseException:
-    """What the ranks returned, or why that cannot be had."""
+    """Return the ranks' results, or the error that keeps one of them from being unpacked."""
     values = []
     for rank in range(world_size):
         outcome = outcomes[rank]
         assert isinstance(outcome, Returned), outcome
         try:
             values.append(outcome.value.open())
-        except Exception as error:  # noqa: BLE001 (a class of the user's that cannot be made here)
+        except Exception as error:  # noqa: BLE001 (a user's class that cannot be made here)
             error.add_note(f"this happened while the result of rank {rank} of {world_size} was being unpacked")
             return error
     return RankResults(values)
 
 
 def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str) -> BaseException:
-    """The exception to raise for a rank that failed: its own, or RankDiedError; with notes on where, and on the others.
+    """Return the exception to raise for a failed rank, with notes on where it happened and on the other ranks.
 
     Args:
-        rank: the one that failed.
+        rank: that failed.
         outcomes: of all ranks that have ended.
-        world_size: how many ranks there are.
-        place: where the rank ran, as a note has it: "node 0, its host's name".
+        world_size: the number of ranks.
+        place: where the rank ran, such as "node 0, its host's name".
     """
     failure = outcomes[rank]
     if isinstance(failure, Raised):
         error = _opened(failure, rank)
-        returned = [rank for rank, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
+        returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
-            add_note(error, returned_already(returned))
+            error = missed_collective(rank, returned, error)
         add_note(error, f"raised in rank {rank} of {world_size} ({place}); there:\n{_indented(failure.traceback)}")
     else:
         assert isinstance(failure, Died)
         msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
         error = RankDiedError(msg, rank=rank, signal=failure.signal, exit_code=failure.exit_code)
         if failure.last_words:
-            error.add_note(f"the last that rank {rank} wrote:\n{_indented(failure.last_words[-_LAST_WORDS:])}")
+            error.add_note(f"the last output of rank {rank}:\n{_indented(failure.last_words[-_LAST_WORDS:])}")
         if failure.signal is signal.SIGKILL:
-            error.add_note("nobody here sent that signal: a kernel out of memory does, and so does kill -9")
+            error.add_note("parawrap did not send that signal: a kernel out of memory does, and so does kill -9")
     for note in _on_others(rank, outcomes, failure):
         add_note(error, note)
     return error
+
+
+def missed_collective(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
+    """Return an error that explains why a rank's collective broke: other ranks had returned. Its cause is `error`."""
+    named = f"rank {returned[0]}" if len(returned) == 1 else f"ranks {', '.join(map(str, returned))}"
+    msg = (
+        f"{named} had returned already: in a collective, every rank of the group has to take part. Rank {rank} waited in "
+        f"one, and raised {summary_of(error)}"
+    )
+    explained = LaunchError(msg)
+    explained.__cause__ = error
+    return explained
 
 
 def _opened(failure: Raised, rank: int) -> BaseException:
@@ -236,7 +258,7 @@ def _opened(failure: Raised, rank: int) -> BaseException:
 
 
 def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> list[str]:
-    """One note on what the other ranks did, in rank order, and what that may mean."""
+    """Return at most one note: how the other ranks failed, in rank order."""
     said = []
     for other, outcome in sorted(outcomes.items()):
         if other != rank and isinstance(outcome, Raised):
@@ -245,12 +267,6 @@ def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> 
             said.append(f"rank {other} {outcome.summary}")
     more = len(said) - _TOLD_AT_MOST
     return ["then: " + "; ".join(said[:_TOLD_AT_MOST]) + (f"; and {more} more" if more > 0 else "")] if said else []
-
-
-def returned_already(ranks: Sequence[int]) -> str:
-    """A note on ranks that others may have waited for in vain."""
-    named = f"rank {ranks[0]} had" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} had"
-    return f"{named} returned already: in a collective, every rank of the group has to take part"
 
 
 def _indented(text: str) -> str:

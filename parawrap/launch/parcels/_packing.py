@@ -1,14 +1,15 @@
-"""Values on their way to another process: one file that holds a pickle and, beside it, the memory of tensors and arrays.
+"""Values packed for another process: one file with a pickle and, next to it, the memory of tensors and arrays.
 
-The reader maps the file and builds tensors upon it, so a result of gigabytes is written once, read without a copy, takes
-one descriptor whatever its number of tensors, and is gone with the last tensor that lies in it. Functions go by value where
-no module could give them to the other side (cloudpickle). Tensors on an accelerator arrive on the CPU.
+The reader maps the file and builds tensors on it. So a result of gigabytes is written once, read without a copy, takes one
+descriptor for any number of tensors, and is freed with the last of them. Functions that the other side cannot import travel
+by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import io
+import linecache
 import mmap
 import os
 import pickle
@@ -16,6 +17,7 @@ import struct
 import tempfile
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -25,7 +27,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch.parcels._exceptions import reduced_exception
 from parawrap.launch.parcels._unpicklable import find_unpicklable
 
-__all__ = ["OfMain", "memory_file", "pack", "packed", "unpack"]
+__all__ = ["OfMain", "Sources", "memory_file", "pack", "packed", "unpack"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -35,7 +37,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def memory_file(name: str) -> int:
-    """A new file without a path, in memory where the system offers that: nothing stays behind whoever dies."""
+    """Make a file without a path, in memory if the system offers that. It never stays behind."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"parawrap-{name}")
     with tempfile.TemporaryFile() as file:
@@ -43,7 +45,7 @@ def memory_file(name: str) -> int:
 
 
 def packed(value: Any, name: str, address: str) -> int:
-    """A new file that holds a value; raises what `pack` raises, and leaves no file then."""
+    """Pack a value into a new file. Raises as `pack` does, and leaves no file then."""
     file = memory_file(name)
     try:
         pack(value, file, address)
@@ -56,10 +58,10 @@ def packed(value: Any, name: str, address: str) -> int:
 def pack(value: Any, file: int, address: str) -> None:
     """Write a value into an open file, from its start.
 
-    A dict with an `OfMain` as its last value gets there what of ``__main__`` has gone into the file by value.
+    The last values of a dict may be an `OfMain` and a `Sources`, which are replaced by what they stand for.
 
     Raises:
-        UnsendableError: it cannot be pickled; the message names the part that cannot, from `address` on.
+        UnsendableError: If it cannot be pickled. The message names the part that cannot, from `address` on.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -80,7 +82,7 @@ def pack(value: Any, file: int, address: str) -> None:
 
 
 def unpack(file: int) -> Any:
-    """The value that `pack` wrote into this file. The caller may close the file afterwards."""
+    """Return the value that `pack` wrote into a file. The caller may close the file afterwards."""
     memory = _memory_of(file)
     length, count = _HEAD.unpack_from(memory)
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
@@ -90,7 +92,7 @@ def unpack(file: int) -> Any:
 
 
 def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The file's first bytes, and where each buffer goes behind the pickle."""
+    """Return the file's first bytes, and the place of each buffer after the pickle."""
     end = _HEAD.size + len(sizes) * _SPAN.size + pickled
     spans = []
     for size in sizes:
@@ -101,7 +103,7 @@ def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]
 
 
 def _memory_of(file: int) -> memoryview:
-    """The file's bytes, writable and private. Small files are read: a mapping keeps a descriptor open."""
+    """Return the file's bytes, writable and private. Small files are read: a mapping keeps a descriptor open."""
     size = os.fstat(file).st_size
     if size >= _WORTH_MAPPING:
         return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
@@ -109,10 +111,10 @@ def _memory_of(file: int) -> memoryview:
 
 
 def _refusal(value: Any) -> Exception | None:
-    """None, or what goes wrong when this value is pickled."""
+    """Return the error of pickling this value, or None."""
     try:
         _Pickler(io.BytesIO(), []).dump(value)
-    except Exception as error:  # noqa: BLE001 (whatever a class does when it is pickled)
+    except Exception as error:  # noqa: BLE001 (classes may raise anything)
         return error
     return None
 
@@ -121,19 +123,31 @@ class OfMain:
     """Stands for the functions and classes of ``__main__`` that were pickled before it, by their names."""
 
 
+class Sources:
+    """Stands for the source lines of the functions that were pickled before it and come from no file, by filename.
+
+    With them, tracebacks show the source of notebook cells.
+    """
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, with the memory of tensors put aside instead of copied into the pickle. For one value only."""
+    """cloudpickle that keeps the memory of tensors out of the pickle. For one value only."""
 
     def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._of_main: dict[str, Any] = {}
+        self._sources: dict[str, list[str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduced_tensor(obj)
         if isinstance(obj, OfMain):
             return dict, (self._of_main,)
+        if isinstance(obj, Sources):
+            return dict, (self._sources,)
+        if isinstance(obj, types.FunctionType):
+            self._note_source(obj.__code__.co_filename)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             msg = "DistributedDataParallel belongs to the process group of its rank: send model.module"
             raise pickle.PicklingError(msg)
@@ -145,8 +159,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         return super().reducer_override(obj)
 
+    def _note_source(self, filename: str) -> None:
+        if filename in linecache.cache and filename not in self._sources and not Path(filename).exists():
+            self._sources[filename] = linecache.getlines(filename)
+
     def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Tensors that share memory share it on the other side too: they name one storage, which is pickled once."""
+        """Reduce a tensor to a view of its storage, which is pickled once: tensors that share memory still share it."""
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
         storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
@@ -155,7 +173,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether memory, shape and strides are all there is to it; torch has its own ways with all others."""
+    """True if memory, shape, and strides describe it completely. torch pickles all others."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -184,5 +202,5 @@ def _storage(memory: Any) -> torch.UntypedStorage:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """The storage's own memory, not a copy; the pickler keeps the storage alive."""
+    """Return the storage's own memory, not a copy. The pickler keeps the storage alive."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

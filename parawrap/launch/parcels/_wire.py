@@ -7,7 +7,6 @@ whose descriptor is attached, where both ends are on one machine. Any thread may
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import pickle
 import select
@@ -22,7 +21,6 @@ __all__ = ["Message", "Wire", "close_in_forked_children", "is_readable", "line_a
 
 _HEAD = struct.Struct("<QB")
 _MOST_FILES = 8
-_log = logging.getLogger("parawrap.launch")
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -68,10 +66,11 @@ class Wire:
             if not head:
                 return None
             length, count = _HEAD.unpack(head + receive_exactly(self._socket, _HEAD.size - len(head)))
-            if len(files) != count:
-                _log.error("descriptors were lost on their way: this process may open no more (see ulimit -n)")
-                raise EOFError
             word, body = pickle.loads(receive_exactly(self._socket, length))
+            if len(files) != count:  # the kernel dropped them: this process has reached its limit of open files
+                for file in files:
+                    os.close(file)
+                return Message("files lost", None, ())
         except (OSError, EOFError):
             for file in files:
                 os.close(file)

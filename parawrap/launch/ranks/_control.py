@@ -1,12 +1,12 @@
-"""A rank's line to its parent, served by a thread of its own while the function runs.
+"""A thread that serves a rank's line to its launch while the function runs.
 
-What it guarantees: a rank that is told to end, or whose parent is gone, is gone too after ``grace_s``, whatever it does.
+Guarantee: a rank that is ordered to end, or whose launch is gone, is gone after ``grace_s``, whatever it does.
 
-* Told to end, the main thread gets an exception that no ``except Exception`` catches: ``finally`` blocks run.
-* A main thread that does not even take the signal, because it waits in C for a collective that will never be complete,
-  has nothing to clean up: the process ends within a second.
-* The parent is gone when its end of the line is closed, which the kernel does however it died. A process that the user
-  forked from the parent may hold the line open; so the id of the parent process is looked at too.
+* Its main thread gets an exception that no ``except Exception`` catches, so ``finally`` blocks run.
+* If the main thread blocks in C, in a collective that never completes, there is nothing to clean up: the process ends
+  within a second.
+* The kernel closes the launch's end of the line however the launch died. A process that the user forked may hold the line
+  open, so the thread also checks the id of the parent process.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,33 +28,40 @@ from parawrap.launch.parcels._wire import Wire, close_in_forked_children, is_rea
 from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._preemption import Preemption
 
-__all__ = ["FORCED", "Control", "ToldToEnd"]
+__all__ = ["FORCED", "PRELOADABLE", "Control", "ToldToEnd"]
 
 _OWN_FILES = str(Path(__file__).parent.parent)
+_LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _LOOK_S = 0.1
 _DEAF_S = 1.0
-_IDLE = 0.02  # of the time, whoever only waits uses at most this share of a processor
-FORCED = 1  # the exit code of a rank that its own control ended
+_IDLE = 0.02  # a thread that waits uses at most this share of a processor
+FORCED = 1  # the exit code of a rank that its control ended
+
+# Modules that ranks import sooner or later, at a second each: every torch optimizer and DistributedDataParallel import this
+# one. The warm process imports them for later ranks.
+PRELOADABLE = ("torch._dynamo",)
 
 
 class ToldToEnd(BaseException):
-    """Raised in a rank's main thread when the launch ends before the function does."""
+    """Raised in a rank's main thread if the launch ends before the function does."""
 
 
 class Control:
     """Serves one rank, from its start to its end.
 
     Attributes:
-        preemption: the rank's part in agreeing on when to save.
+        preemption: the rank's side of the agreement on when to save.
     """
 
-    def __init__(self, wire: Wire, orders: Assignment) -> None:
+    def __init__(self, wire: Wire, assignment: Assignment) -> None:
         self.preemption = Preemption()
         self._wire = wire
-        self._orders = orders
+        self._assignment = assignment
+        self._to_report = [name for name in PRELOADABLE if name not in sys.modules]
         self._others_left = False
         self._is_stuck = False
+        self._is_still = False
         self._parent = os.getppid()
         self._main = threading.main_thread()
         self._told = threading.Event()
@@ -63,9 +71,9 @@ class Control:
         self._main_thread = _MainThread()
 
     def start(self) -> None:
-        """Take the signal that tells the rank to end, and serve the line."""
+        """Handle the signal that ends the rank, and serve the line."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        close_in_forked_children(self._wire)  # what the function forks is no rank: it has nothing to say to the parent
+        close_in_forked_children(self._wire)  # processes that the function forks are not ranks
         os.register_at_fork(after_in_child=self._let_go_of_sigterm)
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
 
@@ -74,19 +82,19 @@ class Control:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def function_ended(self) -> None:
-        """From now on the rank only reports and leaves: nothing is left that would have to be told to end."""
+        """Interrupt the main thread no more: it only reports and leaves."""
         self._interrupts = False
 
     def linger(self, seconds: float) -> None:
-        """Wait until the parent needs this process no longer, but not longer than this."""
+        """Wait until all ranks have ended, at most so long: their collectives may still need this process."""
         self._dismissed.wait(seconds)
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
-        """Run in the main thread as soon as that runs Python; also when somebody else sends the signal.
+        """Raise in the main thread.
 
-        A cluster sends it to every process of a job that it is about to end; what that means for ranks, their node decides.
+        A cluster sends this signal to every process of a job that it is about to end. There the node decides for its ranks.
         """
-        if self._orders.on_cluster and not self._told.is_set():
+        if self._assignment.on_cluster and not self._told.is_set():
             return
         self._heard.set()
         if self._interrupts:
@@ -97,77 +105,100 @@ class Control:
         while True:
             if is_readable(self._wire, _LOOK_S):
                 message = self._wire.receive()
-                if message is None:
+                if message is None or message.word == "end":
                     break
-                if message.word == "bye":
-                    self._dismissed.set()
-                elif message.word == "left":
-                    self._others_left = True
-                elif message.word == "stacks":
-                    self._wire.send("stacks", stacks())
-                elif message.word == "preempt":
-                    self._wire.send("answered", self.preemption.hold_back())
-                elif message.word == "checkpoint":
-                    self.preemption.decide(message.body)
-                elif message.word == "end":
-                    break
+                self._on_message(message.word, message.body)
             elif os.getppid() != self._parent:
                 break
-            elif self._orders.tells_of_life or self._others_left:
-                self._look_at_main_thread()
+            else:
+                self._look()
         self._end()
 
+    def _on_message(self, word: str, body: Any) -> None:
+        if word == "bye":
+            self._dismissed.set()
+        elif word == "left":
+            self._others_left = True
+        elif word == "stacks":
+            self._wire.send("stacks", stacks())
+        elif word == "where":
+            self._wire.send("where", f"{'waits at' if self._is_still else 'is at'} {place_of_main_thread()}")
+        elif word == "preempt":
+            self._wire.send("answered", self.preemption.hold_back())
+        elif word == "checkpoint":
+            self.preemption.decide(body)
+
     def _end(self) -> None:
-        """End this process: by the main thread's own doing if it can, else from here."""
+        """End this process: through the main thread if that runs Python, else from here."""
         self._dismissed.set()
         if not self._heard.is_set() and not self._told.is_set():
             self._told.set()
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
         users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
         if users_own or self._heard.wait(_DEAF_S) or not self._main_thread.is_in_distributed():
-            time.sleep(self._orders.grace_s)
+            time.sleep(self._assignment.grace_s)
         os._exit(FORCED)
 
-    def _look_at_main_thread(self) -> None:
-        """Tell the parent of life, where it wants to know; and of being stuck, where other ranks have left."""
+    def _look(self) -> None:
+        """Report imports that the warm process can make for later ranks, and the state of the main thread."""
+        if loaded := [name for name in self._to_report if name in sys.modules]:
+            self._to_report = [name for name in self._to_report if name not in loaded]
+            self._wire.send("imports", loaded)
         moved = self._main_thread.has_moved()
-        if moved and self._orders.tells_of_life:
+        if moved and self._assignment.tells_of_life:
             self._wire.send("alive")
-        is_stuck = self._others_left and self._main_thread.waits_for_others(self._orders.stuck_s)
+        is_stuck = self._others_left and self._main_thread.waits_for_others(self._assignment.stuck_s)
         if is_stuck != self._is_stuck:
             self._is_stuck = is_stuck
             self._wire.send("stuck" if is_stuck else "moves", stacks())
+        was_still, self._is_still = self._is_still, self._main_thread.is_still_for(self._assignment.still_s)
+        if self._is_still and not was_still:
+            self._wire.send("still")
 
 
 class _MainThread:
-    """What can be seen of the main thread from another one: where it is in its Python code, and what it has computed."""
+    """The main thread, seen from another one: its place in its Python code, and the processor time that it has used."""
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
         self._seen: _Look | None = None
+        self._stopped: _Look | None = None
         self._wait_began: _Look | None = None
 
     def has_moved(self) -> bool:
-        """Whether it is at another place than when last asked, or has used its processor in between."""
+        """Look at it. True if it is at another place than at the last look, or has used a processor in between."""
         last, now = self._seen, self._look()
         self._seen = now
+        if self._stopped is None or self._stopped.place != now.place:
+            self._stopped = now
         began = self._wait_began
         if not now.in_distributed:
             self._wait_began = None
         elif began is None or began.before_distributed != now.before_distributed:
             self._wait_began = now
-        return last is None or (last.place, last.processor_s) != (now.place, now.processor_s)
+        if last is None or last.place != now.place:
+            return True
+        used_s = now.processor_s - last.processor_s
+        idle_s = _IDLE * (now.at - last.at) if now.in_distributed else 0.0  # a store in a file is polled
+        return used_s > idle_s
 
     def is_in_distributed(self) -> bool:
-        """Whether it is in a call of torch.distributed."""
+        """True if it is in a call of torch.distributed."""
         return self._look().in_distributed
 
     def waits_for_others(self, seconds: float) -> bool:
-        """Whether it has been in one call of torch.distributed for so long, and has done next to nothing there."""
-        if self._seen is None or self._wait_began is None:
+        """True if it has been in one call of torch.distributed for so long, and idle there."""
+        return self._has_idled_since(self._wait_began, seconds)
+
+    def is_still_for(self, seconds: float) -> bool:
+        """True if it has been at one place for so long, and idle there."""
+        return self._has_idled_since(self._stopped, seconds)
+
+    def _has_idled_since(self, then: _Look | None, seconds: float) -> bool:
+        if self._seen is None or then is None:
             return False
-        waited = self._seen.at - self._wait_began.at
-        return waited >= seconds and self._seen.processor_s - self._wait_began.processor_s <= _IDLE * waited
+        waited = self._seen.at - then.at
+        return waited >= seconds and self._seen.processor_s - then.processor_s <= _IDLE * waited
 
     def _look(self) -> _Look:
         frame = sys._current_frames().get(self._ident)
@@ -178,7 +209,7 @@ class _MainThread:
         return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
 
     def _processor_s(self) -> float:
-        """What the main thread alone has used. On CUDA nothing can be told from it: whoever waits for the GPU spins."""
+        """Return what the main thread alone has used; 0 with CUDA, where a thread that waits for the GPU spins."""
         if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
@@ -195,7 +226,7 @@ class _Look(NamedTuple):
 
 
 def stacks() -> str:
-    """What every thread of this process is doing, but for the one that asks; without what led to the user's function."""
+    """Return the stacks of all threads but the calling one, without the frames that lead to the user's function."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     return "\n".join(
@@ -203,6 +234,17 @@ def stacks() -> str:
         for ident, frame in sys._current_frames().items()
         if ident != mine
     )
+
+
+def place_of_main_thread() -> str:
+    """Return the line of code that the main thread runs, the innermost outside Python's and torch's own files."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    summary = _stack_of(frame) if frame is not None else []
+    users = [each for each in summary if not each.filename.startswith(_LIBRARIES)] or summary
+    if not users:
+        return "an unknown place"
+    place = users[-1]
+    return f"{Path(place.filename).name}:{place.lineno} in {place.name}: {place.line}"
 
 
 def _stack_of(frame: FrameType) -> traceback.StackSummary:

@@ -1,4 +1,4 @@
-"""How one call ended in every rank of a world that nobody watches: written to and read from the world's store."""
+"""The outcomes of one call in every rank of a world that no launch supervises, exchanged through the world's store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parawrap.errors import LaunchTimeoutError
+from parawrap.errors import LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
 from parawrap.launch._results import RankResults
 from parawrap.launch._world import World
@@ -24,10 +24,11 @@ from parawrap.launch.parcels._outcomes import (
     Requeued,
     Returned,
     error_of,
-    returned_already,
+    missed_collective,
     values_of,
 )
 from parawrap.launch.parcels._packing import memory_file, packed
+from parawrap.launch.ranks._secret import Signer
 
 __all__ = ["Exchange"]
 
@@ -40,36 +41,39 @@ _FAILED, _REQUEUED = "failed", "requeued"
 
 
 class Exchange:
-    """One rank's part in it; lives as long as the call.
+    """One rank's part in the exchange of one call.
 
     Args:
-        store: for this call alone.
+        prefix: of the call's keys in the store.
+        store: of the world.
         world: this process's place in it.
         platform: of the launch.
     """
 
-    def __init__(self, store: dist.Store, world: World, platform: Platform) -> None:
-        self._store = store
+    def __init__(self, prefix: str, store: dist.Store, world: World, platform: Platform) -> None:
+        self._prefix = prefix
+        self._store: Any = dist.PrefixStore(prefix, store)  # which takes bytes, though its types say str
+        self._signer = Signer()
         self._world = world
         limit = platform.timeout_min
         self._place = f"node {world.node}, {socket.gethostname()}"
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
 
-    def tell_result(self, result: Any) -> None:
+    def report_result(self, result: Any) -> None:
         file = packed(result, "result", "the result")
         try:
-            self._tell("returned", {"at": time.time()}, file)
+            self._report("returned", {"at": time.time()}, file)
         finally:
             os.close(file)
 
-    def tell_error(self, error: BaseException, *own_files: str) -> RankResults[Any] | Requeued | BaseException:
-        """Tell the others, unless it comes of what one of them has told before: then that is how the call ended.
+    def report_error(self, error: BaseException, *own_files: str) -> RankResults[Any] | Requeued | BaseException:
+        """Report an error, unless it follows from an outcome that another rank reported: then return that outcome.
 
         Args:
-            error: what this rank raised.
-            own_files: the traceback that is told begins below them.
+            error: that this rank raised.
+            own_files: files whose frames at the start of the traceback are left out.
         """
-        if isinstance(error, _Heard):
+        if isinstance(error, _FailedElsewhere):
             return error.error
         is_echo = failures.is_echo(error)
         if is_echo and self._wait_for_cause():
@@ -77,12 +81,12 @@ class Exchange:
         if self._store.check([_FAILED]):
             return self._failure()
         if is_echo and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
-            failures.add_note(error, returned_already(returned))
+            error = missed_collective(self._world.global_rank, returned, error)
         file = failures.pack_exception(error)
         try:
             body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
             self._store.set(f"{self._world.global_rank}/place", self._place)
-            self._tell("raised", body | {"traceback": failures.traceback_of(error, *own_files)}, file)
+            self._report("raised", body | {"traceback": failures.traceback_of(error, *own_files)}, file)
             first = self._store.compare_set(_FAILED, "", str(self._world.global_rank))
         finally:
             os.close(file)
@@ -91,50 +95,49 @@ class Exchange:
         failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size}, this one")
         return error
 
-    def tell_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:
-        """Tell the others that this rank has left by ``sys.exit``."""
+    def report_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:
+        """Report that this rank has left by ``sys.exit``."""
         rank = self._world.global_rank
-        return self.tell_error(error_of(rank, {rank: died}, self._world.world_size, self._place))
+        return self.report_error(error_of(rank, {rank: died}, self._world.world_size, self._place))
 
-    def tell_requeue(self) -> None:
-        """Tell the others that all are to start anew."""
+    def report_requeue(self) -> None:
+        """Report that all ranks are to start again."""
         self._store.set(_REQUEUED, "")
         file = packed(None, "result", "nothing")
         try:
-            self._tell("requeued", {"at": time.time()}, file)
+            self._report("requeued", {"at": time.time()}, file)
         finally:
             os.close(file)
 
     def results(self, hang_up: Callable[[], None]) -> RankResults[Any] | Requeued | BaseException:
-        """Every rank's result, as soon as the last one is there; or that all are to start anew, where one of them asks.
+        """Wait for the outcomes of all ranks. Return their results, or a request of one of them to start again.
 
         Args:
-            hang_up: called when others take long: whoever waits for this rank in a collective hears of it that way.
+            hang_up: called if others take long, so that ranks that wait for this one in a collective fail.
         """
         self._wait_for_all(_LINGER_S)
         hang_up()
         outcomes: dict[int, Outcome] = {}
         for rank in range(self._world.world_size):
             self._wait_for(rank)
-            outcomes[rank] = self._hear(rank)
+            outcomes[rank] = self._outcome_of(rank)
         self._forget()
         requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
         return requeued[0] if requeued else values_of(outcomes, self._world.world_size)
 
-    def _tell(self, word: str, body: dict[str, Any], file: int) -> None:
+    def _report(self, word: str, body: dict[str, Any], file: int) -> None:
         rank = self._world.global_rank
         size = os.fstat(file).st_size
         pieces = range(0, size, _PIECE)
-        store: Any = self._store  # which takes bytes, though its types say str
         for i, start in enumerate(pieces):
-            store.set(f"{rank}/{i}", os.pread(file, _PIECE, start))
-        store.set(f"{rank}", pickle.dumps((word, body, len(pieces))))
+            self._write(f"{rank}/{i}", os.pread(file, _PIECE, start))
+        self._write(f"{rank}", pickle.dumps((word, body, len(pieces))))
 
-    def _hear(self, rank: int) -> Outcome:
-        word, body, pieces = pickle.loads(self._store.get(f"{rank}"))
-        file = memory_file("heard")
+    def _outcome_of(self, rank: int) -> Outcome:
+        word, body, pieces = pickle.loads(self._read(f"{rank}", rank))
+        file = memory_file("outcome")
         with open(file, "wb", closefd=False) as out:
-            out.writelines(self._store.get(f"{rank}/{i}") for i in range(pieces))
+            out.writelines(self._read(f"{rank}/{i}", rank) for i in range(pieces))
         if word == "requeued":
             os.close(file)
             return Requeued(body["at"])
@@ -142,53 +145,63 @@ class Exchange:
             return Returned(body["at"], Parcel(file))
         return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
 
+    def _write(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._signer.signed(f"{self._prefix}/{key}", value))
+
+    def _read(self, key: str, rank: int) -> bytes:
+        """Return a value that a rank wrote. It is safe to unpickle: its signature is verified."""
+        return self._signer.verified(f"{self._prefix}/{key}", self._store.get(key), f"rank {rank}")
+
     def _wait_for(self, rank: int) -> None:
         while not self._store.check([f"{rank}"]):
             if self._store.check([_FAILED]):
-                raise _Heard(self._failure())
+                raise _FailedElsewhere(self._failure())
             if self._deadline is not None and time.monotonic() >= self._deadline:
                 msg = f"rank {rank} of {self._world.world_size} has not ended within the platform's timeout_min"
-                raise _Heard(LaunchTimeoutError(msg))
+                raise _FailedElsewhere(LaunchTimeoutError(msg))
             time.sleep(_LOOK_S)
         if self._store.check([_FAILED]):
-            raise _Heard(self._failure())
+            raise _FailedElsewhere(self._failure())
 
     def _wait_for_all(self, seconds: float) -> None:
-        """Until all have ended, or one has failed, but not longer than this."""
+        """Wait until all have ended or one has failed, at most so long."""
         until = time.monotonic() + seconds
         ended = [f"{rank}" for rank in range(self._world.world_size)]
         while not (self._store.check(ended) or self._store.check([_FAILED])) and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
     def _wait_for_cause(self) -> bool:
-        """Whether another rank has told of something that ends the call, or does so soon."""
+        """True if another rank reports a failure or a request to start again, now or in a moment."""
         until = time.monotonic() + _ECHO_WAIT_S
         while not (told := self._store.check([_FAILED]) or self._store.check([_REQUEUED])) and time.monotonic() < until:
             time.sleep(_LOOK_S)
         return bool(told)
 
     def _as_others_did(self) -> RankResults[Any] | Requeued | BaseException:
-        """The failure of another rank; where there is none, another rank wants all to start anew, and so does this one."""
+        """Return the failure of another rank. If there is none, request to start again as another rank did."""
         if self._store.check([_FAILED]):
             return self._failure()
-        self.tell_requeue()
+        self.report_requeue()
         try:
             return self.results(lambda: None)
-        except _Heard as heard:
+        except _FailedElsewhere as heard:
             return heard.error
 
     def _failure(self) -> BaseException:
-        rank = int(self._store.get(_FAILED))
+        try:
+            rank = int(self._store.get(_FAILED))
+        except ValueError:
+            return LaunchError("the world's store names no rank as failed: another program wrote to it")
         place = self._store.get(f"{rank}/place").decode()
-        return error_of(rank, {rank: self._hear(rank)}, self._world.world_size, place)
+        return error_of(rank, {rank: self._outcome_of(rank)}, self._world.world_size, place)
 
     def _forget(self) -> None:
-        """The last to have read everything clears it away; whoever keeps the store stays until then."""
+        """Delete the values once all ranks have read them. The rank that keeps the store waits for that."""
         world = self._world
         readers = self._store.add("readers", 1)
         if readers == world.world_size:
             for rank in range(world.world_size):
-                _, _, pieces = pickle.loads(self._store.get(f"{rank}"))
+                _, _, pieces = pickle.loads(self._read(f"{rank}", rank))
                 for key in (f"{rank}", *(f"{rank}/{i}" for i in range(pieces))):
                     self._store.delete_key(key)
         elif world.hosts_store:
@@ -197,8 +210,8 @@ class Exchange:
                 time.sleep(_LOOK_S)
 
 
-class _Heard(Exception):  # noqa: N818 (carries an error, is none)
-    """Another rank has failed."""
+class _FailedElsewhere(Exception):  # noqa: N818 (carries an error, is none)
+    """Carries the failure of another rank."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where ranks meet, and the process groups they make there."""
+"""The meeting point of ranks, and the process groups that they make there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
 import torch.distributed as dist
 
+from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 
 __all__ = [
@@ -29,7 +31,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one launch find each other: a host and port, or a file."""
+    """Where the ranks of one launch meet: a store at a host and port, or in a file.
+
+    With a file, host and port are an address on which rank 0 may open a store of its own.
+    """
 
     host: str | None = None
     port: int = 0
@@ -40,30 +45,52 @@ class Rendezvous:
 
 
 def planned_rendezvous(platform: Platform, host: str | None = None) -> Rendezvous | None:
-    """Where the platform would have ranks meet, before anything is opened; None where they form no group.
+    """Return where a platform's ranks would meet; None if they form no group.
 
     Args:
         platform: of the launch.
-        host: where the store is, unless the platform says it; None for this machine alone.
+        host: the address of the store, unless the platform names one; None for the loopback interface.
     """
     if not platform.requires_ipc:
         return None
-    if platform.ipc_protocol == "file":
+    if _protocol(platform) == "file":
         return Rendezvous(path="(in a new private folder)")
     return Rendezvous(platform.master_addr or host or LOOPBACK, platform.master_port)
 
 
+def _protocol(platform: Platform) -> str:
+    """Return the platform's protocol. By default it is a file where all ranks run on the machine that keeps the store."""
+    if platform.ipc_protocol is not None:
+        return platform.ipc_protocol
+    names_address = platform.master_addr is not None or platform.master_port != 0
+    return "tcp" if names_address or platform.n_nodes > 1 or platform.launcher == "ray" else "file"
+
+
 def open_store(meeting: Rendezvous, world_size: int) -> dist.Store:
-    """A rank's own line to the store."""
+    """Open a rank's connection to the store.
+
+    Raises:
+        LaunchError: If the store does not answer as a store.
+    """
     if meeting.path is not None:
+        if not Path(meeting.path).parent.exists():  # torch would wait for it, and keep Python's lock
+            msg = "the launch of this rank has ended"
+            raise LaunchError(msg)
         return dist.FileStore(meeting.path, world_size)
-    return dist.TCPStore(str(meeting.host), meeting.port, is_master=False, wait_for_workers=False)
+    try:
+        return dist.TCPStore(str(meeting.host), meeting.port, is_master=False, wait_for_workers=False)
+    except (RuntimeError, dist.DistError) as error:
+        msg = (
+            f"this rank cannot reach the store of its launch at {meeting.host}:{meeting.port}: {error}. Any process that "
+            "can connect to that address can disturb it"
+        )
+        raise LaunchError(msg) from error
 
 
 def enter_groups(
     platform: Platform, store: dist.Store, rank: int, world_size: int, device: torch.device, *, one_machine: bool
 ) -> dist.ProcessGroup | None:
-    """Join the world, and the group that the platform puts this rank in; None where it puts it in none."""
+    """Join the world, and the group of ``ipc_groups`` that this rank is in. Return the group; None if it is in none."""
     if one_machine:
         _stay_on_loopback()
     dist.init_process_group(
@@ -79,7 +106,7 @@ def enter_groups(
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Every rank enters every new_group, as torch.distributed asks, in the same order."""
+    """Make the groups in the same order in every rank, as torch.distributed requires. Return the group of this rank."""
     mine: dist.ProcessGroup | None = None
     for ranks in groups:
         made = dist.new_group(list(ranks))
@@ -90,12 +117,12 @@ def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup |
 
 def leave_groups() -> None:
     """End every process group of this process."""
-    with contextlib.suppress(Exception):  # one whose peers are gone already may complain
+    with contextlib.suppress(Exception):  # a group whose peers are gone may raise
         dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Gloo and NCCL listen on every interface unless told otherwise; what the user told them stays."""
+    """Have gloo and NCCL listen on the loopback interface only, unless the user set their variables."""
     (loopback,) = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1] or ["lo"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -1,8 +1,4 @@
-"""A rank's life, from a connected socket to the end of its process.
-
-However the process was started (forked from a warm one, from the parent, as a fresh interpreter), from
-here on it is the same. This file knows the order of things; what each of them is lies in the files it imports.
-"""
+"""A rank from its connected socket to the end of its process: the order of the steps, whatever started the process."""
 
 from __future__ import annotations
 
@@ -22,8 +18,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from parawrap.backends.cpu import usable_cores
 from parawrap.launch import _job
-from parawrap.launch._devices import Device, core_of, cores
+from parawrap.launch._devices import Device, core_of
 from parawrap.launch._job import Job, unpacked_call
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
@@ -37,14 +34,11 @@ from parawrap.launch.ranks._groups import Rendezvous, open_store
 from parawrap.launch.ranks._preemption import Preemption, RequeueWanted
 from parawrap.launch.ranks._setup import Place, set_up
 from parawrap.launch.ranks._signals import heed_signals
-from parawrap.launch.ranks._watchdog import start_watchdog
 
-__all__ = ["PRELOADABLE", "run_rank"]
-
-# What ranks import sooner or later (every torch optimizer does), at a second each, and a warm process may import for them.
-PRELOADABLE = ("torch._dynamo",)
+__all__ = ["run_rank"]
 
 _LINGER_S = 1.0
+_SPARE_FILES = 4  # the report of a rank that has used up its descriptors needs so many
 _LEFT_BY_ITSELF = 0
 _FAILED = 1
 _OWN_FILES = (__file__, _job.__file__)
@@ -54,31 +48,21 @@ _replaced: list[Any] = []
 Report = tuple[str, dict[str, Any], int | None]
 
 
-def run_rank(sock: socket.socket, *, has_guardian: bool = False) -> NoReturn:
-    """Be the rank at this end of the line, and never return.
-
-    Args:
-        sock: the line to the parent.
-        has_guardian: whether the process that this one was forked from ends it when the parent is gone.
-    """
+def run_rank(sock: socket.socket) -> NoReturn:
+    """Be the rank at this end of a line. Never return."""
     gc.enable()
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
     wire = Wire(sock)
-    parent = os.getppid()
     _own_session()
     streams = _streams()
-    wire.send("hello", None, streams)
+    wire.send("hello", os.getpid(), streams)
     for stream in streams:
         os.close(stream)
     message = wire.receive()
-    if message is None:  # the parent is gone, or has given up
+    if message is None:  # the launch is gone, or ended before it began
         os._exit(_FAILED)
-    orders: Assignment = message.body
-    if not has_guardian:
-        start_watchdog(parent, orders.grace_s)
-    control = Control(wire, orders)
-    control.start()
-    word, body, file = _report(orders, message.files[0], control)
-    body |= {"loaded": [name for name in PRELOADABLE if name in sys.modules]}
+    control = Control(wire, message.body)
+    word, body, file = _report(message.body, message.files[0], control, spare)
     wire.send(word, body, () if file is None else (file,))
     left_by_itself = word in ("returned", "requeued")
     if left_by_itself:
@@ -87,16 +71,15 @@ def run_rank(sock: socket.socket, *, has_guardian: bool = False) -> NoReturn:
 
 
 def _own_session() -> None:
-    """A session of its own: no Ctrl-C from the parent's terminal, and one group to kill with all that the rank started."""
+    """Leave the terminal of the launch, whose Ctrl-C is not for ranks, and lead a process group, which can be killed."""
     heed_signals()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpid() != os.getsid(0):
         os.setsid()
 
 
 def _streams() -> tuple[int, int]:
-    """Turn standard output and error into pipes; gives the ends that the parent reads."""
+    """Turn standard output and error into pipes. Return the ends that the launch reads."""
     ends = []
     for name, number in (("stdout", 1), ("stderr", 2)):
         reader, writer = os.pipe()
@@ -104,19 +87,21 @@ def _streams() -> tuple[int, int]:
         os.close(writer)
         os.set_inheritable(number, True)
         ends.append(reader)
-        _replaced.append(getattr(sys, name))  # kept: freed, it would write what a forked parent had not written yet
+        _replaced.append(getattr(sys, name))  # kept: when freed, it writes what a forked parent had buffered
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
     return ends[0], ends[1]
 
 
-def _report(orders: Assignment, payload: int, control: Control) -> Report:
-    """Run the function; how it ended, in the words that the parent is told."""
+def _report(assignment: Assignment, payload: int, control: Control, spare: list[int]) -> Report:
+    """Run the function. Return the message that reports how it ended."""
     try:
         try:
-            result = _run(orders, payload, control.preemption)
+            control.start()
+            result = _run(assignment, payload, control.preemption, spare)
         finally:
             control.function_ended()
+            _free(spare)
         return "returned", {"at": time.time()}, result
     except ToldToEnd:
         return "ended", {"at": time.time()}, None
@@ -125,8 +110,14 @@ def _report(orders: Assignment, payload: int, control: Control) -> Report:
     except SystemExit as error:
         died = Died.by_exit(error, pid=os.getpid())
         return "left", {"at": died.at, "code": died.exit_code, "said": died.last_words}, None
-    except BaseException as error:  # noqa: BLE001 (a rank must report whatever ended it)
+    except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
         return "raised", _description(error), failures.pack_exception(error)
+
+
+def _free(spare: list[int]) -> None:
+    """Free descriptors for the report, in case the function has used up all others."""
+    while spare:
+        os.close(spare.pop())
 
 
 def _description(error: BaseException) -> dict[str, Any]:
@@ -138,14 +129,15 @@ def _description(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _run(orders: Assignment, payload: int, preemption: Preemption) -> int:
-    """Settle in, call the function, and pack what it returns; gives the file it is in."""
-    orders.surroundings.take_over()
+def _run(assignment: Assignment, payload: int, preemption: Preemption, spare: list[int]) -> int:
+    """Set the process up, call the function, and return a file with the packed result."""
+    assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
-    with being(replace(_set_up_process(orders, job.platform), preemption=preemption)):
+    with being(replace(_set_up_process(assignment, job.platform), preemption=preemption)):
         result = job.call()
         _join_threads()
+        _free(spare)
         return packed(result, "result", "the result")
 
 
@@ -159,24 +151,24 @@ def _unpacked(payload: int) -> Job:
         os.close(payload)
 
 
-def _set_up_process(orders: Assignment, platform: Platform) -> Rank:
-    """Make this process, which is the rank's own, the rank: its logging and threads too, which `set_up` leaves alone."""
-    place = orders.place
+def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
+    """Set up what a rank with a process of its own may set: logging, threads, and variables. Then do as `set_up`."""
+    place = assignment.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
     if platform.device == Device.NEURON:
         os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
     torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
-    os.environ |= _variables(place, orders.meeting)
-    if orders.interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", orders.interface)
+    os.environ |= _variables(place, assignment.meeting)
+    if assignment.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
     store = None
-    if orders.meeting is not None:
-        store = torch.distributed.PrefixStore(f"{place.restart}", open_store(orders.meeting, place.world_size))
+    if assignment.meeting is not None:
+        store = torch.distributed.PrefixStore(f"{place.restart}", open_store(assignment.meeting, place.world_size))
     return set_up(place, platform, store)
 
 
 def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:
-    """What tells libraries of the world, as torchrun tells them."""
+    """Return the variables by which torchrun describes a world to libraries."""
     variables = {
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
         "RANK": str(place.global_rank),
@@ -187,31 +179,36 @@ def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:
         IN_RANK: str(os.getpid()),
     }
     if meeting is not None and meeting.host is not None:
-        variables |= {"MASTER_ADDR": meeting.host, "MASTER_PORT": str(meeting.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        has_store = str(meeting.path is None)
+        variables |= {
+            "MASTER_ADDR": meeting.host,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_USE_AGENT_STORE": has_store,
+        }
     return variables
 
 
 def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
-    """Torch's threads: what the user said, else an equal share of the cores, so that ranks do not fight for them."""
-    if platform.spawn_method == "fork":  # OpenMP's threads did not survive the fork, and it would wait for them
+    """Return the number of torch's threads: the user's, else an equal share of the cores."""
+    if platform.spawn_method == "fork":  # OpenMP's threads did not survive the fork; waiting for them would never end
         return 1
     if platform.device != Device.CPU and platform.n_cpus > 1:
         return platform.n_cpus
     if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
         return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, cores() // ranks_per_node)
+    return max(1, usable_cores() // ranks_per_node)
 
 
 def _join_threads() -> None:
-    """The function has not returned before the threads that it started have ended, but for daemons."""
-    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # wakes the idle workers of thread pools too
+    """Wait for the threads that the function started, except daemons."""
+    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # ends idle workers of thread pools too
 
 
 def _leave(code: int) -> NoReturn:
-    """What an interpreter does at its end, without taking torch apart: the kernel does that faster."""
+    """End as an interpreter ends, without taking torch apart: the kernel does that faster."""
     for step in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             step()
-        except Exception:  # noqa: BLE001 (an exit handler's own affair, told as the interpreter tells it)
+        except Exception:  # noqa: BLE001 (reported as the interpreter reports it)
             traceback.print_exc()
     os._exit(code & 0xFF or int(code != 0))

@@ -1,7 +1,10 @@
-"""The warm process: torch loaded, no thread running, forking a rank whenever the parent asks.
+"""The process that forks ranks. It has torch loaded, runs no thread, and forks one rank per request.
 
-Runs in a process of its own, started by `_starters`. What it guarantees: every rank it forked is reaped, and how it
-ended is written into the status pipe that came with the request; when the parent is gone it ends its ranks and itself.
+`_starters` starts it. Its guarantees:
+
+* The status pipe of a request reports the rank's process id and exit code. The pipe is closed once nothing that the rank
+  started is alive.
+* When the launching process is gone, the ranks end, and then this process.
 """
 
 from __future__ import annotations
@@ -22,153 +25,195 @@ import traceback
 import warnings
 from typing import NamedTuple, NoReturn
 
-from parawrap.launch._leftovers import end_groups, kill_group
+from parawrap.launch._leftovers import LOOK_S, Leftovers, kill_group
 from parawrap.launch.parcels._wire import line_at_standard_input, receive_exactly
+from parawrap.launch.ranks._control import PRELOADABLE
 from parawrap.launch.ranks._signals import heed_signals
-from parawrap.launch.ranks._worker import PRELOADABLE, run_rank
+from parawrap.launch.ranks._worker import run_rank
 
-__all__ = ["FORK", "LOAD", "REQUEST", "STATUS", "serve"]
+__all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve", "serve_standard_input"]
 
-STATUS = struct.Struct("<i")  # as subprocess has it: an exit code, or minus a signal's number
-REQUEST = struct.Struct("<cd")  # FORK with the rank's grace in seconds, or LOAD with an index into PRELOADABLE
+REQUEST = struct.Struct("<cd")  # FORK and the rank's grace in seconds, or LOAD and an index into PRELOADABLE
 FORK, LOAD = b"f", b"l"
-_FILES = 2  # with FORK: the line and the status pipe
+_FILES = 2  # that come with FORK: the rank's end of its line, and the status pipe
 
-_LOOK_S = 0.5
+STATUS = struct.Struct("<ci")
+STARTED = b"s"  # with the process id
+FAILED = b"f"  # with the errno of the failed fork
+ENDED = b"e"  # with an exit code, or minus a signal's number
+
+_LOOK_FOR_PARENT_S = 0.5
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-class _Child(NamedTuple):
-    """A rank that runs: where its status goes, and how long it may take to clean up."""
+class _Rank(NamedTuple):
+    """A rank that this process forked: its status pipe, and the seconds it has to clean up."""
 
     status: int
     grace_s: float
 
 
-def serve() -> None:
-    """Serve the requests that arrive at standard input, a socket, until the parent hangs up."""
-    with line_at_standard_input() as requests:
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forking beside the threads of a BLAS
+def serve_standard_input() -> NoReturn:
+    """Serve the requests that arrive at standard input, which is a socket. The body of a fresh interpreter."""
+    serve(line_at_standard_input())
+    os._exit(0)  # the interpreter's own end would take torch apart, for 0.1 s
+
+
+def serve(requests: socket.socket) -> None:
+    """Serve requests until the launching process hangs up and the last rank has ended."""
+    with requests:
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks next to the threads of a BLAS
         heed_signals()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's affair
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the launching process
         _Server(requests).run()
 
 
 class _Server:
-    """One per parent; single-threaded, as a process that forks should be."""
-
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        self._children: dict[int, _Child] = {}
-        self._wanted: list[str] = []
+        self._ranks: dict[int, _Rank] = {}
+        self._ended: dict[int, _Rank] = {}
+        self._leftovers = Leftovers()
+        self._to_load: list[str] = []
         self._parent, self._pid = os.getppid(), os.getpid()
         self._libc = ctypes.CDLL(None)
+        self._adopt_orphans()
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        gc.freeze()  # what is here now is never collected in a rank, and so never copied for it
+        gc.freeze()  # ranks never collect, and so never copy, the objects that exist now
         gc.enable()
 
     def run(self) -> None:
-        """Until the parent has hung up and the last rank has ended, or the parent is gone."""
         watched: list[socket.socket | int] = [self._woken, self._requests]
-        while self._requests in watched or self._children:
-            readable, _, _ = select.select(watched, [], [], _LOOK_S)
+        while self._requests in watched or self._ranks or self._leftovers:
+            readable = self._wait(watched)
             if os.getppid() != self._parent:
                 self._end_ranks()
                 return
-            if self._woken in readable:
-                os.read(self._woken, 4096)
-                self._reap()
             if self._requests in readable and not self._take_request():
                 watched.remove(self._requests)
-            if not readable and not self._children:
-                self._load_wanted()
+            if not readable:
+                self._load()
+
+    def _wait(self, watched: list[socket.socket | int]) -> list[socket.socket | int]:
+        """Return the watched files that can be read. Reap ranks and leftovers meanwhile."""
+        patience_s = 0.0 if self._to_load else LOOK_S if self._leftovers else _LOOK_FOR_PARENT_S
+        poll = select.poll()  # select() takes no descriptor beyond 1023
+        for file in watched:
+            poll.register(file, select.POLLIN)
+        ready = {number for number, _ in poll.poll(1000 * patience_s)}
+        readable = [file for file in watched if (file if isinstance(file, int) else file.fileno()) in ready]
+        if self._woken in readable:
+            os.read(self._woken, 4096)
+            self._reap()
+        if self._leftovers:
+            self._close_status(self._leftovers.gone(self._ranks))
+        return readable
+
+    # -- requests
 
     def _take_request(self) -> bool:
-        """With FORK come the rank's end of its line and the pipe for its status. False when the parent hung up."""
+        """Serve one request. False if the launching process hung up."""
         try:
             head, files, _, _ = socket.recv_fds(self._requests, REQUEST.size, _FILES)
             if not head:
                 return False
             word, number = REQUEST.unpack(head + receive_exactly(self._requests, REQUEST.size - len(head)))
-            if word == FORK and len(files) != _FILES:  # they were lost: this process may open no more
-                self._refuse(errno.EMFILE, files)
-            elif word == FORK:
-                self._fork(files[0], _Child(files[1], number))
-            else:
-                self._wanted.append(PRELOADABLE[int(number)])
         except (OSError, EOFError):
             return False
+        if word == LOAD:
+            self._to_load.append(PRELOADABLE[int(number)])
+        elif len(files) == _FILES:
+            self._fork(files[0], _Rank(files[1], number))
+        else:  # the kernel dropped files: this process has reached its limit of open files
+            for file in files:
+                _report(file, FAILED, errno.EMFILE)
+                os.close(file)
         return True
 
-    def _fork(self, line: int, child: _Child) -> None:
+    def _fork(self, line: int, rank: _Rank) -> None:
         try:
             pid = os.fork()
         except OSError as error:
-            self._refuse(error.errno or errno.EAGAIN, [line, child.status])
-            return
-        if pid == 0:
-            self._become_rank(line, child)
+            _report(rank.status, FAILED, error.errno or errno.EAGAIN)
+            os.close(rank.status)
+        else:
+            if pid == 0:
+                self._become_rank(line, rank)
+            self._ranks[pid] = rank
+            _report(rank.status, STARTED, pid)
         os.close(line)
-        self._children[pid] = child
-        self._requests.sendall(STATUS.pack(pid))
 
-    def _refuse(self, number: int, files: list[int]) -> None:
-        """Answer that no rank was forked, by minus the number of the error."""
-        for file in files:
-            os.close(file)
-        self._requests.sendall(STATUS.pack(-number))
-
-    def _become_rank(self, line: int, child: _Child) -> NoReturn:
+    def _become_rank(self, line: int, rank: _Rank) -> NoReturn:
         try:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._die_with_server()
+            self._adopt_orphans()  # until this rank ends, which hands them to the server
             self._requests.close()
-            for file in (self._woken, self._waker, child.status, *(each.status for each in self._children.values())):
+            others = (*self._ranks.values(), *self._ended.values())
+            for file in (self._woken, self._waker, rank.status, *(each.status for each in others)):
                 os.close(file)
-            run_rank(socket.socket(fileno=line), has_guardian=True)
-        finally:  # whatever happens, this process never goes on as a second server
+            run_rank(socket.socket(fileno=line))
+        finally:  # this process must not go on as a second server
             traceback.print_exc()
             os._exit(1)
 
     def _die_with_server(self) -> None:
-        """Have the kernel kill this rank when the server ends; where it cannot (macOS), the line's end tells the rank."""
+        """Have the kernel kill this rank when the server ends. On macOS the end of its line ends the rank."""
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
             os._exit(1)
 
-    def _reap(self) -> None:
-        while self._children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if pid == 0:
-                return
-            child = self._children.pop(pid, None)
-            if child is None:  # not a rank of ours
-                continue
-            with contextlib.suppress(BrokenPipeError):
-                os.write(child.status, STATUS.pack(os.waitstatus_to_exitcode(status)))
-            os.close(child.status)
+    def _adopt_orphans(self) -> None:
+        """Become the parent of orphaned descendants, which otherwise go to init and survive the launch."""
+        if sys.platform == "linux":
+            self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
-    def _load_wanted(self) -> None:
-        """With nothing else to do, import what the last ranks had to import for themselves."""
-        for name in self._wanted:
+    def _load(self) -> None:
+        """Import the modules that ranks had to import by themselves, so that later ranks start with them."""
+        for name in self._to_load:
             if name not in sys.modules:
-                with contextlib.suppress(Exception):  # then the ranks find out why for themselves
+                with contextlib.suppress(Exception):  # the ranks report it if they need the module
                     importlib.import_module(name)
                 gc.freeze()
-        self._wanted.clear()
+        self._to_load.clear()
+
+    # -- the end of ranks
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            rank = self._ranks.pop(pid, None)
+            if rank is not None:  # else an orphan
+                _report(rank.status, ENDED, os.waitstatus_to_exitcode(status))
+                self._ended[pid] = rank
+                self._leftovers.end(pid)
+
+    def _close_status(self, gone: list[int]) -> None:
+        for pid in gone:
+            os.close(self._ended.pop(pid).status)
 
     def _end_ranks(self) -> None:
-        """The parent is gone. Ranks see that too and end themselves; one that cannot within its grace is killed."""
-        ranks = list(self._children)
-        deadline = time.monotonic() + max((child.grace_s for child in self._children.values()), default=0)
-        while self._children and time.monotonic() < deadline:
-            select.select([self._woken], [], [], 0.05)
-            self._reap()
-        for pid in self._children:
+        """End ranks whose launching process is gone. They end by themselves too; after their grace they are killed."""
+        deadline = time.monotonic() + max((rank.grace_s for rank in self._ranks.values()), default=0)
+        while (self._ranks or self._leftovers) and time.monotonic() < deadline:
+            self._wait([self._woken])
+        for pid in self._ranks:
             kill_group(pid)
-        end_groups(ranks)
+        while self._ranks or self._leftovers:
+            self._wait([self._woken])
+
+
+def _report(status: int, word: bytes, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launch no longer needs it
+        os.write(status, STATUS.pack(word, number))

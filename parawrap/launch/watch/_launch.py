@@ -1,4 +1,4 @@
-"""A launch that a thread of this process watches to its end: what all launchers' handles have in common."""
+"""Launches that a thread of this process watches to their end: the common part of all launchers' handles."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
-from parawrap.errors import LaunchCancelledError
+from parawrap.errors import LaunchCancelledError, LaunchError
 from parawrap.launch._job import Job
+from parawrap.launch._limits import explained
 from parawrap.launch._platform import Platform
 from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch.ranks._assignment import Assignment, Surroundings
 from parawrap.launch.ranks._groups import Rendezvous
 from parawrap.launch.ranks._setup import Place
+from parawrap.launch.watch import _hints
 from parawrap.launch.watch._ending import Ending, verdict
 from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._transcript import Transcript, open_log_folder
+from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
-__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "transcripts_of"]
+__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of"]
 
-# Seconds that all ranks but those that have returned may wait in torch.distributed, without a move.
+# Seconds that all ranks that have not returned may wait in torch.distributed, without progress.
 STUCK_S = 20.0
 
 _numbers = count(1)
@@ -32,37 +35,47 @@ _running: set[WatchedLaunch] = set()
 
 
 class WatchedLaunch(Launch[Any]):
-    """Holds one call's transcripts and the thread that watches it; whatever the launch opened is closed when it is done."""
+    """One call with its transcripts and the thread that watches it.
+
+    The thread does all that needs undoing, so a Ctrl-C in the main thread, at any moment, finds nothing half done.
+    """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._platform = job.platform
         self._ended = threading.Event()
+        self._cancelled = threading.Event()
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
         self._verdict: RankResults[Any] | BaseException | None = None
-        self._transcripts = transcripts_of(job.platform)
+        self.log_folder = new_log_folder(job.platform, job.name)
+        self._transcripts = _transcripts(job.platform, self.log_folder)
         self._watch = threading.Thread(target=self._run, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
 
     @abstractmethod
     def _watched(self) -> Ending:
-        """Watch it to its end; the body of the thread."""
+        """Watch the launch to its end. The body of the thread."""
 
-    @abstractmethod
     def _request_cancel(self) -> None:
-        """Have it end, without waiting."""
+        """End the launch, without waiting for that."""
+        self._cancelled.set()
 
     def _begin_watch(self) -> None:
-        """Have it watched by the thread; or ended, where that cannot be started or the start is interrupted."""
+        """Start the thread.
+
+        Raises:
+            LaunchError: If the system allows no more threads.
+        """
         _running.add(self)
         try:
             self._watch.start()
-        except BaseException:
-            if self._watch.ident is None:
-                self._request_cancel()
-                self._run()
-            else:
-                self.cancel()
+        except RuntimeError as error:
+            _running.discard(self)
+            self._finish_transcripts()
+            msg = f"no thread can be started to watch {self._job.name}: {explained(error)}"
+            raise LaunchError(msg) from error
+        except BaseException:  # Ctrl-C, when the thread may have begun already
+            self._request_cancel()
             raise
 
     def _run(self) -> None:
@@ -73,14 +86,13 @@ class WatchedLaunch(Launch[Any]):
                 self._finish_transcripts()
             if self._known.is_success:
                 self._job.finish()
-        except BaseException as error:  # noqa: BLE001 (raised where the results are asked for)
+        except BaseException as error:  # noqa: BLE001 (raised by `results`)
             self._known = error
         finally:
             _running.discard(self)
             self._ended.set()
 
     def _finish_transcripts(self) -> None:
-        """Nothing more will come."""
         for transcript in self._transcripts:
             transcript.finish()
 
@@ -90,12 +102,12 @@ class WatchedLaunch(Launch[Any]):
             raise TimeoutError(msg)
         with self._reading:
             if self._verdict is None:
-                self._verdict = self._told()
+                self._verdict = self._results()
         if isinstance(self._verdict, BaseException):
             raise self._verdict
         return self._verdict
 
-    def _told(self) -> RankResults[Any] | BaseException:
+    def _results(self) -> RankResults[Any] | BaseException:
         known = self._known
         assert known is not None
         return known if isinstance(known, BaseException) else verdict(self._job.name, self._platform, known)
@@ -108,7 +120,7 @@ class WatchedLaunch(Launch[Any]):
         self._has_ended(None)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Wait for the end. Not in the thread that watches, in which ``upon_finish`` runs: there it has ended already."""
+        """Wait for the end. The thread that watches runs ``upon_finish``: there the launch has ended already."""
         return threading.current_thread() is self._watch or self._ended.wait(timeout)
 
     @property
@@ -131,45 +143,60 @@ class WatchedLaunch(Launch[Any]):
 
 
 class RunLaunch(WatchedLaunch):
-    """A launch whose ranks this process watches itself, wherever they run.
+    """A launch whose ranks this process supervises, wherever they run. `_begun` differs."""
 
-    Args:
-        job: the call.
-        begin: starts the ranks, given the transcripts and a place for what is to be undone at the end.
-    """
-
-    def __init__(self, job: Job, begin: Callable[[list[Transcript], ExitStack], Run]) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__(job)
-        with ExitStack() as cleanup:
-            cleanup.callback(self._finish_transcripts)
-            self._run_of_ranks = begin(self._transcripts, cleanup)
-            self._cleanup = cleanup.pop_all()
-        self._begin_watch()
+        self._run_of_ranks: Run | None = None
+        self._has_begun = threading.Event()
+
+    def _await_begin(self) -> None:
+        """Wait until the ranks are started.
+
+        Raises:
+            LaunchError: If they cannot be started.
+        """
+        try:
+            self._has_begun.wait()
+        except BaseException:  # Ctrl-C
+            self.cancel()
+            raise
+        if self._run_of_ranks is None and isinstance(self._known, BaseException):
+            raise self._known
+
+    def _run(self) -> None:
+        super()._run()
+        self._has_begun.set()
+
+    @abstractmethod
+    def _begun(self, cleanup: ExitStack) -> Run:
+        """Start the ranks. `cleanup` takes what is to be undone at the end."""
 
     def _watched(self) -> Ending:
-        with self._cleanup:
-            return self._run_of_ranks.run()
+        with ExitStack() as cleanup:
+            self._run_of_ranks = run = self._begun(cleanup)
+            self._has_begun.set()
+            if self._cancelled.is_set():
+                run.cancel()
+            return run.run()
 
     def _request_cancel(self) -> None:
-        self._run_of_ranks.cancel()
+        super()._request_cancel()
+        if self._run_of_ranks is not None:
+            self._run_of_ranks.cancel()
 
     def preempt(self) -> None:
-        self._run_of_ranks.preempt()
+        if self._run_of_ranks is not None:
+            self._run_of_ranks.preempt()
 
     def stacks(self) -> dict[int, str]:
-        return {} if self.done() else self._run_of_ranks.stacks()
+        return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()
 
 
-def transcripts_of(platform: Platform) -> list[Transcript]:
-    """A transcript a rank, each shown, kept and written as the platform says.
-
-    Raises:
-        LaunchError: ``console_logs`` cannot be written to.
-    """
-    folder = open_log_folder(platform)
+def _transcripts(platform: Platform, folder: Path | None) -> list[Transcript]:
     several = platform.world_size > 1
     return [
-        Transcript(rank, prefix=f"[rank {rank}] " if several else "", shown=platform.verbose, folder=folder)
+        Transcript(rank, prefix=f"[rank {rank}] " if several else "", shown=platform.shows(rank), folder=folder)
         for rank in range(platform.world_size)
     ]
 
@@ -177,10 +204,10 @@ def transcripts_of(platform: Platform) -> list[Transcript]:
 def assignments_of(
     platform: Platform, meeting: Rendezvous | None, surroundings: Surroundings, *, interface: str | None = None
 ) -> Callable[[int, int], Assignment]:
-    """A function that gives a rank's orders at a restart."""
+    """Return a function that makes the assignment of a rank at a restart."""
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
-    def orders(rank: int, restart: int) -> Assignment:
+    def assignment(rank: int, restart: int) -> Assignment:
         node, local_rank = divmod(rank, per_node)
         return Assignment(
             place=Place(rank, local_rank, node, world_size, per_node, restart),
@@ -189,15 +216,16 @@ def assignments_of(
             grace_s=platform.grace_s,
             tells_of_life=platform.hang_timeout_s is not None,
             stuck_s=STUCK_S,
+            still_s=_hints.STILL_S,
             on_cluster=surroundings.environ is None,
             interface=interface,
         )
 
-    return orders
+    return assignment
 
 
 def _cancel_all() -> None:
-    """At the interpreter's end nobody can ask for results any more."""
+    """End the launches of an interpreter that ends."""
     for launch in list(_running):
         launch.cancel()
 

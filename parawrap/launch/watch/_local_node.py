@@ -1,7 +1,7 @@
-"""A node: a machine's ranks, started, spoken to, listened to and buried.
+"""The ranks of one machine: started, sent messages, listened to, and ended.
 
-What it guarantees: what a rank said and wrote is told before its end is, and its end once; when a node is over, no process
-that it started lives.
+Guarantees: a rank's messages and output are reported before its end, and its end once. When a node is over, no process that
+it started is alive.
 """
 
 from __future__ import annotations
@@ -16,104 +16,107 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from parawrap.launch._leftovers import LOOK_S, Leftovers, kill_group
+from parawrap.errors import LaunchError
+from parawrap.launch._leftovers import kill_group
+from parawrap.launch._limits import explained, open_files_limit
 from parawrap.launch.parcels._wire import Wire, close_in_forked_children, is_readable
 from parawrap.launch.ranks._assignment import Assignment
-from parawrap.launch.watch._forkserver import STATUS
+from parawrap.launch.watch._forkserver import FAILED, STARTED, STATUS
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._starters import Starter
 
 __all__ = ["LocalNode", "Node", "Watcher"]
 
 _PIECE = 1 << 16
-_PIECES_IN_A_PIPE = 16  # it holds a mebibyte at the most
-_LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message stops nobody else for longer
+_PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
+_LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message blocks the launch no longer
 
 
 class Watcher(Protocol):
-    """Whoever is told what becomes of ranks, wherever they run. Called by the thread of the node's loop."""
+    """Takes reports about ranks, wherever they run. Called by the thread of the node's loop."""
 
     def on_hello(self, rank: int, pid: int) -> None:
-        """Its process runs, and speaks."""
+        """Handle the first message of a rank's process."""
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
-        """It says something; `file`, open or at a path, holds what is too large for a message, and is the watcher's now."""
+        """Handle a message. The watcher owns `file`, an open file or a path with a large value."""
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
-        """It has written: 1 is standard output, 2 standard error."""
+        """Handle output: 1 is standard output, 2 standard error."""
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
-        """Its process is gone: an exit code or minus a signal's number; None where nobody knows, as when a node is lost."""
+        """Handle the end of a rank's process: an exit code, minus a signal's number, or None if it is unknown."""
 
     def on_trouble(self, what: str) -> None:
-        """Ranks cannot be started on a node."""
+        """Handle that ranks cannot be started or heard on a node."""
 
 
 class Node(Protocol):
-    """Where some of a launch's ranks run. Belongs to the thread of its loop."""
+    """A machine on which some of a launch's ranks run. Used by the thread of its loop."""
 
     @property
     def host(self) -> str:
         """The machine's name."""
         ...
 
-    def start(self, orders: Assignment, watcher: Watcher) -> None:
-        """Start a rank, of which this watcher hears.
+    def start(self, assignment: Assignment, watcher: Watcher) -> None:
+        """Start a rank and report on it to `watcher`.
 
         Raises:
-            LaunchError: it cannot be started.
+            LaunchError: If no process can be started.
         """
 
     def tell(self, rank: int, word: str, body: Any = None) -> None:
-        """Say something to a rank; into the void, where it is gone."""
+        """Send a message to a rank, if it is still there. "end" also ends a process that has not started yet."""
 
     def kill(self, rank: int) -> None:
-        """Kill a rank and what it started."""
-
-    def look(self) -> float:
-        """See to what cannot be waited for; gives in how many seconds to come again."""
-        ...
+        """Kill a rank and its process group."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing runs any more that was started here."""
+        """True if nothing that was started here is alive."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing can be started here any more."""
+        """True if the machine cannot be reached any more."""
         ...
 
     def give_up(self) -> None:
-        """Wait for nothing more from a node that tells nothing any more: it is lost."""
+        """Stop waiting for reports that do not come."""
 
     def close(self) -> None:
-        """Let go of everything, also of ranks that still run: then they are killed."""
+        """Kill the ranks that still run, and close all files."""
 
 
 @dataclass
 class _Process:
-    """A rank's process, which leads a process group of its own.
+    """A rank's process, which leads its own process group.
 
     Attributes:
-        status: the pipe that tells how it ended; None once that is known.
-        streams: the pipes it writes into, by their numbers in the rank.
+        status: the pipe on which the process that forked it reports.
+        pid: 0 until the process has started.
+        is_unwanted: True if it was ordered to end before it had started.
+        has_ended: True if its end was reported. What it left running may still be alive.
+        streams: the pipes of its standard output (1) and error (2).
     """
 
     wire: Wire
     watcher: Watcher
-    pid: int
-    status: int | None
+    status: int
+    pid: int = 0
+    is_unwanted: bool = False
+    has_ended: bool = False
     streams: dict[int, int] = field(default_factory=dict)
 
 
 class LocalNode:
-    """Ranks as processes of this machine, started by this process.
+    """This machine's ranks.
 
     Args:
-        loop: waits for what they say, write and come to.
-        starter: how processes are started.
-        payload: the packed call; stays the caller's to close.
+        loop: waits for their messages, output, and ends.
+        starter: starts processes.
+        payload: the packed call; the caller closes it.
     """
 
     def __init__(self, loop: Loop, starter: Starter, payload: int) -> None:
@@ -121,7 +124,6 @@ class LocalNode:
         self._starter = starter
         self._payload = payload
         self._processes: dict[int, _Process] = {}
-        self._leftovers = Leftovers()
         self._listens = True
 
     @property
@@ -134,46 +136,58 @@ class LocalNode:
 
     @property
     def is_over(self) -> bool:
-        return not self._processes and not self._leftovers
+        return not self._processes
 
-    def start(self, orders: Assignment, watcher: Watcher) -> None:
-        """Start one rank and tell it who it is."""
-        rank = orders.place.global_rank
+    def start(self, assignment: Assignment, watcher: Watcher) -> None:
+        rank = assignment.place.global_rank
+        try:
+            process = self._started(assignment.grace_s, watcher)
+        except OSError as error:
+            msg = f"no process can be started for rank {rank}: {explained(error)}"
+            raise LaunchError(msg) from error
+        self._processes[rank] = process
+        self._loop.watch(process.wire, partial(self._on_message, rank, process))
+        self._loop.watch(process.status, partial(self._on_status, rank, process))
+        process.wire.send("assignment", assignment, (self._payload,))
+
+    def _started(self, grace_s: float, watcher: Watcher) -> _Process:
         ours, its = socket.socketpair()
         ours.settimeout(_LINE_TIMEOUT_S)
         wire = Wire(ours)
-        close_in_forked_children(wire)  # before the start, which may be a fork of this process
+        close_in_forked_children(wire)  # before the start, which may fork this process
         try:
             with its:
-                started = self._starter.start(its, orders.grace_s)
+                return _Process(wire, watcher, self._starter.start(its, grace_s))
         except BaseException:
             wire.close()
             raise
-        process = _Process(wire, watcher, started.pid, started.status)
-        self._processes[rank] = process
-        self._loop.watch(wire, partial(self._on_message, rank, process))
-        self._loop.watch(started.status, partial(self._on_status, rank, process))
-        wire.send("orders", orders, (self._payload,))
 
     def tell(self, rank: int, word: str, body: Any = None) -> None:
-        if rank in self._processes:
-            self._processes[rank].wire.send(word, body)
+        if rank not in self._processes:
+            return
+        process = self._processes[rank]
+        if word == "end" and not process.pid:
+            process.is_unwanted = True
+            self._starter.wake()
+        else:
+            process.wire.send(word, body)
 
     def kill(self, rank: int) -> None:
-        """Its process group is its own from its first moment, but for an instant before."""
-        if rank in self._processes:
-            pid = self._processes[rank].pid
-            kill_group(pid)
+        """Kill a rank. Its process group is its own except for an instant after its start."""
+        process = self._processes.get(rank)
+        if process is None or process.has_ended:
+            return
+        if process.pid:
+            kill_group(process.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-
-    def look(self) -> float:
-        had_leftovers = bool(self._leftovers)
-        self._leftovers.look()
-        return LOOK_S if self._leftovers else 0.0 if had_leftovers else float("inf")
+                os.kill(process.pid, signal.SIGKILL)
+            self._starter.wake()
+        else:  # if it still starts, it finds its line closed, and exits
+            self._forget(rank, process)
+            process.watcher.on_end(rank, None)
 
     def listen(self, wanted: bool) -> None:
-        """Whether what ranks write is wanted; if not, it waits in their pipes, and they with it when these are full."""
+        """Read what ranks write, or leave it in their pipes, which blocks them when these are full."""
         if wanted == self._listens:
             return
         self._listens = wanted
@@ -185,29 +199,32 @@ class LocalNode:
                     self._loop.forget(file)
 
     def give_up(self) -> None:
-        """What the kernel was told to kill here, it will kill."""
+        for rank, process in list(self._processes.items()):
+            self._forget(rank, process)
+            if not process.has_ended:
+                process.watcher.on_end(rank, None)
 
     def close(self) -> None:
-        for rank, process in self._processes.items():
+        for rank, process in list(self._processes.items()):
             self.kill(rank)
-            self._let_go(process)
-            if process.status is not None:
-                self._loop.forget(process.status)
-                os.close(process.status)
-        self._processes.clear()
+            self._forget(rank, process)
+        self._starter.release()
 
-    # -- what happens
+    # -- reports
 
     def _on_message(self, rank: int, process: _Process) -> None:
         message = process.wire.receive()
         if message is None:
             self._hang_up(process)
+        elif message.word == "files lost":
+            process.watcher.on_trouble(f"a message of rank {rank} lost the files that came with it: {open_files_limit()}")
         elif message.word == "hello":
+            process.pid = message.body
             self._listen_to(rank, process, message.files)
             process.watcher.on_hello(rank, process.pid)
+        elif message.word == "imports":
+            self._starter.load(message.body)
         else:
-            if isinstance(message.body, dict):
-                self._starter.load(message.body.pop("loaded", ()))
             process.watcher.on_word(rank, message.word, message.body, message.files[0] if message.files else None)
 
     def _listen_to(self, rank: int, process: _Process, streams: Iterable[int]) -> None:
@@ -228,28 +245,53 @@ class LocalNode:
             self._stop_listening(process, number)
 
     def _on_status(self, rank: int, process: _Process) -> None:
-        """The process is gone. What it said and wrote may still be on its way; what it started may still run."""
-        assert process.status is not None
-        data = os.read(process.status, STATUS.size)
-        code = STATUS.unpack(data)[0] if len(data) == STATUS.size else None
-        self._loop.forget(process.status)
-        os.close(process.status)
-        process.status = None
-        self._leftovers.take(process.pid)
+        record = os.read(process.status, STATUS.size)
+        if len(record) < STATUS.size:
+            self._on_gone(rank, process)
+            return
+        word, number = STATUS.unpack(record)
+        if word == STARTED:
+            process.pid = number
+            if process.is_unwanted:
+                self.kill(rank)
+        elif word == FAILED:
+            error = OSError(number, os.strerror(number))
+            self._forget(rank, process)
+            process.watcher.on_trouble(f"no process can be forked for rank {rank}: {explained(error)}")
+            process.watcher.on_end(rank, None)
+        else:
+            self._end(rank, process, None if process.is_unwanted else number)
+
+    def _on_gone(self, rank: int, process: _Process) -> None:
+        """Nothing of a rank is left, or the process that forked it is gone: then the kernel has killed the rank."""
+        if not process.has_ended:
+            if process.pid:
+                kill_group(process.pid)
+            self._end(rank, process, None, self._starter.fate())
+        self._forget(rank, process)
+
+    def _end(self, rank: int, process: _Process, code: int | None, lost_with: str = "") -> None:
+        """Report the end of a process, after the messages and output that are still on their way."""
+        process.has_ended = True
         while process.wire.fileno() >= 0 and is_readable(process.wire, 0):
             self._on_message(rank, process)
         self._drain(rank, process)
-        del self._processes[rank]
         self._let_go(process)
-        process.watcher.on_end(rank, code)
+        process.watcher.on_end(rank, code, lost_with)
 
     def _drain(self, rank: int, process: _Process) -> None:
-        """Whatever the pipes still hold. Not until their end: a process that the rank let loose may hold them open."""
+        """Report what the pipes hold. Their end may not come: a process that the rank started may hold them open."""
         for number, file in process.streams.items():
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_PIECES_IN_A_PIPE):
                     if data := os.read(file, _PIECE):
                         process.watcher.on_output(rank, number, data)
+
+    def _forget(self, rank: int, process: _Process) -> None:
+        if self._processes.pop(rank, None) is not None:
+            self._let_go(process)
+            self._loop.forget(process.status)
+            os.close(process.status)
 
     def _let_go(self, process: _Process) -> None:
         for number in list(process.streams):

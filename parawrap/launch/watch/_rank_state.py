@@ -1,4 +1,4 @@
-"""One rank under watch: where it runs, what was said to it, and how it ended."""
+"""The state of one rank, as its supervisor knows it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["RankState"]
 
 @dataclass
 class RankState:
-    """One rank, from its start to its end. Belongs to the thread that watches.
+    """One rank, from its start to its end. Belongs to the supervising thread.
 
     Attributes:
-        pid: of its process; 0 before it has said hello.
-        is_alive: whether its process runs.
-        asked: whether it owes an answer on what its threads are doing.
-        told_to_end: whether it was told to end before it was done.
-        killed: whether it was killed from here.
-        stacks: what its threads were doing when it was last asked.
-        answered: how often it had been told that no checkpoint is due, when it was asked for that.
+        pid: of its process; 0 before its first message.
+        is_alive: True while its process runs.
+        asked: True while it owes its stacks.
+        told_to_end: True if it was ordered to end before its function had ended.
+        killed: True if the supervisor killed it.
+        stacks: of its threads, when it was asked last.
+        answered: how often its `should_checkpoint` had returned False when it was asked.
     """
 
     rank: int
@@ -39,21 +39,21 @@ class RankState:
 
     @property
     def is_running(self) -> bool:
-        """Whether its function has not ended yet, as far as is known."""
+        """True until an end of its function is reported."""
         return self.outcome is None
 
     def ask_for_stacks(self) -> None:
-        """Ask what its threads are doing; not twice before it answers, which a stopped process never does."""
+        """Ask for its stacks, unless it still owes them: a stopped process never answers."""
         if not self.asked:
             self.asked = True
             self.node.tell(self.rank, "stacks")
 
     def tell_to_end(self) -> None:
-        """Have it end if it still runs; one that has returned and waits for the others may go."""
+        """Order it to end if its function runs; dismiss it if it has returned and waits for the others."""
         self.told_to_end = self.is_running
         self.node.tell(self.rank, "end" if self.is_running else "bye")
 
     def kill(self) -> None:
-        """Kill it and what it started."""
+        """Kill it and its process group."""
         self.killed = True
         self.node.kill(self.rank)

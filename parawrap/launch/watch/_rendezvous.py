@@ -1,11 +1,14 @@
-"""The store that the ranks of a launch meet at, kept by whoever watches them.
+"""The store that the ranks of a launch meet at, kept by the process that watches them.
 
-The parent keeps it, not rank 0: it outlives every rank, and a rank that dies takes no other rank's store with it. On one
-machine it listens on the loopback interface, on a port that the system gave out and that was never free in between.
+On one machine it is a file in a folder that no other user may enter: a port would be open to every local user. Ranks on
+several machines meet at a TCPStore. The watching process keeps it, not rank 0, so it outlives every rank.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import shutil
 import socket
 import tempfile
@@ -16,13 +19,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
+from parawrap.launch._limits import explained
 from parawrap.launch._platform import Platform
 from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous, planned_rendezvous
 
 __all__ = ["open_rendezvous"]
 
 _BACKLOG = 4096
-_LONGEST_TEMP = 70
+_FOLDER = f"parawrap-store-{os.getuid()}-"
 _EVERYWHERE = "0.0.0.0"
 
 
@@ -32,28 +36,40 @@ def open_rendezvous(platform: Platform, host: str | None = None, path: Path | No
 
     Args:
         platform: of the launch.
-        host: an address by which ranks on other machines reach this one; None where they all run here.
-        path: a file that they all see; None for one in a new private folder.
+        host: an address by which ranks on other machines reach this one; None if all run here.
+        path: a file that all machines see, for ``ipc_protocol="file"``; None is a file in a new private folder.
 
     Raises:
-        LaunchError: the address that the platform names cannot be listened on.
+        LaunchError: If the platform's address cannot be listened on.
     """
     planned = planned_rendezvous(platform, host)
     if planned is None:
         yield None
-    elif planned.path is not None and path is not None:
-        yield Rendezvous(path=str(path))
-    elif planned.path is not None:
-        with _private_folder() as folder:
-            yield Rendezvous(path=str(folder / "store"))
-    else:
-        is_one_address = planned.host in (LOOPBACK, platform.master_addr)
-        listener = _listening(planned if is_one_address else Rendezvous(_EVERYWHERE, planned.port))
-        met = Rendezvous(planned.host, listener.getsockname()[1])
-        line = listener.detach()
-        store = dist.TCPStore(str(met.host), met.port, is_master=True, wait_for_workers=False, master_listen_fd=line)
-        yield met
+    elif planned.path is None:
+        store, port = _listening_store(planned, platform)
+        yield Rendezvous(planned.host, port)
         del store
+    elif path is not None and platform.n_nodes > 1:
+        yield Rendezvous(path=str(path))
+    else:
+        with _private_folder() as folder, _reserved_port() as port:
+            yield Rendezvous(LOOPBACK, port, str(folder / "store"))
+
+
+def _listening_store(planned: Rendezvous, platform: Platform) -> tuple[dist.TCPStore, int]:
+    """Open a store at the platform's port, or at one that the system chooses and that is never free in between."""
+    is_one_address = planned.host in (LOOPBACK, platform.master_addr)
+    listener = _listening(planned if is_one_address else Rendezvous(_EVERYWHERE, planned.port))
+    host, port = str(planned.host), int(listener.getsockname()[1])
+    with listener:
+        try:
+            store = dist.TCPStore(
+                host, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
+            )
+        except TypeError:  # torch before 2.8 takes no socket
+            listener.close()
+            store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    return store, port
 
 
 def _listening(meeting: Rendezvous) -> socket.socket:
@@ -68,17 +84,57 @@ def _listening(meeting: Rendezvous) -> socket.socket:
         if listener is not None:
             listener.close()
         place = f"{meeting.host}:{meeting.port}"
-        msg = f"the ranks cannot meet at {place}: {error}; leave master_addr and master_port out for a free port here"
+        msg = f"the ranks cannot meet at {place}: {explained(error)}; leave master_addr and master_port out"
         raise LaunchError(msg) from error
     return listener
 
 
 @contextmanager
 def _private_folder() -> Iterator[Path]:
-    """A new folder that no other user may enter, gone at the end."""
-    # Made with mode 0700. The path of a socket within may have a hundred characters.
-    folder = Path(tempfile.mkdtemp(prefix="parawrap-", dir="/tmp" if len(tempfile.gettempdir()) > _LONGEST_TEMP else None))
+    """Make a folder that no other user may enter, and remove it at the end.
+
+    This process holds a lock on it. A folder without a lock belonged to a process that was killed, and is removed here.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    with contextlib.ExitStack() as cleanup:
+        yield _new_folder(cleanup)
+
+
+def _new_folder(cleanup: contextlib.ExitStack) -> Path:
+    """Make a folder and lock it. Try again if another launch took it for a forgotten one before it was locked."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        with contextlib.suppress(OSError):
+            cleanup.enter_context(_locked(folder))
+            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+            if folder.exists():
+                return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder.
+
+    Raises:
+        OSError: If another process has locked it, or another user owns it.
+    """
+    file = os.open(folder, os.O_RDONLY)
     try:
-        yield folder
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        os.close(file)
+
+
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """Reserve a port on the loopback interface, for MASTER_PORT: rank 0 may open a store there.
+
+    A socket that is bound and does not listen keeps the system from giving the port away.
+    """
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind((LOOPBACK, 0))
+        yield reserved.getsockname()[1]

@@ -1,7 +1,7 @@
-"""A launch's run: its ranks are watched, and started anew when they fail or ask for it, until an attempt is the last.
+"""The run of a launch: one attempt after the other, until an attempt is the last.
 
-A group is started anew as a whole, as torch.distributed.elastic does it: the ranks of the next attempt meet in a world of
-their own and see in ``restart`` that they are not the first.
+All ranks restart together, as in torch.distributed.elastic. The ranks of the next attempt meet in a world of their own, and
+their ``restart`` counts the attempts before.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _log = logging.getLogger("parawrap.launch")
 
 
 class Run:
-    """Runs a launch on its nodes, which are closed with it. `cancel`, `preempt` and `stacks` may be called from any thread.
+    """Runs a launch on its nodes, and closes them. `cancel`, `preempt` and `stacks` may be called from any thread.
 
     Args:
         name: of the function.
         platform: of the launch.
-        loop: the one of the nodes; closed with the run.
-        nodes: where ranks run, as many on each as the platform says.
-        orders: gives the orders of a rank at a restart.
-        transcripts: one a rank; all attempts write into it.
-        restart: how often the ranks were started before.
-        failures: how often that was because one of them had failed.
-        requeues: whether somebody else starts the ranks anew when they ask for it: then the run ends with that.
+        loop: the loop of the nodes; closed with the run.
+        nodes: the machines, each with as many ranks as the platform says.
+        assignments: returns the assignment of a rank at a restart.
+        transcripts: one per rank; all attempts write into it.
+        restart: the number of attempts before this run.
+        failures: the number of attempts that ended with a failure.
+        requeues: True if a cluster restarts the ranks when they ask for it: then the run ends with that.
 
     Attributes:
-        restart: how often the ranks of the present attempt were started before.
-        failures: how often that was because one of them had failed.
+        restart: the number of attempts before the present one.
+        failures: the number of attempts that ended with a failure.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Run:
         platform: Platform,
         loop: Loop,
         nodes: Sequence[Node],
-        orders: Callable[[int, int], Assignment],
+        assignments: Callable[[int, int], Assignment],
         transcripts: Sequence[Record],
         *,
         restart: int = 0,
@@ -61,7 +61,7 @@ class Run:
         self._platform = platform
         self._loop = loop
         self._nodes = nodes
-        self._orders = orders
+        self._assignments = assignments
         self._transcripts = transcripts
         self.restart = restart
         self._requeues = requeues
@@ -76,15 +76,15 @@ class Run:
     # -- from any thread
 
     def cancel(self) -> None:
-        """Have the ranks end, and start none anew."""
+        """End the ranks, and restart none."""
         self._loop.call_soon(self._on_cancel)
 
     def preempt(self, *, ends_late: bool = True) -> None:
-        """Have the ranks save and leave. `ends_late` is False where somebody else ends those that do not."""
+        """Order the ranks to save and leave. `ends_late` is False if a cluster ends late ranks."""
         self._loop.call_soon(lambda: self._on_preempt(ends_late=ends_late))
 
     def stacks(self) -> dict[int, str]:
-        """What every thread of every running rank is doing."""
+        """Return the stacks of every running rank."""
         return self._attempt.ask_for_stacks()
 
     # -- from the thread that runs it
@@ -93,7 +93,7 @@ class Run:
         """Start the ranks.
 
         Raises:
-            LaunchError: they cannot be started; none is left, and the run is closed.
+            LaunchError: If they cannot be started. None is left then, and the run is closed.
         """
         try:
             self._begin_attempt()
@@ -102,7 +102,7 @@ class Run:
             raise
 
     def run(self) -> Ending:
-        """Watch the ranks to the end of the last attempt."""
+        """Supervise the ranks to the end of the last attempt."""
         try:
             while True:
                 self._attempt.run()
@@ -115,7 +115,7 @@ class Run:
                     self.failures += 1
                 if not is_unfinished or elsewhere:
                     return self._ending(requeued=is_unfinished)
-                self._history.append(f"attempt {self.restart} {self._told()}")
+                self._history.append(f"attempt {self.restart} {self._summary()}")
                 self.restart += 1
                 self._attempt = self._next_attempt()
                 self._begin_attempt()
@@ -123,7 +123,7 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Let go of nodes and loop; ranks that still run are killed."""
+        """Close nodes and loop. Ranks that still run are killed."""
         for node in self._nodes:
             node.close()
         self._loop.close()
@@ -136,12 +136,12 @@ class Run:
         return Supervisor(self._platform, self._loop, states, self._up_at)
 
     def _begin_attempt(self) -> None:
-        self._attempt.begin(lambda rank: self._orders(rank, self.restart))
+        self._attempt.begin(lambda rank: self._assignments(rank, self.restart))
 
     # -- between two attempts
 
     def _may_restart(self) -> bool:
-        """Whether a rank failed, and that is to be followed by another attempt."""
+        """True if a rank failed, and another attempt is allowed."""
         if self._attempt.given_up or first_failure(self._attempt.outcomes()) is None:
             return False
         has_nodes = self._requeues or not self._has_lost_a_node()
@@ -151,7 +151,7 @@ class Run:
         return any(node.is_lost for node in self._nodes)
 
     def _wants_more(self) -> bool:
-        """Whether ranks left to be started anew: of their own accord, or ended because they had not left in time."""
+        """True if ranks left to be restarted, or were ended because they had not left in time after a preemption."""
         outcomes = self._attempt.outcomes()
         failed = first_failure(outcomes)
         if self._attempt.given_up or not (failed is None or (self._attempt.preempted and _is_echo(outcomes[failed]))):
@@ -161,19 +161,19 @@ class Run:
         late = [rank for rank, each in outcomes.items() if isinstance(each, Ended)]
         if self._attempt.preempted and late:
             _log.warning(
-                "preempted, and rank(s) %s of %s had not called requeue() within grace_s=%g: they were ended, as a real "
-                "preemption ends them, and start from the beginning",
+                "preempted, and rank(s) %s of %s had not called requeue() within grace_s=%g: they were ended, as in a real "
+                "preemption, and start from the beginning",
                 ", ".join(map(str, late)),
                 self._name,
                 self._platform.grace_s,
             )
         return self._attempt.preempted and bool(late)
 
-    def _told(self) -> str:
+    def _summary(self) -> str:
         outcomes = self._attempt.outcomes()
         failed = first_failure(outcomes)
         if failed is None:
-            return "was preempted" if self._attempt.preempted else "asked to be started anew"
+            return "was preempted" if self._attempt.preempted else "asked for a restart"
         outcome = outcomes[failed]
         assert isinstance(outcome, (Raised, Died))
         return f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"

@@ -1,7 +1,8 @@
-"""The three ways to start a rank's process on this machine, each of which hands it one end of a line.
+"""The three ways to start a rank's process on this machine: ``forkserver``, ``spawn``, and ``fork``.
 
-What they guarantee: whatever the way, how the process ended can be read from its status pipe, once, as an exit code or as
-minus the number of the signal that killed it.
+In each of them a process of `_forkserver` forks the rank, watches it, and ends what it leaves behind. The ways differ in
+where that process comes from: a warm one that serves every launch, a fresh interpreter per rank, or a fork of this process
+per rank.
 """
 
 from __future__ import annotations
@@ -9,214 +10,278 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NoReturn, Protocol
 
 import torch
 
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.launch.parcels._wire import close_in_forked_children, receive_exactly
-from parawrap.launch.ranks._worker import PRELOADABLE, run_rank
-from parawrap.launch.watch._forkserver import FORK, LOAD, REQUEST, STATUS
+from parawrap.launch._limits import explained
+from parawrap.launch.parcels._outcomes import exit_text
+from parawrap.launch.parcels._wire import close_in_forked_children
+from parawrap.launch.ranks._control import PRELOADABLE
+from parawrap.launch.watch._forkserver import FORK, LOAD, REQUEST, serve
 
-__all__ = ["Started", "Starter", "interpreter", "starter_named", "status_pipe_of", "stop_server"]
+__all__ = ["Starter", "starter_named", "stop_server"]
 
-# Variables that libraries read while they are loaded: with another value, a warm process is another one.
+# Variables that libraries read when they are loaded. A warm process that was started with other values is not reused.
 _READ_AT_LOAD = (
     "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
     "DYLD_", "PYTHON",
 )  # fmt: skip
 
-
+_SEND_S = 10.0
+_EXIT_S = 1.0
+_LOOK_S = 0.02
 _STOP_S = 60.0
-
-
-class Started(NamedTuple):
-    """A process that runs: its id, and the pipe from which its end is read. Whoever takes it closes the pipe."""
-
-    pid: int
-    status: int
 
 
 class Starter(Protocol):
     """Starts ranks. Safe to use from any thread."""
 
-    def start(self, line: socket.socket, grace_s: float) -> Started:
-        """Start one; the caller closes its copy of `line` afterwards."""
+    def start(self, line: socket.socket, grace_s: float) -> int:
+        """Request a rank at the other end of `line`. Return the pipe that reports on it, without waiting for the rank.
+
+        The records in the pipe are described in `_forkserver`. The caller closes the pipe, and its copy of `line`.
+
+        Raises:
+            LaunchError: If the request cannot be made.
+        """
         ...
 
     def load(self, names: Iterable[str]) -> None:
-        """Take note that ranks import these modules, if that helps the next ones."""
+        """Load these modules for later ranks, if that saves them time."""
+
+    def wake(self) -> None:
+        """Let a process that was stopped (SIGSTOP) go on, so that it can report how its ranks ended."""
+
+    def release(self) -> None:
+        """Wait for processes that serve one launch only. Called when the launch is over."""
+
+    def fate(self) -> str:
+        """Describe the process that forks ranks, and how it ended."""
+        ...
 
 
 def starter_named(method: str) -> Starter:
-    """The starter of a platform's ``spawn_method``.
+    """Return the starter of a platform's ``spawn_method``.
 
     Raises:
-        PlatformError: fork was asked for where CUDA runs in this process.
+        PlatformError: If `method` is fork and CUDA runs in this process.
     """
     if method == "forkserver":
-        return _server_for_now()
-    if method == "spawn":
-        return _Spawn()
-    if torch.cuda.is_initialized():
+        return _warm_server()
+    if method == "fork" and torch.cuda.is_initialized():
         msg = (
             "spawn_method='fork': CUDA runs in this process already, and does not work in a fork of it: "
             "give 'forkserver' or 'spawn', or launch before CUDA is used"
         )
         raise PlatformError(msg)
-    return _Fork()
+    return _ServerPerRank(forks=method == "fork")
 
 
-def interpreter(script: str) -> list[str]:
-    """A command that runs `script` in a fresh interpreter with this one's import path, and without the user's main file.
+class _ServerPerRank:
+    """Starts a process of its own for each rank, which forks the rank."""
 
-    Garbage is not collected until `script` says so: while torch is imported, a sixth of the time would go into that.
-    """
-    path = [each for each in sys.path if isinstance(each, str)]  # Python itself passes over all others
-    return [sys.executable, "-P", "-c", f"import gc, sys; gc.disable(); sys.path[:] = {path!r}; {script}"]
+    def __init__(self, *, forks: bool) -> None:
+        self._forks = forks
+        self._servers: list[_Server] = []
 
-
-class _Fork:
-    """Forks this very process: at once, and with everything that it has loaded, held and locked."""
-
-    def start(self, line: socket.socket, grace_s: float) -> Started:
-        pid = os.fork()
-        if pid == 0:
-            _become_rank(line)
-        return Started(pid, status_pipe_of(lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    def start(self, line: socket.socket, grace_s: float) -> int:
+        server = _Server(None, forked_with=line if self._forks else None)
+        self._servers.append(server)
+        try:
+            return server.start(line, grace_s)
+        finally:
+            server.close()
 
     def load(self, names: Iterable[str]) -> None:
         pass
 
+    def wake(self) -> None:
+        for server in self._servers:
+            server.wake()
 
-def _become_rank(line: socket.socket) -> NoReturn:
-    """In a fork of this process, which is never to go on as the program that was forked."""
-    try:
-        atexit._clear()  # what the parent does at its end is the parent's affair
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, and it would wait for them
-        run_rank(line.dup())
-    finally:
-        traceback.print_exc()
-        os._exit(1)
+    def release(self) -> None:
+        for server in self._servers:
+            server.stop()
 
-
-class _Spawn:
-    """Starts a fresh interpreter for each rank."""
-
-    def start(self, line: socket.socket, grace_s: float) -> Started:
-        script = (
-            "from parawrap.launch.parcels._wire import line_at_standard_input; "
-            "from parawrap.launch.ranks._worker import run_rank; run_rank(line_at_standard_input())"
-        )
-        process = subprocess.Popen(interpreter(script), stdin=line.fileno(), start_new_session=True)
-        return Started(process.pid, status_pipe_of(lambda: _end_of(process)))
-
-    def load(self, names: Iterable[str]) -> None:
-        pass
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> int:
-    """How it ended. Where the parent ignores its children nobody can know, though Popen says 0.
-
-    Raises:
-        ChildProcessError: nobody can know.
-    """
-    process.returncode = 0
-    process.returncode = os.waitstatus_to_exitcode(os.waitpid(process.pid, 0)[1])
-    return process.returncode
-
-
-def status_pipe_of(wait: Callable[[], int]) -> int:
-    """A pipe into which a thread writes how a child of this process ended, as soon as it did."""
-    reader, writer = os.pipe()
-
-    def report() -> None:
-        with contextlib.suppress(ChildProcessError, BrokenPipeError):  # somebody else waited for it; nobody wants to know
-            os.write(writer, STATUS.pack(wait()))
-        os.close(writer)
-
-    threading.Thread(target=report, name="parawrap-launch-status", daemon=True).start()
-    return reader
+    def fate(self) -> str:
+        ended = [server for server in self._servers if server.has_ended()]
+        return ended[0].fate() if ended else "the process that forks it"
 
 
 class _Server:
-    """The warm process of this parent, seen from the parent."""
+    """A process that forks ranks, as the launching process sees it."""
 
-    def __init__(self, kind: object) -> None:
-        ours, its = socket.socketpair()
-        with its:
-            script = "from parawrap.launch.watch._forkserver import serve; serve()"
-            self._process = subprocess.Popen(interpreter(script), stdin=its.fileno(), start_new_session=True)
+    def __init__(self, kind: object, *, forked_with: socket.socket | None = None) -> None:
         self.kind = kind
+        ours, its = socket.socketpair()
+        ours.settimeout(_SEND_S)
         self._socket = ours
-        self._one_at_a_time = threading.Lock()
-        self._loaded: set[str] = set()
         close_in_forked_children(self)
+        with its:
+            try:
+                self._process = _fresh_server(its) if forked_with is None else _ForkedServer(its, forked_with)
+            except OSError as error:
+                ours.close()
+                msg = f"no process can be started for ranks: {explained(error)}"
+                raise LaunchError(msg) from error
+        self._sending = threading.Lock()
+        self._loaded: set[str] = set()
+        self._is_retired = False
 
     def is_usable(self) -> bool:
-        """Whether it lives, in this process."""
-        return self._socket.fileno() >= 0 and self._process.poll() is None
+        """True if it takes requests of this process."""
+        return self._socket.fileno() >= 0 and not self.has_ended()
 
-    def start(self, line: socket.socket, grace_s: float) -> Started:
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def start(self, line: socket.socket, grace_s: float) -> int:
         status, written = os.pipe()
         try:
-            with self._one_at_a_time:
-                pid = self._asked_to_fork(line, written, grace_s)
-            if pid < 0:
-                msg = f"no process can be forked for a rank: {os.strerror(-pid)}"
-                raise LaunchError(msg)
-        except BaseException:
+            with self._sending:
+                socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), written])
+        except OSError as error:
             os.close(status)
-            raise
+            self.retire()
+            msg = f"{self.fate()} takes no request for a rank: {explained(error)}. The next launch starts another one"
+            raise LaunchError(msg) from error
         finally:
             os.close(written)
-        return Started(pid, status)
-
-    def _asked_to_fork(self, line: socket.socket, status: int, grace_s: float) -> int:
-        """The pid of a new rank, or minus the number of an error."""
-        try:
-            socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), status])
-            return int(STATUS.unpack(receive_exactly(self._socket, STATUS.size))[0])
-        except BaseException as error:
-            self.close()  # whatever interrupted this, an answer that is still to come would be taken for the next one's
-            if not isinstance(error, (OSError, EOFError)):
-                raise
-            msg = "the warm process that ranks are forked from has gone; launch again to start another"
-            raise LaunchError(msg) from error
+        return status
 
     def load(self, names: Iterable[str]) -> None:
         for name in set(names) - self._loaded:
             self._loaded.add(name)
-            with self._one_at_a_time, contextlib.suppress(OSError):
+            with self._sending, contextlib.suppress(OSError):
                 self._socket.sendall(REQUEST.pack(LOAD, PRELOADABLE.index(name)))
 
+    def wake(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def close(self) -> None:
-        """Hang up; the process ends by itself."""
+        """Hang up. The process ends once its ranks have ended."""
         self._socket.close()
 
     def retire(self) -> None:
-        """Hang up; it ends when the ranks have that it still runs, and is waited for."""
+        """Hang up, and reap the process when it ends."""
         self.close()
-        threading.Thread(target=self._process.wait, name="parawrap-launch-retired", daemon=True).start()
+        if not self._is_retired:
+            self._is_retired = True
+            threading.Thread(target=self._process.wait, name="parawrap-launch-retired", daemon=True).start()
+
+    def release(self) -> None:
+        """Keep the process for the next launch."""
 
     def stop(self) -> None:
-        """Hang up, and wait for the process's end."""
+        """Hang up, and wait until the process has ended."""
         self.close()
+        self.wake()
         try:
             self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # it was stopped, or its ranks do not end
+        except subprocess.TimeoutExpired:  # its ranks do not end
             self._process.kill()
             self._process.wait()
 
+    def fate(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        code = self._process.poll()
+        name = f"the warm process that forks ranks (process {self._process.pid})"
+        return name if code is None else f"{name}, which {exit_text(code)},"
+
     def forget(self) -> None:
-        """In a forked child: it is somebody else's child."""
+        """Never wait for the process: in a forked child it is not a child."""
         self._process.returncode = 0
+
+
+def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
+    """Start an interpreter with this one's import path, and without the user's main file.
+
+    It runs in the root folder: libraries cannot be loaded in a working folder that was deleted. Garbage collection is off
+    until the server turns it on: it would take a sixth of the time that importing torch takes.
+    """
+    script = (
+        f"import gc, sys; gc.disable(); sys.path[:] = {_import_path()!r}; "
+        "from parawrap.launch.watch._forkserver import serve_standard_input; serve_standard_input()"
+    )
+    command = [sys.executable, "-P", "-c", script]
+    return subprocess.Popen(command, stdin=requests.fileno(), start_new_session=True, cwd="/")
+
+
+def _import_path() -> list[str]:
+    """The import path with absolute entries, as the working folder is another one there."""
+    path = []
+    for each in sys.path:
+        with contextlib.suppress(FileNotFoundError):  # a relative entry in a working folder that was deleted
+            if isinstance(each, str):  # Python itself ignores all others
+                path.append(str(Path(each).absolute()))
+    return path
+
+
+class _ForkedServer:
+    """A fork of this process, with the part of Popen's interface that `_Server` uses.
+
+    Args:
+        requests: the server's end of the socket for requests.
+        line: the rank's end of its line, which the server gets once more with the request.
+    """
+
+    def __init__(self, requests: socket.socket, line: socket.socket) -> None:
+        self.returncode: int | None = None
+        self._polling = threading.Lock()
+        self.pid = os.fork()
+        if self.pid == 0:
+            line.close()
+            _serve_in_fork(requests)
+
+    def poll(self) -> int | None:
+        with self._polling:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+                except ChildProcessError:  # this process ignores SIGCHLD
+                    self.returncode = 0
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if until is not None and time.monotonic() >= until:
+                raise subprocess.TimeoutExpired([], timeout or 0.0)
+            time.sleep(_LOOK_S)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _serve_in_fork(requests: socket.socket) -> NoReturn:
+    """Serve one launch in a fork of the user's process, which must not go on as the user's program."""
+    try:
+        atexit._clear()  # exit handlers belong to the process that registered them
+        os.setsid()
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would never end
+        serve(requests)
+        os._exit(0)
+    finally:
+        traceback.print_exc()
+        os._exit(1)
 
 
 _server: _Server | None = None
@@ -224,8 +289,8 @@ _retired: list[_Server] = []
 _starting = threading.Lock()
 
 
-def _server_for_now() -> _Server:
-    """The warm process, started at the first use; another one when variables changed that are read at load."""
+def _warm_server() -> _Server:
+    """Return the warm process. Start it at the first use, and again when a variable changed that libraries read at load."""
     global _server
     kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
     with _starting:
@@ -239,7 +304,7 @@ def _server_for_now() -> _Server:
 
 
 def stop_server() -> None:
-    """End the warm process; the next launch starts another."""
+    """End the warm process. The next launch starts another one."""
     global _server
     with _starting:
         stopping = [*_retired, *([] if _server is None else [_server])]
@@ -250,7 +315,7 @@ def stop_server() -> None:
 
 
 def _forget_servers() -> None:
-    """In a forked child: they belong to the parent."""
+    """Drop the servers in a forked child: they are children of its parent."""
     global _server, _starting
     for server in (*_retired, *([] if _server is None else [_server])):
         server.forget()

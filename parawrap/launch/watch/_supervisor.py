@@ -1,10 +1,9 @@
-"""The watch over the ranks of one attempt, from their start until the last of them is gone.
+"""The supervision of one attempt, from the start of its ranks until the last of them is gone.
 
-What it guarantees: `run` returns in bounded time after the first failure, the end of a time limit or `cancel`, and when it
-returns, no process of the attempt lives.
+Guarantee: `run` returns in bounded time after the first failure, the end of a time limit, or `cancel`. No process of the
+attempt is alive then.
 
-It decides; where ranks run, and how they are heard and told, is their nodes' affair. One thread runs it. Any other may call
-`ask_for_stacks`.
+One thread runs it; any thread may call `ask_for_stacks`. Nodes start the ranks and report on them.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.parcels._outcomes import Died, Ended, Outcome, Parcel, Raised, Requeued, Returned, first_failure
 from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._control import FORCED
+from parawrap.launch.watch._hints import StandstillHint
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._rank_state import RankState
 
@@ -27,28 +27,29 @@ __all__ = ["Supervisor"]
 
 _ECHO_WAIT_S = 1.0  # after an echo of a failure, this long for the failure itself
 _STACKS_WAIT_S = 1.0
-_WATCHING_S = 1.0  # who is later than this was not there
-_BURIAL_S = 20.0  # for nodes to tell that what was killed, and what that had left, is gone
+_WATCHING_S = 1.0  # if the loop is later than this, this process itself was stopped
+_BURIAL_S = 20.0  # for nodes to report that killed ranks and their leftovers are gone
 _LAST_WORDS = 2500
 _NEVER = float("inf")
-_NO_ANSWER = "no answer within a second: the rank is in code that lets no Python run"
+_NO_ANSWER = "no answer within a second: the rank runs code that keeps Python's lock"
+_NOT_STARTED = "its process has not started yet"
 
 
 class Supervisor:
-    """Watches one attempt; lives as long as it does.
+    """Supervises one attempt.
 
     Args:
         platform: of the launch.
-        loop: the one of the ranks' nodes.
-        states: the ranks, in their order.
+        loop: the loop of the ranks' nodes.
+        states: of the ranks, in their order.
         up_at: when ``timeout_min`` is over, by the monotonic clock.
 
     Attributes:
-        cancelled: whether `cancel` ended it.
-        timed_out: which time limit ended it.
-        stuck: whether it was ended because its ranks waited for such as had returned.
-        broken: why there are no outcomes, where ranks could not be started.
-        preempted: whether the ranks were told that they will have to go.
+        cancelled: True if `cancel` ended it.
+        timed_out: the time limit that ended it.
+        stuck: True if it was ended because its ranks waited for ranks that had returned.
+        broken: the reason why ranks could not be started.
+        preempted: True if the ranks were ordered to save and leave.
     """
 
     def __init__(self, platform: Platform, loop: Loop, states: Sequence[RankState], up_at: float | None = None) -> None:
@@ -56,6 +57,7 @@ class Supervisor:
         self._loop = loop
         self._states = states
         self._nodes = list({id(state.node): state.node for state in states}.values())
+        self._hint = StandstillHint(states)
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._has_failed = False
@@ -75,10 +77,10 @@ class Supervisor:
         self.preempted = False
 
     def ask_for_stacks(self) -> dict[int, str]:
-        """What every thread of every running rank is doing; a rank that gives no answer within a second says so."""
+        """Return the stacks of every running rank, or a text that says that it does not answer within a second."""
         with self._changed:
             asked = [state for state in self._states if state.is_running]
-            for state in asked if self.timed_out is None else ():  # what a time limit has them tell is kept
+            for state in asked if self.timed_out is None else ():  # the stacks of a time limit are kept
                 state.stacks = None
         self._loop.call_soon(self._request_stacks)
         with self._changed:
@@ -88,36 +90,36 @@ class Supervisor:
             return {state.rank: state.stacks or _NO_ANSWER for state in asked if state.is_running}
 
     def outcomes(self) -> dict[int, Outcome]:
-        """How each rank ended; complete once `run` has returned."""
+        """Return how each rank ended; complete once `run` has returned."""
         return dict(sorted(self._outcomes.items()))
 
     def stacks(self) -> dict[int, str]:
-        """The stacks that were taken when the time was up."""
+        """Return the stacks that were taken when the time was up."""
         return {state.rank: state.stacks for state in self._states if state.stacks is not None}
 
     @property
     def given_up(self) -> bool:
-        """Whether it came to its end before its ranks did."""
+        """True if it ended before its ranks had ended by themselves."""
         return self.cancelled or self.stuck or self.timed_out is not None or self.broken is not None
 
-    # -- the watch
+    # -- the loop
 
-    def begin(self, orders: Callable[[int], Assignment]) -> None:
-        """Start all ranks; or none of them, where one cannot be started."""
+    def begin(self, assignment_of: Callable[[int], Assignment]) -> None:
+        """Start all ranks; or none of them if one cannot be started."""
         try:
             for state in self._states:
-                state.node.start(orders(state.rank), self)
+                state.node.start(assignment_of(state.rank), self)
         except BaseException:
             self.end()
             self.run()
             raise
 
     def run(self) -> None:
-        """Watch until no rank is left."""
+        """Supervise until no rank is left."""
         self._last_sign = time.monotonic()
         try:
             while not self._is_over():
-                self._loop.turn(self._patience())
+                self._loop.turn(self._next_moment() - time.monotonic())
                 self._keep_time()
         except BaseException:
             self._kill()
@@ -127,24 +129,24 @@ class Supervisor:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Have every rank end."""
+        """End every rank."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + self._platform.grace_s
             for state in self._states:
                 state.tell_to_end()
 
     def cancel(self) -> None:
-        """Have every rank end, unless they do so already."""
+        """End every rank, unless they are ending already."""
         if self._kill_at is None and not self._is_over():
             self.cancelled = True
             self.end()
 
     def preempt(self, *, ends_late: bool) -> None:
-        """Tell the ranks to save what they have and to leave; with `ends_late`, those that still run after ``grace_s`` end.
+        """Order the ranks to save and leave. With `ends_late`, ranks that still run after ``grace_s`` are ended.
 
-        All ranks are to save at the same turn of their loops: the first at which none of them has been yet. So each is
-        asked how often it was told that no checkpoint is due; from then on it is told nothing before that turn is known. It
-        is not the main thread that answers, for a rank that is ahead may well wait for the others in a collective.
+        All ranks save at the same turn of their loops: the first that none of them has reached yet. So each reports how
+        often `should_checkpoint` has returned False, and further calls of it block until that turn is known. The control
+        thread reports it, as the main thread of a rank that is ahead may wait for the others in a collective.
         """
         if self._kill_at is not None:
             return
@@ -159,7 +161,7 @@ class Supervisor:
             state.node.tell(state.rank, "preempt")
 
     def _agree_on_checkpoint(self, rank: int) -> None:
-        """This rank has answered, or will not any more; once that is so of all, they are told the turn."""
+        """Note that this rank has answered or left. Once all have, send them the turn at which they save."""
         if self._unanswered == {rank}:
             due_from = max((state.answered for state in self._states if state.answered is not None), default=0)
             for state in self._states:
@@ -176,7 +178,7 @@ class Supervisor:
     # -- the clock
 
     def _next_moment(self) -> float:
-        """When the clock itself makes something happen: ranks are killed, ended, out of time, or silent for too long."""
+        """Return when the clock makes something happen: ranks are killed, ended, out of time, or silent for too long."""
         if self._kill_at is not None:
             return self._kill_at
         if self._end_at is not None:
@@ -184,11 +186,8 @@ class Supervisor:
         hang = self._platform.hang_timeout_s
         all_began = all(state.pid for state in self._states)
         silent_at = self._last_sign + hang if hang is not None and all_began else None
-        return min(each for each in (self._up_at, self._leave_at, silent_at, _NEVER) if each is not None)
-
-    def _patience(self) -> float:
-        looks = [node.look() for node in self._nodes]
-        return min(self._next_moment() - time.monotonic(), *looks)
+        moments = (self._up_at, self._leave_at, silent_at, self._hint.due_at, _NEVER)
+        return min(each for each in moments if each is not None)
 
     def _keep_time(self) -> None:
         moment = self._next_moment()
@@ -199,24 +198,26 @@ class Supervisor:
             self._end_by_force()
         elif self._end_at is not None or moment == self._leave_at:
             self.end()
+        elif moment == self._hint.due_at:
+            self._hint.log()
         elif moment == self._up_at:
             self._time_out(f"not done after timeout_min={self._platform.timeout_min:g} minutes")
-        elif late_s > _WATCHING_S:  # this process itself was stopped or held up, and has not looked since
+        elif late_s > _WATCHING_S:  # this process was stopped, and has read nothing since
             self._last_sign = time.monotonic()
         else:
             self._time_out(f"silent for hang_timeout_s={self._platform.hang_timeout_s:g} seconds")
 
     def _time_out(self, reason: str) -> None:
-        """Ask every rank what it is doing, then end them."""
+        """Take the stacks of every rank, then end them."""
         self.timed_out = reason
         for state in self._living():
             if state.is_running:
-                state.stacks = _NO_ANSWER
+                state.stacks = _NO_ANSWER if state.pid else _NOT_STARTED
                 state.ask_for_stacks()
         self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _end_by_force(self) -> None:
-        """Kill the ranks; and give up nodes that do not even tell that they are dead."""
+        """Kill the ranks. Later, give up nodes that do not report that their ranks are dead."""
         if self._has_killed:
             self._kill_at = _NEVER
             for node in self._nodes:
@@ -234,7 +235,7 @@ class Supervisor:
         for state in self._living():
             state.ask_for_stacks()
 
-    # -- what nodes tell
+    # -- reports of nodes
 
     def on_hello(self, rank: int, pid: int) -> None:
         self._states[rank].pid = pid
@@ -250,6 +251,10 @@ class Supervisor:
             self._last_sign = time.monotonic()
         elif word == "stacks":
             self._on_stacks(state, body)
+        elif word == "still":
+            self._hint.on_still()
+        elif word == "where":
+            self._hint.on_where(rank, body)
         elif word in ("stuck", "moves"):
             self._on_stuck(state, body if word == "stuck" else None)
         elif word == "answered":
@@ -282,18 +287,18 @@ class Supervisor:
         last_words = state.transcript.last_words(_LAST_WORDS)
         return Died.of(code, at=time.time(), pid=state.pid, last_words=last_words, lost_with=lost_with)
 
-    # -- the end of a rank, and what follows from it
+    # -- the end of a rank, and its consequences
 
     def _settle(self, state: RankState, outcome: Outcome) -> None:
-        """Take note of how a rank's function ended, and see to the others."""
+        """Note how a rank's function ended, and decide what happens to the others."""
         if isinstance(outcome, Raised):
             state.transcript.record(outcome.traceback)
-            if self.preempted and state.told_to_end:  # it was late, and its cleaning up went wrong
+            if self.preempted and state.told_to_end:  # it was late, and its clean-up failed
                 outcome = Ended(outcome.at)
         with self._changed:
             state.outcome = self._outcomes[state.rank] = outcome
             if self.timed_out is None and not self.stuck:
-                state.stacks = None  # they tell of what is over
+                state.stacks = None  # they are out of date
             self._changed.notify_all()
         self._last_sign = time.monotonic()
         self._stuck.discard(state.rank)
@@ -307,7 +312,7 @@ class Supervisor:
             self._on_departure(state.rank, outcome)
 
     def _on_departure(self, rank: int, outcome: Outcome) -> None:
-        """Others still run: they may wait for this one, or have to be started anew with it."""
+        """Handle that a rank left while others run: they may wait for it, or have to start again with it."""
         if not self._has_told_of_others:
             self._has_told_of_others = True
             for state in self._living():
@@ -315,12 +320,12 @@ class Supervisor:
         if isinstance(outcome, Requeued) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._platform.grace_s
         if isinstance(outcome, Requeued) and self.timed_out is None:
-            self._end_at = None  # the echo that was heard was its
+            self._end_at = None  # the echo that was reported came from this departure
         self._agree_on_checkpoint(rank)
         self._end_stuck()
 
     def _on_stuck(self, state: RankState, stacks: str | None) -> None:
-        """It has waited in torch.distributed for long since others have left; or has got on, where there are no stacks."""
+        """Note that a rank has waited long in torch.distributed since others left; or moved on, if there are no stacks."""
         with self._changed:
             state.stacks = stacks
             self._changed.notify_all()
@@ -331,13 +336,13 @@ class Supervisor:
             self._end_stuck()
 
     def _end_stuck(self) -> None:
-        """Where all that still run wait for ranks that have left, none will ever go on. Unless they are to start anew."""
+        """End the attempt if all ranks that run wait for ranks that have left. Unless they are to start again."""
         if self._stuck and len(self._stuck) + len(self._outcomes) == len(self._states) and self._kill_at is None:
             self.stuck = not (self.preempted or any(isinstance(each, Requeued) for each in self._outcomes.values()))
             self.end()
 
     def _on_failure(self, first: Outcome) -> None:
-        """End the others; but where only an echo was heard so far, wait for what it is an echo of."""
+        """End the others. After an echo of a failure, wait a moment for the failure itself."""
         if not (isinstance(first, Raised) and first.is_echo):
             self.end()
         elif self._end_at is None:
@@ -345,7 +350,7 @@ class Supervisor:
 
 
 def _is_our_doing(state: RankState, code: int | None) -> bool:
-    """Whether a rank that was told to end can have ended this way because of that."""
+    """True if a rank that was ordered to end can have ended this way because of the order."""
     return code in (None, FORCED, -signal.SIGTERM) or (state.killed and code == -signal.SIGKILL)
 
 
@@ -363,4 +368,4 @@ def _outcome_of(word: str, body: dict[str, Any], file: int | Path | None, state:
         return Requeued(at)
     if state.told_to_end:
         return Ended(at)
-    return Died(at, state.pid, signal=signal.SIGTERM)  # somebody else sent it
+    return Died(at, state.pid, signal=signal.SIGTERM)  # sent from outside the launch

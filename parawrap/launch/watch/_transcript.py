@@ -1,6 +1,6 @@
-"""What ranks write: kept for `Launch.logs`, copied into files, and shown line by line behind the rank's number.
+"""The output of ranks: kept for `Launch.logs`, copied into files, and shown line by line with the rank's number.
 
-Used by the thread that watches a launch; `Transcript.text` by any.
+Used by the thread that watches a launch. Any thread may call `Transcript.text`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 
-__all__ = ["Record", "Transcript", "end_of", "open_log_folder"]
+__all__ = ["Record", "Transcript", "end_of", "new_log_folder"]
 
 _log = logging.getLogger("parawrap.launch")
 
@@ -32,56 +33,60 @@ _LEFT_OUT = "\n...\n"
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 
 
-def open_log_folder(platform: Platform) -> Path | None:
-    """The folder of ``console_logs``, there and writable; None where the platform names none.
+def new_log_folder(platform: Platform, name: str) -> Path | None:
+    """Make a folder for one launch under ``console_logs``; None if the platform names none.
+
+    Args:
+        platform: of the launch.
+        name: of the function; the folder's name begins with it, and goes on with the time.
 
     Raises:
-        LaunchError: it cannot be made, or not written to.
+        LaunchError: If it cannot be made.
     """
     if platform.console_logs is None:
         return None
+    readable = "".join(each if each.isalnum() else "-" for each in name).strip("-")
     folder = Path(platform.console_logs).expanduser().absolute()
+    prefix = f"{readable}-{time.strftime('%Y%m%d-%H%M%S')}-"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
     except OSError as error:
         msg = f"console_logs={str(platform.console_logs)!r} cannot be written to: {error}; give another folder, or None"
         raise LaunchError(msg) from error
-    return folder
 
 
 class Record(Protocol):
-    """Where what one rank writes is taken to."""
+    """Takes the output of one rank."""
 
     def write(self, stream: int, data: bytes) -> None:
-        """Take what the rank wrote to this stream: 1 is standard output, 2 standard error."""
+        """Take output of a stream: 1 is standard output, 2 standard error."""
 
     def record(self, text: str) -> None:
-        """Keep what the rank did not write itself, without showing it."""
+        """Keep a text that the rank did not write, without showing it."""
 
     def last_words(self, at_most: int) -> str:
-        """The end of it, in whole lines where that can be, behind what Python said of a crash."""
+        """Return the end of the output, in whole lines if possible, and the report of a crash before it."""
         ...
 
 
 class Transcript:
-    """All that one rank wrote, on both streams, in the order in which it arrived. Grows beyond memory onto the disk.
+    """The output of one rank, from both streams, in order of arrival. Beyond a mebibyte it is kept on disk.
 
     Raises:
-        LaunchError: the log file cannot be opened.
+        LaunchError: If the log file cannot be opened.
     """
 
     def __init__(self, rank: int, *, prefix: str, shown: bool, folder: Path | None) -> None:
         self._access = threading.Lock()
         path = None if folder is None else folder / f"rank-{rank}.log"
-        self._file = None if path is None else _Keeper(_opened(path), str(path))
+        self._file = None if path is None else _TolerantFile(_opened(path), str(path))
         self._spool = _Spool()
-        self._kept = _Keeper(self._spool, f"the transcript of rank {rank}")
+        self._kept = _TolerantFile(self._spool, f"the transcript of rank {rank}")
         self._lines = {1: _Lines(prefix, "stdout"), 2: _Lines(prefix, "stderr")} if shown else {}
 
     def write(self, stream: int, data: bytes) -> None:
-        """Take what the rank wrote to this stream: 1 is standard output, 2 standard error."""
+        """Take output of a stream: 1 is standard output, 2 standard error."""
         if stream in self._lines:
             self._lines[stream].take(data)
         if self._file is not None:
@@ -90,7 +95,7 @@ class Transcript:
             self._kept.write(data)
 
     def record(self, text: str) -> None:
-        """Keep what the rank did not write itself, without showing it."""
+        """Keep a text that the rank did not write, without showing it."""
         data = f"{text}\n".encode()
         if self._file is not None:
             self._file.write(data)
@@ -98,7 +103,7 @@ class Transcript:
             self._kept.write(data)
 
     def text(self) -> str:
-        """Everything so far."""
+        """Return all output so far."""
         with self._access:
             return self._spool.everything().decode(errors="replace")
 
@@ -108,7 +113,7 @@ class Transcript:
         return end_of(end.decode(errors="replace"), at_most)
 
     def finish(self) -> None:
-        """Nothing more will come; `text` goes on working."""
+        """Flush and close the outputs. `text` still works."""
         for lines in self._lines.values():
             lines.finish()
         if self._file is not None:
@@ -116,9 +121,9 @@ class Transcript:
 
 
 def end_of(text: str, at_most: int) -> str:
-    """The end of a text, in whole lines where that can be.
+    """Return the end of a text, in whole lines if possible.
 
-    Where a crash is beyond it, because of the stacks that follow, a quarter of the room is for what led up to that.
+    If long stacks follow the report of a crash, a quarter of the room is for the lines before the report.
     """
     if len(text) <= at_most:
         return text
@@ -143,8 +148,8 @@ def _opened(path: Path) -> io.FileIO:
         raise LaunchError(msg) from error
 
 
-class _Keeper:
-    """A file that takes what it can: a full disk ends what is kept, which is told once, and not the launch."""
+class _TolerantFile:
+    """A file that may be incomplete: a full disk ends the file with one warning, and does not end the launch."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file = file
@@ -171,7 +176,7 @@ class _Keeper:
 
 
 class _Spool(io.BytesIO):
-    """Bytes in memory, and from a certain size on in a file without a name and without a buffer."""
+    """Bytes in memory, and beyond a certain size in an unnamed file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,7 +194,7 @@ class _Spool(io.BytesIO):
         return self.getvalue() + os.pread(self._file.fileno(), size, 0)
 
     def end(self, size: int) -> bytes:
-        """The last bytes, so many at the most."""
+        """Return the last bytes, at most so many."""
         if self._file is None:
             return self.getvalue()[-size:]
         length = self._file.seek(0, io.SEEK_END)
@@ -202,7 +207,7 @@ class _Spool(io.BytesIO):
 
 
 class _Lines:
-    """Cuts a stream into lines, ended by a newline or (progress bars) a carriage return, and writes each in one piece."""
+    """Cuts a stream into lines, which end with a newline or a carriage return, and writes each of them whole."""
 
     def __init__(self, prefix: str, stream: str) -> None:
         self._prefix = prefix
@@ -213,7 +218,7 @@ class _Lines:
 
     def take(self, data: bytes, *, final: bool = False) -> None:
         text = self._begun + self._decoder.decode(data, final)
-        if self._returned and text.startswith("\n"):  # the second half of a line end, whose first half was shown before
+        if self._returned and text.startswith("\n"):  # the second half of a line end whose first half was written
             self._write("\n")
             text = text[1:]
         *lines, self._begun = _LINE_END.split(text)
@@ -229,10 +234,10 @@ class _Lines:
         self.take(b"", final=True)
 
     def _write(self, text: str) -> None:
-        target: TextIO | None = getattr(sys, self._stream)  # looked up each time: notebooks and tests put others there
+        target: TextIO | None = getattr(sys, self._stream)  # looked up each time: notebooks and tests replace it
         if not text or target is None:
             return
-        with contextlib.suppress(Exception):  # nobody reads on, or it was closed; the transcript has it all
+        with contextlib.suppress(Exception):  # the reader is gone, or it was closed; the transcript is complete
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
