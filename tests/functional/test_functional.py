@@ -13,11 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-
-
-def on(ranks, function, *args, **kwargs):
-    """What each of so many CPU ranks returns."""
-    return wrapper(Platform(device="cpu", n_cpus=ranks, **({"timeout_min": 0.5} | kwargs)))(function)(*args)
+from parawrap.functional import _averages
+from tests.functional.ranks import on
 
 
 def with_gradients(module, *gradients):
@@ -312,7 +309,7 @@ def test_parameters_travel_in_buckets():
         dist.all_reduce = lambda *args, **kwargs: (calls.append(args), plain(*args, **kwargs))[1]
         rank = float(current_rank().global_rank)
         answers = []
-        for functional._BUCKET_BYTES in limits:
+        for _averages._BUCKET_BYTES in limits:
             module = Parameters(*(torch.zeros(size) for size in sizes))
             with_gradients(module, *(torch.full((size,), i + rank) for i, size in enumerate(sizes)))
             calls.clear()

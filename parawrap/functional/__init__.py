@@ -1,0 +1,19 @@
+"""Helpers used inside a rank: seeds, averages over ranks, sharded loaders, metrics, models that train together.
+
+Each helper reads the rank from `current_rank` or from torch.distributed. Outside a rank, a process counts as the only rank.
+"""
+
+from parawrap.functional._averages import average_params_grads
+from parawrap.functional._modules import device, has_batch_norm, optimiser_to, seed_generators, set_default_device, to
+from parawrap.functional._samplers import get_dataset_sampler
+
+__all__ = [
+    "average_params_grads",
+    "device",
+    "get_dataset_sampler",
+    "has_batch_norm",
+    "optimiser_to",
+    "seed_generators",
+    "set_default_device",
+    "to",
+]

@@ -1,0 +1,115 @@
+"""Means of parameters and gradients over ranks, in buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parawrap.functional._collectives import group_size
+
+__all__ = ["average_params_grads", "buckets"]
+
+_BUCKET_BYTES = 64 << 20
+
+
+def average_params_grads(module: nn.Module, params: bool = False, grads: bool = True) -> None:
+    """Replace gradients, parameters, or both by their mean over all ranks, in place and bit for bit alike on every rank.
+
+    Tensors of one dtype and device are flattened into buckets of at most 64 MiB: one collective per bucket. A parameter
+    without a gradient on this rank counts as zeros if another rank has one, as in DistributedDataParallel. With one rank
+    nothing happens.
+
+    Args:
+        module: The same architecture on every rank.
+        params: True averages the parameters.
+        grads: True averages their gradients.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import Platform, current_rank, functional, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def step():
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     model(torch.full((1, 1), float(current_rank().global_rank))).sum().backward()
+        ...     functional.average_params_grads(model)
+        ...     return model.weight.grad.item()
+        >>> step()
+        RankResults(0.5, 0.5)
+    """
+    if group_size() == 1:
+        return
+    parameters = list(module.parameters())
+    if grads:
+        _give_missing_gradients(parameters)
+        _average([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if params:
+        _average(
+            [parameter.detach() for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
+        )
+
+
+def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
+    """Make every rank send the same tensors: zeros if only others have a gradient, dense ones if any rank's is dense."""
+    if not parameters:
+        return
+    flags = torch.tensor(
+        [_has_dense_and_sparse(each) for each in parameters], dtype=torch.uint8, device=parameters[0].device
+    )
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    for parameter, (dense, sparse) in zip(parameters, flags.tolist(), strict=True):
+        if parameter.grad is None and (dense or sparse):
+            parameter.grad = torch.zeros_like(parameter) if dense else _no_rows_of(parameter)
+        elif dense and parameter.grad is not None and parameter.grad.layout is not torch.strided:
+            parameter.grad = parameter.grad.to_dense()
+
+
+def _has_dense_and_sparse(parameter: nn.Parameter) -> tuple[bool, bool]:
+    if parameter.grad is None:
+        return False, False
+    is_dense = parameter.grad.layout is torch.strided
+    return is_dense, not is_dense
+
+
+def _no_rows_of(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a sparse embedding of which no row was used."""
+    rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(
+        rows, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
+    )
+
+
+def _average(tensors: list[Tensor]) -> None:
+    """Replace tensors by their mean over ranks, in place."""
+    ranks = group_size()
+    for bucket in buckets([tensor for tensor in tensors if tensor.layout is torch.strided]):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(flat)
+        flat /= ranks
+        for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(mean.view_as(tensor))
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:  # an embedding's sparse gradient has another size on every rank
+            dist.all_reduce(tensor)
+            tensor.div_(ranks)
+
+
+def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield groups of a bounded size of tensors of one dtype and device, in order."""
+    for _, alike in groupby(sorted(tensors, key=_kind), key=_kind):
+        bucket: list[Tensor] = []
+        size = 0
+        for tensor in alike:
+            if bucket and size + tensor.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(tensor)
+            size += tensor.nbytes
+        yield bucket
+
+
+def _kind(tensor: Tensor) -> tuple[str, str]:
+    return str(tensor.dtype), str(tensor.device)

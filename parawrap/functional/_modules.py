@@ -1,0 +1,171 @@
+"""Seeds, devices, and modules of one rank, and modules that train with those of other ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from parawrap.functional._collectives import group_size
+from parawrap.launch import Device, Platform, current_rank, inside_a_rank, rank_device, seed_all
+
+__all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
+
+
+def seed_generators(seed: int, offset: int = 0) -> None:
+    """Seed Python, torch, the accelerators, and numpy if it is loaded, with ``seed + offset``.
+
+    A platform's ``seed`` makes all ranks alike; ``seed_generators(seed, offset=rank)`` makes them differ.
+
+    >>> import torch
+    >>> seed_generators(7, offset=1)
+    >>> first = torch.rand(1)
+    >>> seed_generators(8)
+    >>> torch.equal(first, torch.rand(1))
+    True
+    """
+    seed_all(seed + offset)
+
+
+def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | int) -> None:
+    """Move the state of an optimiser to a device, in place.
+
+    Use it if the parameters moved after the optimiser had state, for instance after ``load_state_dict``. A ``step`` that
+    the optimiser keeps on the CPU stays there.
+
+    >>> import torch
+    >>> model = torch.nn.Linear(2, 2)
+    >>> optimiser = torch.optim.Adam(model.parameters())
+    >>> model(torch.ones(1, 2)).sum().backward(); optimiser.step()
+    >>> optimiser_to(optimiser, "meta")
+    >>> optimiser.state[model.weight]["exp_avg"].device, optimiser.state[model.weight]["step"].device
+    (device(type='meta'), device(type='cpu'))
+    """
+    capturable = any(group.get("capturable") or group.get("fused") for group in optimiser.param_groups)
+    for state in optimiser.state.values():
+        for name, value in state.items():
+            if name != "step" or capturable:
+                state[name] = _moved(value, device)
+
+
+def _moved(value: Any, device: torch.device | str | int) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Return True if a module has a batch normalisation layer, also a lazy or synchronised one.
+
+    >>> import torch
+    >>> has_batch_norm(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)))
+    True
+    """
+    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+
+
+def to(
+    module: nn.Module,
+    local_rank: int | None = None,
+    sync_modules: bool = True,
+    device: Device | torch.device | str | int | None = None,
+    **ddp_kwargs: Any,
+) -> nn.Module:
+    """Move a module to this rank's device, and make it train with the other ranks.
+
+    With more than one rank, and parameters that want gradients, it is wrapped in DistributedDataParallel, whose ranks start
+    with rank 0's parameters; on CUDA, batch normalisation is synchronised between ranks first (torch's SyncBatchNorm does
+    not work on the CPU).
+
+    Args:
+        module: on any device.
+        local_rank: the device's index; the rank's own by default.
+        sync_modules: False only moves.
+        device: a kind such as ``"gpu"``, or whatever names a torch device; the rank's own by default.
+        **ddp_kwargs: for DistributedDataParallel.
+
+    Returns:
+        `module` itself, or what wraps it.
+
+    Raises:
+        PlatformError: this machine shows no device of that kind.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import Platform, functional, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def train():
+        ...     model = functional.to(torch.nn.Linear(2, 2))
+        ...     return type(model).__name__
+        >>> train()
+        RankResults('DistributedDataParallel', 'DistributedDataParallel')
+    """
+    target = _target(local_rank, device)
+    module = module.to(target)
+    if not sync_modules or group_size() == 1 or isinstance(module, DistributedDataParallel):
+        return module
+    if target.type == "cuda" and has_batch_norm(module):
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module
+    ids = [target] if target.type == "cuda" else None
+    return DistributedDataParallel(module, **{"device_ids": ids, **ddp_kwargs})
+
+
+def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:
+    if isinstance(device, (int, torch.device)):
+        return torch.device(device)
+    rank = current_rank() if inside_a_rank() else None
+    index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
+    if device is None:
+        kind = Device(rank.platform.device) if rank else Device(Platform().device)
+    elif device.lower() in (*Device, "cuda"):
+        kind = Device(Platform(device=device).device)
+    else:
+        return torch.device(device.lower())
+    return rank_device(kind, index)
+
+
+def device(module: nn.Module) -> torch.device:
+    """Return the device of a module's first parameter, else of its first buffer, else the rank's own, else the CPU.
+
+    >>> import torch
+    >>> device(torch.nn.Linear(1, 1))
+    device(type='cpu')
+    """
+    tensors: Iterable[Tensor] = (*module.parameters(), *module.buffers())
+    for tensor in tensors:
+        return tensor.device
+    return current_rank().device if inside_a_rank() else torch.device("cpu")
+
+
+def set_default_device(local_rank: int | None = None, platform: Platform | None = None) -> None:
+    """Make this rank's device the default for new tensors, and the current device.
+
+    Args:
+        local_rank: The device's index; this rank's own by default.
+        platform: Gives the kind of device; this rank's own by default.
+
+    >>> import torch
+    >>> from parawrap import Platform, functional, wrapper
+    >>> @wrapper(Platform(device="cpu", n_cpus=2))
+    ... def where():
+    ...     functional.set_default_device()
+    ...     return str(torch.empty(0).device)
+    >>> where()
+    RankResults('cpu', 'cpu')
+    """
+    target = _target(local_rank, None if platform is None else platform.device)
+    if target.type == "cuda":
+        torch.cuda.set_device(target)
+    torch.set_default_device(target)

@@ -1,0 +1,214 @@
+"""Samplers that give each rank its share of a dataset."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from itertools import cycle, islice
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
+
+from parawrap.errors import PlatformError
+from parawrap.functional._collectives import group_size
+from parawrap.launch import Platform, current_rank, inside_a_rank
+
+__all__ = [
+    "ContiguousShare",
+    "EachEpoch",
+    "EpochSampler",
+    "OrderedShare",
+    "PaddedShare",
+    "generators_of",
+    "get_dataset_sampler",
+    "place",
+]
+
+
+def get_dataset_sampler(
+    dataset: Dataset[Any], global_rank: int | None = None, platform: Platform | None = None, *, pad: bool = True
+) -> Sampler[int] | None:
+    """Return the sampler that gives this rank its share of a dataset; None with one rank, which takes every row.
+
+    `shard_loader` makes a loader with such a sampler, and calls ``set_epoch`` itself.
+
+    Args:
+        dataset: A dataset with a length.
+        global_rank: This rank's by default.
+        platform: This rank's by default.
+        pad: True is torch's DistributedSampler: shuffled (call ``set_epoch``), and all ranks get the same number of rows.
+            Some rows come twice if the world size does not divide the length. False gives every row to exactly one rank,
+            in order: use it for evaluation. The ranks' numbers of rows may then differ by one.
+
+    Raises:
+        TypeError: If the dataset is a stream, or has no length.
+        PlatformError: If `global_rank` is not in the platform's world.
+
+    Example:
+        >>> from parawrap import Platform
+        >>> [list(get_dataset_sampler(range(5), rank, Platform(device="cpu", n_cpus=2), pad=False)) for rank in range(2)]
+        [[0, 1, 2], [3, 4]]
+    """
+    rank, world_size = place(global_rank, platform)
+    if not 0 <= rank < world_size:
+        msg = f"global_rank={rank}: there is no such rank in a world of {world_size}"
+        raise PlatformError(msg)
+    if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+        name = type(dataset).__qualname__
+        msg = f"{name} has no length, or is a stream, which no sampler can share: split it by current_rank()"
+        raise TypeError(msg)
+    if world_size == 1:
+        return None
+    if pad:
+        return cast("Sampler[int]", PaddedShare(dataset, num_replicas=world_size, rank=rank))
+    return ContiguousShare(len(dataset), rank, world_size)
+
+
+def place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
+    """Return a rank's number and the number of ranks: this rank's unless they are given."""
+    here = current_rank() if inside_a_rank() else None
+    world_size = platform.world_size if platform else here.world_size if here else group_size()
+    if global_rank is None:
+        global_rank = here.global_rank if here else dist.get_rank() if world_size > 1 and dist.is_initialized() else 0
+    return global_rank, world_size
+
+
+class EpochSampler:
+    """The epoch of a sampler. `begin_epoch` moves on to the next epoch, unless `set_epoch` chose one."""
+
+    epoch = 0
+    _is_used = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.epoch = epoch
+        self._is_used = False
+
+    def begin_epoch(self) -> None:
+        """Move on to the next epoch if an iteration has used the present one."""
+        self.epoch += self._is_used
+        self._is_used = True
+
+
+class PaddedShare(EpochSampler, DistributedSampler[Any]):
+    """torch's DistributedSampler, which also shuffles if `set_default_device` has named another device."""
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.device("cpu"):
+            return super().__iter__()
+
+
+class ContiguousShare(EpochSampler, Sampler[int]):
+    """A contiguous share of the indices. The ranks' lengths differ by at most one; the longer shares come first."""
+
+    def __init__(self, length: int, rank: int, world_size: int) -> None:
+        share, longer = divmod(length, world_size)
+        start = rank * share + min(rank, longer)
+        self.whole = range(length)
+        self._indices = range(start, start + share + (rank < longer))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class OrderedShare(EpochSampler, Sampler[Any]):
+    """Every world_size-th item of another sampler's order, which each rank draws for itself from the same seed.
+
+    Items are indices, or lists of indices from a batch sampler. An epoch's order is drawn once and kept.
+    """
+
+    def __init__(self, source: Any, rank: int, world_size: int, *, pad: bool, drop_last: bool, seed: int) -> None:
+        self.source = source
+        self._rank, self._world_size = rank, world_size
+        self._pad, self._drop_last, self._seed = pad, drop_last, seed
+        self._drawn: tuple[int, list[Any]] | None = None
+
+    @property
+    def order(self) -> list[Any]:
+        """The items that all ranks yield together in this epoch, without padding."""
+        if self._drawn is None or self._drawn[0] != self.epoch:
+            with _seeded(self._seed + self.epoch, generators_of(self.source)):
+                self._drawn = self.epoch, _all_items(self.source)
+        return self._drawn[1]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._share())
+
+    def __len__(self) -> int:
+        return len(self._share())
+
+    def _share(self) -> list[Any]:
+        order = self.order
+        excess = len(order) % self._world_size
+        if excess and self._drop_last:
+            order = order[:-excess]
+        elif excess and self._pad:
+            order = [*order, *islice(cycle(order), self._world_size - excess)]
+        return order[self._rank :: self._world_size]
+
+
+class EachEpoch(Sampler[Any]):
+    """Yields the items of `share`, and begins the share's next epoch each time that an iteration begins."""
+
+    def __init__(self, share: Any) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[Any]:  # a generator: the epoch begins with the first item that is read
+        self.share.begin_epoch()
+        yield from self.share
+
+    def __len__(self) -> int:
+        return len(self.share)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        self.share.set_epoch(epoch)
+
+
+def generators_of(sampler: Any) -> list[torch.Generator]:
+    """Return torch's generators that a sampler holds, or the sampler inside a batch sampler."""
+    found: list[torch.Generator] = []
+    while sampler is not None:
+        found += [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def _all_items(source: Iterable[Any]) -> list[Any]:
+    """Return the items of a sampler. One that yields more items than its length says may be endless."""
+    length = len(cast("Sequence[Any]", source))
+    with torch.device("cpu"):  # samplers shuffle on the CPU, also if the default device is another
+        items = list(islice(iter(source), length + 1))
+    if len(items) > length:
+        msg = f"{type(source).__qualname__} yields more items than its length, {length}. Correct its __len__."
+        raise ValueError(msg)
+    return items
+
+
+@contextmanager
+def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
+    """Seed these generators and those of Python, numpy, and torch on the CPU, and restore all of them."""
+    numpys = sys.modules["numpy"].random if "numpy" in sys.modules else None
+    pythons, numpy_state = random.getstate(), numpys.get_state() if numpys else None
+    states = [generator.get_state() for generator in generators]
+    with torch.random.fork_rng([]):
+        try:
+            for generator in (torch.default_generator, *generators):
+                generator.manual_seed(seed)
+            random.seed(seed)
+            if numpys:
+                numpys.seed(seed % 2**32)
+            yield
+        finally:
+            random.setstate(pythons)
+            if numpys:
+                numpys.set_state(numpy_state)
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
