@@ -4,6 +4,7 @@ Each helper reads the rank from `current_rank` or from torch.distributed. Outsid
 """
 
 from parawrap.functional._averages import average_params_grads
+from parawrap.functional._loaders import shard_loader
 from parawrap.functional._modules import device, has_batch_norm, optimiser_to, seed_generators, set_default_device, to
 from parawrap.functional._samplers import get_dataset_sampler
 
@@ -15,5 +16,6 @@ __all__ = [
     "optimiser_to",
     "seed_generators",
     "set_default_device",
+    "shard_loader",
     "to",
 ]

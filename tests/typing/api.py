@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_type
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import parawrap
 from parawrap import (
@@ -319,7 +319,9 @@ def a_rank_knows_its_place() -> None:
     rank.global_rank = 1  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def the_helpers_of_a_rank(model: torch.nn.Linear, data: torch.utils.data.TensorDataset) -> None:
+def the_helpers_of_a_rank(
+    model: torch.nn.Linear, data: torch.utils.data.TensorDataset, loader: DataLoader[list[torch.Tensor]]
+) -> None:
     functional.seed_generators(7, offset=current_rank().global_rank)
     functional.average_params_grads(model, params=True, grads=False)
     functional.optimiser_to(torch.optim.Adam(model.parameters()), torch.device("cpu"))
@@ -327,6 +329,7 @@ def the_helpers_of_a_rank(model: torch.nn.Linear, data: torch.utils.data.TensorD
     assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Module)
     assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
+    assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.device(model), torch.device)
     functional.set_default_device(0, TWO)
     functional.get_dataset_sampler(data, 0, TWO, False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -1,0 +1,454 @@
+"""`shard_loader`: every rank reads its share of a loader's rows, in the next epoch's order at each iteration."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from parawrap import PlatformError, current_rank, functional
+from tests.functional.ranks import on
+
+
+def rows_of(loader, epochs=1):
+    """Return the rows that a loader gives in each epoch."""
+    return [[int(row) for batch in loader for row in batch] for _ in range(epochs)]
+
+
+# --- rows ---
+
+
+@pytest.fixture(scope="module")
+def shares():
+    """The rows of 2 ranks in 3 epochs, by length, shuffle, pad, and drop_last."""
+
+    def read():
+        found = {}
+        for length in (0, 1, 2, 7, 12):
+            for shuffle in (False, True):
+                for pad, drop_last in ((True, False), (True, True), (False, False)):
+                    if length == 0 and shuffle:
+                        continue  # torch refuses to shuffle no rows in older versions
+                    loader = DataLoader(range(length), batch_size=2, shuffle=shuffle, drop_last=drop_last)
+                    sharded = functional.shard_loader(loader, pad=pad)
+                    lengths = [len(batch) for batch in sharded]
+                    assert len(lengths) == len(sharded)
+                    sharded.sampler.set_epoch(0)
+                    found[length, shuffle, pad, drop_last] = rows_of(sharded, epochs=3)
+        return found
+
+    one, other = on(2, read)
+    return {key: list(zip(one[key], other[key], strict=True)) for key in one}
+
+
+def test_unpadded_shares_hold_each_row_once(shares):
+    """Without padding every row is on exactly one rank in every epoch, and shares differ by one row at most."""
+    for (length, _, pad, _), epochs in shares.items():
+        if not pad:
+            assert all(sorted(one + other) == list(range(length)) for one, other in epochs)
+            assert all(abs(len(one) - len(other)) <= 1 for one, other in epochs)
+
+
+def test_padded_shares_are_equally_long_and_hold_each_row(shares):
+    """With padding both ranks get the same number of rows, and only the padding comes twice."""
+    for (length, _, pad, drop_last), epochs in shares.items():
+        if pad and not drop_last:
+            assert all(set(one + other) == set(range(length)) for one, other in epochs)
+            assert all(len(one) == len(other) == -(-length // 2) for one, other in epochs)
+
+
+def test_drop_last_gives_no_row_twice(shares):
+    """With drop_last both ranks get the same number of full batches, and no row comes twice."""
+    for (_, _, _, drop_last), epochs in shares.items():
+        if drop_last:
+            assert all(max(Counter(one + other).values(), default=1) == 1 for one, other in epochs)
+            assert all(len(one) == len(other) and len(one) % 2 == 0 for one, other in epochs)
+
+
+def test_each_iteration_is_the_next_epoch(shares):
+    """A shuffled loader has DistributedSampler's order of epochs 0, 1, and 2; an unshuffled one always the same."""
+    for rank in range(2):
+        torchs = DistributedSampler(range(12), 2, rank)
+        for epoch, rows in enumerate(shares[12, True, True, False]):
+            torchs.set_epoch(epoch)
+            assert rows[rank] == list(torchs)
+    assert len({str(epoch) for epoch in shares[12, True, True, False]}) == 3
+    assert len({str(epoch) for epoch in shares[12, True, False, False]}) == 3
+    assert len({str(epoch) for epoch in shares[12, False, True, False]}) == 1
+    assert shares[7, False, False, False][0] == ([0, 1, 2, 3], [4, 5, 6])
+    assert shares[7, False, True, False][0] == ([0, 2, 4, 6], [1, 3, 5, 0])
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_one_rank_reads_every_row(pad):
+    """With one rank, also outside a launch, each epoch has all rows; a shuffled loader mixes them anew in each."""
+    for shuffle in (False, True):
+        loader = functional.shard_loader(DataLoader(range(9), batch_size=2, shuffle=shuffle), pad=pad)
+        epochs = rows_of(loader, epochs=3)
+        assert all(sorted(rows) == list(range(9)) for rows in epochs)
+        assert len({str(rows) for rows in epochs}) == (3 if shuffle else 1)
+        assert len(loader) == 5
+        loader.sampler.set_epoch(0)
+        assert on(1, lambda loader=loader: rows_of(loader, epochs=3)) == (epochs,)
+
+
+def test_set_epoch_resumes_an_order():
+    """set_epoch chooses the next epoch, again if need be, and the epochs after it follow."""
+    loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
+    epochs = rows_of(loader, epochs=4)
+    loader.sampler.set_epoch(2)
+    assert rows_of(loader, epochs=2) == epochs[2:]
+    loader.sampler.set_epoch(3)
+    loader.sampler.set_epoch(3)
+    assert rows_of(loader) == epochs[3:]
+
+
+def test_reading_the_sampler_begins_no_epoch():
+    """Listing `loader.sampler` shows the present epoch's rows and leaves the order of the next epochs alone."""
+    loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
+    expected = rows_of(functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True)), epochs=2)
+    assert list(loader.sampler) == list(loader.sampler) == expected[0]
+    first = rows_of(loader)
+    assert list(loader.sampler) == expected[0]
+    assert first + rows_of(loader) == expected
+
+
+def test_a_left_iteration_counts_as_an_epoch():
+    """A loop that breaks off has used its epoch; the next iteration begins the next one from its start."""
+    expected = rows_of(functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True)), epochs=2)
+    loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
+    next(iter(loader))
+    assert rows_of(loader) == expected[1:]
+
+
+def test_workers_read_the_ranks_rows():
+    """Worker processes, also persistent ones, and a dataset of batches (batch_size=None) keep the rows and epochs."""
+
+    def read():
+        kinds = {
+            "workers": {"batch_size": 2, "num_workers": 2},
+            "persistent": {"batch_size": 2, "num_workers": 1, "persistent_workers": True},
+            "rows": {"batch_size": None, "num_workers": 0},
+            "rows in a worker": {"batch_size": None, "num_workers": 1},
+        }
+        found = {}
+        for name, options in kinds.items():
+            loader = functional.shard_loader(DataLoader(torch.arange(8), shuffle=True, **options))
+            found[name] = [[torch.as_tensor(batch).flatten().tolist() for batch in loader] for _ in range(2)]
+            found[name] = [[row for batch in epoch for row in batch] for epoch in found[name]]
+            del loader
+        return found
+
+    for rank, found in enumerate(on(2, read)):
+        torchs = DistributedSampler(range(8), 2, rank)
+        expected = []
+        for epoch in range(2):
+            torchs.set_epoch(epoch)
+            expected.append(list(torchs))
+        assert found == dict.fromkeys(found, expected)
+
+
+# --- seeds, other samplers ---
+
+
+class Drawn(Sampler):
+    """Eight rows in an order from one of the global generators."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __iter__(self):
+        return iter(self.draw())
+
+    def __len__(self):
+        return 8
+
+
+class Buckets(Sampler):
+    """A batch sampler: rows of similar length together, the batches in a random order."""
+
+    def __iter__(self):
+        batches = [[0, 1], [2, 3, 4], [5], [6, 7]]
+        yield from (batches[i] for i in torch.randperm(4).tolist())
+
+    def __len__(self):
+        return 4
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_other_samplers_are_shared_out():
+    """Each rank takes every second item of one global order, although the ranks' generators differ."""
+
+    def read():
+        rank = current_rank().global_rank
+        functional.seed_generators(rank)
+        weights = torch.tensor([0.1, 0.2, 0.0, 0.4, 0.1, 0.1, 0.1, 0.0])
+        data = range(8)
+        loaders = {
+            "weighted": DataLoader(data, 3, sampler=WeightedRandomSampler(weights, 10)),
+            "with a generator": DataLoader(data, 3, sampler=WeightedRandomSampler(weights, 10, generator=generator(rank))),
+            "subset": DataLoader(data, 3, sampler=SubsetRandomSampler([1, 3, 5, 7, 6])),
+            "replacement": DataLoader(data, 3, sampler=RandomSampler(data, replacement=True, num_samples=11)),
+            "torch": DataLoader(data, 3, sampler=Drawn(lambda: torch.randperm(8).tolist())),
+            "numpy": DataLoader(data, 3, sampler=Drawn(lambda: np.random.permutation(8).tolist())),
+            "python": DataLoader(data, 3, sampler=Drawn(lambda: random.sample(range(8), 8))),
+            "list": DataLoader(data, 3, sampler=[7, 1, 2]),
+            "shuffled by a generator": DataLoader(data, 3, shuffle=True, generator=generator(7 + rank)),
+            "batches": DataLoader(data, batch_sampler=Buckets()),
+            "plain batches": DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 3, False)),
+        }
+        sharded = {name: functional.shard_loader(loader) for name, loader in loaders.items()}
+        return {name: [[batch.tolist() for batch in loader] for _ in range(2)] for name, loader in sharded.items()}
+
+    one, other = on(2, read)
+    for name in one:
+        first, second = (zip(a, b, strict=True) for a, b in zip(one[name], other[name], strict=True))
+        pairs = [list(first), list(second)]
+        ranks = [[[row for pair in epoch for row in pair[rank]] for rank in range(2)] for epoch in pairs]
+        sizes = [len(rows) for rows in ranks[0]]
+        assert len(pairs[0]) == len(one[name][0]), name
+        if name != "batches":
+            assert sizes[0] == sizes[1], name
+        seen = [sorted(rows[0] + rows[1]) for rows in ranks]
+        if name in ("torch", "numpy", "python", "shuffled by a generator", "batches", "plain batches"):
+            assert seen == [list(range(8))] * 2, name
+        if name in ("weighted", "with a generator"):
+            assert not {2, 7} & set(seen[0]), name
+        if name == "subset":
+            assert set(seen[0]) == {1, 3, 5, 6, 7}
+        if name == "list":
+            assert ranks == [[[7, 2], [1, 7]]] * 2
+        else:
+            assert pairs[0] != pairs[1], f"{name} has one order in both epochs"
+    torchs = DistributedSampler(range(8), 2, 1, seed=7)
+    assert [row for batch in other["shuffled by a generator"][0] for row in batch] == list(torchs)
+
+
+def test_the_global_order_is_the_samplers():
+    """With one rank a seeded sampler gives a plain loader's order; the global generators keep their state."""
+    weights = torch.ones(8)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    sharded = functional.shard_loader(
+        DataLoader(range(8), sampler=WeightedRandomSampler(weights, 6, generator=generator(5)))
+    )
+    found = list(sharded.sampler)
+    assert found == list(WeightedRandomSampler(weights, 6, generator=generator(5)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_with_different_orders_are_refused():
+    """A sampler that draws from a generator of its own, seeded by rank, is refused on every rank."""
+
+    def shard():
+        own = np.random.default_rng(current_rank().global_rank)
+        try:
+            functional.shard_loader(DataLoader(range(8), sampler=Drawn(lambda: own.permutation(8).tolist())))
+        except TypeError as error:
+            return str(error)
+
+    one, other = on(2, shard)
+    assert one == other
+    assert "Drawn, gives rank 1 another order than rank 0. Let it draw from torch's" in one
+
+
+def test_ranks_without_a_group_agree_on_nothing():
+    """Without a process group a plain shuffled loader is sharded; one with a generator or a sampler is refused."""
+
+    def shard():
+        plain = functional.shard_loader(DataLoader(range(4), shuffle=True))
+        refused = []
+        for loader in (DataLoader(range(4), shuffle=True, generator=generator(1)), DataLoader(range(4), sampler=[1, 2])):
+            try:
+                functional.shard_loader(loader)
+            except PlatformError as error:
+                refused.append("Leave ipc_groups out of Platform" in str(error))
+        return [row for rows in rows_of(plain) for row in rows], refused
+
+    (one, refused), (other, _) = on(2, shard, ipc_groups=None)
+    assert sorted(one + other) == [0, 1, 2, 3]
+    assert refused == [True, True]
+
+
+# --- options, subclasses ---
+
+
+def collate(rows):
+    return torch.tensor(rows)
+
+
+def seed_worker(worker):
+    pass
+
+
+OPTIONS = {
+    "batch_size": 3,
+    "num_workers": 1,
+    "collate_fn": collate,
+    "pin_memory": True,
+    "drop_last": True,
+    "timeout": 5.0,
+    "worker_init_fn": seed_worker,
+    "multiprocessing_context": "spawn",
+    "generator": generator(4),
+    "prefetch_factor": 3,
+    "persistent_workers": True,
+    "pin_memory_device": "cpu",
+    "in_order": False,
+}
+
+
+def test_every_option_of_the_installed_torch_is_kept():
+    """Each argument of DataLoader's constructor, given a value that is not its default, is the new loader's too."""
+    known = inspect.signature(DataLoader).parameters
+    given = {name: value for name, value in OPTIONS.items() if name in known}
+    assert known.keys() - given.keys() == {"dataset", "shuffle", "sampler", "batch_sampler"}, "torch has a new argument"
+    loader = DataLoader(range(12), **given)
+    sharded = functional.shard_loader(loader)
+    assert type(sharded) is DataLoader
+    for name in ("dataset", *given):
+        assert getattr(sharded, name) is getattr(loader, name), name
+        if name not in ("batch_size", "dataset"):
+            assert getattr(sharded, name) != getattr(DataLoader([]), name), f"{name} is the default"
+
+
+def test_what_was_set_on_a_loader_is_kept():
+    """Attributes that the user set on the loader are on the new one, also a constructor's that changed later."""
+    loader = DataLoader(range(4))
+    loader.title, loader.worker_init_fn = "train", seed_worker
+    sharded = functional.shard_loader(loader)
+    assert (sharded.title, sharded.worker_init_fn) == ("train", seed_worker)
+
+
+class Titled(DataLoader):
+    """A subclass with an argument of its own, which it keeps."""
+
+    def __init__(self, dataset, batch_size=1, *, title, **options):
+        super().__init__(dataset, batch_size, **options)
+        self.title = title
+
+
+class Doubling(DataLoader):
+    """A subclass that changes an argument."""
+
+    def __init__(self, dataset, batch_size=1, **options):
+        super().__init__(dataset, 2 * batch_size, **options)
+
+
+class Secretive(DataLoader):
+    """A subclass that keeps no trace of its argument."""
+
+    def __init__(self, path, **options):
+        super().__init__(range(len(path)), **options)
+
+
+class Fixed(DataLoader):
+    """A subclass that takes no sampler."""
+
+    def __init__(self, dataset):
+        super().__init__(dataset, batch_size=2, shuffle=True)
+
+
+def test_a_subclass_is_kept():
+    """A subclass that keeps its arguments as attributes is rebuilt as itself."""
+    loader = functional.shard_loader(Titled(range(6), 2, title=["a"], shuffle=True))
+    assert (type(loader), loader.title, loader.batch_size) == (Titled, ["a"], 2)
+    assert rows_of(loader) != rows_of(loader)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        (Doubling(range(6), 2), "__init__ changes 'batch_size'"),
+        (Secretive("path"), "no attribute with the value of its argument 'path'"),
+        (Fixed(range(6)), "unexpected keyword argument"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_subclass_that_cannot_be_rebuilt_is_refused(loader, reason):
+    """The error says why, and how to build such a loader."""
+    with pytest.raises(TypeError, match=rf"cannot rebuild a {type(loader).__name__} .*{reason}.*get_dataset_sampler"):
+        functional.shard_loader(loader)
+
+
+# --- refusals ---
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from range(3)
+
+
+class Endless(Sampler):
+    def __iter__(self):
+        while True:
+            yield 0
+
+    def __len__(self):
+        return 3
+
+
+REFUSED = {
+    "stream": (DataLoader(Stream()), TypeError, r"Stream is a stream.*islice\(rows, current_rank\(\)"),
+    "sharded by torch": (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), TypeError, "its share already"),
+    "sharded batches": (
+        DataLoader(range(4), batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False)),
+        TypeError,
+        "DistributedSampler, gives a rank its share already",
+    ),
+    "sharded twice": (
+        functional.shard_loader(DataLoader(range(4))),
+        TypeError,
+        "PaddedShare, gives a rank its share already",
+    ),
+    "no length": (DataLoader(range(4), sampler=iter([1, 2])), TypeError, "has no __len__"),
+    "endless": (DataLoader(range(4), sampler=Endless()), ValueError, "yields more items than its length, 3"),
+    "no loader": ([1, 2], TypeError, "takes a torch.utils.data.DataLoader, not a list"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_loaders_that_cannot_be_sharded_are_refused(name):
+    """The error names the value and the cure, with one rank as with many."""
+    loader, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        functional.shard_loader(loader)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(range(4), drop_last=True, batch_size=3),
+        DataLoader(range(4), batch_sampler=BatchSampler(RandomSampler(range(4)), 3, True)),
+    ],
+    ids=["batch_size", "batch_sampler"],
+)
+def test_dropping_rows_contradicts_giving_each_row(loader):
+    """pad=False with drop_last=True is refused."""
+    with pytest.raises(ValueError, match="Use drop_last=False or pad=True"):
+        functional.shard_loader(loader, pad=False)
+
+
+def test_a_tuple_of_tensors_is_a_row_like_any_other():
+    """The collate function of the loader makes the batches of the sharded one."""
+    data = TensorDataset(torch.arange(5), torch.arange(5) * 10)
+    batches = list(functional.shard_loader(DataLoader(data, batch_size=4)))
+    assert [[part.tolist() for part in batch] for batch in batches] == [[[0, 1, 2, 3], [0, 10, 20, 30]], [[4], [40]]]
