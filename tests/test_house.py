@@ -31,7 +31,7 @@ ALLOWED = {
     "launch": {"backends"},
     "faces": {"engine", "launch", "shards", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
-    "functional": {"launch"},
+    "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
     "cli": {"faces", "launch", "engine", "_version"},
     ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron"},

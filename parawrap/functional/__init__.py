@@ -5,6 +5,7 @@ Each helper reads the rank from `current_rank` or from torch.distributed. Outsid
 
 from parawrap.functional._averages import average_params_grads
 from parawrap.functional._loaders import shard_loader
+from parawrap.functional._metrics import reduce_metrics
 from parawrap.functional._modules import device, has_batch_norm, optimiser_to, seed_generators, set_default_device, to
 from parawrap.functional._samplers import get_dataset_sampler
 
@@ -14,6 +15,7 @@ __all__ = [
     "get_dataset_sampler",
     "has_batch_norm",
     "optimiser_to",
+    "reduce_metrics",
     "seed_generators",
     "set_default_device",
     "shard_loader",

@@ -1,0 +1,156 @@
+"""Means and sums of metrics over ranks, in one collective."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from numbers import Real
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parawrap.errors import GatherError
+from parawrap.functional._collectives import collective_device, exchange_texts, require_group
+from parawrap.tree import addresses, flatten, unflatten
+
+__all__ = ["reduce_metrics"]
+
+T = TypeVar("T")
+
+# The first collective has the same size on every rank whatever the ranks' values are: it shows whether structures agree.
+_FIRST = 512
+_PIECES = 8  # bytes of a checksum: the squares of their sums are exact in float64 up to 370,000 ranks
+_EXACT = 2**53  # every integer up to it is a float64
+
+
+def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
+    """Return the weighted mean or sum of each number over all ranks, the same on every rank.
+
+    All numbers travel in one collective, in float64; more than 495 take a second one.
+
+    Args:
+        values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same structure and shapes on every
+            rank.
+        weight: This rank's weight: its number of rows, if `values` are means over them. A rank with weight 0 does not
+            count, whatever its values are.
+        op: "mean" is the sum of weight * value, divided by the sum of weights. "sum" is the sum of weight * value.
+
+    Returns:
+        The structure of `values`: floats for Python numbers; for tensors, tensors with their shape, dtype, and device,
+        without a graph. A NaN appears only if a rank with a weight has it.
+
+    Raises:
+        GatherError: If the ranks' structures, shapes, or `op` differ; the error names the first place.
+        TypeError: If a value is not a real number, or is an integer tensor of which a mean is asked.
+        ValueError: If `op` is not known, a weight is negative or not finite, or all weights are 0 in a mean.
+        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer.
+        PlatformError: If ``ipc_groups=None`` forms no process group.
+
+    Example:
+        >>> from parawrap import Platform, current_rank, functional, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def evaluate():
+        ...     rank = current_rank().global_rank
+        ...     loss, rows = [(1.0, 30), (5.0, 10)][rank]
+        ...     return functional.reduce_metrics({"loss": loss}, weight=rows)
+        >>> evaluate()
+        RankResults({'loss': 2.0}, {'loss': 2.0})
+    """
+    if op not in ("mean", "sum"):
+        msg = f"op={op!r}: reduce_metrics takes 'mean' or 'sum'"
+        raise ValueError(msg)
+    share = _checked_weight(weight)
+    leaves, spec = flatten(values)
+    places = addresses(spec, ("values",))
+    parts = [_numbers(leaf, place, op) for leaf, place in zip(leaves, places, strict=True)]
+    mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *parts])
+    if require_group("reduce_metrics") == 1:
+        total, totals = share, mine if op == "mean" else mine * share
+    else:
+        shapes = [f"{place} {tuple(getattr(leaf, 'shape', ()))}" for leaf, place in zip(leaves, places, strict=True)]
+        weighted = mine * share if share else torch.zeros_like(mine)
+        total, totals = _summed(share, weighted, [op, *shapes])
+        if op == "mean" and total:
+            totals = totals / total
+    if op == "mean" and not total:
+        msg = "reduce_metrics: weight is 0 on every rank, so there is no mean. Leave the call out, or give op='sum'."
+        raise ValueError(msg)
+    found = totals.split([part.numel() for part in parts])
+    return unflatten(  # type: ignore[no-any-return]
+        spec, [_restored(numbers, leaf, place) for numbers, leaf, place in zip(found, leaves, places, strict=True)]
+    )
+
+
+def _checked_weight(weight: float | Tensor) -> float:
+    number = float(weight)
+    if not math.isfinite(number) or number < 0:
+        msg = f"weight={weight!r}: a weight is a finite number, 0 or more"
+        raise ValueError(msg)
+    return number
+
+
+def _numbers(leaf: Any, place: str, op: str) -> Tensor:
+    """Return the numbers of a leaf as a 1-d tensor of float64 on the CPU: MPS has no float64."""
+    if isinstance(leaf, Real):
+        return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu")
+    if not isinstance(leaf, Tensor):
+        msg = f"{place} is a {type(leaf).__qualname__}, not a number or a tensor. Leave it out of reduce_metrics."
+        raise TypeError(msg)
+    if hasattr(leaf, "full_tensor"):
+        msg = f"{place} is a DTensor, of which this rank has a part. Give reduce_metrics its .full_tensor()."
+        raise TypeError(msg)
+    if leaf.dtype is torch.bool or leaf.is_complex() or leaf.layout is not torch.strided or leaf.is_nested:
+        msg = (
+            f"{place} is a tensor of {leaf.dtype} and {leaf.layout}. Give reduce_metrics dense real numbers, say .double()."
+        )
+        raise TypeError(msg)
+    if op == "mean" and not leaf.is_floating_point():
+        msg = f"{place} is a tensor of {leaf.dtype}, which cannot hold a mean. Give its .double(), or op='sum'."
+        raise TypeError(msg)
+    return leaf.detach().to("cpu").to(torch.float64).reshape(-1)
+
+
+def _summed(share: float, weighted: Tensor, signature: list[str]) -> tuple[float, Tensor]:
+    """Return the sums over ranks of the weights and of the weighted numbers."""
+    digest = hashlib.blake2b(json.dumps(signature).encode(), digest_size=_PIECES).digest()
+    pieces = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.float64)
+    flat = torch.cat([pieces, pieces**2, torch.tensor([share], dtype=torch.float64, device="cpu"), weighted])
+    flat = torch.cat([flat, flat.new_zeros(max(0, _FIRST - flat.numel()))]).to(collective_device())
+    dist.all_reduce(flat[:_FIRST])
+    found = flat[:_FIRST].cpu()
+    # By Cauchy and Schwarz, n * (a² + b² + ...) equals (a + b + ...)² only if all n numbers are equal.
+    if not torch.equal(found[:_PIECES] ** 2, found[_PIECES : 2 * _PIECES] * dist.get_world_size()):
+        raise GatherError(_difference(signature))
+    if flat.numel() > _FIRST:
+        dist.all_reduce(flat[_FIRST:])
+    numbers = flat.cpu()[2 * _PIECES : 2 * _PIECES + 1 + weighted.numel()]
+    return float(numbers[0]), numbers[1:]
+
+
+def _difference(signature: list[str]) -> str:
+    """Return the text of an error about the first rank whose structure is another than rank 0's."""
+    first, *others = [json.loads(text) for text in exchange_texts(json.dumps(signature))]
+    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
+    if first[0] != other[0]:
+        return f"reduce_metrics: rank 0 has op={first[0]!r}, rank {rank} has op={other[0]!r}. Give all ranks the same."
+    here = next((text for text in first if text not in other), "nothing else")
+    there = next((text for text in other if text not in first), "nothing else")
+    return (
+        f"reduce_metrics: the ranks' values differ in structure or shape: rank 0 has {here}, rank {rank} has {there}. "
+        "Give all ranks the same; weight=0 makes a rank's values not count."
+    )
+
+
+def _restored(numbers: Tensor, leaf: Any, place: str) -> Any:
+    """Return the numbers as the kind of value that they come from."""
+    if not isinstance(leaf, Tensor):
+        return float(numbers)
+    if not leaf.is_floating_point():
+        limit = min(torch.iinfo(leaf.dtype).max, _EXACT)
+        if bool(((numbers.abs() > limit) | (numbers != numbers.round())).any()):
+            msg = f"{place}: the sum over ranks does not fit a tensor of {leaf.dtype}. Give its .double()."
+            raise OverflowError(msg)
+    return numbers.reshape(leaf.shape).to(leaf.dtype).to(leaf.device)
