@@ -7,11 +7,13 @@ from parawrap.functional._averages import average_params_grads
 from parawrap.functional._loaders import shard_loader
 from parawrap.functional._metrics import reduce_metrics
 from parawrap.functional._modules import device, has_batch_norm, optimiser_to, seed_generators, set_default_device, to
+from parawrap.functional._rows import gather_rows
 from parawrap.functional._samplers import get_dataset_sampler
 
 __all__ = [
     "average_params_grads",
     "device",
+    "gather_rows",
     "get_dataset_sampler",
     "has_batch_norm",
     "optimiser_to",

@@ -330,6 +330,7 @@ def the_helpers_of_a_rank(
     assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
+    assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
     assert_type(functional.reduce_metrics({"loss": 0.5}, weight=3), dict[str, float])
     functional.reduce_metrics(0.5, op="max")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(functional.device(model), torch.device)

@@ -1,0 +1,277 @@
+"""`gather_rows`: evaluation results on every rank, in the order of the dataset, each row once."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from parawrap import GatherError, PlatformError, current_rank, functional
+from tests.functional.ranks import on
+
+
+class Output(NamedTuple):
+    logits: torch.Tensor
+    names: list
+
+
+def results(rows):
+    """Return results of these rows: tensors of several dtypes and lists of several types."""
+    numbers = torch.tensor(rows, dtype=torch.int64)
+    return {
+        "float": numbers.float()[:, None] / 7,
+        "half": (numbers / 2).to(torch.bfloat16),
+        "complex": torch.complex(numbers.float(), -numbers.float()).conj(),
+        "bool": (numbers % 2 == 0)[:, None, None].expand(-1, 2, 1),
+        "nothing": numbers.new_empty(len(rows), 0),
+        "output": Output(numbers * 3, ["é" * int(row) for row in rows]),
+        "lists": [[int(row) for row in rows], [row / 3 for row in rows], tuple(row > 1 for row in rows)],
+    }
+
+
+def flat(tree):
+    """Return a result's values as plain Python ones, with their types."""
+    if isinstance(tree, torch.Tensor):
+        return str(tree.dtype), tuple(tree.shape), tree.tolist()
+    if isinstance(tree, dict):
+        return {key: flat(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree).__name__, [flat(value) for value in tree]
+    return tree
+
+
+def empty():
+    """Return results without rows, of other dtypes and shapes than those of `results`."""
+    nothing = torch.empty(0)
+    return {
+        "float": nothing, "half": nothing, "complex": nothing, "bool": nothing, "nothing": nothing,
+        "output": Output(nothing, []), "lists": [[], [], ()],
+    }  # fmt: skip
+
+
+def test_rows_come_in_dataset_order_each_once():
+    """From every kind of sampler, whatever the length, both ranks get the plain loop's results."""
+    lengths = [1, 2, 5, 8]
+
+    def evaluate(lengths, results, empty):
+        found = {}
+        for length in lengths:
+            data = range(length)
+            torchs = DistributedSampler(data, 2, current_rank().global_rank)
+            torchs.set_epoch(3)
+            samplers = {
+                "padded": functional.get_dataset_sampler(data),
+                "contiguous": functional.get_dataset_sampler(data, pad=False),
+                "torch": torchs,
+                "in a loader": DataLoader(data, sampler=functional.get_dataset_sampler(data, pad=False)),
+            }
+            loaders = {
+                "in order": DataLoader(data, 2),
+                "shuffled": DataLoader(data, 2, shuffle=True),
+                "single rows": DataLoader(data, None, shuffle=True),
+                "subset": DataLoader(data, 2, sampler=SubsetRandomSampler(data)),
+                "batches": DataLoader(data, batch_sampler=[[i] for i in data]),
+                "plain batches": DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False)),
+            }
+            for name, loader in loaders.items():
+                for pad in (False, True):
+                    samplers[name, pad] = functional.shard_loader(loader, pad=pad)
+            for name, sampler in samplers.items():
+                batches = sampler if isinstance(sampler, DataLoader) else DataLoader(data, sampler=sampler)
+                for _ in range(2):  # the second epoch of a shuffled loader has another order than the first
+                    rows = [int(row) for batch in batches for row in torch.as_tensor(batch).reshape(-1)]
+                gathered = functional.gather_rows(results(rows) if rows else empty(), sampler)
+                found[length, name] = flat(gathered)
+        return found
+
+    one, other = on(2, evaluate, lengths, results, empty)
+    for (length, name), found in one.items():
+        assert found == flat(results(range(length))), (length, name)
+    assert one == other
+
+
+def test_a_sampler_that_repeats_and_leaves_out_rows_gives_those_it_draws():
+    """Rows drawn twice come once, rows that are never drawn not at all."""
+
+    def evaluate():
+        torch.manual_seed(0)
+        sampler = WeightedRandomSampler([1.0, 0.0, 1.0, 0.0, 1.0, 1.0], 30)
+        loader = functional.shard_loader(DataLoader(range(6), 4, sampler=sampler))
+        return functional.gather_rows(torch.cat(list(loader)), loader).tolist()
+
+    assert on(2, evaluate) == ([0, 2, 4, 5],) * 2
+
+
+def test_nothing_is_unpickled():
+    """Results travel as numbers: gathering never pickles or unpickles."""
+
+    def evaluate():
+        def refuse(*args, **kwargs):
+            raise AssertionError
+
+        dist.all_gather_object = dist.distributed_c10d._tensor_to_object = pickle.loads = refuse
+        names = ["a", "", "\ud800", "c"]
+        loader = functional.shard_loader(DataLoader(range(4)))
+        return functional.gather_rows([names[int(row)] for row in loader], loader)
+
+    assert on(2, evaluate) == (["a", "", "\ud800", "c"],) * 2
+
+
+def test_one_rank_gets_dataset_order_too():
+    """With one rank, without a group, and without a sampler, rows come in dataset order."""
+    loader = functional.shard_loader(DataLoader(range(5), 2, shuffle=True))
+    rows = torch.cat(list(loader))
+    assert functional.gather_rows(rows, loader).tolist() == [0, 1, 2, 3, 4] != rows.tolist()
+    plain = DataLoader(range(5), 2)
+    assert functional.gather_rows(torch.cat(list(plain)), plain).tolist() == [0, 1, 2, 3, 4]
+    tree = {"a": torch.ones(3)}
+    assert functional.gather_rows(tree, functional.get_dataset_sampler(range(3))) is tree
+
+
+def test_no_rows_at_all():
+    """An empty dataset gives empty results."""
+
+    def evaluate():
+        loader = functional.shard_loader(DataLoader([]))
+        return functional.gather_rows({"a": torch.empty(0, 3), "b": [], "c": ()}, loader)
+
+    for found in on(2, evaluate):
+        assert (found["a"].shape, found["b"], found["c"]) == ((0, 3), [], ())
+
+
+def test_results_have_no_graph_and_keep_their_device():
+    """Tensors come back without a graph, on the CPU if they were there, also under another default device."""
+
+    def evaluate():
+        loader = functional.shard_loader(DataLoader(range(4)))
+        values = torch.ones(2, 2, requires_grad=True) * 2
+        with torch.device("meta"):
+            found, names = functional.gather_rows((values, ["a", ""]), loader)
+            mean = functional.reduce_metrics({"tensor": values[0], "number": 1.0})
+        return found, names, mean
+
+    for found, names, mean in on(2, evaluate):
+        assert (found.requires_grad, found.device.type, found.tolist()) == (False, "cpu", [[2.0, 2.0]] * 4)
+        assert names == ["a", "a", "", ""]
+        assert (mean["tensor"].tolist(), mean["number"]) == ([2.0, 2.0], 1.0)
+
+
+def test_disagreements_are_told():
+    """Other structures, dtypes, or shapes of rows, and rows on no rank, are an error on both ranks that names them."""
+
+    def evaluate():
+        rank = current_rank().global_rank
+        loader = functional.shard_loader(DataLoader(range(4), 2))
+        trees = [
+            ({"a": torch.ones(2)}, {"b": torch.ones(2)})[rank],
+            (torch.ones(2), torch.ones(2).double())[rank],
+            (torch.ones(2, 3), torch.ones(2, 4))[rank],
+            (["a", "b"], [1, 2])[rank],
+        ]
+        samplers = [loader] * 4
+        trees += [torch.ones(2), torch.ones(2)]
+        samplers.append(DistributedSampler(range(5), 2, rank, drop_last=True))
+        samplers.append(functional.get_dataset_sampler(range(4 + rank), pad=True) if rank == 0 else loader)
+        trees.append(torch.ones(2 + rank))
+        samplers.append(functional.get_dataset_sampler(range(5 - 1 + rank * 2), pad=True))
+        told = []
+        for tree, sampler in zip(trees, samplers, strict=True):
+            try:
+                told.append(functional.gather_rows(tree, sampler))
+            except GatherError as error:
+                told.append(str(error))
+        return told
+
+    one, other = on(2, evaluate)
+    messages = [
+        'rank 0 has tree["a"]; rank 1 has tree["b"]',
+        "tree: a row is torch.float32 () on rank 0, but torch.float64 () on rank 1",
+        "tree: a row is torch.float32 (3,) on rank 0, but torch.float32 (4,) on rank 1",
+        "tree: a row is strings () on rank 0, but int () on rank 1",
+        "1 row(s) of the dataset are on no rank",
+    ]
+    for found in (one, other):
+        assert [message in text for message, text in zip(messages, found, strict=False)] == [True] * len(messages), found
+    assert "on no rank" in str(one[5]) or "on no rank" in str(other[5])
+    assert "on no rank" in str(other[6])
+
+
+LOADER = functional.shard_loader(DataLoader(range(3), 2))
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "message"),
+    [
+        ({"a": torch.ones(2)}, GatherError, r'tree\["a"\] has 2 row\(s\), but the sampler gave this rank 3'),
+        (["a", "b"], GatherError, r"tree has 2 row\(s\)"),
+        (torch.tensor(1.0), GatherError, "tree is a tensor without dims.*reduce_metrics"),
+        ([torch.tensor(1.0)] * 3, GatherError, r"tree\[0\] is a tensor without dims. Stack one tensor per row"),
+        ([1, 2.5, 3], TypeError, "tree is a list of float, int"),
+        ([2**70, 1, 1], TypeError, "more than 64 bits"),
+        ({"a": None}, TypeError, r'tree\["a"\] is a NoneType'),
+        (1.5, TypeError, "tree is a float"),
+        (torch.eye(3).to_sparse(), TypeError, "tree is a tensor of torch.sparse_coo"),
+        ([{"a": 1}] * 3, TypeError, r'tree\[0\]\["a"\] is a int'),
+    ],
+    ids=lambda value: None,
+)
+def test_values_that_cannot_be_gathered_are_refused(tree, error, message):
+    """The error names the place, the value, and the cure."""
+    with pytest.raises(error, match=message):
+        functional.gather_rows(tree, LOADER)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "message"),
+    [
+        (RandomSampler(range(3)), "a RandomSampler gave to the 1 rank.*shard_loader"),
+        (DataLoader(range(3), shuffle=True), "a RandomSampler gave"),
+        (DataLoader(range(3), batch_sampler=[[0, 1], [2]]), "a list gave"),
+        (functional.shard_loader(DataLoader({"a": 1}, sampler=["a"])), "the sampler gave 'a'"),
+    ],
+    ids=["sampler", "loader", "batches", "keys"],
+)
+def test_samplers_that_do_not_know_the_rows_are_refused(sampler, message):
+    """A sampler that draws other rows each time, and one with keys for indices, are refused."""
+    with pytest.raises(TypeError, match=message):
+        functional.gather_rows(torch.ones(3), sampler)
+
+
+def test_ranks_must_share_the_rows_and_a_group():
+    """A loader that is not sharded is refused with two ranks, and ranks without a process group are refused too."""
+
+    def evaluate():
+        for sampler in (None, DataLoader(range(3))):
+            with pytest.raises(TypeError, match=r"gave to the 2 rank.*functional.shard_loader"):
+                functional.gather_rows(torch.ones(3), sampler)
+
+    def alone():
+        with pytest.raises(PlatformError, match=r"gather_rows.*Leave ipc_groups out"):
+            functional.gather_rows(torch.ones(3), functional.shard_loader(DataLoader(range(6))))
+
+    on(2, evaluate)
+    on(2, alone, ipc_groups=None)
+
+
+def test_numbers_arrive_bit_for_bit():
+    """NaN, infinities, and subnormal numbers are the same after the way."""
+    values = torch.tensor([math.nan, -math.inf, 5e-324, -0.0], dtype=torch.float64)
+
+    def evaluate(values):
+        loader = functional.shard_loader(DataLoader(values))
+        return functional.gather_rows(torch.cat(list(loader)), loader)
+
+    for found in on(2, evaluate, values):
+        assert torch.equal(found.view(torch.int64), values.view(torch.int64))
