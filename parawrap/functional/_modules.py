@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from parawrap.functional._collectives import group_size
+from parawrap.functional._fsdp import fully_sharded
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, rank_device, seed_all
 
 __all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
@@ -79,26 +80,38 @@ def to(
     local_rank: int | None = None,
     sync_modules: bool = True,
     device: Device | torch.device | str | int | None = None,
-    **ddp_kwargs: Any,
+    *,
+    strategy: Literal["ddp", "fsdp2"] = "ddp",
+    **options: Any,
 ) -> nn.Module:
     """Move a module to this rank's device, and make it train with the other ranks.
 
-    With more than one rank, and parameters that want gradients, it is wrapped in DistributedDataParallel, whose ranks start
-    with rank 0's parameters; on CUDA, batch normalisation is synchronised between ranks first (torch's SyncBatchNorm does
-    not work on the CPU).
+    With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are averaged:
+
+    - ``strategy="ddp"`` wraps the module in DistributedDataParallel, unless no parameter requires gradients: each rank
+      holds all parameters.
+    - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place: each rank holds its part of the parameters, gradients,
+      and optimiser state. Parameters travel block by block: a block is a child of a ModuleList or Sequential with a sibling
+      of its class, and parameters that only it holds; all other parameters travel together. For other blocks, call
+      ``fully_shard`` yourself. Buffers are not synchronised after the start.
+
+    On CUDA, batch normalisation is synchronised between ranks (torch's SyncBatchNorm does not work on the CPU). Build the
+    optimiser after this call.
 
     Args:
-        module: on any device.
-        local_rank: the device's index; the rank's own by default.
-        sync_modules: False only moves.
-        device: a kind such as ``"gpu"``, or whatever names a torch device; the rank's own by default.
-        **ddp_kwargs: for DistributedDataParallel.
+        module: A module on any device.
+        local_rank: The device's index; the rank's own by default.
+        sync_modules: False only moves the module.
+        device: A kind such as ``"gpu"``, or the name of a torch device; the rank's own by default.
+        strategy: "ddp" or "fsdp2".
+        **options: For DistributedDataParallel, or for each call of ``fully_shard``.
 
     Returns:
-        `module` itself, or what wraps it.
+        `module` itself, or the DistributedDataParallel around it.
 
     Raises:
-        PlatformError: this machine shows no device of that kind.
+        PlatformError: If this machine has no device of that kind.
+        ValueError: If `strategy` is not known; for "fsdp2", if the ranks' parameters differ or are on the meta device.
 
     Example:
         >>> import torch
@@ -110,16 +123,21 @@ def to(
         >>> train()
         RankResults('DistributedDataParallel', 'DistributedDataParallel')
     """
+    if strategy not in ("ddp", "fsdp2"):
+        msg = f"strategy={strategy!r}: functional.to takes 'ddp' or 'fsdp2'"
+        raise ValueError(msg)
     target = _target(local_rank, device)
-    module = module.to(target)
     if not sync_modules or group_size() == 1 or isinstance(module, DistributedDataParallel):
-        return module
+        return module.to(target)
     if target.type == "cuda" and has_batch_norm(module):
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
+    if strategy == "fsdp2":
+        return fully_sharded(module, target, **options)
+    module = module.to(target)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module
     ids = [target] if target.type == "cuda" else None
-    return DistributedDataParallel(module, **{"device_ids": ids, **ddp_kwargs})
+    return DistributedDataParallel(module, **{"device_ids": ids, **options})
 
 
 def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:

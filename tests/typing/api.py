@@ -328,6 +328,8 @@ def the_helpers_of_a_rank(
     assert_type(functional.has_batch_norm(model), bool)
     assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Module)
     assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
+    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Module)
+    functional.to(model, strategy="fsdp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
