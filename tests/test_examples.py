@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -27,3 +32,35 @@ def test_a_training_that_is_preempted_comes_to_the_same_weights():
     assert found.returncode == 0, found.stderr
     assert "and started anew 1 time(s)" in found.stdout
     assert found.stdout.splitlines()[-1] == "the same weights as without: True"
+
+
+def test_the_page_shows_the_programs():
+    """docs/train.md shows the plain loop as it is, and every line in which the two programs differ."""
+    page = (EXAMPLES.parent / "docs" / "train.md").read_text()
+    texts = [(EXAMPLES / f"train_digits_{name}.py").read_text() for name in ("plain", "ranks")]
+    plain, ranks = (text[text.index("from __future__") :].splitlines() for text in texts)
+    loop, diff = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
+    assert loop in "\n".join(plain) + "\n"
+    found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]  # below the names of the files
+    assert [line for line in found if line[0] != "@" and line[1:]] == [line for line in diff.splitlines() if line[1:]]
+
+
+def test_ranks_train_as_the_plain_loop_does():
+    """Two ranks have the losses and the accuracy of one rank; the plain loop has another order and nearly the accuracy."""
+    script = (
+        "import json, torch, train_digits_plain, train_digits_ranks\n"
+        "torch.manual_seed(0)\n"
+        "plain, (one,), two = train_digits_plain.train(), train_digits_ranks.train.inline(), train_digits_ranks.train()\n"
+        "print(json.dumps([plain, one, *two]))"
+    )
+    command = [sys.executable, "-W", "error", "-c", script]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is tiny, and torch's threads slow down on busy cores
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=environ)
+    assert found.returncode == 0, found.stderr
+    (plain_losses, plain), (losses, accuracy), *ranks = json.loads(found.stdout.splitlines()[-1])
+    assert ranks[0] == ranks[1]
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-3)
+    assert ranks[0][1] == pytest.approx(accuracy, abs=1 / 389)  # one image of 389
+    assert plain_losses[0] == pytest.approx(losses[0], rel=0.05)
+    assert abs(plain - accuracy) < 0.015
+    assert min(plain, accuracy) > 0.95

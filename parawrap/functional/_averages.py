@@ -75,7 +75,7 @@ def _has_dense_and_sparse(parameter: nn.Parameter) -> tuple[bool, bool]:
 
 
 def _no_rows_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a sparse embedding of which no row was used."""
+    """Return an empty gradient of a sparse embedding."""
     rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(
         rows, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False

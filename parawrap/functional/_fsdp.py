@@ -1,4 +1,4 @@
-"""Modules whose parameters are sharded over the ranks by torch's fully_shard (FSDP2)."""
+"""Modules with parameters sharded over the ranks by torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fully_sharded(module: nn.Module, device: torch.device, **options: Any) -> nn
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules whose parameters travel together.
+    """Return the submodules that each get their own call of fully_shard.
 
     A block is a child of a ModuleList or Sequential that has a sibling of its class, is neither of the two itself, and has
     parameters that no module outside of it shares. Blocks do not contain blocks.

@@ -154,7 +154,7 @@ def _agreed_seed(sampler: Any, world_size: int) -> int:
 
 
 def _check_order(share: OrderedShare, world_size: int) -> None:
-    """Draw the order of the first epoch, and refuse a sampler whose order differs between ranks."""
+    """Draw the order of the first epoch, and refuse a sampler with different orders on the ranks."""
     digest = hashlib.blake2b(repr(share.order).encode()).hexdigest()
     if world_size == 1:
         return

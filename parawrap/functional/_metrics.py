@@ -44,7 +44,7 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
 
     Raises:
         GatherError: If the ranks' structures, shapes, or `op` differ; the error names the first place.
-        TypeError: If a value is not a real number, or is an integer tensor of which a mean is asked.
+        TypeError: If a value is not a real number, or is an integer tensor with op="mean".
         ValueError: If `op` is not known, a weight is negative or not finite, or all weights are 0 in a mean.
         OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer.
         PlatformError: If ``ipc_groups=None`` forms no process group.
@@ -76,7 +76,7 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         if op == "mean" and total:
             totals = totals / total
     if op == "mean" and not total:
-        msg = "reduce_metrics: weight is 0 on every rank, so there is no mean. Leave the call out, or give op='sum'."
+        msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call out, or give op='sum'."
         raise ValueError(msg)
     found = totals.split([part.numel() for part in parts])
     return unflatten(  # type: ignore[no-any-return]
@@ -100,7 +100,7 @@ def _numbers(leaf: Any, place: str, op: str) -> Tensor:
         msg = f"{place} is a {type(leaf).__qualname__}, not a number or a tensor. Leave it out of reduce_metrics."
         raise TypeError(msg)
     if hasattr(leaf, "full_tensor"):
-        msg = f"{place} is a DTensor, of which this rank has a part. Give reduce_metrics its .full_tensor()."
+        msg = f"{place} is a DTensor, and this rank has only a part. Give reduce_metrics its .full_tensor()."
         raise TypeError(msg)
     if leaf.dtype is torch.bool or leaf.is_complex() or leaf.layout is not torch.strided or leaf.is_nested:
         msg = (
@@ -131,7 +131,7 @@ def _summed(share: float, weighted: Tensor, signature: list[str]) -> tuple[float
 
 
 def _difference(signature: list[str]) -> str:
-    """Return the text of an error about the first rank whose structure is another than rank 0's."""
+    """Return the text of an error about the first rank with another structure than rank 0."""
     first, *others = [json.loads(text) for text in exchange_texts(json.dumps(signature))]
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     if first[0] != other[0]:

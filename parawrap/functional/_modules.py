@@ -93,7 +93,7 @@ def to(
     - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place: each rank holds its part of the parameters, gradients,
       and optimiser state. Parameters travel block by block: a block is a child of a ModuleList or Sequential with a sibling
       of its class, and parameters that only it holds; all other parameters travel together. For other blocks, call
-      ``fully_shard`` yourself. Buffers are not synchronised after the start.
+      ``fully_shard`` yourself. Buffers are not synchronised after the start. torch 2.6 has it for accelerators only.
 
     On CUDA, batch normalisation is synchronised between ranks (torch's SyncBatchNorm does not work on the CPU). Build the
     optimiser after this call.

@@ -47,7 +47,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
 
     Args:
         tree: This rank's results: a tensor with the rows on dim 0, a list of strings or of numbers with one item per row,
-            or a tree of these. The rows have the order in which `sampler` gave them to this rank. A rank without rows
+            or a tree of these. The rows are in the order of this rank's sampler. A rank without rows
             gives empty tensors and lists, of any dtype and shape.
         sampler: The sampler that gave this rank its rows: from `get_dataset_sampler`, torch's DistributedSampler, or a
             loader from `shard_loader`. Call `gather_rows` before the loader's next epoch begins. With None, which
