@@ -6,8 +6,11 @@ import os
 import re
 import socket
 import threading
+import time
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
 
+import psutil
 import pytest
 import torch
 
@@ -91,12 +94,27 @@ class Lines:
 
 def dial_meanwhile(front):
     """A line from a caller to this front: the caller's end, and the front's."""
-    called = []
-    caller = threading.Thread(target=lambda: called.append(dial(front.address)))
-    caller.start()
+    theirs = eventually_called(front)
     ours = eventually(lambda: front.accept(0.1), "a call")
-    caller.join()
-    return called[0], ours
+    return theirs.result(PATIENCE_S), ours
+
+
+def eventually_called(front):
+    """A caller of this front in a thread; its result is the caller's end of the line."""
+    called = Future()
+    threading.Thread(target=lambda: called.set_result(dial(front.address))).start()
+    return called
+
+
+def hung_up(line):
+    """Whether the other end has closed this line."""
+    line.settimeout(PATIENCE_S)
+    try:
+        while line.recv(1024):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
 
 
 @contextmanager
@@ -202,18 +220,52 @@ def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
     assert re.match(r"on node [01] \(.+\), no process can be started for rank [0-3]: no more processes", str(error))
 
 
-def test_who_does_not_know_the_token_is_not_let_in():
-    """Neither a wrong token nor one that ends early nor silence opens the line; the next caller is served."""
-    with closing(Front([LOOPBACK], TOKEN)) as front:
+def test_a_caller_with_a_wrong_token_is_dropped():
+    """A wrong token, a token that ends early, and silence open no line; the next caller is served."""
+    with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
         for said in (b"x" * 32, b"short", b""):
-            with socket.create_connection((LOOPBACK, front.address.port)) as stranger:
-                stranger.sendall(said)
-                if said != b"x" * 32:
-                    stranger.shutdown(socket.SHUT_WR)
-                assert front.accept(PATIENCE_S) is None
+            stranger = strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
+            stranger.sendall(said)
+            if said == b"short":
+                stranger.shutdown(socket.SHUT_WR)
+        assert front.accept(0.2) is None
         theirs, ours = dial_meanwhile(front)
         theirs.close()
         ours.close()
+
+
+def test_silent_callers_delay_no_other(monkeypatch):
+    """A node connects at once while 20 strangers are connected and say nothing."""
+    monkeypatch.setattr(_network, "_DIAL_S", PATIENCE_S)
+    with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
+        theirs = eventually_called(front)
+        began = time.monotonic()
+        ours = front.accept(PATIENCE_S)
+        took_s = time.monotonic() - began
+        theirs.result().close()
+        ours.close()
+    assert took_s < 1.0
+
+
+def test_a_flood_of_callers_takes_a_bounded_number_of_descriptors(monkeypatch):
+    """The front drops the oldest of too many callers, and all of them after a while; a node still gets through."""
+    monkeypatch.setattr(_network, "_MOST_CALLERS", 8)
+    monkeypatch.setattr(_network, "_DIAL_S", 1.0)
+    with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
+        port = front.address.port
+        flood = [strangers.enter_context(socket.create_connection((LOOPBACK, port))) for _ in range(100)]
+        before = psutil.Process().num_fds()
+        assert front.accept(0.2) is None
+        assert psutil.Process().num_fds() - before <= 8
+        theirs, ours = dial_meanwhile(front)
+        theirs.close()
+        ours.close()
+        assert front.accept(1.5) is None
+        assert psutil.Process().num_fds() <= before
+        for stranger in flood:
+            assert hung_up(stranger)
 
 
 def test_a_caller_takes_the_first_address_that_leads_there():

@@ -8,10 +8,13 @@ at which the right one answers.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hmac
+import selectors
 import socket
 import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,6 +25,8 @@ __all__ = ["Address", "Front", "dial", "interface_of", "own_addresses"]
 
 _TOKEN_BYTES = 32
 _DIAL_S = 3.0
+_MOST_CALLERS = 256
+_ADMITTED_AT_ONCE = 32
 _LINE_S = 10.0  # who takes longer over one message is taken for dead
 _SIOCGIFADDR = 0x8915
 _BACKLOG = 4096
@@ -47,41 +52,116 @@ class Address:
 
 
 class Front:
-    """Where nodes call; open until all have. Belongs to one thread.
+    """The listening port that the nodes of a launch connect to; open until all have connected. Used by one thread.
+
+    Callers are served concurrently: a silent caller delays no other one. At most `_MOST_CALLERS` wait at a time, for at
+    most `_DIAL_S` seconds each, so a flood of callers takes a bounded number of descriptors and bytes.
 
     Args:
-        hosts: the addresses that are offered; with loopback alone, nobody else can call.
-        token: what a caller has to know.
+        hosts: The addresses offered to nodes. With the loopback address alone, only this machine can connect.
+        token: The secret of the launch.
 
     Raises:
-        OSError: no port can be opened.
+        OSError: If no port can be opened.
     """
 
     def __init__(self, hosts: Sequence[str], token: bytes) -> None:
+        self._callers: dict[socket.socket, _Caller] = {}  # the oldest first
+        self._selector = selectors.DefaultSelector()
         self._listener = _socket()
         self._listener.bind((LOOPBACK if list(hosts) == [LOOPBACK] else "", 0))
         self._listener.listen(_BACKLOG)
+        self._listener.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self.address = Address(tuple(hosts), self._listener.getsockname()[1], token)
         close_in_forked_children(self)
 
     def accept(self, patience_s: float) -> Wire | None:
-        """The line to the next node that calls and knows the token; None where none has within that time."""
-        self._listener.settimeout(patience_s)
-        try:
-            line, _ = self._listener.accept()
-        except TimeoutError:
-            return None
-        line.settimeout(_DIAL_S)
-        with contextlib.suppress(OSError, EOFError):
-            if hmac.compare_digest(receive_exactly(line, _TOKEN_BYTES), self.address.token):
-                line.sendall(b"!")
-                return _wire_of(line)
-        line.close()
-        return None
+        """Return the line to the next authenticated node, or None if none connects within `patience_s` seconds."""
+        until = time.monotonic() + patience_s
+        while True:
+            next_look = min([until, *(caller.until for caller in self._callers.values())])
+            ready = [key.fileobj for key, _ in self._selector.select(max(0.0, next_look - time.monotonic()))]
+            for line in [each for each in self._callers if each in ready]:
+                if (wire := self._heard(line)) is not None:
+                    return wire
+            if self._listener in ready:
+                self._admit()
+            self._drop_late()
+            if time.monotonic() >= until:
+                return None
 
     def close(self) -> None:
-        """Take no more calls."""
-        self._listener.close()
+        """Stop listening, and drop callers that are not authenticated."""
+        for line in (self._listener, *self._callers):
+            line.close()
+        self._selector.close()
+
+    def _heard(self, line: socket.socket) -> Wire | None:
+        """Read from a caller. Return the line once the caller is authenticated; drop callers that cannot be."""
+        with contextlib.suppress(OSError, EOFError):
+            if not self._callers[line].read(line, self.address.token):
+                return None
+            self._selector.unregister(line)
+            del self._callers[line]
+            return _wire_of(line)
+        self._drop(line)
+        return None
+
+    def _admit(self) -> None:
+        """Accept some connections; the next round reads from these before it accepts more."""
+        for _ in range(_ADMITTED_AT_ONCE):
+            try:
+                line, _ = self._listener.accept()
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
+                return  # no more callers, or one that is gone already
+            line.setblocking(False)
+            self._callers[line] = _Caller(time.monotonic() + _DIAL_S)
+            self._selector.register(line, selectors.EVENT_READ)
+            if len(self._callers) > _MOST_CALLERS:
+                self._drop(next(iter(self._callers)))
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        for line in [line for line, caller in self._callers.items() if caller.until < now]:
+            self._drop(line)
+
+    def _drop(self, line: socket.socket) -> None:
+        self._selector.unregister(line)
+        del self._callers[line]
+        line.close()
+
+
+class _Caller:
+    """A caller that is not authenticated yet.
+
+    Attributes:
+        until: When the front drops the caller, by the monotonic clock.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self._said = b""
+
+    def read(self, line: socket.socket, token: bytes) -> bool:
+        """Read more of the token; True once it is complete and right.
+
+        Raises:
+            OSError: If the token is wrong.
+            EOFError: If the caller hung up.
+        """
+        piece = line.recv(_TOKEN_BYTES - len(self._said))
+        if not piece:
+            raise EOFError
+        self._said += piece
+        if len(self._said) < _TOKEN_BYTES:
+            return False
+        if not hmac.compare_digest(self._said, token):
+            raise PermissionError
+        line.sendall(b"!")
+        return True
 
 
 def dial(address: Address) -> Wire | None:
