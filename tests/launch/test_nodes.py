@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -22,6 +26,7 @@ from parawrap.launch.clusters._network import Address, Front, dial, interface_of
 from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._node_arrival import await_nodes
 from parawrap.launch.clusters._send_queue import SendQueue
+from parawrap.launch.parcels._wire import receive_exactly
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import verdict
 from parawrap.launch.watch._launch import assignments_of
@@ -94,15 +99,15 @@ class Lines:
 
 def dial_meanwhile(front):
     """A line from a caller to this front: the caller's end, and the front's."""
-    theirs = eventually_called(front)
+    theirs = eventually_called(front.address)
     ours = eventually(lambda: front.accept(0.1), "a call")
     return theirs.result(PATIENCE_S), ours
 
 
-def eventually_called(front):
-    """A caller of this front in a thread; its result is the caller's end of the line."""
+def eventually_called(address):
+    """A caller of this address in a thread; its result is the caller's end of the line."""
     called = Future()
-    threading.Thread(target=lambda: called.set_result(dial(front.address))).start()
+    threading.Thread(target=lambda: called.set_result(dial(address))).start()
     return called
 
 
@@ -220,18 +225,169 @@ def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
     assert re.match(r"on node [01] \(.+\), no process can be started for rank [0-3]: no more processes", str(error))
 
 
-def test_a_caller_with_a_wrong_token_is_dropped():
-    """A wrong token, a token that ends early, and silence open no line; the next caller is served."""
+def test_a_caller_without_the_token_is_dropped():
+    """A wrong answer, an answer that ends early, and silence open no line; the next caller is served."""
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
-        for said in (b"x" * 32, b"short", b""):
+        for said in (b"x" * 64, b"short", b""):
             stranger = strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
             stranger.sendall(said)
             if said == b"short":
                 stranger.shutdown(socket.SHUT_WR)
-        assert front.accept(0.2) is None
+        ignorant = eventually_called(replace(front.address, token=b"x" * 32))
+        assert front.accept(0.5) is None
+        assert ignorant.result(PATIENCE_S) is None
         theirs, ours = dial_meanwhile(front)
         theirs.close()
         ours.close()
+
+
+@contextmanager
+def impostor(act):
+    """A listener that runs `act(line)` for its first caller. Gives its port and the bytes that `act` returns."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        said = Future()
+
+        def serve():
+            line, _ = listener.accept()
+            with line:
+                line.settimeout(PATIENCE_S)
+                said.set_result(act(line))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1], said
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_an_impostor_learns_nothing_from_a_caller():
+    """A process at another host's address sees neither the token nor anything that opens a line to the front."""
+
+    def record(line):
+        line.sendall(bytes(64))
+        said = receive_exactly(line, 64)
+        line.sendall(bytes(64))
+        return said
+
+    with impostor(record) as (port, said), closing(Front([LOOPBACK], TOKEN)) as front:
+        assert dial(replace(front.address, port=port)) is None
+        assert TOKEN not in said.result(PATIENCE_S)
+        with socket.create_connection((LOOPBACK, front.address.port)) as stranger:
+            stranger.sendall(said.result())
+            assert front.accept(0.5) is None
+            assert hung_up(stranger)
+
+
+def test_a_pickle_of_an_impostor_is_not_loaded(tmp_path):
+    """A caller that reaches an impostor drops the line before it reads a message."""
+    message = pickle.dumps(("start", Touch(tmp_path / "touched")))
+
+    def pose(line):
+        line.sendall(b"!" + struct.pack("<QB", len(message), 0) + message + bytes(64))
+        return b""
+
+    with impostor(pose) as (port, _):
+        wire = dial(Address((LOOPBACK,), port, TOKEN))
+        if wire is not None:
+            wire.receive()
+    assert wire is None
+    assert not (tmp_path / "touched").exists()
+
+
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def __reduce__(self):
+        return Path.touch, (self._path,)
+
+
+class Relay:
+    """A process between a caller and the front: it passes on the handshake, and then only what the test lets it."""
+
+    def __init__(self, front, cleanup):
+        self._listener = cleanup.enter_context(socket.create_server((LOOPBACK, 0)))
+        called = eventually_called(replace(front.address, port=self._listener.getsockname()[1]))
+        self.caller_side, _ = self._listener.accept()
+        self.front_side = socket.create_connection((LOOPBACK, front.address.port))
+        for side in (self.caller_side, self.front_side):
+            side.settimeout(PATIENCE_S)
+            cleanup.enter_context(side)
+        assert front.accept(0) is None  # the front's nonce
+        self.caller_side.sendall(receive_exactly(self.front_side, 32))
+        self.front_side.sendall(receive_exactly(self.caller_side, 64))
+        self.ours = cleanup.enter_context(closing(front.accept(PATIENCE_S)))
+        self.caller_side.sendall(receive_exactly(self.front_side, 32))
+        self.theirs = cleanup.enter_context(closing(called.result(PATIENCE_S)))
+
+    def from_caller(self):
+        """The bytes of the caller's next message."""
+        return self._read(self.caller_side)
+
+    def from_front(self):
+        """The bytes of the front's next message."""
+        return self._read(self.front_side)
+
+    def _read(self, side):
+        head = receive_exactly(side, 9 + 32)
+        return head + receive_exactly(side, struct.unpack_from("<Q", head)[0] + 32)
+
+
+@pytest.fixture
+def relay():
+    with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as cleanup:
+        yield Relay(front, cleanup)
+
+
+def test_messages_pass_a_relay_unchanged(relay):
+    """A relay that changes nothing is part of the network."""
+    for number in range(3):
+        relay.theirs.send("hello", number)
+        relay.front_side.sendall(relay.from_caller())
+        assert relay.ours.receive()[:2] == ("hello", number)
+        relay.ours.send("tell", number)
+        relay.caller_side.sendall(relay.from_front())
+        assert relay.theirs.receive()[:2] == ("tell", number)
+
+
+def test_a_message_that_was_changed_is_refused(relay, caplog):
+    """A changed byte, wherever it is, ends the line with a logged error."""
+    relay.theirs.send("hello", 0)
+    message = bytearray(relay.from_caller())
+    message[len(message) // 2] ^= 1
+    relay.front_side.sendall(message)
+    assert relay.ours.receive() is None
+    assert "wrong authentication code" in caplog.text
+
+
+def test_the_length_of_a_message_is_checked_first(relay, caplog):
+    """A relay cannot make the front wait for a message of any size."""
+    relay.theirs.send("hello", 0)
+    relay.front_side.sendall(struct.pack("<QB", 1 << 60, 0) + relay.from_caller()[9:])
+    assert relay.ours.receive() is None
+    assert "wrong authentication code" in caplog.text
+
+
+def test_a_pickle_of_a_relay_is_not_loaded(relay, tmp_path, caplog):
+    """A relay cannot add a message of its own to a line that is authenticated."""
+    data = pickle.dumps(("word", Touch(tmp_path / "touched")))
+    relay.front_side.sendall(struct.pack("<QB", len(data), 0) + data + bytes(64))
+    assert relay.ours.receive() is None
+    assert "wrong authentication code" in caplog.text
+    assert not (tmp_path / "touched").exists()
+
+
+def test_a_message_is_taken_once_and_one_way(relay):
+    """A message that a relay repeats, or sends back to its sender, is refused."""
+    relay.theirs.send("hello", 0)
+    message = relay.from_caller()
+    relay.front_side.sendall(2 * message)
+    assert relay.ours.receive().word == "hello"
+    assert relay.ours.receive() is None
+    relay.caller_side.sendall(message)
+    assert relay.theirs.receive() is None
 
 
 def test_silent_callers_delay_no_other(monkeypatch):
@@ -240,7 +396,7 @@ def test_silent_callers_delay_no_other(monkeypatch):
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
-        theirs = eventually_called(front)
+        theirs = eventually_called(front.address)
         began = time.monotonic()
         ours = front.accept(PATIENCE_S)
         took_s = time.monotonic() - began

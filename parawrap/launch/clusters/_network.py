@@ -3,6 +3,14 @@
 A machine may have several addresses, and not every other machine reaches all of them: names may mean the loopback
 interface, and bridges of containers have the same address everywhere. So all are offered, and whoever dials takes the first
 at which the right one answers.
+
+Both sides prove that they hold the launch's token, which itself is never sent:
+
+    front:   a random nonce
+    caller:  its own nonce, and HMAC(token, "caller", both nonces)
+    front:   HMAC(token, "front", both nonces)
+
+Messages are authenticated by keys derived from the token and both nonces, one for each direction. They are not encrypted.
 """
 
 from __future__ import annotations
@@ -11,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import hmac
+import secrets
 import selectors
 import socket
 import struct
@@ -18,13 +27,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parawrap.launch.parcels._wire import Wire, close_in_forked_children, receive_exactly
+from parawrap.launch.parcels._wire import Keys, Wire, close_in_forked_children
 from parawrap.launch.ranks._groups import LOOPBACK
 
 __all__ = ["Address", "Front", "dial", "interface_of", "own_addresses"]
 
-_TOKEN_BYTES = 32
+_NONCE_BYTES = _CODE_BYTES = 32
 _DIAL_S = 3.0
+_REDIAL_S = 0.5
 _MOST_CALLERS = 256
 _ADMITTED_AT_ONCE = 32
 _LINE_S = 10.0  # who takes longer over one message is taken for dead
@@ -43,7 +53,7 @@ class Address:
     Attributes:
         hosts: numeric addresses, any of which may be the one that a node reaches.
         port: the same for all of them.
-        token: what a caller has to know.
+        token: The secret of the launch, which both sides prove to hold.
     """
 
     hosts: tuple[str, ...]
@@ -100,11 +110,12 @@ class Front:
     def _heard(self, line: socket.socket) -> Wire | None:
         """Read from a caller. Return the line once the caller is authenticated; drop callers that cannot be."""
         with contextlib.suppress(OSError, EOFError):
-            if not self._callers[line].read(line, self.address.token):
+            keys = self._callers[line].read()
+            if keys is None:
                 return None
             self._selector.unregister(line)
             del self._callers[line]
-            return _wire_of(line)
+            return _wire_of(line, keys)
         self._drop(line)
         return None
 
@@ -118,7 +129,7 @@ class Front:
                     raise
                 return  # no more callers, or one that is gone already
             line.setblocking(False)
-            self._callers[line] = _Caller(time.monotonic() + _DIAL_S)
+            self._callers[line] = _Caller(line, self.address.token)
             self._selector.register(line, selectors.EVENT_READ)
             if len(self._callers) > _MOST_CALLERS:
                 self._drop(next(iter(self._callers)))
@@ -141,45 +152,102 @@ class _Caller:
         until: When the front drops the caller, by the monotonic clock.
     """
 
-    def __init__(self, until: float) -> None:
-        self.until = until
-        self._said = b""
+    def __init__(self, line: socket.socket, token: bytes) -> None:
+        self.until = time.monotonic() + _DIAL_S
+        self._line = line
+        self._token = token
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._answer = b""
+        with contextlib.suppress(OSError):  # reading fails too then
+            line.sendall(self._nonce)
 
-    def read(self, line: socket.socket, token: bytes) -> bool:
-        """Read more of the token; True once it is complete and right.
+    def read(self) -> Keys | None:
+        """Read more of the caller's answer. Return the keys once it is complete and right, and None before.
 
         Raises:
-            OSError: If the token is wrong.
+            OSError: If the answer is wrong, or the line is broken.
             EOFError: If the caller hung up.
         """
-        piece = line.recv(_TOKEN_BYTES - len(self._said))
+        piece = self._line.recv(_NONCE_BYTES + _CODE_BYTES - len(self._answer))
         if not piece:
             raise EOFError
-        self._said += piece
-        if len(self._said) < _TOKEN_BYTES:
-            return False
-        if not hmac.compare_digest(self._said, token):
-            raise PermissionError
-        line.sendall(b"!")
-        return True
+        self._answer += piece
+        if len(self._answer) < _NONCE_BYTES + _CODE_BYTES:
+            return None
+        nonces = self._nonce + self._answer[:_NONCE_BYTES]
+        _check(self._answer[_NONCE_BYTES:], self._token, b"caller", nonces)
+        self._line.sendall(_code(self._token, b"front", nonces))
+        return Keys(_code(self._token, b"from front", nonces), _code(self._token, b"from caller", nonces))
 
 
-def dial(address: Address) -> Wire | None:
-    """The line to where the launch is watched, by the first way that leads there; None where none does."""
-    for host in address.hosts:
-        line = None
-        try:
-            line = _socket()
-            line.settimeout(_DIAL_S)
-            line.connect((host, address.port))
-            line.sendall(address.token)
-            if receive_exactly(line, 1) == b"!":
-                return _wire_of(line)
-        except (OSError, EOFError):
-            pass
-        if line is not None:
-            line.close()
-    return None
+def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
+    """Return a line to the front at the first address where it answers and proves to hold the token.
+
+    Args:
+        address: Where the front listens.
+        patience_s: Seconds for which to try again; each address is tried once at least.
+    """
+    until = time.monotonic() + patience_s
+    while True:
+        for host in address.hosts:
+            with contextlib.suppress(OSError, EOFError):
+                return _dialed(host, address)
+        if time.monotonic() > until:
+            return None
+        time.sleep(_REDIAL_S)
+
+
+def _dialed(host: str, address: Address) -> Wire:
+    """Connect to this host.
+
+    Raises:
+        OSError: If no front answers there in time, or it does not hold the token.
+        EOFError: If it hung up.
+    """
+    line, until = _socket(), time.monotonic() + _DIAL_S
+    try:
+        line.settimeout(_DIAL_S)
+        line.connect((host, address.port))
+        front_nonce = _receive(line, _NONCE_BYTES, until)
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        nonces = front_nonce + nonce
+        line.sendall(nonce + _code(address.token, b"caller", nonces))
+        _check(_receive(line, _CODE_BYTES, until), address.token, b"front", nonces)
+    except BaseException:
+        line.close()
+        raise
+    return _wire_of(line, Keys(_code(address.token, b"from caller", nonces), _code(address.token, b"from front", nonces)))
+
+
+def _receive(line: socket.socket, length: int, until: float) -> bytes:
+    """Receive so many bytes, before a moment of the monotonic clock.
+
+    Raises:
+        OSError: If they do not come in time.
+        EOFError: If the line ends before.
+    """
+    data = b""
+    while len(data) < length:
+        line.settimeout(max(0.001, until - time.monotonic()))
+        piece = line.recv(length - len(data))
+        if not piece:
+            raise EOFError
+        data += piece
+    return data
+
+
+def _code(token: bytes, purpose: bytes, nonces: bytes) -> bytes:
+    return hmac.digest(token, purpose + nonces, "sha256")
+
+
+def _check(code: bytes, token: bytes, purpose: bytes, nonces: bytes) -> None:
+    """Check the other side's proof.
+
+    Raises:
+        PermissionError: If it is wrong.
+    """
+    if not hmac.compare_digest(code, _code(token, purpose, nonces)):
+        raise PermissionError
 
 
 def _socket() -> socket.socket:
@@ -189,7 +257,7 @@ def _socket() -> socket.socket:
     return line
 
 
-def _wire_of(line: socket.socket) -> Wire:
+def _wire_of(line: socket.socket, keys: Keys) -> Wire:
     line.settimeout(_LINE_S)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -198,7 +266,7 @@ def _wire_of(line: socket.socket) -> Wire:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUESTION_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _QUESTIONS)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _QUESTION_S * _QUESTIONS))
-    wire = Wire(line)
+    wire = Wire(line, keys)
     close_in_forked_children(wire)
     return wire
 

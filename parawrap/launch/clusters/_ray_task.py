@@ -12,6 +12,8 @@ from parawrap.launch.watch._starters import starter_named, stop_server
 
 __all__ = ["serve"]
 
+_DIALING_S = 5.0
+
 
 def serve(address: Address, node: int, spawn_method: str, grace_s: float, threads: int, payload: bytes) -> str:
     """Keep this node until the launch is over; gives why it ended, which matters only while nodes gather.
@@ -26,7 +28,7 @@ def serve(address: Address, node: int, spawn_method: str, grace_s: float, thread
     """
     os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has put there what all ranks of the node have together
     starter = starter_named(spawn_method)
-    wire = dial(address)
+    wire = dial(address, _DIALING_S)
     if wire is None:
         return f"{socket.gethostname()} cannot reach the process that launches, at {', '.join(address.hosts)}"
     file = memory_file("call")

@@ -96,10 +96,9 @@ def _allow_open_files() -> None:
 def _keep(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
     """Keep this node for the first one."""
     until = time.monotonic() + GATHERING_S
-    address, wire = folder.address(start), None
-    while time.monotonic() < until and (address is None or (wire := dial(address)) is None):
+    while (address := folder.address(start)) is None and time.monotonic() < until:
         time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_A_LOOK))
-        address = folder.address(start)
+    wire = None if address is None else dial(address, until - time.monotonic())
     if wire is None:
         where = "nowhere to be found" if address is None else f"at none of {', '.join(address.hosts)}, port {address.port}"
         msg = f"node {node} ({socket.gethostname()}) cannot reach node 0: it is {where}"

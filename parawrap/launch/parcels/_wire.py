@@ -2,11 +2,15 @@
 
 A wire is one end of a socket. A message is a short word and a small picklable body; whatever is large travels in a file
 whose descriptor is attached, where both ends are on one machine. Any thread may send; one thread receives.
+
+Unpickling runs code, so a wire over a network has keys: it unpickles a message only after checking its authentication code.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hmac
+import logging
 import os
 import pickle
 import select
@@ -17,10 +21,20 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Message", "Wire", "close_in_forked_children", "is_readable", "line_at_standard_input", "receive_exactly"]
+__all__ = [
+    "Keys",
+    "Message",
+    "Wire",
+    "close_in_forked_children",
+    "is_readable",
+    "line_at_standard_input",
+    "receive_exactly",
+]
 
 _HEAD = struct.Struct("<QB")
 _MOST_FILES = 8
+_CODE_BYTES = 32
+_log = logging.getLogger("parawrap.launch")
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -33,12 +47,26 @@ class Message(NamedTuple):
     files: tuple[int, ...]
 
 
-class Wire:
-    """One end of the line between a launch and a rank; lives as long as the rank, or until closed."""
+class Keys(NamedTuple):
+    """The secrets that authenticate the messages of one end of a line, one for each direction."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    sending: bytes
+    receiving: bytes
+
+
+class Wire:
+    """One end of the line between a launch and a rank; lives as long as the rank, or until closed.
+
+    Args:
+        sock: The socket.
+        keys: The secrets that authenticate messages. None for a socket pair, which only its two processes can reach.
+    """
+
+    def __init__(self, sock: socket.socket, keys: Keys | None = None) -> None:
         self._socket = sock
         self._sending = threading.Lock()
+        self._sent = _Authenticator(None if keys is None else keys.sending)
+        self._received = _Authenticator(None if keys is None else keys.receiving)
 
     def fileno(self) -> int:
         """For selectors; -1 once closed."""
@@ -50,6 +78,8 @@ class Wire:
         with self._sending:
             try:
                 head = _HEAD.pack(len(data), len(files))
+                head += self._sent.code_of(head)
+                data += self._sent.code_of(data)
                 if files:
                     socket.send_fds(self._socket, [head], list(files))
                     head = b""
@@ -59,14 +89,15 @@ class Wire:
         return True
 
     def receive(self) -> Message | None:
-        """Wait for the next message; None at the end of the line."""
+        """Wait for the next message. None at the end of the line, or if a message is not authentic."""
         files: list[int] = []
         try:
             head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
             if not head:
                 return None
-            length, count = _HEAD.unpack(head + receive_exactly(self._socket, _HEAD.size - len(head)))
-            word, body = pickle.loads(receive_exactly(self._socket, length))
+            head += receive_exactly(self._socket, _HEAD.size - len(head))
+            length, count = _HEAD.unpack(self._authenticated(head))
+            word, body = pickle.loads(self._authenticated(receive_exactly(self._socket, length)))
             if len(files) != count:  # the kernel dropped them: this process has reached its limit of open files
                 for file in files:
                     os.close(file)
@@ -77,6 +108,18 @@ class Wire:
             return None
         return Message(word, body, tuple(files))
 
+    def _authenticated(self, data: bytes) -> bytes:
+        """Read the code that follows these bytes, and return the bytes if it is right.
+
+        Raises:
+            EOFError: If it is wrong, or the line ended before it.
+        """
+        code = receive_exactly(self._socket, self._received.size)
+        if not hmac.compare_digest(code, self._received.code_of(data)):
+            _log.error("a message has a wrong authentication code, so it is not from this launch: the line is closed")
+            raise EOFError
+        return data
+
     def addresses(self) -> tuple[str, str]:
         """Those of this end and of the other, where the line goes over a network."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
@@ -84,6 +127,26 @@ class Wire:
     def close(self) -> None:
         """Hang up; the other end sees the end of the line."""
         self._socket.close()
+
+
+class _Authenticator:
+    """Computes the codes of what goes one way along a line, in order. A code depends on its number, so none can be reused.
+
+    Args:
+        key: The secret of this direction. None gives empty codes.
+    """
+
+    def __init__(self, key: bytes | None) -> None:
+        self.size = 0 if key is None else _CODE_BYTES
+        self._key = key
+        self._count = 0
+
+    def code_of(self, data: bytes) -> bytes:
+        """Return the code of the next bytes."""
+        if self._key is None:
+            return b""
+        self._count += 1
+        return hmac.digest(self._key, self._count.to_bytes(8, "little") + data, "sha256")
 
 
 def is_readable(line: Wire | socket.socket | int, timeout_s: float) -> bool:
