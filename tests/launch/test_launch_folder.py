@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import socket
+import subprocess
 import threading
 from contextlib import closing
 
@@ -13,9 +15,10 @@ import torch
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _journal
+from parawrap.launch.clusters import _batch, _journal
 from parawrap.launch.clusters._folder import Folder, Plan
 from parawrap.launch.clusters._journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
+from parawrap.launch.clusters._network import Address
 from parawrap.launch.clusters._send_queue import SendQueue
 from parawrap.launch.parcels._outcomes import Parcel
 from parawrap.launch.parcels._packing import memory_file, packed
@@ -59,19 +62,67 @@ def test_what_is_written_is_read(folder):
     folder.request("preempt-0")
     folder.request("cancel")
     folder.give_sign_of_life(7)
-    assert (sorted(folder.requests()), folder.rehearsals(), folder.sign_of_life()) == (["cancel", "preempt-0"], 1, 7)
-    assert (folder.address(0), folder.troubles(0), folder.restarts()) == (None, [], (0, 0, 0))
-    folder.write_address(0, "here")
+    assert (sorted(folder.requests()), folder.rehearsals(), folder.sign_of_life()) == (["cancel", "preempt-0"], 1, b"7")
+    assert (folder.address(0, b"t"), folder.troubles(0), folder.restarts()) == (None, [], (0, 0, 0))
+    here = Address(("10.0.0.1", "127.0.0.1"), 4321, b"t")
+    folder.write_address(0, here)
+    assert b"t" not in (folder.path / "address-0").read_bytes()
     folder.write_trouble(0, 1, "node 1 is blind")
     folder.note_restarts(3, 1, 1)
-    assert (folder.address(0), folder.troubles(0), folder.restarts()) == ("here", ["node 1 is blind"], (3, 1, 1))
-    assert (folder.address(1), folder.troubles(1)) == (None, [])
+    assert (folder.address(0, b"t"), folder.troubles(0), folder.restarts()) == (here, ["node 1 is blind"], (3, 1, 1))
+    assert (folder.address(1, b"t"), folder.troubles(1)) == (None, [])
     assert not folder.has_journal(0)
     Journal(folder.journal(0)).close()
     assert folder.has_journal(0)
     folder.mark_preempted(0)
     assert folder.was_preempted(0)
     assert not folder.was_preempted(1)
+
+
+def reads(folder):
+    """Every way to unpickle something of a folder."""
+    Journal(folder.journal(0)).close()
+    folder.write_plan(Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0))
+    parcel = Parcel(packed(1, "result", "it")).put(folder.parcel(0, 0))
+    return [folder.read_plan, JournalReader(folder.journal(0)).new_entries, parcel.open]
+
+
+def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
+    """Whoever may write to it could have put another user's pickle there."""
+    for mode in (0o770, 0o702):
+        for read in reads(folder):
+            folder.path.chmod(mode)
+            with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.* \(mode {mode:o}\)"):
+                read()
+            folder.path.chmod(0o700)
+
+
+@pytest.mark.parametrize("replaced_by", ["another user's folder", "a link"])
+def test_nothing_is_loaded_from_a_folder_that_took_its_place(replaced_by, folder, monkeypatch, tmp_path):
+    """Another user who may rename the launch folder cannot have another one read in its place."""
+    for read in reads(folder):
+        if replaced_by == "a link":
+            folder.path.rename(tmp_path / "moved")
+            folder.path.symlink_to(tmp_path / "moved")
+            with pytest.raises(NotADirectoryError):
+                read()
+            folder.path.unlink()
+            (tmp_path / "moved").rename(folder.path)
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "geteuid", lambda: 12345)
+                with pytest.raises(LaunchError, match=r"my-job-.* belongs to user \d+, not to user 12345: \w+"):
+                    read()
+
+
+def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
+    """It would unpickle what it finds there."""
+    command = [*shlex.split(_batch._python()), "-c", "print('ran')", str(folder.submitit)]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
+    folder.path.chmod(0o777)
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == f"other users may write to {folder.path}\n"
 
 
 def test_a_journal_is_read_while_it_is_written(tmp_path):

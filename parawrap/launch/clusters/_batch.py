@@ -24,9 +24,13 @@ __all__ = ["log_ends", "script", "submit"]
 # Slurm's own limit comes after that of the launch, which tells more.
 _SLACK_MIN = 2.0
 
-# Signals come whenever Slurm wants; those that come before somebody heeds them wait.
-_PATIENT_PYTHON = (
+# Starts submitit. Signals that come before there is a handler wait. submitit unpickles what it finds in its folder, so a
+# folder that another user could have put there is refused.
+_GUARDED_PYTHON = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM)); "
+    "folder = os.path.dirname(sys.argv[-1]); status = os.lstat(folder); "
+    "status.st_uid != os.geteuid() and sys.exit(folder + ' belongs to another user'); "
+    "status.st_mode & 0o022 and sys.exit('other users may write to ' + folder); "
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
@@ -92,7 +96,7 @@ def log_ends(folder: Folder, at_most: int) -> str:
 
 
 def _python() -> str:
-    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_PATIENT_PYTHON)}"
+    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
 
 
 def _submitit() -> Any:

@@ -7,6 +7,7 @@ there only once it is whole; but for journals, which grow.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import secrets
@@ -14,10 +15,11 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.clusters._network import Address
+from parawrap.launch.parcels._private_files import open_private
 from parawrap.launch.ranks._assignment import Surroundings
 
 __all__ = ["Folder", "Plan"]
@@ -87,15 +89,16 @@ class Folder:
     # -- from the submitting process to the nodes
 
     def write_plan(self, plan: Plan) -> None:
-        _write(self._plan, plan)
+        _write(self._plan, pickle.dumps(plan))
 
     def read_plan(self) -> Plan:
-        plan: Plan = pickle.loads(self._plan.read_bytes())
+        with open_private(self._plan) as file:
+            plan: Plan = pickle.load(file)
         return plan
 
     def request(self, word: str) -> None:
         """Ask the nodes for something: ``cancel``, or ``stacks-`` or ``preempt-`` and a number."""
-        _write(self.path / f"request-{word}", None)
+        _write(self.path / f"request-{word}")
 
     def requests(self) -> list[str]:
         """What was asked for, whenever that was."""
@@ -107,12 +110,12 @@ class Folder:
 
     def give_sign_of_life(self, number: int) -> None:
         """Tell the nodes that somebody waits for the results."""
-        _write(self._sign, number)
+        _write(self._sign, b"%d" % number)
 
-    def sign_of_life(self) -> Any:
+    def sign_of_life(self) -> bytes | None:
         """The last number that was given."""
-        with contextlib.suppress(OSError, EOFError):
-            return pickle.loads(self._sign.read_bytes())
+        with contextlib.suppress(OSError):
+            return self._sign.read_bytes()
         return None
 
     # -- from the nodes, each time that the job is started; `start` counts from 0
@@ -129,14 +132,17 @@ class Folder:
         """What a rank returned or raised."""
         return self.path / f"parcel-{start}-{rank}"
 
-    def write_address(self, start: int, address: Any) -> None:
+    def write_address(self, start: int, address: Address) -> None:
         """Where the other nodes find the first."""
-        _write(self.path / f"address-{start}", address)
+        _write(self.path / f"address-{start}", json.dumps([address.hosts, address.port]).encode())
 
-    def address(self, start: int) -> Any:
+    def address(self, start: int, token: bytes) -> Address | None:
         """What was written; None as long as nothing was."""
         path = self.path / f"address-{start}"
-        return pickle.loads(path.read_bytes()) if path.name in self._names() else None
+        if path.name not in self._names():
+            return None
+        hosts, port = json.loads(path.read_bytes())
+        return Address(tuple(hosts), port, token)
 
     def troubles(self, start: int) -> list[str]:
         """What keeps nodes from taking part, in the words of those that could not."""
@@ -151,7 +157,7 @@ class Folder:
 
     def mark_preempted(self, start: int) -> None:
         """Note that this start of the job is going to be followed by another one, and that this is as it should be."""
-        _write(self.path / f"preempted-{start}", None)
+        _write(self.path / f"preempted-{start}")
 
     def was_preempted(self, start: int) -> bool:
         """Whether that was noted."""
@@ -159,13 +165,13 @@ class Folder:
 
     def note_restarts(self, count: int, failures: int, rehearsals: int) -> None:
         """Keep, for the next start of the job, how often ranks were started anew, for a failure, and for a rehearsal."""
-        _write(self.path / "restarts", (count, failures, rehearsals))
+        _write(self.path / "restarts", json.dumps([count, failures, rehearsals]).encode())
 
     def restarts(self) -> tuple[int, int, int]:
         """What was noted last."""
         if "restarts" not in self._names():
             return 0, 0, 0
-        count, failures, rehearsals = pickle.loads((self.path / "restarts").read_bytes())
+        count, failures, rehearsals = json.loads((self.path / "restarts").read_bytes())
         return count, failures, rehearsals
 
     def unusable(self, error: OSError) -> LaunchError:
@@ -173,8 +179,8 @@ class Folder:
         return LaunchError(f"{self.path} cannot be used: {error}; make room there, or name another folder in {_ROOT}")
 
 
-def _write(path: Path, value: object) -> None:
+def _write(path: Path, data: bytes = b"") -> None:
     """Under another name first: whoever finds the file finds all of it."""
     begun = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # others may write it at the same time
-    begun.write_bytes(pickle.dumps(value))
+    begun.write_bytes(data)
     begun.rename(path)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from parawrap.errors import LaunchError
+from parawrap.launch.parcels._private_files import open_private
 from parawrap.launch.watch._transcript import end_of
 
 __all__ = ["Journal", "JournalReader", "JournalRecord", "LogsIntoJournal"]
@@ -93,7 +94,7 @@ class JournalReader:
 
     def new_entries(self) -> list[Entry]:
         """Those that have come since the last call."""
-        with self._path.open("rb", buffering=0) as file:
+        with open_private(self._path) as file:
             file.seek(self._position)
             while data := file.read(_PIECE):
                 self._read += data

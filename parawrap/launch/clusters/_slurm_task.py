@@ -30,6 +30,7 @@ from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._node_arrival import GATHERING_S, await_nodes
 from parawrap.launch.clusters._queue import requeue_job
 from parawrap.launch.parcels._outcomes import Outcome, Raised, Returned
+from parawrap.launch.parcels._private_files import open_private
 from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous
 from parawrap.launch.ranks._signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.watch._ending import Ending
@@ -62,14 +63,11 @@ def serve(path: str, node: int, start: int, noted: list[int]) -> None:
     plan = folder.read_plan()
     _allow_open_files()
     starter = _Starter(plan.platform.spawn_method)
-    payload = os.open(folder.call, os.O_RDONLY)
-    try:
+    with open_private(folder.call) as call:
         if node == 0:
-            _Head(folder, plan, start, noted).serve(starter, payload)
+            _Head(folder, plan, start, noted).serve(starter, call.fileno())
         else:
-            _keep(folder, plan, node, start, starter, payload)
-    finally:
-        os.close(payload)
+            _keep(folder, plan, node, start, starter, call.fileno())
 
 
 class _Starter:
@@ -96,7 +94,7 @@ def _allow_open_files() -> None:
 def _keep(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
     """Keep this node for the first one."""
     until = time.monotonic() + GATHERING_S
-    while (address := folder.address(start)) is None and time.monotonic() < until:
+    while (address := folder.address(start, plan.token)) is None and time.monotonic() < until:
         time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_A_LOOK))
     wire = None if address is None else dial(address, until - time.monotonic())
     if wire is None:

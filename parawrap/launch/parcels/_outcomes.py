@@ -19,6 +19,7 @@ from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch._results import RankResults
 from parawrap.launch.parcels._failures import add_note, summary_of
 from parawrap.launch.parcels._packing import memory_file, unpack
+from parawrap.launch.parcels._private_files import open_private
 
 __all__ = [
     "Died",
@@ -55,7 +56,7 @@ class Parcel:
         """Return the value."""
         if self._path is not None:  # a copy, as a mapped file could not be removed on some file systems
             self._file = memory_file("parcel")
-            with self._path.open("rb") as packed, open(self._file, "wb", closefd=False) as copy:
+            with open_private(self._path) as packed, open(self._file, "wb", closefd=False) as copy:
                 shutil.copyfileobj(packed, copy)
         assert self._file is not None, "opened twice"
         try:
