@@ -10,6 +10,7 @@ import logging
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch.clusters._batch import script, submit
 from parawrap.launch.clusters._folder import Folder, Plan
 from parawrap.launch.clusters._job_follower import JobFollower
-from parawrap.launch.clusters._queue import send_signal
+from parawrap.launch.clusters._queue import cancel_job, job_state, send_signal
 from parawrap.launch.parcels._outcomes import Parcel
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import Ending
@@ -36,7 +37,35 @@ class _Slurm:
     """The launcher."""
 
     def launch(self, job: Job) -> Launch[Any]:
-        return _SlurmLaunch(job)
+        (launch,) = self.launch_all([job])
+        return launch
+
+    def launch_all(self, jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
+        """Submit several calls as one job array. Each gets a launch of its own, and none needs the others.
+
+        Args:
+            jobs: The calls, at least one, on equal platforms.
+            max_parallel: How many may run at a time; None leaves it to the cluster.
+
+        Raises:
+            LaunchError: If Slurm refuses the array. Nothing is left then.
+        """
+        platform = jobs[0].platform
+        folders = Folder.new(platform.name, len(jobs))
+        try:
+            launches = [_SlurmLaunch(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+            numbers = submit(platform, folders, max_parallel)
+        except BaseException:
+            for folder in folders:
+                folder.remove()
+            raise
+        try:
+            for launch, number in zip(launches, numbers, strict=True):
+                launch.follow(number)
+        except BaseException:
+            cancel_job(numbers[0].partition("_")[0])
+            raise
+        return list(launches)
 
     def preview(self, job: Job) -> Preview:
         platform = job.platform
@@ -51,30 +80,26 @@ launcher = _Slurm()
 class _SlurmLaunch(WatchedLaunch):
     """One batch job, and its folder, which stays until the results were read or nobody can read them any more."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, folder: Folder) -> None:
         super().__init__(job)
-        self._folder = Folder.new(job.platform.name)
-        self._remove_folder = weakref.finalize(self, self._folder.remove)
+        self._folder = folder
+        self._remove_folder = weakref.finalize(self, folder.remove)
         self._answered = threading.Condition()
         self._stacks: dict[str, dict[int, str]] = {}
         self._requests = count()
-        try:
-            self._number = self._submitted(job)
-        except BaseException:
-            self._remove_folder()
-            raise
-        self._follower = JobFollower(self._number, job.name, job.platform, self._folder, self._take)
-        self._begin_watch()
-
-    def _submitted(self, job: Job) -> str:
         surroundings = Surroundings.here().without_environ()
         plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
         try:
-            Parcel(job.packed()).put(self._folder.call)
-            self._folder.write_plan(plan)
+            Parcel(job.packed()).put(folder.call)
+            folder.write_plan(plan)
         except OSError as error:
-            raise self._folder.unusable(error) from error
-        return submit(job.platform, self._folder)
+            raise folder.unusable(error) from error
+
+    def follow(self, number: str) -> None:
+        """Follow the submitted job, in a thread."""
+        self._number = number
+        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._take)
+        self._begin_watch()
 
     # -- the thread that watches
 
@@ -112,7 +137,7 @@ class _SlurmLaunch(WatchedLaunch):
             self._follower.cancel()
 
     def preempt(self) -> None:
-        if not self.done():
+        if not self.done() and not job_state(self._number).waits:
             self._folder.request(f"preempt-{next(self._requests)}")
             send_signal(self._number, "USR2")
 

@@ -30,19 +30,34 @@ from tests.launch.processes import eventually
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "launches"))
-    return Folder.new("my job")
+    (folder,) = Folder.new("my job", 1)
+    return folder
 
 
 def test_a_launch_has_a_folder_of_its_own(folder):
     """Nobody else may enter it, two launches of one name do not meet, and it goes as a whole."""
-    other = Folder.new("my job")
+    (other,) = Folder.new("my job", 1)
     assert other.path != folder.path
-    assert folder.path.name.startswith("my-job-")
+    assert folder.path.parent.name.startswith("my-job-")
     assert folder.path.stat().st_mode & 0o777 == 0o700
+    assert folder.path.parent.stat().st_mode & 0o777 == 0o700
     folder.request("cancel")
     folder.remove()
-    assert not folder.path.exists()
+    assert list(folder.root.iterdir()) == [other.path.parent]
     assert other.path.exists()
+
+
+def test_the_launches_of_an_array_share_what_the_last_one_removes(folder):
+    """Each has its own folder, and their tasks' logs stay until no launch is left."""
+    first, second = Folder.new("array", 2)
+    assert first.submitit == second.submitit
+    first.submitit.mkdir()
+    for number in ("7_1", "7_11"):
+        (first.submitit / f"{number}_0_log.err").write_text(f"said by {number}")
+    first.remove()
+    assert _batch.log_ends(second, "7_1", 100) == "7_1_0_log.err:\nsaid by 7_1"
+    second.remove()
+    assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
 def test_a_folder_that_cannot_be_made_is_told_with_a_cure(tmp_path, monkeypatch):
@@ -50,7 +65,7 @@ def test_a_folder_that_cannot_be_made_is_told_with_a_cure(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
     with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
-        Folder.new("job")
+        Folder.new("job", 1)
 
 
 def test_what_is_written_is_read(folder):
@@ -92,7 +107,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
     for mode in (0o770, 0o702):
         for read in reads(folder):
             folder.path.chmod(mode)
-            with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.* \(mode {mode:o}\)"):
+            with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
                 read()
             folder.path.chmod(0o700)
 
@@ -119,10 +134,10 @@ def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
     """It would unpickle what it finds there."""
     command = [*shlex.split(_batch._python()), "-c", "print('ran')", str(folder.submitit)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
-    folder.path.chmod(0o777)
+    folder.submitit.parent.chmod(0o777)
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == f"other users may write to {folder.path}\n"
+    assert refused.stderr == f"other users may write to {folder.submitit.parent}\n"
 
 
 def test_a_journal_is_read_while_it_is_written(tmp_path):

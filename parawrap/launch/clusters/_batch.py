@@ -10,7 +10,7 @@ import math
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from parawrap.errors import LaunchError, PlatformError
@@ -61,11 +61,16 @@ def script(platform: Platform, folder: Folder) -> str:
     return str(slurm._make_sbatch_string(command=command, folder=folder.submitit, **_parameters(platform)))
 
 
-def submit(platform: Platform, folder: Folder) -> str:
-    """Hand the job over; its number.
+def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | None = None) -> list[str]:
+    """Submit one job for each folder, several as a job array. Return the job numbers.
+
+    Args:
+        platform: What each job asks for.
+        folders: The folders of the launches; they share one folder of submitit.
+        max_parallel: How many jobs of an array may run at a time; None for all.
 
     Raises:
-        LaunchError: submitit or Slurm is not here, or Slurm refuses the job.
+        LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
     """
     submitit = _submitit()
     if missing := slurm_missing():
@@ -73,24 +78,28 @@ def submit(platform: Platform, folder: Folder) -> str:
             f"there is no {missing} on this machine: launch from a login node of a Slurm cluster, or give launcher='local'"
         )
         raise LaunchError(msg)
-    executor = submitit.SlurmExecutor(folder.submitit, python=_python())
-    executor.update_parameters(**_parameters(platform))
+    executor = submitit.SlurmExecutor(folders[0].submitit, python=_python())
+    executor.update_parameters(**{"array_parallelism": len(folders)} | _parameters(platform))
+    if max_parallel is not None:
+        executor.update_parameters(array_parallelism=max_parallel)
     try:
-        with submitting_environment():
-            job = executor.submit(exec, _TASK, {"folder": str(folder.path)})
+        with submitting_environment(), executor.batch():
+            jobs = [executor.submit(exec, _TASK, {"folder": str(folder.path)}) for folder in folders]
     except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
         msg = (
             f"Slurm does not take the job on: {_words_of(error)}. It asks for {platform.n_nodes} node(s) with "
             f"{platform.ranks_per_node} rank(s) on each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo "
             "tells what there is"
         )
+        if len(folders) > 1:
+            msg += f". It is an array of {len(folders)} jobs; 'scontrol show config' has MaxArraySize"
         raise LaunchError(msg) from error
-    return str(job.job_id)
+    return [str(job.job_id) for job in jobs]
 
 
-def log_ends(folder: Folder, at_most: int) -> str:
-    """The ends of what tasks have written outside of any rank."""
-    logs = [*sorted(folder.submitit.glob("*_log.err")), *sorted(folder.submitit.glob("*_log.out"))]
+def log_ends(folder: Folder, job: str, at_most: int) -> str:
+    """The ends of what tasks of a job have written outside of any rank."""
+    logs = [*sorted(folder.submitit.glob(f"{job}_*_log.err")), *sorted(folder.submitit.glob(f"{job}_*_log.out"))]
     ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
     return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
 

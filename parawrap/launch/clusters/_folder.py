@@ -25,6 +25,7 @@ from parawrap.launch.ranks._assignment import Surroundings
 __all__ = ["Folder", "Plan"]
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
+_SUBMITIT = "submitit"
 
 
 @dataclass(frozen=True)
@@ -47,35 +48,47 @@ class Plan:
 
 
 class Folder:
-    """The folder at this path; what is written and where. Without state."""
+    """The folder of one launch: a numbered one, in a folder that it shares with submitit and the launches of one array.
+
+    Has no state of its own.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.call = path / "call"
-        self.submitit = path / "submitit"
+        self.submitit = path.parent / _SUBMITIT
         self._plan = path / "plan"
         self._sign = path / "sign-of-life"
 
     @classmethod
     def planned(cls, name: str) -> Folder:
-        """Where `new` would make one, but for the end of its name."""
+        """Return the folder that `new` would make, except for the random end of its name."""
         root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
-        return cls(root / "".join(each if each.isalnum() else "-" for each in name))
+        return cls(root / "".join(each if each.isalnum() else "-" for each in name) / "0")
 
     @classmethod
-    def new(cls, name: str) -> Folder:
-        """A folder for a new launch: in PARAWRAP_LAUNCH_DIR, or in the home folder, which clusters share.
+    def new(cls, name: str, count: int) -> list[Folder]:
+        """Make the folders of launches that one job array runs, in PARAWRAP_LAUNCH_DIR or in the home folder.
 
         Raises:
-            LaunchError: it cannot be made.
+            LaunchError: If they cannot be made.
         """
-        planned = cls.planned(name).path
+        planned = cls.planned(name)
         try:
-            planned.parent.mkdir(parents=True, exist_ok=True)
-            return cls(Path(tempfile.mkdtemp(prefix=f"{planned.name}-", dir=planned.parent)))  # mode 0700
+            planned.root.mkdir(parents=True, exist_ok=True)
+            array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
+            folders = [cls(array / str(number)) for number in range(count)]
+            for folder in folders:
+                folder.path.mkdir(mode=0o700)
         except OSError as error:
-            msg = f"{planned.parent} cannot be written to: {error}; name a folder that all nodes share in {_ROOT}"
+            msg = f"{planned.root} cannot be written to: {error}; name a folder that all nodes share in {_ROOT}"
             raise LaunchError(msg) from error
+        return folders
+
+    @property
+    def root(self) -> Path:
+        """The folder of all launches."""
+        return self.path.parent.parent
 
     def _names(self) -> list[str]:
         """What is in it now. A network's file system remembers for a while that a file was not there, but not this."""
@@ -83,8 +96,11 @@ class Folder:
             return [entry.name for entry in entries]
 
     def remove(self) -> None:
-        """Have it gone, and what is in it."""
+        """Remove the folder; the last one of an array removes what they share."""
         shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
+                shutil.rmtree(self.path.parent, ignore_errors=True)
 
     # -- from the submitting process to the nodes
 

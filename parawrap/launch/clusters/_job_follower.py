@@ -203,7 +203,8 @@ class JobFollower:
             return Ending({}, cancelled=True)
         if job.name == "NODE_FAIL":
             self._raise_lost(job)
-        if job.name == "CANCELLED":
+        # Slurm forgets an element of an array that is cancelled before it starts.
+        if job.name == "CANCELLED" or (job.name == "FORGOTTEN" and not self._folder.has_journal(0)):
             msg = f"the launch of {name} was cancelled, but not from here: {of_slurm} has been taken from the queue"
             raise LaunchCancelledError(msg)
         if job.name in ("TIMEOUT", "DEADLINE"):
@@ -217,10 +218,10 @@ class JobFollower:
             raise LaunchError(msg)
         msg = f"{of_slurm}, which ran {name}, ended as {job.name} ({job.reason}) before its ranks could tell of anything"
         error = LaunchError(msg)
-        if logs := log_ends(self._folder, _LOG_END):
+        if logs := log_ends(self._folder, self._number, _LOG_END):
             error.add_note(f"its tasks wrote:\n{logs}")
         else:
-            where = f"{self._folder.path.parent} on a file system that all nodes share"
+            where = f"{self._folder.root} on a file system that all nodes share"
             error.add_note(f"its tasks wrote nothing: is {where}? PARAWRAP_LAUNCH_DIR names another place")
         raise error
 

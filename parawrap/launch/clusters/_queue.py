@@ -1,6 +1,6 @@
 """What Slurm says of a job. By ``scontrol``, which every cluster has; where it has forgotten the job, by ``sacct``.
 
-Knows no launches: a job is a number.
+Knows no launches: a job is a number, or for an element of a job array ``123_4``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def job_state(job: str) -> JobState:
     told = _told("scontrol", "--oneliner", "show", "job", job)
     fields = dict(re.findall(r"(\w+)=(\S*)", told.partition(" Command=")[0]))
     if "JobState" not in fields:
-        return JobState(_state_in_accounts(job) if "Invalid job id" in told else "UNKNOWN")
+        is_unknown = "Invalid job id" in told or f"Job {job} not found" in told  # the latter of an element of an array
+        return JobState(_state_in_accounts(job) if is_unknown else "UNKNOWN")
     nodes = fields.get("NodeList", "")
     return JobState(
         name=fields["JobState"],
@@ -95,9 +96,9 @@ def job_state(job: str) -> JobState:
 
 def _state_in_accounts(job: str) -> str:
     """The controller forgets a job some minutes after its end, unless the cluster's configuration says otherwise."""
-    told = _told("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
+    code, told = _ran("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
     found = re.match(r"[A-Z_]+", told)
-    return found.group() if found else "FORGOTTEN"
+    return found.group() if found and not code else "FORGOTTEN"  # without accounting it fails, with a message
 
 
 def is_down(host: str) -> bool:
@@ -111,12 +112,15 @@ def cancel_job(job: str) -> None:
 
 
 def send_signal(job: str, name: str) -> None:
-    """Send a signal to all tasks of a job that runs."""
+    """Send a signal to all tasks of a job that runs. For an element of an array that is pending, this takes a minute."""
     _told("scancel", f"--signal={name}", job)
 
 
 def requeue_job(job: str) -> str | None:
-    """Have Slurm end it and start it again; why not, where it does not."""
+    """Have Slurm end it and start it again; why not, where it does not. The job may be given as its tasks' SLURM_JOB_ID."""
+    if job == os.environ.get("SLURM_JOB_ID") and "SLURM_ARRAY_TASK_ID" in os.environ:
+        # In one element of an array this is the number of the whole array.
+        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, told = _ran("scontrol", "requeue", job)
     return (told.strip() or f"exit code {code}") if code else None
 

@@ -1,0 +1,77 @@
+"""What is read from Slurm's commands; here they are scripts that answer as Slurm does."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from parawrap.launch.clusters._queue import JobState, job_state, requeue_job
+
+PENDING = "JobId=7 ArrayJobId=7 ArrayTaskId=4-9%2 JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 NodeList=(null)"
+RUNNING = "JobId=9 ArrayJobId=7 ArrayTaskId=4 JobState=RUNNING Reason=None Restarts=1 TimeLimit=01:00:00 NodeList=node[0-1]"
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Makes a command of Slurm answer with a text and an exit code, and note its arguments in a file of its name."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def answer(command, text, code=0):
+        path = tmp_path / command
+        path.write_text(f"#!/bin/sh\necho $* > {path}.args\necho '{text}'\nexit {code}\n")
+        path.chmod(0o755)
+        return path.with_suffix(".args")
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        (PENDING, JobState("PENDING", "JobArrayTaskLimit", 0, "", "")),
+        (RUNNING, JobState("RUNNING", "None", 1, "node[0-1]", "01:00:00")),
+    ],
+    ids=["pending", "running"],
+)
+def test_the_state_of_a_job_is_that_of_its_record(text, state, slurm):
+    """An element of an array that is pending has the record of all pending ones."""
+    asked = slurm("scontrol", text)
+    assert job_state("7_4") == state
+    assert asked.read_text() == "--oneliner show job 7_4\n"
+
+
+@pytest.mark.parametrize("unknown", ["slurm_load_jobs error: Invalid job id specified", "Job 7_4 not found"])
+@pytest.mark.parametrize(
+    ("accounts", "code", "name"),
+    [("Slurm accounting storage is disabled", 1, "FORGOTTEN"), ("", 0, "FORGOTTEN"), ("CANCELLED by 0", 0, "CANCELLED")],
+)
+def test_a_job_that_the_controller_has_forgotten_is_over(unknown, accounts, code, name, slurm):
+    """The accounts may still know it; a cluster without accounts knows nothing of it."""
+    slurm("scontrol", unknown, 1)
+    slurm("sacct", accounts, code)
+    state = job_state("7_4")
+    assert state.name == name
+    assert state.is_over
+
+
+def test_a_controller_that_does_not_answer_says_nothing_of_a_job(slurm):
+    """The job may well run."""
+    slurm("scontrol", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
+    state = job_state("7_4")
+    assert state.name == "UNKNOWN"
+    assert not state.is_over
+
+
+def test_an_element_of_an_array_is_requeued_alone(slurm, monkeypatch):
+    """The SLURM_JOB_ID of one of them is the number of the whole array."""
+    asked = slurm("scontrol", "")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert requeue_job("7") is None
+    assert asked.read_text() == "requeue 7\n"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "9")
+    assert requeue_job("7") is None
+    assert asked.read_text() == "requeue 7_9\n"
+    slurm("scontrol", "Requested operation is presently disabled", 1)
+    assert requeue_job("7") == "Requested operation is presently disabled"
