@@ -1,0 +1,181 @@
+"""Promise 4 on one machine: no port of a launch is open to other users, and a port stays free for the ranks' own stores."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from parawrap import current_rank, wrapper
+from tests.launch.processes import PATIENCE_S, eventually, ranks
+
+LOOPBACK = "127.0.0.1"
+
+
+def listening():
+    """The TCP ports that this process and the warm process listen on."""
+    mine = psutil.Process()
+    family = [mine, *(each for each in mine.children() if any("parawrap" in part for part in each.cmdline()))]
+    found = [each for process in family for each in process.net_connections(kind="inet")]
+    return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+
+
+@contextmanager
+def looked_at(look):
+    """Call `look` in a thread again and again until the block ends; gives the list of what it returned."""
+    seen, is_over = [], threading.Event()
+
+    def watch():
+        while not is_over.is_set():
+            seen.append(look())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield seen
+    finally:
+        is_over.set()
+        watcher.join()
+
+
+def waiting():
+    """A function whose ranks add up, and wait until a file is there."""
+
+    def waits(go):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        while not go.exists():
+            time.sleep(0.01)
+        return total.item(), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    return waits
+
+
+def test_no_port_of_the_parent_is_open_while_ranks_start_and_run(tmp_path):
+    """A launch on one machine listens on no port, so no other user can disturb it; ranks are still told an address."""
+    launchable = wrapper(ranks())(waiting())
+    (tmp_path / "first").touch()
+    launchable(tmp_path / "first")  # starts the warm process
+    before = listening()
+    with looked_at(listening) as seen:
+        launch = launchable.submit(tmp_path / "go")
+        eventually(lambda: len(seen) > 20, "looks at the ports")
+        (tmp_path / "go").touch()
+        results = launch.results(timeout=PATIENCE_S)
+    assert set().union(*seen) <= before
+    assert [(total, host) for total, host, _ in results] == [(2.0, LOOPBACK)] * 2
+    assert len({port for *_, port in results}) == 1
+
+
+@pytest.mark.parametrize("fields", [{"ipc_protocol": "tcp"}, {"master_addr": LOOPBACK}], ids=["protocol", "address"])
+def test_a_port_that_was_asked_for_is_opened(fields, tmp_path):
+    """With ``ipc_protocol="tcp"`` or a master address, the ranks meet at a store that listens where they are told."""
+    launch = wrapper(ranks(**fields))(waiting()).submit(tmp_path / "go")
+    eventually(listening, "a port")
+    open_now = listening()
+    (tmp_path / "go").touch()
+    (_, _, port), *_ = launch.results(timeout=PATIENCE_S)
+    assert port in open_now
+
+
+def test_user_code_may_open_a_store_of_its_own(tmp_path):
+    """MASTER_ADDR and MASTER_PORT are free for the ranks' own store and process group, in two launches at once."""
+
+    def meets(folder):
+        rank, size = current_rank().global_rank, current_rank().world_size
+        (folder / f"{os.getpid()}.up").touch()
+        while len(list(folder.glob("*.up"))) < 4:  # both launches run
+            time.sleep(0.01)
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, size, is_master=rank == 0)
+        store.set(f"rank {rank}", f"said by {rank}")
+        said = store.get(f"rank {1 - rank}").decode()
+        dist.barrier()
+        dist.destroy_process_group()
+        del store
+        return said, port
+
+    def initializes(folder):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo")  # from the environment
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    first, second = (wrapper(ranks(timeout_min=0.2))(meets).submit(tmp_path) for _ in range(2))
+    told = [*first.results(timeout=PATIENCE_S), *second.results(timeout=PATIENCE_S)]
+    assert [said for said, _ in told] == ["said by 1", "said by 0"] * 2
+    ports = [port for _, port in told]
+    assert ports[0] == ports[1] != ports[2] == ports[3]
+    assert wrapper(ranks(timeout_min=0.2))(initializes)(tmp_path) == (2.0, 2.0)
+
+
+# -- strangers at a port that was asked for
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return listener.getsockname()[1]
+
+
+def connected(port):
+    """A connection to this port, as soon as it is open."""
+
+    def connection():
+        try:
+            return socket.create_connection((LOOPBACK, port))
+        except ConnectionRefusedError:
+            return None
+
+    return eventually(connection, f"port {port}")
+
+
+def send_bytes(port, is_over):
+    """Bytes that are no message of a store, and connections that say nothing."""
+    with connected(port) as line, connected(port):
+        line.sendall(bytes(range(256)) * 64)
+        is_over.wait()
+
+
+def overwrite_keys(port, is_over):
+    """What a client of the store can do: replace every value that is there."""
+    connected(port).close()
+    try:
+        store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+        while not is_over.is_set():
+            for key in store.list_keys():
+                store.set(key, "garbage")
+    except dist.DistError:  # the store was closed
+        pass
+
+
+@pytest.mark.parametrize("disturb", [send_bytes, overwrite_keys])
+def test_a_stranger_at_the_store_is_named_or_harmless(disturb):
+    """A launch whose store was asked to listen gives right results; or its error names the store and its address."""
+
+    def adds():
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    wrapper(ranks())(adds)()  # starts the warm process
+    port, is_over = free_port(), threading.Event()
+    stranger = threading.Thread(target=disturb, args=(port, is_over))
+    stranger.start()
+    launch = wrapper(ranks(ipc_protocol="tcp", master_port=port, timeout_min=0.1))(adds).submit()
+    try:
+        assert launch.results(timeout=PATIENCE_S) == (2.0, 2.0)
+    except Exception as error:
+        said = [str(error), *getattr(error, "__notes__", ())]
+        assert any("store" in each and f"{LOOPBACK}:{port}" in each for each in said), said
+    finally:
+        is_over.set()
+        stranger.join()
