@@ -48,6 +48,18 @@ def assert_gone(pids, patience_s=SOON_S):
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
 
 
+def warm_processes():
+    """The processes of this one that ranks are forked from: one, or none before the first launch."""
+
+    def is_one(process):
+        try:
+            return any("parawrap" in argument for argument in process.cmdline())
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in psutil.Process().children() if is_one(process)]
+
+
 def processes_in(folder):
     """The processes that have this folder among their arguments."""
 

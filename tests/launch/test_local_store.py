@@ -14,16 +14,14 @@ import torch
 import torch.distributed as dist
 
 from parawrap import current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, eventually, ranks
+from tests.launch.processes import PATIENCE_S, eventually, ranks, warm_processes
 
 LOOPBACK = "127.0.0.1"
 
 
 def listening():
     """The TCP ports that this process and the warm process listen on."""
-    mine = psutil.Process()
-    family = [mine, *(each for each in mine.children() if any("parawrap" in part for part in each.cmdline()))]
-    found = [each for process in family for each in process.net_connections(kind="inet")]
+    found = [each for process in (psutil.Process(), *warm_processes()) for each in process.net_connections(kind="inet")]
     return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 
 
