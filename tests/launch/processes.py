@@ -132,11 +132,14 @@ def write_script(folder, text, name="parent.py"):
     return path
 
 
-def run_script(folder, text, *args, env=None, patience_s=2 * PATIENCE_S, **options):
-    """Run a script to its end in an interpreter of its own; it must succeed. Gives what it printed."""
+def run_script(folder, text, *args, prefix=(), env=None, patience_s=2 * PATIENCE_S, **options):
+    """Run a script to its end in an interpreter of its own; it must succeed. Gives what it printed.
+
+    `prefix` is a command that starts the interpreter.
+    """
     path = write_script(folder, text)
     done = subprocess.run(
-        [sys.executable, path, *map(str, args)],
+        [*prefix, sys.executable, path, *map(str, args)],
         capture_output=True,
         text=True,
         timeout=patience_s,
