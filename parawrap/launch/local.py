@@ -8,6 +8,7 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch._limits import explained
 from parawrap.launch._results import Launch
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._launch import RunLaunch, assignments_of
@@ -30,7 +31,11 @@ class _Local:
     """The launcher."""
 
     def launch(self, job: Job) -> Launch[Any]:
-        return _LocalLaunch(job)
+        try:
+            return _LocalLaunch(job)
+        except OSError as error:
+            msg = f"{job.name} cannot be launched: {explained(error)}"
+            raise LaunchError(msg) from error
 
     def preview(self, job: Job) -> Preview:
         how = _HOW[job.platform.spawn_method]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,7 +19,7 @@ from parawrap.launch.clusters._remote_node import RemoteNode
 from parawrap.launch.clusters._reservation import Reservation, joined
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import WatchedLaunch, assignments_of
+from parawrap.launch.watch._launch import RunLaunch, assignments_of
 from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._rendezvous import open_rendezvous
 from parawrap.launch.watch._run import Run
@@ -48,7 +47,7 @@ class _Cancelled(Exception):  # noqa: N818 (ends a wait, is no error)
     """It was cancelled before its ranks had begun."""
 
 
-class _RayLaunch(WatchedLaunch):
+class _RayLaunch(RunLaunch):
     """Waits for resources, gathers the nodes and runs the ranks, all in its thread."""
 
     def __init__(self, job: Job) -> None:
@@ -56,22 +55,18 @@ class _RayLaunch(WatchedLaunch):
         with os.fdopen(job.packed(), "rb") as packed:
             packed.seek(0)
             self._payload = packed.read()
-        self._cancelled = threading.Event()
-        self._run_of_ranks: Run | None = None
         self._reservation = Reservation(joined(job.platform), job.platform)
         self._begin_watch()
 
     def _watched(self) -> Ending:
         try:
-            with ExitStack() as cleanup:
-                cleanup.callback(self._reservation.end)
-                return self._begun(cleanup).run()
+            return super()._watched()
         except _Cancelled:
             return Ending({}, cancelled=True)
 
     def _begun(self, cleanup: ExitStack) -> Run:
-        """The run, with its ranks started."""
         platform = self._platform
+        cleanup.callback(self._reservation.end)
         while not self._reservation.is_there():
             self._check_wanted()
         hosts = [platform.master_addr] if platform.master_addr else self._reservation.addresses(own_addresses())
@@ -81,9 +76,6 @@ class _RayLaunch(WatchedLaunch):
         orders = assignments_of(platform, meeting, Surroundings.here().without_environ())
         run = Run(self._job.name, platform, loop, nodes, orders, self._transcripts)
         run.begin()
-        self._run_of_ranks = run
-        if self._cancelled.is_set():
-            run.cancel()
         return run
 
     def _gathered(self, loop: Loop, hosts: list[str]) -> list[RemoteNode]:
@@ -105,20 +97,6 @@ class _RayLaunch(WatchedLaunch):
     def _check_wanted(self) -> None:
         if self._cancelled.is_set():
             raise _Cancelled
-
-    # -- from any thread
-
-    def _request_cancel(self) -> None:
-        self._cancelled.set()
-        if self._run_of_ranks is not None:
-            self._run_of_ranks.cancel()
-
-    def preempt(self) -> None:
-        if self._run_of_ranks is not None:
-            self._run_of_ranks.preempt()
-
-    def stacks(self) -> dict[int, str]:
-        return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()
 
     @property
     def state(self) -> State:

@@ -77,7 +77,7 @@ class Folder:
         try:
             planned.root.mkdir(parents=True, exist_ok=True)
             array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
-            folders = [cls(array / str(number)) for number in range(count)]
+            folders: list[Folder] = [Folder(array / str(number)) for number in range(count)]
             for folder in folders:
                 folder.path.mkdir(mode=0o700)
         except OSError as error:

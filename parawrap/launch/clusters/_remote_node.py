@@ -49,12 +49,12 @@ class RemoteNode:
     def is_lost(self) -> bool:
         return self._wire.fileno() < 0
 
-    def start(self, orders: Assignment, watcher: Watcher) -> None:
+    def start(self, assignment: Assignment, watcher: Watcher) -> None:
         """Have a rank started there. Where the node is lost already, so is the rank."""
-        rank = orders.place.global_rank
+        rank = assignment.place.global_rank
         self._watchers[rank] = watcher
         self._started += 1
-        if not self._send("start", orders):
+        if not self._send("start", assignment):
             self._end(rank, None, _LOST)
 
     def tell(self, rank: int, word: str, body: Any = None) -> None:

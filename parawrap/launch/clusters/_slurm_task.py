@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
@@ -62,27 +61,12 @@ def serve(path: str, node: int, start: int, noted: list[int]) -> None:
     folder = Folder(Path(path))
     plan = folder.read_plan()
     _allow_open_files()
-    starter = _Starter(plan.platform.spawn_method)
+    starter = starter_named(plan.platform.spawn_method, not_for_children)
     with open_private(folder.call) as call:
         if node == 0:
             _Head(folder, plan, start, noted).serve(starter, call.fileno())
         else:
             _keep(folder, plan, node, start, starter, call.fileno())
-
-
-class _Starter:
-    """A node's starter. Its processes do not react to Slurm's signals, which are for the first node's task."""
-
-    def __init__(self, method: str) -> None:
-        with not_for_children():
-            self._starter = starter_named(method)
-
-    def start(self, line: socket.socket, grace_s: float) -> int:
-        with not_for_children():
-            return self._starter.start(line, grace_s)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._starter, name)
 
 
 def _allow_open_files() -> None:

@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
 _LINGER_S = 1.0
 _LONGEST_READ_S = 60.0
-_FAILED, _REQUEUED = "failed", "requeued"
+_FAILED, _REQUEUED, _CLEARED = "failed", "requeued", "cleared"
 
 
 class Exchange:
@@ -198,15 +198,15 @@ class Exchange:
     def _forget(self) -> None:
         """Delete the values once all ranks have read them. The rank that keeps the store waits for that."""
         world = self._world
-        readers = self._store.add("readers", 1)
-        if readers == world.world_size:
+        if self._store.add("readers", 1) == world.world_size:
             for rank in range(world.world_size):
                 _, _, pieces = pickle.loads(self._read(f"{rank}", rank))
                 for key in (f"{rank}", *(f"{rank}/{i}" for i in range(pieces))):
                     self._store.delete_key(key)
+            self._store.set(_CLEARED, "")
         elif world.hosts_store:
             until = time.monotonic() + _LONGEST_READ_S
-            while self._store.add("readers", 0) < world.world_size and time.monotonic() < until:
+            while not self._store.check([_CLEARED]) and time.monotonic() < until:
                 time.sleep(_LOOK_S)
 
 

@@ -106,6 +106,7 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         if found.st_uid != os.getuid() or found.st_mode & readable:
             msg = (
                 f"other users have access to {each} (mode {stat.filemode(found.st_mode)}, owner {found.st_uid}), and could "
-                f"run code as this user: delete {path}, and `chmod 700 {path.parent}`; or set {_VARIABLE}"
+                f"run code as this user: delete {path} (a new one gets mode 600), `chmod 700 {path.parent}`, or set "
+                f"{_VARIABLE}"
             )
             raise LaunchError(msg)

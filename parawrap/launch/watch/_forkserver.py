@@ -79,6 +79,8 @@ class _Server:
         self._parent, self._pid = os.getppid(), os.getpid()
         self._libc = ctypes.CDLL(None)
         self._adopt_orphans()
+        if sys.platform == "linux":  # if this process is stopped when its parent dies, it has to go on to see that
+            self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -17,7 +17,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -37,6 +38,8 @@ _READ_AT_LOAD = (
     "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
     "DYLD_", "PYTHON",
 )  # fmt: skip
+
+_Around = Callable[[], AbstractContextManager[None]]
 
 _SEND_S = 10.0
 _EXIT_S = 1.0
@@ -71,32 +74,37 @@ class Starter(Protocol):
         ...
 
 
-def starter_named(method: str) -> Starter:
+def starter_named(method: str, around: _Around = contextlib.nullcontext) -> Starter:
     """Return the starter of a platform's ``spawn_method``.
+
+    Args:
+        method: the spawn method.
+        around: a context manager for the moment in which a process that forks ranks is started.
 
     Raises:
         PlatformError: If `method` is fork and CUDA runs in this process.
     """
     if method == "forkserver":
-        return _warm_server()
+        return _warm_server(around)
     if method == "fork" and torch.cuda.is_initialized():
         msg = (
             "spawn_method='fork': CUDA runs in this process already, and does not work in a fork of it: "
             "give 'forkserver' or 'spawn', or launch before CUDA is used"
         )
         raise PlatformError(msg)
-    return _ServerPerRank(forks=method == "fork")
+    return _ServerPerRank(around, forks=method == "fork")
 
 
 class _ServerPerRank:
     """Starts a process of its own for each rank, which forks the rank."""
 
-    def __init__(self, *, forks: bool) -> None:
+    def __init__(self, around: _Around, *, forks: bool) -> None:
+        self._around = around
         self._forks = forks
         self._servers: list[_Server] = []
 
     def start(self, line: socket.socket, grace_s: float) -> int:
-        server = _Server(None, forked_with=line if self._forks else None)
+        server = _Server(None, self._around, forked_with=line if self._forks else None)
         self._servers.append(server)
         try:
             return server.start(line, grace_s)
@@ -122,13 +130,13 @@ class _ServerPerRank:
 class _Server:
     """A process that forks ranks, as the launching process sees it."""
 
-    def __init__(self, kind: object, *, forked_with: socket.socket | None = None) -> None:
+    def __init__(self, kind: object, around: _Around, *, forked_with: socket.socket | None = None) -> None:
         self.kind = kind
         ours, its = socket.socketpair()
         ours.settimeout(_SEND_S)
         self._socket = ours
         close_in_forked_children(self)
-        with its:
+        with its, around():
             try:
                 self._process = _fresh_server(its) if forked_with is None else _ForkedServer(its, forked_with)
             except OSError as error:
@@ -289,7 +297,7 @@ _retired: list[_Server] = []
 _starting = threading.Lock()
 
 
-def _warm_server() -> _Server:
+def _warm_server(around: _Around) -> _Server:
     """Return the warm process. Start it at the first use, and again when a variable changed that libraries read at load."""
     global _server
     kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
@@ -299,7 +307,7 @@ def _warm_server() -> _Server:
             _server.retire()
             _server = None
         if _server is None:
-            _server = _Server(kind)
+            _server = _Server(kind, around)
         return _server
 
 

@@ -282,7 +282,8 @@ class Supervisor:
             self._end_at = time.monotonic()
 
     def _died(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
-        if state.told_to_end and not lost_with and _is_our_doing(state, code):
+        ended_by_us = state.told_to_end and not lost_with and _is_our_doing(state, code)
+        if ended_by_us or self.broken is not None:  # a node in trouble may have missed the rank's last message
             return Ended(time.time())
         last_words = state.transcript.last_words(_LAST_WORDS)
         return Died.of(code, at=time.time(), pid=state.pid, last_words=last_words, lost_with=lost_with)
