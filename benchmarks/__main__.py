@@ -42,7 +42,7 @@ SUITES = {
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
         picture="![growth](growth.png)",
     ),
-    "launching": Suite("Launching on one machine", ("launching",)),
+    "launching": Suite("Launching on one machine", ("launching", "relaunching")),
     "sizing": Suite("Cost of a launch by size", ("sizing",), page="sizing_page"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), on_every_core=True),

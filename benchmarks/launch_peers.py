@@ -1,6 +1,7 @@
 """Six ways to start two gloo ranks on this machine, with one all_reduce or a failure in the ranks.
 
 ``python -m benchmarks.launch_peers PEER SCENARIO`` runs one launch in a fresh process and prints the outcome as JSON.
+``python -m benchmarks.launch_peers PEER SCENARIO 4`` runs four without a pause and prints the seconds of each.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 SCENARIOS = ("fine", "raises", "killed")
+RELAUNCHED = ("empty", "ddp")
 
 
 def one_reduce() -> float:
@@ -30,8 +32,18 @@ def one_reduce() -> float:
     return value[0].item()
 
 
+def one_step() -> float:
+    """Run one training step of a small model in DistributedDataParallel."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+    loss = model(torch.ones(4, 8)).sum()
+    loss.backward()
+    return float(loss)
+
+
 def task(rank: int, scenario: str) -> float:
-    """Fail in rank 1 while rank 0 waits in a collective, or finish, by scenario."""
+    """Do nothing, run a training step, fail in rank 1 while rank 0 waits in a collective, or finish, by scenario."""
+    if scenario in RELAUNCHED:
+        return one_step() if scenario == "ddp" else 0.0
     one_reduce()
     if rank == 1 and scenario == "raises":
         raise ValueError(repr(time.time()))
@@ -133,10 +145,23 @@ MODULES = {
 }
 
 
+def relaunched(peer: str, scenario: str, times: int) -> list[float]:
+    """Return the seconds of each of some launches that follow each other without a pause."""
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        PEERS[peer](scenario)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
 def main() -> None:
-    """Run one launch. Print its time, its result or error, and the time of its end."""
-    peer, scenario = sys.argv[1:]
+    """Run one launch. Print its time, its result or error, and the time of its end. Or time several launches."""
+    peer, scenario, *times = sys.argv[1:]
     importlib.import_module(MODULES[peer])
+    if times:
+        print(json.dumps({"each": relaunched(peer, scenario, int(times[0]))}))
+        return
     start = time.time()
     found: dict[str, Any] = {}
     try:

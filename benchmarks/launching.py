@@ -21,6 +21,8 @@ from benchmarks._measure import Row, arm_of, take_turns
 from benchmarks.launch_peers import PEERS, SCENARIOS
 from parawrap import Platform, functional, wrapper
 
+__all__ = ["PACKAGES", "alone", "labelled", "rows"]
+
 PACKAGES = {"accelerate debug_launcher": "accelerate", "torchrunx": "torchrunx", "ddpw": "ddpw"}
 PATIENCE_S = 20
 
@@ -32,7 +34,7 @@ def rows() -> list[Row]:
     return [second_call(), first_call(), failures(), averages(), large_results()]
 
 
-def _labelled(peer: str) -> str:
+def labelled(peer: str) -> str:
     package = PACKAGES.get(peer)
     return f"{peer} {importlib.metadata.version(package)}" if package else peer
 
@@ -40,10 +42,10 @@ def _labelled(peer: str) -> str:
 def second_call() -> Row:
     """Call all peers in turn in one process, after one warm-up call each."""
     peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # ddpw does not start CPU ranks
-    arms = take_turns({_labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
+    arms = take_turns({labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
     ours = arms["parawrap"].median_us
     faster = {name: arm.median_us / ours for name, arm in arms.items() if name != "parawrap"}
-    torchrunx, floor = faster[_labelled("torchrunx")], 1 / faster[_labelled("accelerate debug_launcher")]
+    torchrunx, floor = faster[labelled("torchrunx")], 1 / faster[labelled("accelerate debug_launcher")]
     said = ", ".join(f"{ratio:.1f} times faster than {name}" for name, ratio in faster.items() if ratio > 1)
     return Row(
         "second call: a no-op with one all_reduce, 2 ranks",
@@ -59,7 +61,7 @@ def first_call() -> Row:
     times: dict[str, list[float]] = {"parawrap": [], "mp.spawn": []}
     for _ in range(7):
         for name, microseconds in times.items():
-            microseconds.append(_alone(name, "fine")["seconds"] * 1e6)
+            microseconds.append(alone(name, "fine")["seconds"] * 1e6)
     arms = {name: arm_of(microseconds) for name, microseconds in times.items()}
     ratio = arms["parawrap"].median_us / arms["mp.spawn"].median_us
     return Row("first call of a process", arms, f"{ratio:.2f} of mp.spawn's", "no slower than mp.spawn's", ratio <= 1)
@@ -70,11 +72,11 @@ def failures() -> Row:
     lines = ["| | returned | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
     waits: dict[str, float] = {}
     for name in PEERS:
-        found = {scenario: _alone(name, scenario) for scenario in SCENARIOS}
+        found = {scenario: alone(name, scenario) for scenario in SCENARIOS}
         told = [_told(scenario, found[scenario]) for scenario in SCENARIOS]
         if "raised" in found["fine"]:  # ddpw does not create a process group on the CPU
             told = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
-        lines.append(f"| {_labelled(name)} | {' | '.join(told)} |")
+        lines.append(f"| {labelled(name)} | {' | '.join(told)} |")
         if name == "parawrap":
             waits = {scenario: found[scenario]["after"] for scenario in ("raises", "killed")}
     worst = max(waits.values())
@@ -99,12 +101,12 @@ def _told(scenario: str, found: dict[str, Any]) -> str:
     return f"`{found['raised'].partition(':')[0]}` ({what}){after}"
 
 
-def _alone(peer: str, scenario: str) -> dict[str, Any]:
-    """Run one launch in its own process, and kill the process after a timeout."""
+def alone(peer: str, scenario: str, times: int | None = None, patience_s: float = PATIENCE_S) -> dict[str, Any]:
+    """Run one launch, or some, in its own process, and kill the process after a timeout."""
     with tempfile.TemporaryDirectory() as folder:
         killed_at = Path(folder) / "killed"
         process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.launch_peers", peer, scenario],
+            [sys.executable, "-m", "benchmarks.launch_peers", peer, scenario, *([] if times is None else [str(times)])],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "KILLED_AT": str(killed_at)},
@@ -112,10 +114,14 @@ def _alone(peer: str, scenario: str) -> dict[str, Any]:
             text=True,
         )
         try:
-            out, _ = process.communicate(timeout=PATIENCE_S)
+            out, _ = process.communicate(timeout=patience_s)
         except subprocess.TimeoutExpired:
             return {"hung": _kill_tree(process)}
+        if times is not None and process.returncode:
+            return {"failed": process.returncode}
         found: dict[str, Any] = json.loads(out.splitlines()[-1])
+        if times is not None:
+            return found
         failed_at = killed_at.read_text() if killed_at.exists() else _raised_at(found.get("text", ""))
         found["after"] = found["ended_at"] - float(failed_at) if failed_at else None
         return found
