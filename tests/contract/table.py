@@ -48,7 +48,7 @@ What the contract suite (`tests/contract`) has seen, written down by `python -m 
 fails when it sees anything else. Of each message this is the first line; `…` stands for what differs from run to run:
 process and job numbers, hosts, paths. Notes on the exception tell more: the traceback of the rank, where it ran, what
 became of the others.
-[launching.md](launching.md#how-it-fails) says what the exceptions carry.
+[launching.md](launching.md#failures) says what the exceptions carry.
 
 """
 

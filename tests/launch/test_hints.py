@@ -1,0 +1,82 @@
+"""The hint that says where ranks are when one of them makes no progress."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from parawrap import Platform, current_rank, wrapper
+from parawrap.launch.watch import _hints
+from tests.launch.processes import eventually
+
+
+@pytest.fixture
+def _soon(monkeypatch):
+    """Ranks report after half a second that they stand still."""
+    monkeypatch.setattr(_hints, "STILL_S", 0.5)
+    monkeypatch.setattr(_hints, "_ANSWER_S", 0.5)
+
+
+def hints_of(caplog):
+    return [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
+
+
+def ranks(n_cpus=2):
+    return wrapper(Platform(device="cpu", n_cpus=n_cpus, verbose=False))
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_hint_names_the_lines_at_which_ranks_wait(caplog, tmp_path):
+    """It shows file, function, and source line of each rank, once, and the launch goes on."""
+
+    def lopsided(go):
+        if current_rank().global_rank == 1:
+            while not go.exists():
+                time.sleep(0.01)
+        dist.barrier()
+        return "done"
+
+    launch = ranks()(lopsided).submit(tmp_path / "go")
+    eventually(lambda: hints_of(caplog), "the hint")
+    (tmp_path / "go").touch()
+    assert launch.results(timeout=60) == ("done", "done")
+    (hint,) = hints_of(caplog)
+    assert "the launch goes on" in hint
+    assert "rank 0 waits at test_hints.py" in hint
+    assert "in lopsided: dist.barrier()" in hint
+    assert "rank 1" in hint
+    assert "time.sleep(0.01)" in hint or "while not go.exists()" in hint
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_rank_that_cannot_answer_is_named(caplog, tmp_path):
+    """A rank that keeps Python's lock is reported as such."""
+
+    def locked(go):
+        if current_rank().global_rank == 1:
+            import ctypes
+
+            (go.parent / "held").touch()
+            ctypes.PyDLL(None).sleep(4)  # without releasing the lock
+        dist.barrier()
+
+    launch = ranks()(locked).submit(tmp_path / "go")
+    eventually(lambda: hints_of(caplog), "the hint")
+    launch.results(timeout=60)
+    (hint,) = hints_of(caplog)
+    assert "rank 1 does not answer" in hint
+
+
+@pytest.mark.usefixtures("_soon")
+def test_ranks_that_work_get_no_hint(caplog):
+    """A rank that computes makes progress."""
+
+    def works():
+        until = time.monotonic() + 1.5
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    ranks()(works)()
+    assert hints_of(caplog) == []
