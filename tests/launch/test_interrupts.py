@@ -1,0 +1,167 @@
+"""Promise 4: two Ctrl-C in a row, at any moment of a launch's start, leave no process behind and hang nothing.
+
+A moment is a call or return within parawrap. A profile function counts them and sends the first SIGINT at one of them, so
+that no moment is too short to be hit; the second one follows after GAP_S.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+from tests.launch.processes import run_script
+
+ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "16"))
+
+SCRIPT = """
+import contextlib, faulthandler, json, os, pathlib, signal, sys, time
+import psutil
+from parawrap import Platform, wrapper
+
+GRACE_S, GAP_S = 0.5, 0.05
+BOUND_S = GRACE_S + 8
+
+launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=GRACE_S, verbose=False))(lambda: time.sleep(600))
+returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
+signal.signal(signal.SIGALRM, signal.default_int_handler)  # the second Ctrl-C
+
+class Moments:
+    '''A profile function that counts moments, and sends SIGINT at one of them.'''
+
+    def __init__(self, at=None):
+        self.at, self.count, self.seen = at, 0, {}
+
+    def __call__(self, frame, event, _):
+        if "parawrap" not in frame.f_code.co_filename:
+            return
+        self.count += 1
+        place = (os.path.basename(frame.f_code.co_filename), frame.f_lineno, event)
+        self.seen[place] = self.count  # the last time that the place is passed
+        if self.count == self.at:
+            signal.setitimer(signal.ITIMER_REAL, GAP_S)
+            os.kill(os.getpid(), signal.SIGINT)
+
+def moments():
+    '''A moment and its place for each place in the code that the start of a launch passes, the last one first.'''
+    returns()  # the warm process is there
+    counted = Moments()
+    sys.setprofile(counted)
+    launch = launchable.submit()
+    sys.setprofile(None)
+    launch.cancel()
+    return sorted(((count, place) for place, count in counted.seen.items()), reverse=True)
+
+def interrupt(at):
+    '''Launch, with two Ctrl-C from this moment on.'''
+    sys.setprofile(Moments(at))
+    try:
+        launchable()
+    finally:
+        sys.setprofile(None)
+
+def interrupt_first_launch(delay_s):
+    '''Launch where no warm process is, with two Ctrl-C from so many seconds on.'''
+    def first(*_):
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, GAP_S)
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGALRM, first)
+    signal.setitimer(signal.ITIMER_REAL, delay_s)
+    launchable()
+
+def bounded(step, began):
+    '''True if `step` returns something true within BOUND_S of `began`.'''
+    while not (is_so := step()) and time.monotonic() < began + BOUND_S:
+        time.sleep(0.01)
+    return is_so
+"""
+
+GOES_ON = """
+def nobody_runs():
+    '''True if no process runs below this one but for one warm process.'''
+    others = psutil.Process().children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        running = [each for each in others if each.status() != psutil.STATUS_ZOMBIE]
+        warm = [each for each in running if each.ppid() == os.getpid() and "parawrap" in " ".join(each.cmdline())]
+        return len(running) == len(warm) <= 1
+    return False
+
+told, kept = [], []
+for at, place in moments()[::5][:int(sys.argv[1])]:
+    faulthandler.dump_traceback_later(4 * BOUND_S, exit=True)
+    began = time.monotonic()
+    try:
+        try:
+            interrupt(at)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        time.sleep(2 * GAP_S)  # the second one comes here, if it has not come yet
+    except KeyboardInterrupt as error:
+        kept.append(error)
+    seconds = time.monotonic() - began
+    is_over = bounded(nobody_runs, began)
+    began = time.monotonic()
+    results = list(returns())
+    seconds = max(seconds, time.monotonic() - began)
+    told.append({"place": place, "seconds": seconds, "is_over": is_over, "next": results})
+    if seconds > BOUND_S or not is_over or results != [1, 1]:
+        break
+print(json.dumps(told), flush=True)
+faulthandler.dump_traceback_later(2 * BOUND_S, exit=True)  # and the interpreter ends
+"""
+
+EXITS = """
+def survivors(mark):
+    '''The processes that were started with this mark in their environment.'''
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if each.status() != psutil.STATUS_ZOMBIE and each.environ().get("PARAWRAP_TEST_MARK") == mark:
+                found.append(each)
+    return found
+
+gate, opener = os.pipe()
+scripts = {}
+for index in (2, 5, 9, 13, None):
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:  # a script that ends with the exception
+        os.environ["PARAWRAP_TEST_MARK"] = str(os.getpid())
+        os.close(opener)
+        at, place = (None, "first launch") if index is None else moments()[index]
+        os.write(writer, json.dumps(place).encode())
+        os.close(writer)
+        os.read(gate, 1)
+        interrupt_first_launch(0.2) if at is None else interrupt(at)
+        sys.exit()
+    os.close(writer)
+    scripts[pid] = reader
+
+places = {pid: json.loads(pathlib.Path(f"/proc/self/fd/{reader}").read_bytes()) for pid, reader in scripts.items()}
+os.close(opener)  # all are ready
+began, told = time.monotonic(), []
+for pid, place in places.items():
+    has_ended = bounded(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), began)
+    is_over = bounded(lambda: not survivors(str(pid)), began)
+    told.append({"place": place, "has_ended": has_ended, "is_over": is_over})
+    for each in survivors(str(pid)):
+        each.kill()
+    if not has_ended:
+        os.kill(pid, signal.SIGKILL)
+print(json.dumps(told))
+"""
+
+
+def test_a_script_that_catches_two_interrupts_goes_on(tmp_path):
+    """Its ranks end though the exceptions are kept, the next launch works, and the interpreter ends."""
+    for told in json.loads(run_script(tmp_path, SCRIPT + GOES_ON, ROUNDS)):
+        assert told["is_over"], told
+        assert told["seconds"] < 8.5, told
+        assert told["next"] == [1, 1]
+
+
+def test_a_script_that_is_interrupted_twice_ends_soon(tmp_path):
+    """The second Ctrl-C may come while the interpreter ends: no process of the launch survives."""
+    for told in json.loads(run_script(tmp_path, SCRIPT + EXITS)):
+        assert told["has_ended"], told
+        assert told["is_over"], told
