@@ -33,7 +33,7 @@ import torch.distributed as dist
 from parawrap import Platform, wrapper
 from parawrap.launch.clusters._journal import Journal, JournalRecord
 from parawrap.launch.clusters._network import Address, Front, dial
-from parawrap.launch.clusters._node_arrival import await_nodes
+from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.parcels._outcomes import Returned
 from parawrap.launch.parcels._packing import packed
 from parawrap.launch.parcels._wire import Message, Wire
@@ -219,7 +219,7 @@ def _watched(load: _Load) -> Report:
             device="cpu", n_cpus=PER_NODE, n_nodes=load.n_nodes, launcher="slurm", ipc_groups=None, verbose=False
         )
         before = _files()
-        nodes = await_nodes(front, loop, range(load.n_nodes), lambda: None, _PATIENCE_S)
+        nodes = await_nodes(front, loop, range(load.n_nodes), lambda: None)
         files_a_node = (_files() - before) / load.n_nodes
         journal, memory, before = Journal(folder / "journal"), _resident(), _files()
         records = [JournalRecord(journal, rank) for rank in range(load.n_ranks)]

@@ -1,7 +1,7 @@
 """Ranks on the nodes of a Ray cluster.
 
-Ray gives the resources and starts a keeper on each node; from then on a launch is like any other, watched by this process
-over a line to each node. When this process is gone, Ray ends the keepers, and they their ranks.
+Ray provides the resources and starts a node agent on each node. This process then watches the ranks over a line to each
+agent. If this process dies, Ray ends the agents, which end their ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 from parawrap.launch._job import Job, Preview, preview
 from parawrap.launch._results import Launch, State
 from parawrap.launch.clusters._network import Front, own_addresses
-from parawrap.launch.clusters._node_arrival import GATHERING_S, await_nodes
-from parawrap.launch.clusters._remote_node import RemoteNode
+from parawrap.launch.clusters._remote_node import RemoteNode, await_nodes
 from parawrap.launch.clusters._reservation import Reservation, joined
 from parawrap.launch.ranks._assignment import Surroundings
 from parawrap.launch.watch._ending import Ending
@@ -43,12 +42,12 @@ class _Ray:
 launcher = _Ray()
 
 
-class _Cancelled(Exception):  # noqa: N818 (ends a wait, is no error)
-    """It was cancelled before its ranks had begun."""
+class _Cancelled(Exception):  # noqa: N818 (not an error: it ends a wait)
+    """The launch was cancelled before its ranks started."""
 
 
 class _RayLaunch(RunLaunch):
-    """Waits for resources, gathers the nodes and runs the ranks, all in its thread."""
+    """Waits for resources and nodes, and runs the ranks, all in its thread."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -67,34 +66,34 @@ class _RayLaunch(RunLaunch):
     def _begun(self, cleanup: ExitStack) -> Run:
         platform = self._platform
         cleanup.callback(self._reservation.end)
-        while not self._reservation.is_there():
-            self._check_wanted()
+        while not self._reservation.is_ready():
+            self._check_cancelled()
         hosts = [platform.master_addr] if platform.master_addr else self._reservation.addresses(own_addresses())
         meeting = cleanup.enter_context(open_rendezvous(platform, hosts[0]))
         loop = Loop()
-        nodes = self._gathered(loop, hosts)
+        nodes = self._connect(loop, hosts)
         orders = assignments_of(platform, meeting, Surroundings.here().without_environ())
         run = Run(self._job.name, platform, loop, nodes, orders, self._transcripts)
         run.begin()
         return run
 
-    def _gathered(self, loop: Loop, hosts: list[str]) -> list[RemoteNode]:
+    def _connect(self, loop: Loop, hosts: list[str]) -> list[RemoteNode]:
         front = Front(hosts, secrets.token_bytes(32))
         try:
-            self._reservation.keep(front.address, self._payload)
-            self._payload = b""  # the cluster has it
-            return await_nodes(front, loop, range(self._platform.n_nodes), self._check_gathering, GATHERING_S)
+            self._reservation.start_agents(front.address, self._payload)
+            self._payload = b""  # Ray holds it now
+            return await_nodes(front, loop, range(self._platform.n_nodes), self._check_arrival)
         except BaseException:
             loop.close()
             raise
         finally:
             front.close()
 
-    def _check_gathering(self) -> None:
-        self._check_wanted()
+    def _check_arrival(self) -> None:
+        self._check_cancelled()
         self._reservation.check()
 
-    def _check_wanted(self) -> None:
+    def _check_cancelled(self) -> None:
         if self._cancelled.is_set():
             raise _Cancelled
 

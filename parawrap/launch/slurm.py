@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Slurm cluster, in a batch job that submitit hands over.
+"""Ranks on the nodes of a Slurm cluster, in a batch job that submitit submits.
 
-The job and this process share a folder and nothing else: the call lies there, the first node writes there what its ranks
-write and come to, and this process asks there for what it wants. Signals, requeueing and the job's end are Slurm's.
+The job and this process communicate through a folder: it holds the call, the journal that the first node writes, and this
+process's requests. Signals, requeueing, and the job's end go through Slurm.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["launcher"]
 
 _log = logging.getLogger("parawrap.launch")
 
-_LEASE_S = 120.0  # how long the nodes go on without a sign of this process
+_LEASE_S = 120.0  # the nodes end the launch after so many seconds without a sign of life
 _STACKS_S = 5.0
 
 
@@ -41,7 +41,7 @@ class _Slurm:
         return launch
 
     def launch_all(self, jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
-        """Submit several calls as one job array. Each gets a launch of its own, and none needs the others.
+        """Submit several calls as one job array, and return a launch for each.
 
         Args:
             jobs: The calls, at least one, on equal platforms.
@@ -78,7 +78,7 @@ launcher = _Slurm()
 
 
 class _SlurmLaunch(WatchedLaunch):
-    """One batch job, and its folder, which stays until the results were read or nobody can read them any more."""
+    """One batch job, and its folder, which is removed once the results were read or the launch is garbage."""
 
     def __init__(self, job: Job, folder: Folder) -> None:
         super().__init__(job)
@@ -98,7 +98,7 @@ class _SlurmLaunch(WatchedLaunch):
     def follow(self, number: str) -> None:
         """Follow the submitted job, in a thread."""
         self._number = number
-        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._take)
+        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._handle)
         self._begin_watch()
 
     # -- the thread that watches
@@ -106,20 +106,20 @@ class _SlurmLaunch(WatchedLaunch):
     def _watched(self) -> Ending:
         ending = self._follower.follow()
         if ending.cancelled:
-            self._remove_folder()  # nobody has anything to read there
+            self._remove_folder()  # a cancelled launch has no results
         return ending
 
-    def _take(self, word: str, told: tuple[Any, ...]) -> None:
+    def _handle(self, word: str, body: tuple[Any, ...]) -> None:
         if word == "output":
-            rank, stream, data = told
+            rank, stream, data = body
             self._transcripts[rank].write(stream, data)
         elif word == "record":
-            rank, text = told
+            rank, text = body
             self._transcripts[rank].record(text)
         elif word == "log":
-            _log.log(*told)
+            _log.log(*body)
         elif word == "stacks":
-            request, stacks = told
+            request, stacks = body
             with self._answered:
                 self._stacks[request] = stacks
                 self._answered.notify_all()

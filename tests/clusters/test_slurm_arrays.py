@@ -67,7 +67,7 @@ def wait_for(path):
 
 
 def test_an_array_gives_each_launch_its_results(cluster, folders):
-    """Results, errors, and output come to their own launch, and it is one job of Slurm."""
+    """Results, errors, and output come to their own launch, and Slurm has a single job."""
 
     def numbered(number):
         print("number", number)
@@ -156,12 +156,12 @@ def test_a_pending_launch_that_somebody_else_cancels_says_so(cluster, tmp_path):
     error = ending(cluster, launches[1])
     paths[0].touch()
     assert isinstance(error, LaunchCancelledError)
-    assert f"job {job}_1 of Slurm has been taken from the queue" in str(error)
+    assert f"Slurm job {job}_1 was removed from the queue" in str(error)
     assert ending(cluster, launches[0])[0] == 0
 
 
 def test_an_array_that_slurm_refuses_leaves_nothing(cluster, folders):
     """One error for all, and no folder."""
-    with pytest.raises(LaunchError, match=r"invalid partition specified: nowhere.* It is an array of 3 jobs"):
+    with pytest.raises(LaunchError, match=r"invalid partition specified: nowhere.* The job is an array of 3;"):
         launched(wait_for, range(3), partition="nowhere")
     assert not list(folders.iterdir())

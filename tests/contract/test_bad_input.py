@@ -62,7 +62,7 @@ def test_without_slurm_the_missing_command_is_named(folders, tmp_path, monkeypat
     """On a machine that is no login node, with what to do instead."""
     monkeypatch.setenv("PATH", str(tmp_path))
     told = refusal_of("no cluster", "slurm")
-    assert told.startswith("there is no sbatch on this machine: ")
+    assert told.startswith("sbatch is not installed here: ")
 
 
 def test_memory_is_a_number():
@@ -97,23 +97,23 @@ def test_a_launch_folder_that_cannot_be_written_to_is_told(tmp_path, monkeypatch
 
 
 STATES = [
-    ("TIMEOUT", LaunchTimeoutError, "at the time limit of its job, 01:00:00; job 1 of Slurm"),
-    ("OUT_OF_MEMORY", LaunchError, "took more memory than ram=2 GB a node, which its job had reserved; job 1 of Slurm"),
+    ("TIMEOUT", LaunchTimeoutError, "take reached the time limit of Slurm job 1, 01:00:00"),
+    ("OUT_OF_MEMORY", LaunchError, "take used more memory than Slurm job 1 had reserved, ram=2 GB per node"),
     (
         "NODE_FAIL",
         RankDiedError,
-        "rank 0 of 1 was lost with its node, in job 1 of Slurm (node 0, node[0-1])",
+        "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node[0-1])",
     ),
-    ("PREEMPTED", LaunchError, "was preempted, and the cluster does not requeue job 1 of Slurm"),
-    ("CANCELLED", LaunchCancelledError, "was cancelled, but not from here: job 1 of Slurm has been taken from the queue"),
-    ("FAILED", LaunchError, "job 1 of Slurm, which ran take, ended as FAILED (NonZeroExitCode)"),
+    ("PREEMPTED", LaunchError, "was preempted, and the cluster does not requeue Slurm job 1"),
+    ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
+    ("FAILED", LaunchError, "Slurm job 1, which ran take, ended as FAILED (NonZeroExitCode)"),
 ]
 
 
 @pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
 def test_a_job_that_slurm_ended_is_told_by_why(state, kind, text, folders, tmp_path, monkeypatch):
     """Each of its states has an exception of its own, which says what to look at; here Slurm is a few scripts."""
-    monkeypatch.setattr("parawrap.launch.clusters._job_follower._ASK_S", 0.1)
+    monkeypatch.setattr("parawrap.launch.clusters._job_follower._POLL_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
     programs = {"sbatch": "echo Submitted batch job 1", "scontrol": f"echo '{shown}'", "scancel": ":", "srun": ":"}
     for name, line in programs.items():
@@ -145,7 +145,7 @@ def on_slurm(slurm_launches, folders):
 def test_a_job_that_slurm_refuses_is_told_in_its_words(on_slurm, situation, fields, words):
     """At once."""
     told = refusal_of(situation, "slurm", **fields)
-    assert told.startswith("Slurm does not take the job on: ")
+    assert told.startswith("Slurm refused the job: ")
     assert words in told
 
 
@@ -228,7 +228,9 @@ def test_a_job_whose_submitter_was_killed_ends(on_slurm, folders, tmp_path):
 def test_a_ray_cluster_that_is_too_small_is_told(ray_cluster):
     """At once, with what its nodes have: Ray itself would wait for ever."""
     told = refusal_of("too many nodes", "ray", n_nodes=9)
-    assert told.startswith("the platform asks for 9 node(s) with 1 CPU each, and 2 of the Ray cluster's nodes have that: ")
+    assert told.startswith(
+        "the platform needs 9 node(s) with 1 CPU each, but only 2 of the Ray cluster's nodes have that: "
+    )
 
 
 @pytest.mark.ray

@@ -76,7 +76,7 @@ def test_what_is_written_is_read(folder):
     assert (folder.requests(), folder.rehearsals(), folder.sign_of_life()) == ([], 0, None)
     folder.request("preempt-0")
     folder.request("cancel")
-    folder.give_sign_of_life(7)
+    folder.write_sign_of_life(7)
     assert (sorted(folder.requests()), folder.rehearsals(), folder.sign_of_life()) == (["cancel", "preempt-0"], 1, b"7")
     assert (folder.address(0, b"t"), folder.troubles(0), folder.restarts()) == (None, [], (0, 0, 0))
     here = Address(("10.0.0.1", "127.0.0.1"), 4321, b"t")
@@ -250,51 +250,51 @@ def line():
 def test_no_more_is_under_way_than_the_other_end_takes_in(line):
     """What has a size waits for room, what comes behind it keeps its place, and all arrives in the end."""
     here, there = line
-    outbox = SendQueue(here)
+    queue = SendQueue(here)
     for number in range(40):
-        outbox.put("output", (0, 1, bytes([number]) * 16384), 16384)
-    outbox.put("end", (0, 0))
-    assert outbox.is_full
+        queue.send("output", (0, 1, bytes([number]) * 16384), 16384)
+    queue.send("end", (0, 0))
+    assert queue.is_full
     come = []
     while len(come) < 41:
-        taken_in = 0
+        read = 0
         while is_readable(there, 0):
             come.append(there.receive())
-            taken_in += 16384
-        assert 0 < taken_in <= 10 * 16384
-        outbox.taken_in(taken_in)
+            read += 16384
+        assert 0 < read <= 10 * 16384
+        queue.acknowledge(read)
     assert [message.body[2][0] for message in come[:40]] == list(range(40))
     assert come[40].word == "end"
-    assert not outbox.is_full
+    assert not queue.is_full
 
 
 def test_a_file_goes_in_pieces_before_its_word(line):
     """Whatever its size, also none."""
     here, there = line
-    outbox = SendQueue(here)
+    queue = SendQueue(here)
     for size in (0, 1, 65536, 300_000):
         file = memory_file("parcel")
         os.write(file, os.urandom(size))
         data = os.pread(file, size, 0)
-        outbox.put_file(2, file)
-        outbox.put("word", (2, "returned"))
+        queue.send_file(2, file)
+        queue.send("word", (2, "returned"))
         got = b""
         while (message := there.receive()).word == "piece":
             assert message.body[0] == 2
             got += message.body[1]
-            outbox.taken_in(len(message.body[1]))
+            queue.acknowledge(len(message.body[1]))
         assert (got, message.word) == (data, "word")
 
 
 def test_when_the_other_end_is_gone_nothing_waits_for_it(line):
-    """The outbox is broken, its files are closed, and what is put in goes nowhere."""
+    """The queue is broken, its files are closed, and what is put in goes nowhere."""
     here, there = line
-    outbox = SendQueue(here)
+    queue = SendQueue(here)
     there.close()
     file = memory_file("parcel")
-    outbox.put("hello", 0)
-    outbox.put_file(0, file)
-    assert outbox.is_broken
-    assert not outbox.is_full
+    queue.send("hello", 0)
+    queue.send_file(0, file)
+    assert queue.is_broken
+    assert not queue.is_full
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file)

@@ -21,10 +21,10 @@ import torch
 from parawrap.errors import LaunchError
 from parawrap.launch._job import Job
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _network
+from parawrap.launch.clusters import _network, _remote_node
 from parawrap.launch.clusters._network import Address, Front, dial, interface_of, own_addresses
 from parawrap.launch.clusters._node_agent import NodeAgent
-from parawrap.launch.clusters._node_arrival import await_nodes
+from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.clusters._send_queue import SendQueue
 from parawrap.launch.parcels._wire import receive_exactly
 from parawrap.launch.ranks._assignment import Surroundings
@@ -63,7 +63,7 @@ class Nodes:
 
     def _keep(self, number):
         wire = self.wires[number][0]
-        NodeAgent(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).keep()
+        NodeAgent(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).run()
 
     def _end(self):
         for _, ours in self.wires:
@@ -78,7 +78,7 @@ class Nodes:
             keeper.start()
         lines = iter([ours for _, ours in self.wires])
         loop = Loop()
-        nodes = await_nodes(Lines(lines), loop, range(2), lambda: None, PATIENCE_S)
+        nodes = await_nodes(Lines(lines), loop, range(2), lambda: None)
         platform = self.job.platform
         written = transcripts or [
             Transcript(rank, prefix="", shown=False, folder=None) for rank in range(platform.world_size)
@@ -443,26 +443,26 @@ def test_a_caller_takes_the_first_address_that_leads_there():
 def test_a_line_that_nobody_reads_for_long_is_not_broken(monkeypatch):
     """What is under way fits into its buffers: a process that is stopped for longer than the dead may be loses nothing."""
     monkeypatch.setattr(_network, "_SILENCE_S", 1)
-    monkeypatch.setattr(_network, "_QUESTION_S", 1)
-    monkeypatch.setattr(_network, "_QUESTIONS", 1)
+    monkeypatch.setattr(_network, "_PROBE_S", 1)
+    monkeypatch.setattr(_network, "_PROBES", 1)
     with closing(Front([LOOPBACK], TOKEN)) as front:
         theirs, ours = dial_meanwhile(front)
-    outbox = SendQueue(theirs)
-    while not outbox.is_full:
-        outbox.put("output", bytes(65536), 65536)
+    queue = SendQueue(theirs)
+    while not queue.is_full:
+        queue.send("output", bytes(65536), 65536)
     threading.Event().wait(6)
-    outbox.put("end", None)
+    queue.send("end", None)
     words = []
     while words[-1:] != ["end"]:
         message = ours.receive()
         words.append(message.word)
-        outbox.taken_in(65536)
+        queue.acknowledge(65536)
     assert len(words) > 3
     theirs.close()
     ours.close()
 
 
-def test_the_wait_for_nodes_ends_with_what_is_in_their_way():
+def test_the_wait_for_nodes_ends_with_what_is_in_their_way(monkeypatch):
     """What the check raises is raised, and lines that were open are closed; time that is up names the missing nodes."""
     loop = Loop()
     with closing(Front([LOOPBACK], TOKEN)) as front:
@@ -476,10 +476,11 @@ def test_the_wait_for_nodes_ends_with_what_is_in_their_way():
                 raise error
 
         with pytest.raises(KeyError, match="in the way"):
-            await_nodes(Lines(iter([ours])), loop, range(2), check, PATIENCE_S)
+            await_nodes(Lines(iter([ours])), loop, range(2), check)
         assert theirs.receive() is None
-        with pytest.raises(LaunchError, match=r"node\(s\) 0, 1 never called"):
-            await_nodes(front, loop, range(2), lambda: None, 0)
+        monkeypatch.setattr(_remote_node, "ARRIVAL_S", 0.0)
+        with pytest.raises(LaunchError, match=r"node\(s\) 0, 1 did not connect within 0 seconds"):
+            await_nodes(front, loop, range(2), lambda: None)
         theirs.close()
     loop.close()
 

@@ -1,7 +1,7 @@
-"""The batch job of a launch: what it asks Slurm for, and how it is handed over. submitit writes the script and submits it.
+"""The batch job of a launch: its resources and its submission. submitit writes the script and submits it.
 
-The job has one task a node, which starts the node's ranks itself: torch is loaded once a node, and whatever becomes of a
-rank, there is somebody who sees it.
+The job has one task per node, which starts the node's ranks. So torch is loaded once per node, and a process that outlives
+the ranks can report how they ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from parawrap.launch.clusters._queue import slurm_missing, submitting_environmen
 
 __all__ = ["log_ends", "script", "submit"]
 
-# Slurm's own limit comes after that of the launch, which tells more.
+# Slurm's time limit comes after the launch's own, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
 
 # Starts submitit. Signals that come before there is a handler wait. submitit unpickles what it finds in its folder, so a
@@ -34,7 +34,7 @@ _GUARDED_PYTHON = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
-# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is loaded, signals are only noted down.
+# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is loaded, signals are only noted.
 _TASK = """
 import os, signal, socket, sys
 noted = []
@@ -45,9 +45,9 @@ node, start = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get("SLUR
 try:
     from parawrap.launch.clusters._slurm_task import serve
 except BaseException as error:
-    what = f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}"
+    reason = f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}"
     with open(os.path.join(folder, f".trouble-{node}"), "w") as file:
-        file.write(what)
+        file.write(reason)
     os.rename(file.name, os.path.join(folder, f"trouble-{start}-{node}"))
     raise
 serve(folder, node, start, noted)
@@ -55,7 +55,7 @@ serve(folder, node, start, noted)
 
 
 def script(platform: Platform, folder: Folder) -> str:
-    """The batch script that `submit` would hand over. Needs submitit, and no Slurm."""
+    """Return the batch script that `submit` would submit. Needs submitit, but not Slurm."""
     slurm = _submitit().slurm.slurm
     command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
     return str(slurm._make_sbatch_string(command=command, folder=folder.submitit, **_parameters(platform)))
@@ -65,7 +65,7 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
     """Submit one job for each folder, several as a job array. Return the job numbers.
 
     Args:
-        platform: What each job asks for.
+        platform: The platform of each launch.
         folders: The folders of the launches; they share one folder of submitit.
         max_parallel: How many jobs of an array may run at a time; None for all.
 
@@ -74,9 +74,7 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
     """
     submitit = _submitit()
     if missing := slurm_missing():
-        msg = (
-            f"there is no {missing} on this machine: launch from a login node of a Slurm cluster, or give launcher='local'"
-        )
+        msg = f"{missing} is not installed here: launch from a login node of a Slurm cluster, or set launcher='local'"
         raise LaunchError(msg)
     executor = submitit.SlurmExecutor(folders[0].submitit, python=_python())
     executor.update_parameters(**{"array_parallelism": len(folders)} | _parameters(platform))
@@ -87,18 +85,18 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
             jobs = [executor.submit(exec, _TASK, {"folder": str(folder.path)}) for folder in folders]
     except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
         msg = (
-            f"Slurm does not take the job on: {_words_of(error)}. It asks for {platform.n_nodes} node(s) with "
-            f"{platform.ranks_per_node} rank(s) on each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo "
-            "tells what there is"
+            f"Slurm refused the job: {_reason_of(error)}. It requested {platform.n_nodes} node(s) with "
+            f"{platform.ranks_per_node} rank(s) each, partition={platform.partition!r}, ram={platform.ram!r}; sinfo shows "
+            "the cluster's resources"
         )
         if len(folders) > 1:
-            msg += f". It is an array of {len(folders)} jobs; 'scontrol show config' has MaxArraySize"
+            msg += f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, MaxArraySize"
         raise LaunchError(msg) from error
     return [str(job.job_id) for job in jobs]
 
 
 def log_ends(folder: Folder, job: str, at_most: int) -> str:
-    """The ends of what tasks of a job have written outside of any rank."""
+    """Return the ends of the logs that a job's tasks wrote outside of ranks."""
     logs = [*sorted(folder.submitit.glob(f"{job}_*_log.err")), *sorted(folder.submitit.glob(f"{job}_*_log.out"))]
     ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
     return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
@@ -118,7 +116,7 @@ def _submitit() -> Any:
 
 
 def _parameters(platform: Platform) -> dict[str, Any]:
-    """What the job asks for, in submitit's names; what the user gives in ``slurm_additional_parameters`` comes last."""
+    """Return the job's resources under submitit's names. ``slurm_additional_parameters`` overrides the others."""
     limit = platform.timeout_min
     has_gpus = platform.device == Device.GPU
     parameters: dict[str, Any] = {
@@ -131,7 +129,7 @@ def _parameters(platform: Platform) -> dict[str, Any]:
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
         "time": None if limit is None else math.ceil(limit + platform.grace_s / 60 + _SLACK_MIN),
         "signal_delay_s": math.ceil(platform.grace_s),
-        "srun_args": ["--kill-on-bad-exit=1", "--export=ALL"],  # all that the batch script has: submitit sets a variable
+        "srun_args": ["--kill-on-bad-exit=1", "--export=ALL"],  # submitit's script sets a variable for the tasks
         "wckey": None,
     }
     more = _additional(platform.slurm_additional_parameters or {})
@@ -139,7 +137,7 @@ def _parameters(platform: Platform) -> dict[str, Any]:
 
 
 def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that submitit knows under its names, with its prefix or without; the others go to ``sbatch`` as they are."""
+    """Separate submitit's own parameters, with or without its prefix, from others, which go to ``sbatch`` as given."""
     known = set(_submitit().slurm.slurm._get_default_parameters())
     named = {name.removeprefix("slurm_"): value for name, value in given.items()}
     for name in ("ntasks_per_node", "nodes"):
@@ -151,9 +149,9 @@ def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
     return taken | {"additional_parameters": {**others, **taken.get("additional_parameters", {})}}
 
 
-def _words_of(error: BaseException) -> str:
-    """What ``sbatch`` said, among what submitit says of it."""
-    said = getattr(error, "stderr", None) or str(error)
-    said = said.decode(errors="replace") if isinstance(said, bytes) else str(said)
-    lines = [line.partition("error:")[2].strip() for line in said.splitlines() if "error:" in line]
-    return "; ".join(lines) or said.strip()
+def _reason_of(error: BaseException) -> str:
+    """Return the error lines of ``sbatch`` from submitit's exception."""
+    text = getattr(error, "stderr", None) or str(error)
+    text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    lines = [line.partition("error:")[2].strip() for line in text.splitlines() if "error:" in line]
+    return "; ".join(lines) or text.strip()

@@ -1,7 +1,7 @@
-"""The folder of one launch on a cluster, by which the submitting process and the nodes tell each other what they must.
+"""The folder through which the submitting process and the nodes of a launch communicate.
 
-It lies on a file system that all of them see, and nobody else may enter it. Every file is written by one of them, and is
-there only once it is whole; but for journals, which grow.
+It lies on a file system that all of them share, and only their user may enter it. Each file has one writer. A file appears
+only once it is complete, except for journals, which grow.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SUBMITIT = "submitit"
 
 @dataclass(frozen=True)
 class Plan:
-    """What the nodes of a launch know of it, beside the call.
+    """A launch's settings for its nodes, except for the call.
 
     Attributes:
-        name: of the function.
-        platform: of the launch.
-        surroundings: of the submitting process, without its environment.
-        token: what nodes have to know to be let in.
-        lease_s: without a sign of the submitting process for so long, nobody waits for the results any more.
+        name: The function's name.
+        platform: The launch's platform.
+        surroundings: The surroundings of the submitting process, without its environment.
+        token: The secret of the launch.
+        lease_s: The launch ends when the submitting process gives no sign of life for so many seconds.
     """
 
     name: str
@@ -48,10 +48,7 @@ class Plan:
 
 
 class Folder:
-    """The folder of one launch: a numbered one, in a folder that it shares with submitit and the launches of one array.
-
-    Has no state of its own.
-    """
+    """The folder of one launch, which lies in a folder that submitit and all launches of an array share. Stateless."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -81,7 +78,7 @@ class Folder:
             for folder in folders:
                 folder.path.mkdir(mode=0o700)
         except OSError as error:
-            msg = f"{planned.root} cannot be written to: {error}; name a folder that all nodes share in {_ROOT}"
+            msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
             raise LaunchError(msg) from error
         return folders
 
@@ -91,7 +88,7 @@ class Folder:
         return self.path.parent.parent
 
     def _names(self) -> list[str]:
-        """What is in it now. A network's file system remembers for a while that a file was not there, but not this."""
+        """List the folder: network file systems cache for a while that a file does not exist, but not a listing."""
         with os.scandir(self.path) as entries:
             return [entry.name for entry in entries]
 
@@ -113,47 +110,47 @@ class Folder:
         return plan
 
     def request(self, word: str) -> None:
-        """Ask the nodes for something: ``cancel``, or ``stacks-`` or ``preempt-`` and a number."""
+        """Send the nodes a request: ``cancel``, or ``stacks-`` or ``preempt-`` and a number."""
         _write(self.path / f"request-{word}")
 
     def requests(self) -> list[str]:
-        """What was asked for, whenever that was."""
+        """Return all requests so far."""
         return [name.removeprefix("request-") for name in self._names() if name.startswith("request-")]
 
     def rehearsals(self) -> int:
-        """How often a preemption was asked for."""
+        """Return how many preemptions were requested."""
         return sum(request.startswith("preempt-") for request in self.requests())
 
-    def give_sign_of_life(self, number: int) -> None:
-        """Tell the nodes that somebody waits for the results."""
+    def write_sign_of_life(self, number: int) -> None:
+        """Show the nodes that the submitting process still waits for the results."""
         _write(self._sign, b"%d" % number)
 
     def sign_of_life(self) -> bytes | None:
-        """The last number that was given."""
+        """Return the last number that was written."""
         with contextlib.suppress(OSError):
             return self._sign.read_bytes()
         return None
 
-    # -- from the nodes, each time that the job is started; `start` counts from 0
+    # -- from the nodes, at each start of the job; `start` counts from 0
 
     def journal(self, start: int) -> Path:
-        """All that the first node tells."""
+        """Return the path of the first node's journal."""
         return self.path / f"journal-{start}"
 
     def has_journal(self, start: int) -> bool:
-        """Whether it was begun."""
+        """True if the journal exists."""
         return f"journal-{start}" in self._names()
 
     def parcel(self, start: int, rank: int) -> Path:
-        """What a rank returned or raised."""
+        """Return the path for a rank's result or exception."""
         return self.path / f"parcel-{start}-{rank}"
 
     def write_address(self, start: int, address: Address) -> None:
-        """Where the other nodes find the first."""
+        """Publish where the first node listens."""
         _write(self.path / f"address-{start}", json.dumps([address.hosts, address.port]).encode())
 
     def address(self, start: int, token: bytes) -> Address | None:
-        """What was written; None as long as nothing was."""
+        """Return where the first node listens; None before it is published."""
         path = self.path / f"address-{start}"
         if path.name not in self._names():
             return None
@@ -161,42 +158,40 @@ class Folder:
         return Address(tuple(hosts), port, token)
 
     def troubles(self, start: int) -> list[str]:
-        """What keeps nodes from taking part, in the words of those that could not."""
+        """Return why nodes cannot take part, one text per node."""
         names = sorted(name for name in self._names() if name.startswith(f"trouble-{start}-"))
         return [(self.path / name).read_text() for name in names]
 
-    def write_trouble(self, start: int, node: int, what: str) -> None:
-        """Tell what keeps this node from taking part."""
-        begun = self.path / f".trouble-{node}"
-        begun.write_text(what)
-        begun.rename(self.path / f"trouble-{start}-{node}")
+    def write_trouble(self, start: int, node: int, reason: str) -> None:
+        """Report why this node cannot take part."""
+        _write(self.path / f"trouble-{start}-{node}", reason.encode())
 
     def mark_preempted(self, start: int) -> None:
-        """Note that this start of the job is going to be followed by another one, and that this is as it should be."""
+        """Note that another start of the job will follow this one, without a failure."""
         _write(self.path / f"preempted-{start}")
 
     def was_preempted(self, start: int) -> bool:
-        """Whether that was noted."""
+        """True if this start was marked as preempted."""
         return f"preempted-{start}" in self._names()
 
     def note_restarts(self, count: int, failures: int, rehearsals: int) -> None:
-        """Keep, for the next start of the job, how often ranks were started anew, for a failure, and for a rehearsal."""
+        """Store the numbers of restarts, of failures among them, and of requested preemptions, for the job's next start."""
         _write(self.path / "restarts", json.dumps([count, failures, rehearsals]).encode())
 
     def restarts(self) -> tuple[int, int, int]:
-        """What was noted last."""
+        """Return the numbers that `note_restarts` stored last."""
         if "restarts" not in self._names():
             return 0, 0, 0
         count, failures, rehearsals = json.loads((self.path / "restarts").read_bytes())
         return count, failures, rehearsals
 
     def unusable(self, error: OSError) -> LaunchError:
-        """What to raise where something cannot be read or written here."""
-        return LaunchError(f"{self.path} cannot be used: {error}; make room there, or name another folder in {_ROOT}")
+        """Return the exception for a folder that cannot be read or written."""
+        return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
 
 
 def _write(path: Path, data: bytes = b"") -> None:
-    """Under another name first: whoever finds the file finds all of it."""
-    begun = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # others may write it at the same time
-    begun.write_bytes(data)
-    begun.rename(path)
+    """Write a file under another name, then rename it, so that it appears complete."""
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # another thread may write the same file
+    temporary.write_bytes(data)
+    temporary.rename(path)

@@ -1,6 +1,6 @@
-"""All that the ranks of a launch write and come to, from the node that watches them to the process that submitted them.
+"""The journal of a launch: a growing file of reports from the first node to the submitting process.
 
-One file, which grows; on a network's file system others see what is in it once it was synchronised.
+On a network file system, other machines see an entry once the file was synchronised.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parawrap.launch.watch._transcript import end_of
 __all__ = ["Journal", "JournalReader", "JournalRecord", "LogsIntoJournal"]
 
 _HEAD = struct.Struct("<Q")
-_PAUSE_S = 0.1  # between two synchronisations, so that a chatty rank costs the file system no more than a quiet one
+_PAUSE_S = 0.1  # between two synchronisations, which limits the load of frequent output
 _PIECE = 1 << 22
 _KEPT = 1 << 16
 _MOST_WAITING = 512
@@ -31,7 +31,7 @@ Entry = tuple[Any, ...]
 
 
 class Journal:
-    """Writes entries. Any thread may, and waits where the disk is slow; after `close` all of them are there."""
+    """Writes entries, from any thread. A slow disk blocks the writers. After `close`, all entries are in the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -46,7 +46,7 @@ class Journal:
         """Write an entry.
 
         Raises:
-            LaunchError: the file cannot be written.
+            LaunchError: If the file cannot be written.
         """
         if self._error is not None:
             msg = f"{self._path} cannot be written: {self._error}"
@@ -55,7 +55,7 @@ class Journal:
         self._entries.put(_HEAD.pack(len(data)) + data)
 
     def close(self) -> None:
-        """Write what is left, and no more."""
+        """Write the entries that wait, and end."""
         self._entries.put(None)
         self._closing.set()
         self._thread.join()
@@ -77,7 +77,7 @@ class Journal:
             self._error = error
 
     def _next_entries(self) -> list[bytes | None]:
-        """What has come in, one entry at least; None is the end."""
+        """Wait for an entry, and return all waiting entries. None is the end."""
         entries = [self._entries.get()]
         while entries[-1] is not None and not self._entries.empty():
             entries.append(self._entries.get())
@@ -85,7 +85,7 @@ class Journal:
 
 
 class JournalReader:
-    """Reads a journal that was begun, from its start, while it is written."""
+    """Reads a journal from its start, while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class JournalReader:
         self._position = 0
 
     def new_entries(self) -> list[Entry]:
-        """Those that have come since the last call."""
+        """Return the complete entries since the last call."""
         with open_private(self._path) as file:
             file.seek(self._position)
             while data := file.read(_PIECE):
@@ -111,7 +111,7 @@ class JournalReader:
 
 
 class JournalRecord:
-    """What one rank writes, taken to a journal."""
+    """Writes one rank's output into a journal, in place of a `Transcript`."""
 
     def __init__(self, journal: Journal, rank: int) -> None:
         self._journal = journal
@@ -130,7 +130,7 @@ class JournalRecord:
 
 
 class LogsIntoJournal(logging.Handler):
-    """Takes what is logged on the node to a journal, for the submitting process to log it."""
+    """Writes log records of the node into a journal; the submitting process logs them."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__(logging.WARNING)
@@ -139,5 +139,5 @@ class LogsIntoJournal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._journal.add("log", record.levelno, self.format(record))
-        except Exception:  # noqa: BLE001 (whoever logs is to hear nothing of it)
+        except Exception:  # noqa: BLE001 (the code that logs must not fail)
             self.handleError(record)

@@ -1,8 +1,8 @@
-"""How the nodes of a launch find each other, and the line between them.
+"""Connections between the machines of a launch.
 
-A machine may have several addresses, and not every other machine reaches all of them: names may mean the loopback
-interface, and bridges of containers have the same address everywhere. So all are offered, and whoever dials takes the first
-at which the right one answers.
+A machine may have several addresses, and some of them do not lead to it from elsewhere: a hostname may mean the loopback
+interface, and container bridges have the same address on every host. So the front offers all of its addresses, and a node
+uses the first one where the front proves that it is the front of this launch.
 
 Both sides prove that they hold the launch's token, which itself is never sent:
 
@@ -33,26 +33,26 @@ from parawrap.launch.ranks._groups import LOOPBACK
 __all__ = ["Address", "Front", "dial", "interface_of", "own_addresses"]
 
 _NONCE_BYTES = _CODE_BYTES = 32
-_DIAL_S = 3.0
+_DIAL_S = 3.0  # to connect to one address and authenticate
 _REDIAL_S = 0.5
 _MOST_CALLERS = 256
 _ADMITTED_AT_ONCE = 32
-_LINE_S = 10.0  # who takes longer over one message is taken for dead
+_MESSAGE_S = 10.0  # to send or receive one message
 _SIOCGIFADDR = 0x8915
 _BACKLOG = 4096
-_ROOM = 1 << 20  # a kernel gives what it allows; 208 KiB by default, which will do
-# A machine that has lost its power says nothing: it is lost when this many questions, that far apart, had no answer. For a
-# process that is stopped, its machine answers.
-_SILENCE_S, _QUESTION_S, _QUESTIONS = 5, 5, 3
+_BUFFER = 1 << 20  # the kernel may allow less; its default of 208 KiB is enough
+# A machine that loses its power sends nothing, so the kernel probes a silent connection: first after _SILENCE_S, then every
+# _PROBE_S. A connection with _PROBES unanswered probes is broken. The machine of a stopped process does answer.
+_SILENCE_S, _PROBE_S, _PROBES = 5, 5, 3
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a launch is watched, as its nodes are told.
+    """Where the front of a launch listens.
 
     Attributes:
-        hosts: numeric addresses, any of which may be the one that a node reaches.
-        port: the same for all of them.
+        hosts: Numeric addresses; each node may reach a different one.
+        port: The port, the same at every address.
         token: The secret of the launch, which both sides prove to hold.
     """
 
@@ -93,7 +93,7 @@ class Front:
             next_look = min([until, *(caller.until for caller in self._callers.values())])
             ready = [key.fileobj for key, _ in self._selector.select(max(0.0, next_look - time.monotonic()))]
             for line in [each for each in self._callers if each in ready]:
-                if (wire := self._heard(line)) is not None:
+                if (wire := self._read(line)) is not None:
                     return wire
             if self._listener in ready:
                 self._admit()
@@ -107,8 +107,8 @@ class Front:
             line.close()
         self._selector.close()
 
-    def _heard(self, line: socket.socket) -> Wire | None:
-        """Read from a caller. Return the line once the caller is authenticated; drop callers that cannot be."""
+    def _read(self, line: socket.socket) -> Wire | None:
+        """Read from a caller. Return the line once the caller is authenticated, and drop a caller with a wrong answer."""
         with contextlib.suppress(OSError, EOFError):
             keys = self._callers[line].read()
             if keys is None:
@@ -185,7 +185,7 @@ def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
 
     Args:
         address: Where the front listens.
-        patience_s: Seconds for which to try again; each address is tried once at least.
+        patience_s: Keep trying for this many seconds; each address is tried at least once.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -220,7 +220,7 @@ def _dialed(host: str, address: Address) -> Wire:
 
 
 def _receive(line: socket.socket, length: int, until: float) -> bytes:
-    """Receive so many bytes, before a moment of the monotonic clock.
+    """Receive this many bytes before a moment of the monotonic clock.
 
     Raises:
         OSError: If they do not come in time.
@@ -251,28 +251,28 @@ def _check(code: bytes, token: bytes, purpose: bytes, nonces: bytes) -> None:
 
 
 def _socket() -> socket.socket:
-    """With room from the start for all that an `SendQueue` may have under way: a full line looks like a broken one."""
+    """Return a socket with room for all the bytes that a `SendQueue` sends ahead: a full line looks like a broken one."""
     line = socket.socket()
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _ROOM)
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     return line
 
 
 def _wire_of(line: socket.socket, keys: Keys) -> Wire:
-    line.settimeout(_LINE_S)
+    line.settimeout(_MESSAGE_S)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if hasattr(socket, "TCP_KEEPIDLE"):  # not on macOS
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _QUESTION_S)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _QUESTIONS)
-        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _QUESTION_S * _QUESTIONS))
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+        line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _PROBE_S * _PROBES))
     wire = Wire(line, keys)
     close_in_forked_children(wire)
     return wire
 
 
 def own_addresses() -> list[str]:
-    """This machine's IPv4 addresses, that of its name first, without the loopback interface's."""
+    """Return this machine's IPv4 addresses, its hostname's first; the loopback address only if there are no others."""
     found = [address for _, name in socket.if_nameindex() if (address := _address_of(name)) is not None]
     others = [address for address in found if not address.startswith("127.")]
     named = None
@@ -282,7 +282,7 @@ def own_addresses() -> list[str]:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address."""
+    """Return the name of the network interface with this address."""
     return next((name for _, name in socket.if_nameindex() if _address_of(name) == address), None)
 
 

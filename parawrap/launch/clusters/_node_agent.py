@@ -1,6 +1,6 @@
-"""What keeps a node: starts the ranks that the other end of its line orders, and tells that end all that becomes of them.
+"""The process on a cluster node that starts the node's ranks on orders from the watching process, and reports on them.
 
-What it guarantees: when that end is gone, so are the ranks, after ``grace_s``.
+When the line to the watching process breaks, the ranks end within ``grace_s``.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from parawrap.launch.watch._starters import Starter
 
 __all__ = ["NodeAgent"]
 
-_LONGEST_TURN_S = 1.0  # whoever interrupts this process is heard within that time
+_LONGEST_TURN_S = 1.0  # an interrupt of this process is handled within this time
 _NEVER = float("inf")
 
 
 class NodeAgent:
-    """Keeps this machine's ranks for somebody at the other end of a line, until that end hangs up.
+    """Runs this machine's ranks for the process at the other end of a line, until that end hangs up.
 
     Args:
-        wire: the line.
-        number: the node's.
-        starter: how processes are started.
-        payload: the packed call.
-        grace_s: seconds that ranks have to clean up when the line is gone.
-        path_of: where a rank's parcel is put, for the other end to find it there; None sends parcels along the line.
+        wire: The line.
+        number: The node's number.
+        starter: Starts processes.
+        payload: The packed call.
+        grace_s: Seconds that ranks have to clean up after the line broke.
+        path_of: The path for a rank's parcel in a folder that the other end can read. None sends parcels along the line.
     """
 
     def __init__(
@@ -54,112 +54,109 @@ class NodeAgent:
         self._path_of = path_of
         self._loop = Loop()
         self._node = LocalNode(self._loop, starter, payload)
-        self._outbox = SendQueue(wire)
+        self._queue = SendQueue(wire)
         self._running: set[int] = set()
         self._started = 0
-        self._told_over = 0
+        self._reported_over = 0
         self._kill_at = _NEVER
-        self._has_line = True
-        self._loop.watch(wire, self._on_order)
-        self._outbox.put("hello", (number, socket.gethostname()))
+        self._is_connected = True
+        self._loop.watch(wire, self._on_message)
+        self._queue.send("hello", (number, socket.gethostname()))
 
-    def keep(self) -> None:
-        """Serve until the line is gone and the last rank with it."""
+    def run(self) -> None:
+        """Run until the line is closed and the last rank has ended."""
         try:
-            while self._has_line or not self._node.is_over:
+            while self._is_connected or not self._node.is_over:
                 self._loop.turn(min(self._kill_at - time.monotonic(), _LONGEST_TURN_S))
-                self._see_to_line()
+                self._update_line()
                 if time.monotonic() >= self._kill_at:
                     self._kill_at = _NEVER
-                    self._kill()
+                    for rank in self._running:
+                        self._node.kill(rank)
         finally:
             self._node.close()
-            self._outbox.close()
+            self._queue.close()
             self._loop.close()
             self._wire.close()
 
-    def _see_to_line(self) -> None:
-        if self._outbox.is_broken and self._has_line:
-            self._hang_up()
-        if self._node.is_over and self._told_over != self._started:
-            self._told_over = self._started
-            self._outbox.put("over", self._started)
-        self._node.listen(not self._outbox.is_full)
+    def _update_line(self) -> None:
+        if self._queue.is_broken and self._is_connected:
+            self._disconnect()
+        if self._node.is_over and self._reported_over != self._started:
+            self._reported_over = self._started
+            self._queue.send("over", self._started)
+        self._node.listen(not self._queue.is_full)
 
-    def _kill(self) -> None:
-        for rank in self._running:
-            self._node.kill(rank)
-
-    def _hang_up(self) -> None:
-        self._has_line = False
+    def _disconnect(self) -> None:
+        self._is_connected = False
         self._loop.forget(self._wire)
-        self._outbox.close()
+        self._queue.close()
         self._kill_at = time.monotonic() + self._grace_s
         for rank in self._running:
             self._node.tell(rank, "end")
 
-    # -- what the other end orders
+    # -- messages of the watching process
 
-    def _on_order(self) -> None:
-        order = self._wire.receive()
-        if order is None:
-            self._hang_up()
-        elif order.word == "start":
-            self._start(order.body)
-        elif order.word == "taken in":
-            self._outbox.taken_in(order.body)
-        elif order.word == "tell":
-            self._node.tell(*order.body)
+    def _on_message(self) -> None:
+        message = self._wire.receive()
+        if message is None:
+            self._disconnect()
+        elif message.word == "start":
+            self._start(message.body)
+        elif message.word == "received":
+            self._queue.acknowledge(message.body)
+        elif message.word == "tell":
+            self._node.tell(*message.body)
         else:
-            self._node.kill(order.body)
+            self._node.kill(message.body)
 
     def _start(self, orders: Assignment) -> None:
         self._started += 1
         rank = orders.place.global_rank
         self._running.add(rank)
         try:
-            self._node.start(self._adapted(orders), self)
+            self._node.start(self._localized(orders), self)
         except (LaunchError, OSError) as error:
-            self._outbox.put("trouble", f"no process can be started for rank {rank}: {error}")
+            self._queue.send("trouble", f"no process can be started for rank {rank}: {error}")
             self.on_end(rank, None)
 
-    def _adapted(self, orders: Assignment) -> Assignment:
-        """Of the addresses by which the other end can be reached, the one by which it was, and this end's own."""
+    def _localized(self, orders: Assignment) -> Assignment:
+        """Fill in the front's address and the network interface that this node's connection uses."""
         here, there = self._wire.addresses()
         meeting = orders.meeting
         if meeting is not None and meeting.host is not None:
             meeting = replace(meeting, host=there)
         return replace(orders, meeting=meeting, interface=interface_of(here))
 
-    # -- what becomes of ranks
+    # -- events of ranks
 
     def on_hello(self, rank: int, pid: int) -> None:
-        self._outbox.put("hello", (rank, pid))
+        self._queue.send("hello", (rank, pid))
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
-        self._outbox.put("output", (rank, stream, data), len(data))
+        self._queue.send("output", (rank, stream, data), len(data))
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
-        if word == "alive" and self._outbox.is_full:
+        if word == "alive" and self._queue.is_full:
             return
         if isinstance(file, int) and self._path_of is not None:
             path = self._path_of(rank)
             try:
                 Parcel(file).put(path)
             except OSError as error:
-                what = f"what rank {rank} {word} cannot be put into {path.parent}: {error}; make room there"
-                self._outbox.put("trouble", what)
-                self.on_end(rank, None)  # before its exit code, which would be taken for a death
+                msg = f"what rank {rank} {word} cannot be written to {path.parent}: {error}; free some space there"
+                self._queue.send("trouble", msg)
+                self.on_end(rank, None)  # before its exit code, which would look like a death
                 return
             file = path
         elif isinstance(file, int):
-            self._outbox.put_file(rank, file)
+            self._queue.send_file(rank, file)
             file = None
-        self._outbox.put("word", (rank, word, body, file))
+        self._queue.send("word", (rank, word, body, file))
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         self._running.discard(rank)
-        self._outbox.put("end", (rank, code))
+        self._queue.send("end", (rank, code))
 
     def on_trouble(self, what: str) -> None:
-        self._outbox.put("trouble", what)
+        self._queue.send("trouble", what)

@@ -1,6 +1,6 @@
-"""What Slurm says of a job. By ``scontrol``, which every cluster has; where it has forgotten the job, by ``sacct``.
+"""Slurm's commands: the state of a job from ``scontrol``, or from ``sacct`` once the controller has forgotten the job.
 
-Knows no launches: a job is a number, or for an element of a job array ``123_4``.
+A job is named by its number; an element of a job array by a string such as ``123_4``.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _submitting = threading.Lock()
 
 
 class JobState(NamedTuple):
-    """A job, as Slurm sees it.
+    """The state of a job.
 
     Attributes:
-        name: ``PENDING``, ``RUNNING``, ``COMPLETED`` and so on; ``UNKNOWN`` where Slurm cannot be asked, and
-            ``FORGOTTEN`` where it knows of no such job any more.
-        reason: why it is so, in a word of Slurm's.
-        starts: how often it was requeued.
-        nodes: those that it has or had, as Slurm writes them.
-        time_limit: as Slurm writes it.
+        name: ``PENDING``, ``RUNNING``, ``COMPLETED``, and so on; ``UNKNOWN`` if Slurm does not answer, and ``FORGOTTEN`` if
+            Slurm does not know the job any more.
+        reason: Slurm's reason for the state.
+        starts: How often the job was requeued.
+        nodes: The job's nodes, as Slurm writes them.
+        time_limit: The time limit, as Slurm writes it.
     """
 
     name: str
@@ -63,26 +63,26 @@ class JobState(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether it will not run any more."""
+        """True if the job will not run any more."""
         return self.name in _ENDED
 
     @property
     def waits(self) -> bool:
-        """Whether it has no machines."""
+        """True if the job has no machines yet."""
         return self.name in _WAITING
 
 
 def slurm_missing() -> str | None:
-    """Which of Slurm's commands this machine lacks."""
+    """Return the first of Slurm's commands that is not installed; None if all are."""
     return next((name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None), None)
 
 
 def job_state(job: str) -> JobState:
-    """How a job does."""
-    told = _told("scontrol", "--oneliner", "show", "job", job)
-    fields = dict(re.findall(r"(\w+)=(\S*)", told.partition(" Command=")[0]))
+    """Return the state of a job."""
+    output = _output_of("scontrol", "--oneliner", "show", "job", job)
+    fields = dict(re.findall(r"(\w+)=(\S*)", output.partition(" Command=")[0]))
     if "JobState" not in fields:
-        is_unknown = "Invalid job id" in told or f"Job {job} not found" in told  # the latter of an element of an array
+        is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array's element
         return JobState(_state_in_accounts(job) if is_unknown else "UNKNOWN")
     nodes = fields.get("NodeList", "")
     return JobState(
@@ -95,43 +95,45 @@ def job_state(job: str) -> JobState:
 
 
 def _state_in_accounts(job: str) -> str:
-    """The controller forgets a job some minutes after its end, unless the cluster's configuration says otherwise."""
-    code, told = _ran("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
-    found = re.match(r"[A-Z_]+", told)
-    return found.group() if found and not code else "FORGOTTEN"  # without accounting it fails, with a message
+    """Return the state's name for a job that the controller has forgotten, as it does some minutes after a job's end."""
+    code, output = _run("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
+    found = re.match(r"[A-Z_]+", output)
+    return found.group() if found and not code else "FORGOTTEN"  # without accounting, sacct fails with a message
 
 
 def is_down(host: str) -> bool:
-    """Whether Slurm has given this node up."""
-    return "DOWN" in _told("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0]).upper()
+    """True if Slurm counts this node as down."""
+    return (
+        "DOWN" in _output_of("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0]).upper()
+    )
 
 
 def cancel_job(job: str) -> None:
-    """Have Slurm end it: it sends SIGTERM, and a while later SIGKILL."""
-    _told("scancel", job)
+    """Cancel a job: Slurm sends SIGTERM, and a while later SIGKILL."""
+    _run("scancel", job)
 
 
 def send_signal(job: str, name: str) -> None:
-    """Send a signal to all tasks of a job that runs. For an element of an array that is pending, this takes a minute."""
-    _told("scancel", f"--signal={name}", job)
+    """Send a signal to all tasks of a running job. For a pending element of an array, this blocks for a minute."""
+    _run("scancel", f"--signal={name}", job)
 
 
 def requeue_job(job: str) -> str | None:
-    """Have Slurm end it and start it again; why not, where it does not. The job may be given as its tasks' SLURM_JOB_ID."""
+    """Have Slurm end a job and start it again. Return Slurm's reason if it refuses. `job` may be a task's SLURM_JOB_ID."""
     if job == os.environ.get("SLURM_JOB_ID") and "SLURM_ARRAY_TASK_ID" in os.environ:
-        # In one element of an array this is the number of the whole array.
+        # For one element of an array, this is also the number of the whole array.
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    code, told = _ran("scontrol", "requeue", job)
-    return (told.strip() or f"exit code {code}") if code else None
+    code, output = _run("scontrol", "requeue", job)
+    return (output.strip() or f"exit code {code}") if code else None
 
 
-def _told(*command: str) -> str:
-    """What the command says, also where it fails, as it may for a moment while the controller is busy or restarted."""
-    return _ran(*command)[1]
+def _output_of(*command: str) -> str:
+    """Return the output of a command, even if it fails, as happens while the controller is busy or restarted."""
+    return _run(*command)[1]
 
 
-def _ran(*command: str) -> tuple[int, str]:
-    """The exit code of a command, and what it says."""
+def _run(*command: str) -> tuple[int, str]:
+    """Return the exit code of a command, and its output."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -141,11 +143,11 @@ def _ran(*command: str) -> tuple[int, str]:
 
 @contextmanager
 def submitting_environment() -> Iterator[None]:
-    """Without what Slurm has told this process, where it is in a job itself: ``sbatch`` would take it for wishes."""
-    with _submitting:  # another thread would find nothing to hide, and soon all of it there again
+    """Hide the variables that Slurm sets in jobs: if this process is in a job, ``sbatch`` would take them for options."""
+    with _submitting:  # two threads would restore the variables of each other
         in_a_job = "SLURM_JOB_ID" in os.environ
-        told = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"]
-        hidden = {name: os.environ.pop(name) for name in told if in_a_job}
+        names = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"]
+        hidden = {name: os.environ.pop(name) for name in names if in_a_job}
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""What runs on each node of a Ray cluster for a launch: the node's keeper."""
+"""The task that a launch runs on each node of a Ray cluster: a node agent."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ _DIALING_S = 5.0
 
 
 def serve(address: Address, node: int, spawn_method: str, grace_s: float, threads: int, payload: bytes) -> str:
-    """Keep this node until the launch is over; gives why it ended, which matters only while nodes gather.
+    """Run this node's ranks until the launch is over. Return why the task ended; that matters only before ranks start.
 
     Args:
-        address: where the launch is watched.
-        node: this one's number.
-        spawn_method: how processes are started.
-        grace_s: seconds that ranks have to clean up when the line to there is gone.
-        threads: the CPUs that each rank has for itself.
-        payload: the packed call.
+        address: Where the watching process listens.
+        node: This node's number.
+        spawn_method: How processes are started.
+        grace_s: Seconds that ranks have to clean up when the line to the watching process breaks.
+        threads: CPUs per rank.
+        payload: The packed call.
     """
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has put there what all ranks of the node have together
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has set it to the CPUs of all ranks of the node
     starter = starter_named(spawn_method)
     wire = dial(address, _DIALING_S)
     if wire is None:
-        return f"{socket.gethostname()} cannot reach the process that launches, at {', '.join(address.hosts)}"
+        return f"{socket.gethostname()} cannot reach the launching process at {', '.join(address.hosts)}"
     file = memory_file("call")
     try:
         with open(file, "wb", closefd=False) as out:
             out.write(payload)
-        NodeAgent(wire, node, starter, file, grace_s).keep()
+        NodeAgent(wire, node, starter, file, grace_s).run()
     finally:
         os.close(file)
         stop_server()
-    return "its keeper has ended before its ranks were ordered"
+    return "its agent ended before its ranks were started"

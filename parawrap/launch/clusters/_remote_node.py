@@ -1,32 +1,40 @@
-"""A node at the other end of a line, as the side that watches the launch has it."""
+"""A node of another machine, as seen by the process that watches the launch."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from parawrap.errors import LaunchError
+from parawrap.launch.clusters._network import Front
 from parawrap.launch.parcels._packing import memory_file
 from parawrap.launch.parcels._wire import Wire
 from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.watch._local_node import Watcher
 from parawrap.launch.watch._loop import Loop
 
-__all__ = ["RemoteNode"]
+__all__ = ["ARRIVAL_S", "RemoteNode", "await_nodes"]
 
-_WORTH_A_MESSAGE = 1 << 15
+ARRIVAL_S = 300.0
+"""How long the nodes of a launch may take to connect once their agents were started."""
+
+_LOOK_S = 0.2
+_ACKNOWLEDGED_AT_ONCE = 1 << 15
 _LOST = "its node, which no longer answers"
 
 
 class RemoteNode:
-    """The ranks of another machine, kept there by a `NodeAgent`. Belongs to the thread of its loop.
+    """The ranks of another machine, which a `NodeAgent` starts there. Used by the thread of its loop.
 
-    When the line breaks, or nothing comes through any more, the node and its ranks are lost.
+    When the connection breaks or the machine falls silent, the node and its ranks are lost.
 
     Args:
-        loop: waits for what the node says.
-        wire: the line to it.
-        number: its number.
-        host: its name.
+        loop: Waits for the node's messages.
+        wire: The line to its agent.
+        number: Its number.
+        host: Its hostname.
     """
 
     def __init__(self, loop: Loop, wire: Wire, number: int, host: str) -> None:
@@ -38,7 +46,7 @@ class RemoteNode:
         self._files: dict[int, int] = {}
         self._started = 0
         self._over = 0
-        self._taken_in = 0
+        self._unacknowledged = 0
         loop.watch(wire, self._on_message)
 
     @property
@@ -50,7 +58,7 @@ class RemoteNode:
         return self._wire.fileno() < 0
 
     def start(self, assignment: Assignment, watcher: Watcher) -> None:
-        """Have a rank started there. Where the node is lost already, so is the rank."""
+        """Start a rank on the node. If the node is lost already, the rank is lost too."""
         rank = assignment.place.global_rank
         self._watchers[rank] = watcher
         self._started += 1
@@ -73,7 +81,7 @@ class RemoteNode:
             self._lose()
 
     def close(self) -> None:
-        """Hang up, at which the node ends what still runs there."""
+        """Close the line; the agent then ends the ranks that still run."""
         if not self.is_lost:
             self._loop.forget(self._wire)
             self._wire.close()
@@ -82,7 +90,7 @@ class RemoteNode:
         self._files.clear()
 
     def _send(self, word: str, body: Any) -> bool:
-        """Not sent is lost: what came through of a message that broke off would spoil the next one."""
+        """Send a message. If that fails, the node is lost: part of the message may have been sent."""
         if not self.is_lost and not self._wire.send(word, body):
             self._loop.call_soon(self._lose)
         return not self.is_lost
@@ -107,24 +115,24 @@ class RemoteNode:
         else:
             self._on_rank(message.word, *message.body)
 
-    def _on_rank(self, word: str, rank: int, *said: Any) -> None:
+    def _on_rank(self, word: str, rank: int, *body: Any) -> None:
         if rank not in self._watchers:
             return
         watcher = self._watchers[rank]
         if word == "hello":
-            watcher.on_hello(rank, *said)
+            watcher.on_hello(rank, *body)
         elif word == "output":
-            watcher.on_output(rank, *said)
-            self._acknowledge(len(said[1]))
+            watcher.on_output(rank, *body)
+            self._acknowledge(len(body[1]))
         elif word == "piece":
-            self._take_piece(rank, *said)
+            self._append_piece(rank, *body)
         elif word == "word":
-            watcher.on_word(rank, said[0], said[1], said[2] or self._files.pop(rank, None))
+            watcher.on_word(rank, body[0], body[1], body[2] or self._files.pop(rank, None))
         else:
-            self._end(rank, *said)
+            self._end(rank, *body)
 
-    def _take_piece(self, rank: int, data: bytes) -> None:
-        """Files do not fit through the line: they come in pieces, before the word that they belong to."""
+    def _append_piece(self, rank: int, data: bytes) -> None:
+        """Append to the file of the rank's next word."""
         if rank not in self._files:
             self._files[rank] = memory_file("parcel")
         with open(self._files[rank], "ab", closefd=False) as file:
@@ -132,8 +140,45 @@ class RemoteNode:
         self._acknowledge(len(data))
 
     def _acknowledge(self, size: int) -> None:
-        """Let the node send as much again; not for every line that a rank writes."""
-        self._taken_in += size
-        if self._taken_in >= _WORTH_A_MESSAGE:
-            self._send("taken in", self._taken_in)
-            self._taken_in = 0
+        """Let the agent send more. One message acknowledges many lines of output."""
+        self._unacknowledged += size
+        if self._unacknowledged >= _ACKNOWLEDGED_AT_ONCE:
+            self._send("received", self._unacknowledged)
+            self._unacknowledged = 0
+
+
+def await_nodes(front: Front, loop: Loop, numbers: Sequence[int], check: Callable[[], None]) -> list[RemoteNode]:
+    """Wait until the nodes with these numbers have connected, and return them in this order.
+
+    Args:
+        front: The port that they connect to.
+        loop: The loop for their messages from then on.
+        numbers: Their numbers.
+        check: Called repeatedly; an exception that it raises ends the wait.
+
+    Raises:
+        LaunchError: If a node does not connect within `ARRIVAL_S` seconds.
+    """
+    nodes: dict[int, RemoteNode] = {}
+    until = time.monotonic() + ARRIVAL_S
+    try:
+        while missing := [number for number in numbers if number not in nodes]:
+            check()
+            if time.monotonic() > until:
+                listed = ", ".join(map(str, missing))
+                msg = f"node(s) {listed} did not connect within {ARRIVAL_S:g} seconds: check that they can reach this node"
+                raise LaunchError(msg)
+            wire = front.accept(_LOOK_S)
+            if wire is None:
+                continue
+            hello = wire.receive()
+            if hello is None or hello.body[0] not in missing:
+                wire.close()
+                continue
+            number, host = hello.body
+            nodes[number] = RemoteNode(loop, wire, number, host)
+    except BaseException:
+        for node in nodes.values():
+            node.close()
+        raise
+    return [nodes[number] for number in numbers]

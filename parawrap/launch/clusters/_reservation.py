@@ -1,6 +1,6 @@
-"""The part of a Ray cluster that a launch has for itself: a bundle of its resources on each node, and a keeper there.
+"""The resources of a launch on a Ray cluster: a bundle on each node, and a task in it that runs a node agent.
 
-A rank is no actor of its own: its node's keeper starts it as it would be started anywhere else, and sees how it ends.
+Ranks are not Ray actors: the node agent starts them as on any other machine, and sees how they end.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ _ANSWER_S = 5.0
 _GB = 1 << 30
 
 # Run on each node by its own Python, which may lack parawrap.
-_KEEP = """
-def keep(*of_node):
+_TASK = """
+def run(*arguments):
     import socket, sys
     try:
         from parawrap.launch.clusters._ray_task import serve
     except BaseException as error:
         return f"{socket.gethostname()}: {sys.executable} cannot import parawrap: {error!r}"
-    return serve(*of_node)
+    return serve(*arguments)
 """
 
 
 def joined(platform: Platform) -> Any:
-    """The ray module, with this process in a cluster: its own, that of RAY_ADDRESS, one on this machine, or a new one.
+    """Join a Ray cluster, and return the ray module.
+
+    The first of these: the cluster that this process has joined, the one of RAY_ADDRESS, one on this machine, a new one.
 
     Raises:
-        LaunchError: ray is not installed, or the cluster cannot be reached or joined this way.
+        LaunchError: If ray is not installed, or the cluster cannot be joined.
     """
     try:
         ray: Any = importlib.import_module("ray")
@@ -55,8 +57,8 @@ def joined(platform: Platform) -> Any:
         _join(ray, platform)
     if ray.util.client.ray.is_connected():
         msg = (
-            "Ray Client (ray://) keeps this process outside of the cluster, where no rank can reach it: run the script on "
-            "a node of the cluster, or by 'ray job submit'"
+            "Ray Client (ray://) keeps this process outside of the cluster, where ranks cannot reach it: run the script on "
+            "a node of the cluster, or with 'ray job submit'"
         )
         raise LaunchError(msg)
     return ray
@@ -82,10 +84,10 @@ def _join(ray: Any, platform: Platform) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Ray itself would try for minutes.
+    """Check that a host and port accept connections: Ray itself would try for minutes.
 
     Raises:
-        OSError: nobody answers at that host and port.
+        OSError: If they do not.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
@@ -93,14 +95,14 @@ def _check_answers(address: str) -> None:
 
 
 class Reservation:
-    """Bundles of a cluster's resources, from when they are asked for until `end`. Belongs to one thread.
+    """A launch's share of the cluster's resources, requested at once and held until `end`. Used by one thread.
 
     Args:
-        ray: the module.
-        platform: says what every node is to have.
+        ray: The module.
+        platform: The launch's platform.
 
     Raises:
-        LaunchError: the cluster is too small, even when nobody else uses it.
+        LaunchError: If the cluster is too small even when it is idle.
     """
 
     def __init__(self, ray: Any, platform: Platform) -> None:
@@ -113,31 +115,31 @@ class Reservation:
         self._group = ray.util.placement_group([self._bundle] * platform.n_nodes, strategy=strategy)
         self._ready = self._group.ready()
 
-    def is_there(self) -> bool:
-        """Whether the resources are this launch's now; waits a moment for it.
+    def is_ready(self) -> bool:
+        """Wait a moment for the resources. True if the launch has them.
 
         Raises:
-            LaunchError: Ray was shut down.
+            LaunchError: If Ray was shut down.
         """
         self._check_ray()
         ready, _ = self._ray.wait([self._ready], timeout=_LOOK_S)
         return bool(ready)
 
     def addresses(self, own: Sequence[str]) -> list[str]:
-        """By which of this process's own addresses, the loopback's among them, its nodes may reach it."""
+        """Return the addresses of this process that the nodes may reach: loopback alone if all are this machine."""
         here = self._ray.util.get_node_ip_address()
         if all(node["NodeManagerAddress"] == here for node in self._nodes()):
             return [LOOPBACK]
         return [here, *(each for each in own if each != here)]
 
-    def keep(self, address: Address, payload: bytes) -> None:
-        """Have a keeper on each node, which calls at that address."""
-        place: dict[str, Any] = {"__name__": "__main__"}  # by which a function is sent itself, not its name
-        exec(_KEEP, place)
+    def start_agents(self, address: Address, payload: bytes) -> None:
+        """Start an agent on each node, which connects to this address."""
+        place: dict[str, Any] = {"__name__": "__main__"}  # functions of this module are sent by value, not by name
+        exec(_TASK, place)
         platform, call = self._platform, self._ray.put(payload)
         share = self._bundle["CPU"] // platform.ranks_per_node
         for node in range(platform.n_nodes):
-            task = self._ray.remote(place["keep"]).options(
+            task = self._ray.remote(place["run"]).options(
                 name=f"{platform.name}: node {node}",
                 num_cpus=self._bundle["CPU"],
                 num_gpus=self._bundle.get("GPU", 0),
@@ -150,25 +152,25 @@ class Reservation:
             self._tasks.append(task.remote(address, node, platform.spawn_method, platform.grace_s, share, call))
 
     def check(self) -> None:
-        """Raise what keeps a node from taking part.
+        """Check that all nodes can still take part.
 
         Raises:
-            LaunchError: a keeper has ended already, or Ray was shut down.
+            LaunchError: If an agent has ended already, or Ray was shut down.
         """
         self._check_ray()
         for node, task in enumerate(self._tasks):
             ended, _ = self._ray.wait([task], timeout=0)
             if ended:
-                msg = f"node {node}: {self._fate(task)}"
+                msg = f"node {node}: {self._ending_of(task)}"
                 raise LaunchError(msg)
 
     def end(self) -> None:
-        """Give the resources back, once the keepers have ended; those that do not are killed."""
-        if not self._ray.is_initialized():  # it was shut down, and has ended them: asked now, it would start again
+        """Release the resources after the agents have ended; kill those that do not end."""
+        if not self._ray.is_initialized():  # shut down, which ended the agents; any call would start Ray again
             return
         _, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_LEAVING_S) if self._tasks else ([], [])
         for task in left:
-            with contextlib.suppress(Exception):  # it may end just now
+            with contextlib.suppress(Exception):  # it may just have ended
                 self._ray.cancel(task, force=True)
         self._ray.util.remove_placement_group(self._group)
 
@@ -177,32 +179,32 @@ class Reservation:
             msg = "ray.shutdown() was called before the launch had its nodes"
             raise LaunchError(msg)
 
-    def _fate(self, task: Any) -> str:
+    def _ending_of(self, task: Any) -> str:
         try:
             return str(self._ray.get(task))
-        except Exception as error:  # noqa: BLE001 (whatever Ray makes of a task that failed)
-            return f"its keeper is gone: {error}"
+        except Exception as error:  # noqa: BLE001 (Ray raises many types for a task that failed)
+            return f"its agent died: {error}"
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _check_size(self) -> None:
-        """Ray itself would wait for ever for what will never be there."""
+        """Check the size of the cluster: Ray itself would wait for ever for resources that it does not have."""
         platform, nodes = self._platform, self._nodes()
         fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
         if len(fitting) >= platform.n_nodes:
             return
         wanted = _listed(self._bundle, self._bundle)
-        there = "; ".join(f"{node['NodeManagerHostname']} has {_listed(node['Resources'], self._bundle)}" for node in nodes)
+        found = "; ".join(f"{node['NodeManagerHostname']} has {_listed(node['Resources'], self._bundle)}" for node in nodes)
         msg = (
-            f"the platform asks for {platform.n_nodes} node(s) with {wanted} each, and {len(fitting)} of the Ray cluster's "
-            f"nodes have that: {there}"
+            f"the platform needs {platform.n_nodes} node(s) with {wanted} each, but only {len(fitting)} of the Ray "
+            f"cluster's nodes have that: {found}"
         )
         raise LaunchError(msg)
 
 
 def _bundle(platform: Platform) -> dict[str, float]:
-    """What each node is to have."""
+    """Return the resources of one node."""
     has_gpus = platform.device == Device.GPU
     bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
     if has_gpus:

@@ -1,8 +1,7 @@
-"""What a node has to tell, in order, and no faster than the other end takes it in.
+"""The messages of a node agent, sent in order and no faster than the other end reads them.
 
-Otherwise a process that is stopped, or whose own output nobody reads, would leave the line to it full, and a full line
-looks like a broken one. So only so much of what ranks write and return is under way; the rest waits, here and in their
-pipes.
+If the other end is stopped, or its own output is not read, a full connection would look like a broken one. So only so many
+bytes of output and results are sent ahead of their acknowledgement; the rest waits here and in the ranks' pipes.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from parawrap.launch.parcels._wire import Wire
 
 __all__ = ["SendQueue"]
 
-_WINDOW = 1 << 17  # bytes under way, which fit into the buffers of a line
+_WINDOW = 1 << 17  # unacknowledged bytes; they fit into the connection's buffers
 _PIECE = 1 << 16
 
 
-class _Letter(NamedTuple):
-    """A message; `size` counts towards what is under way."""
+class _Item(NamedTuple):
+    """A message; with a file, the next `size` bytes of the file, in pieces. `size` counts against the window."""
 
     word: str
     body: Any
@@ -29,65 +28,61 @@ class _Letter(NamedTuple):
 
 
 class SendQueue:
-    """Belongs to the thread that keeps the node.
-
-    Args:
-        wire: the line.
-    """
+    """Messages for one line. Used by one thread."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
-        self._waiting: deque[_Letter] = deque()
-        self._under_way = 0
+        self._items: deque[_Item] = deque()
+        self._unacknowledged = 0
         self.is_broken = False
 
     @property
     def is_full(self) -> bool:
-        """Whether what is put in now has to wait."""
-        return bool(self._waiting)
+        """True if the next message would have to wait."""
+        return bool(self._items)
 
-    def put(self, word: str, body: Any, size: int = 0) -> None:
-        """Send a message, when it is its turn; one with a size only when there is room for it on the line."""
+    def send(self, word: str, body: Any, size: int = 0) -> None:
+        """Send a message after those that wait; a message with a size waits until the window has room."""
         if not self.is_broken:
-            self._waiting.append(_Letter(word, body, size))
-            self._send_waiting()
+            self._items.append(_Item(word, body, size))
+            self._flush()
 
-    def put_file(self, rank: int, file: int) -> None:
+    def send_file(self, rank: int, file: int) -> None:
         """Send a file in pieces, and close it."""
         if self.is_broken:
             os.close(file)
         else:
-            self._waiting.append(_Letter("piece", rank, os.fstat(file).st_size, file))
-            self._send_waiting()
+            self._items.append(_Item("piece", rank, os.fstat(file).st_size, file))
+            self._flush()
 
-    def taken_in(self, size: int) -> None:
-        """The other end has read so much."""
-        self._under_way -= size
-        self._send_waiting()
+    def acknowledge(self, size: int) -> None:
+        """Note that the other end has read this many bytes."""
+        self._unacknowledged -= size
+        self._flush()
 
     def close(self) -> None:
-        """Send nothing more."""
+        """Drop all waiting messages, and send no more."""
         self.is_broken = True
-        for letter in self._waiting:
-            if letter.file is not None:
-                os.close(letter.file)
-        self._waiting.clear()
+        for item in self._items:
+            if item.file is not None:
+                os.close(item.file)
+        self._items.clear()
 
-    def _send_waiting(self) -> None:
-        while self._waiting and not self.is_broken and (self._waiting[0].size == 0 or self._under_way < _WINDOW):
-            letter = self._waiting.popleft()
-            if letter.file is not None:
-                letter = self._next_piece(letter, letter.file)
-            self._under_way += letter.size
-            if not self._wire.send(letter.word, letter.body):
-                self.close()  # what came through of a message that broke off would spoil the next one
+    def _flush(self) -> None:
+        while self._items and not self.is_broken and (self._items[0].size == 0 or self._unacknowledged < _WINDOW):
+            item = self._items.popleft()
+            if item.file is not None:
+                item = self._next_piece(item, item.file)
+            self._unacknowledged += item.size
+            if not self._wire.send(item.word, item.body):
+                self.close()  # part of the message may have been sent
 
-    def _next_piece(self, letter: _Letter, file: int) -> _Letter:
-        """The next piece of a file; what is left of it goes to the front again."""
-        start = os.fstat(file).st_size - letter.size
+    def _next_piece(self, item: _Item, file: int) -> _Item:
+        """Return the next piece of a file, and put the rest of the file back in front."""
+        start = os.fstat(file).st_size - item.size
         data = os.pread(file, _PIECE, start)
-        if len(data) < letter.size:
-            self._waiting.appendleft(letter._replace(size=letter.size - len(data)))
+        if len(data) < item.size:
+            self._items.appendleft(item._replace(size=item.size - len(data)))
         else:
             os.close(file)
-        return _Letter("piece", (letter.body, data), len(data))
+        return _Item("piece", (item.body, data), len(data))

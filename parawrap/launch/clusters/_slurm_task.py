@@ -1,6 +1,6 @@
-"""What runs in each task of a launch's batch job: the watch over all ranks on the first node, a keeper on each other.
+"""The tasks of a launch's batch job: the first node's watches over all ranks, the others run a node agent each.
 
-What it guarantees: when the submitting process is gone for the time of its lease, the job ends.
+The job ends when the submitting process has given no sign of life for the time of its lease.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from parawrap.launch.clusters._folder import Folder, Plan
 from parawrap.launch.clusters._journal import Journal, JournalRecord, LogsIntoJournal
 from parawrap.launch.clusters._network import Front, dial, interface_of, own_addresses
 from parawrap.launch.clusters._node_agent import NodeAgent
-from parawrap.launch.clusters._node_arrival import GATHERING_S, await_nodes
 from parawrap.launch.clusters._queue import requeue_job
+from parawrap.launch.clusters._remote_node import ARRIVAL_S, await_nodes
 from parawrap.launch.parcels._outcomes import Outcome, Raised, Returned
 from parawrap.launch.parcels._private_files import open_private
 from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous
@@ -43,20 +43,20 @@ from parawrap.launch.watch._starters import Starter, starter_named
 __all__ = ["ALIVE_S", "serve"]
 
 ALIVE_S = 5.0
-"""How often the first node tells that it lives."""
+"""Seconds between two signs of life of the first node."""
 
 _LOOK_S = 0.2
-_NODES_A_LOOK = 50  # the more nodes look into one folder, the less often each does
+_NODES_PER_LOOK = 50  # with more nodes than these, each reads the shared folder less often
 
 
 def serve(path: str, node: int, start: int, noted: list[int]) -> None:
-    """Be this node's task, to the end of the launch or of this start of the job.
+    """Run this node's task until the launch or this start of the job ends.
 
     Args:
-        path: the launch's folder.
-        node: this node's number in the job.
-        start: how often the job was started before.
-        noted: signals that have come already.
+        path: The launch's folder.
+        node: This node's number in the job.
+        start: The number of earlier starts of the job.
+        noted: Signals that this process has received already.
     """
     folder = Folder(Path(path))
     plan = folder.read_plan()
@@ -64,33 +64,37 @@ def serve(path: str, node: int, start: int, noted: list[int]) -> None:
     starter = starter_named(plan.platform.spawn_method, not_for_children)
     with open_private(folder.call) as call:
         if node == 0:
-            _Head(folder, plan, start, noted).serve(starter, call.fileno())
+            _Head(folder, plan, start, noted).run(starter, call.fileno())
         else:
-            _keep(folder, plan, node, start, starter, call.fileno())
+            _run_agent(folder, plan, node, start, starter, call.fileno())
 
 
 def _allow_open_files() -> None:
-    """As many as there may be: a node that watches has some for every node and rank."""
+    """Raise the limit of open files as far as allowed: the first node has several for each node and rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _keep(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
-    """Keep this node for the first one."""
-    until = time.monotonic() + GATHERING_S
+def _run_agent(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
+    """Connect to the first node, and run this node's ranks for it.
+
+    Raises:
+        LaunchError: If the first node cannot be reached.
+    """
+    until = time.monotonic() + ARRIVAL_S
     while (address := folder.address(start, plan.token)) is None and time.monotonic() < until:
-        time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_A_LOOK))
+        time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_PER_LOOK))
     wire = None if address is None else dial(address, until - time.monotonic())
     if wire is None:
-        where = "nowhere to be found" if address is None else f"at none of {', '.join(address.hosts)}, port {address.port}"
-        msg = f"node {node} ({socket.gethostname()}) cannot reach node 0: it is {where}"
+        tried = "nothing, as it has published no address" if address is None else f"{address.hosts}, port {address.port}"
+        msg = f"node {node} ({socket.gethostname()}) cannot reach node 0; tried {tried}"
         folder.write_trouble(start, node, msg)
         raise LaunchError(msg)
-    NodeAgent(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).keep()
+    NodeAgent(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).run()
 
 
 class _Head:
-    """The first node's task. Its main thread watches; another looks for requests in the folder."""
+    """The first node's task. Its main thread watches the ranks, and a second one reads requests from the folder."""
 
     def __init__(self, folder: Folder, plan: Plan, start: int, noted: list[int]) -> None:
         self._folder = folder
@@ -111,9 +115,9 @@ class _Head:
         for early in noted:
             self._on_signal(early, None)
 
-    def serve(self, starter: Starter, payload: int) -> None:
-        """Watch the ranks to their end, tell how it was, and have the job requeued where they want to go on."""
-        listener = threading.Thread(target=self._look_for_requests, name="parawrap-requests", daemon=True)
+    def run(self, starter: Starter, payload: int) -> None:
+        """Run the ranks, write the ending into the journal, and requeue the job if the ranks left by ``requeue()``."""
+        listener = threading.Thread(target=self._handle_requests, name="parawrap-requests", daemon=True)
         listener.start()
         try:
             with ExitStack() as cleanup:
@@ -122,7 +126,7 @@ class _Head:
             ending = Ending({}, cancelled=self._cancelled.is_set(), broken=str(error))
         if ending.requeued:
             ending = self._requeued(ending)
-        self._tell(self._sent(ending))
+        self._report(self._with_parcels_in_files(ending))
         self._ended.set()
         listener.join()
         self._journal.close()
@@ -135,7 +139,7 @@ class _Head:
         if self._start and not self._folder.was_preempted(self._start - 1):
             restart, failures = restart + 1, failures + 1
         if failures > platform.max_restarts:
-            msg = "a node was lost, and Slurm started the job again; give max_restarts for that to be allowed"
+            msg = "a node was lost, and Slurm started the job again; set max_restarts to allow this"
             raise LaunchError(msg)
         hosts = own_addresses() if platform.n_nodes > 1 else [LOOPBACK]
         hosts = hosts if platform.master_addr is None else [platform.master_addr]
@@ -165,29 +169,29 @@ class _Head:
         return ending
 
     def _others(self, loop: Loop, hosts: Sequence[str]) -> Sequence[Node]:
-        """The other nodes, once all of them have called."""
+        """Wait for the other nodes, and return them."""
         front = Front(hosts, self._plan.token)
         try:
             self._folder.write_address(self._start, front.address)
-            return await_nodes(front, loop, range(1, self._platform.n_nodes), self._check_gathering, GATHERING_S)
+            return await_nodes(front, loop, range(1, self._platform.n_nodes), self._check_arrival)
         finally:
             front.close()
 
-    def _check_gathering(self) -> None:
+    def _check_arrival(self) -> None:
         if self._cancelled.is_set():
-            msg = "cancelled while the nodes await_nodes"
+            msg = "cancelled while nodes were connecting"
             raise LaunchError(msg)
         if troubles := self._folder.troubles(self._start):
             raise LaunchError("; ".join(troubles))
 
-    def _tell(self, ending: Ending) -> None:
+    def _report(self, ending: Ending) -> None:
         try:
             self._journal.add("ending", ending)
         except LaunchError as error:
             self._folder.write_trouble(self._start, 0, str(error))
 
-    def _sent(self, ending: Ending) -> Ending:
-        """The ending, with what ranks returned and raised in files of the folder."""
+    def _with_parcels_in_files(self, ending: Ending) -> Ending:
+        """Write results and exceptions to files of the folder. Return the ending with their paths."""
         path_of = partial(self._folder.parcel, self._start)
         try:
             outcomes = {rank: _put(outcome, path_of(rank)) for rank, outcome in ending.outcomes.items()}
@@ -201,38 +205,40 @@ class _Head:
         broken = replace(ending, requeued=False, broken=f"Slurm does not requeue the job: {reason}")
         return ending if reason is None else broken
 
-    # -- what comes from outside
+    # -- signals and requests
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Slurm is about to end the job, or `preempt` rehearses that. SIGTERM comes also where a node is lost."""
-        self._signal = signal.Signals(number).name  # for the journal, which a handler must not wait for
+        """Preempt the ranks: Slurm is about to end the job, or `preempt` simulates it. A lost node causes SIGTERM too."""
+        self._signal = signal.Signals(number).name  # journalled by the other thread: a handler must not block
         self._preempted = True
-        with contextlib.suppress(OSError):  # ranks save all the same where the folder is full
+        with contextlib.suppress(OSError):  # ranks can save even if the folder is full
             if number == signal.SIGUSR2:
                 self._folder.mark_preempted(self._start)
         if self._run is not None:
             self._run.preempt(ends_late=self._is_rehearsal())
 
     def _is_rehearsal(self) -> bool:
-        """Whether the signal was asked for. After any other Slurm itself ends what is left, by its own clock."""
+        """True if `preempt` requested the signal. After any other signal, Slurm itself ends the job in time."""
         before = self._rehearsals
         with contextlib.suppress(OSError):
             self._rehearsals = self._folder.rehearsals()
         return self._rehearsals > before
 
-    def _look_for_requests(self) -> None:
+    def _handle_requests(self) -> None:
         seen: set[str] = set()
-        sign, signed_at, told_at = None, time.monotonic(), time.monotonic()
+        sign, signed_at, reported_at = None, time.monotonic(), time.monotonic()
         while not self._ended.wait(_LOOK_S):
             if self._signal is not None:
                 self._journal.add("signal", self._signal)
                 self._signal = None
-            if time.monotonic() - told_at > ALIVE_S:
-                told_at = time.monotonic()
+            if time.monotonic() - reported_at > ALIVE_S:
+                reported_at = time.monotonic()
                 self._journal.add("alive")
             now = sign
-            with contextlib.suppress(OSError):  # a file system that fails for long ends the lease
-                self._grant_new_requests(seen)
+            with contextlib.suppress(OSError):  # the lease ends if the file system fails for long
+                for request in set(self._folder.requests()) - seen:
+                    seen.add(request)
+                    self._handle(request)
                 now = self._folder.sign_of_life()
             if now != sign:
                 sign, signed_at = now, time.monotonic()
@@ -240,12 +246,7 @@ class _Head:
                 self._is_forgotten = True
                 self._cancel()
 
-    def _grant_new_requests(self, seen: set[str]) -> None:
-        for request in set(self._folder.requests()) - seen:
-            seen.add(request)
-            self._grant(request)
-
-    def _grant(self, request: str) -> None:
+    def _handle(self, request: str) -> None:
         if request == "cancel":
             self._cancel()
         elif request.startswith("stacks-") and self._run is not None:
@@ -266,5 +267,5 @@ def _put(outcome: Outcome, path: Path) -> Outcome:
 
 
 def _interface(platform: Platform, meeting: Rendezvous | None) -> str | None:
-    """By which the ranks of this node reach those of others."""
+    """Return the network interface for connections to the other nodes; None leaves the choice to torch.distributed."""
     return None if platform.n_nodes == 1 or meeting is None or meeting.host is None else interface_of(meeting.host)
