@@ -29,11 +29,14 @@ __all__ = ["JobFollower"]
 
 _LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0  # between two looks into the folder; rarer while the job writes nothing
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # between two calls of scontrol; most jobs that fail do so soon, so rarer with time
+_JOBS_PER_POLL = 20  # with more jobs than these, each is polled less often
 _SIGN_S = 5.0
 _LATE_S = 5.0  # files written before a job's end may appear this much later
 _LEAVING_S = 15.0  # how long tasks may take to exit after the ending
 _SILENCE_S = 12 * ALIVE_S  # Slurm itself may notice a lost node minutes later
 _LOG_END = 2000
+
+_followed: set[JobFollower] = set()
 
 
 class JobFollower:
@@ -53,7 +56,6 @@ class JobFollower:
     def __init__(
         self, number: str, name: str, platform: Platform, folder: Folder, on_entry: Callable[[str, tuple[Any, ...]], None]
     ) -> None:
-        self.has_begun = False
         self._number = number
         self._name = name
         self._platform = platform
@@ -63,6 +65,13 @@ class JobFollower:
         self._start = 0
         self._hosts: list[str] = []
         self._signal: str | None = None
+        self._note_start()
+
+    def _note_start(self) -> None:
+        self.has_begun = False
+        self._start_at = self._sign_at = self._poll_at = time.monotonic()
+        self._over_since: float | None = None
+        self._cancelled_since: float | None = None
 
     def cancel(self) -> None:
         """Have the ranks and the job end, without waiting."""
@@ -77,6 +86,7 @@ class JobFollower:
             LaunchError: If the job ended before its ranks could report an ending, or the folder cannot be used.
         """
         try:
+            _followed.add(self)
             with self._signs_of_life():
                 ending = self._follow_starts()
             job = self._await_exit(ending)
@@ -86,6 +96,8 @@ class JobFollower:
         except BaseException:
             queue.cancel_job(self._number)
             raise
+        finally:
+            _followed.discard(self)
         if ending.requeued:
             return Ending({}, cancelled=True)
         return self._completed(ending, job)
@@ -122,24 +134,31 @@ class JobFollower:
         ending = self._follow_start()
         while ending.requeued and not self._cancelled.is_set():
             self._start += 1
-            self.has_begun = False
+            self._note_start()
             ending = self._follow_start()
         return ending
 
     def _follow_start(self) -> Ending:
         """Return the ending of this start of the job."""
-        journal, times = JournalReader(self._folder.journal(self._start)), _Times()
+        journal = JournalReader(self._folder.journal(self._start))
         while True:
             for word, *body in journal.new_entries() if self._folder.has_journal(self._start) else ():
                 if word == "ending":
                     return body[0]  # type: ignore[no-any-return]
                 self._handle(word, tuple(body))
-                times.note_sign()  # after showing the ranks' output, which may take long
+                self._sign_at = time.monotonic()  # after showing the ranks' output, which may take long
             if troubles := self._folder.troubles(self._start):
                 raise LaunchError("; ".join(troubles))
-            if times.is_time_to_poll(self._cancelled) and (ending := self._poll_slurm(times)) is not None:
+            if time.monotonic() >= self._poll_at + self._poll_pause_s() and (ending := self._poll_slurm()) is not None:
                 return ending
-            time.sleep(times.next_pause())
+            time.sleep(min(_LOOK_S + (time.monotonic() - self._sign_at) / 20, _LONGEST_LOOK_S))
+
+    def _poll_pause_s(self) -> float:
+        """Return the seconds between two polls: more with time and with other jobs, but few if the end is near."""
+        if self._cancelled.is_set() or self._over_since is not None:
+            return _POLL_S
+        pause_s = min(max(_POLL_S, (time.monotonic() - self._start_at) / 5), _LONGEST_POLL_S)
+        return pause_s * max(1.0, len(_followed) / _JOBS_PER_POLL)
 
     def _handle(self, word: str, body: tuple[Any, ...]) -> None:
         self.has_begun = True
@@ -150,23 +169,27 @@ class JobFollower:
         else:
             self._on_entry(word, body)
 
-    def _poll_slurm(self, times: _Times) -> Ending | None:
+    def _poll_slurm(self) -> Ending | None:
         """Return the launch's ending if the state of the job shows it."""
-        is_silent = time.monotonic() - times.last_sign > _SILENCE_S  # read before scontrol runs, which may take long
+        self._poll_at = now = time.monotonic()  # scontrol may take long
         job, has_journal = queue.job_state(self._number), self._folder.has_journal(self._start)
         if job.waits:
-            times.note_sign()
+            self._sign_at = now
             self.has_begun = False
-        if self._cancelled.is_set() and (job.waits or times.is_grace_over(self._platform.grace_s)):
-            queue.cancel_job(self._number)
+        if self._cancelled.is_set():
+            self._cancelled_since = self._cancelled_since or now
+            if job.waits or now - self._cancelled_since >= self._platform.grace_s + _LATE_S:
+                queue.cancel_job(self._number)
         if job.starts > self._start and not (self._folder.was_preempted(self._start) or self._platform.max_restarts):
             self._raise_lost(job)
         if job.starts > self._start and self._folder.has_journal(self._start + 1):
             return Ending({}, requeued=True)
-        if job.name == "RUNNING" and job.starts == self._start and has_journal and is_silent:
+        if job.name == "RUNNING" and job.starts == self._start and has_journal and now - self._sign_at > _SILENCE_S:
             self._raise_lost(job)
-        if job.is_over and times.has_been_over_for(_LATE_S if has_journal else _POLL_S):
-            return self._ended_by_slurm(job)
+        if job.is_over:
+            self._over_since = self._over_since or now
+            if now - self._over_since >= (_LATE_S if has_journal else _POLL_S):
+                return self._ended_by_slurm(job)
         return None
 
     def _await_exit(self, ending: Ending) -> queue.JobState:
@@ -246,50 +269,3 @@ class JobFollower:
         rank = node * self._platform.ranks_per_node
         died = Died(time.time(), 0, lost_with=f"its node, in Slurm job {self._number}")
         raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {hosts[node]}")
-
-
-class _Times:
-    """The times of events in one start of a job, and the pauses between polls.
-
-    Attributes:
-        last_sign: When the job last showed that it works, by the monotonic clock.
-    """
-
-    def __init__(self) -> None:
-        self.last_sign = self._poll_at = time.monotonic()
-        self._poll_pause_s = _POLL_S
-        self._look_pause_s = _LOOK_S
-        self._over_since: float | None = None
-        self._cancelled_since: float | None = None
-
-    def note_sign(self) -> None:
-        """Note that the job wrote something."""
-        self.last_sign = time.monotonic()
-        self._look_pause_s = _LOOK_S
-
-    def next_pause(self) -> float:
-        """Return the seconds until the next look into the folder."""
-        self._look_pause_s = min(1.1 * self._look_pause_s, _LONGEST_LOOK_S)
-        return self._look_pause_s
-
-    def is_time_to_poll(self, cancelled: threading.Event) -> bool:
-        """True if Slurm should be polled: ever more rarely, except when the job is about to end."""
-        now = time.monotonic()
-        if cancelled.is_set() or self._over_since is not None:
-            self._poll_at = min(self._poll_at, now + _POLL_S)
-            self._poll_pause_s = _POLL_S
-        if now < self._poll_at:
-            return False
-        self._poll_at = now + self._poll_pause_s
-        self._poll_pause_s = min(1.2 * self._poll_pause_s, _LONGEST_POLL_S)
-        return True
-
-    def has_been_over_for(self, seconds: float) -> bool:
-        """True if the job was first seen to be over so long ago."""
-        self._over_since = self._over_since or time.monotonic()
-        return time.monotonic() - self._over_since >= seconds
-
-    def is_grace_over(self, grace_s: float) -> bool:
-        """True if the ranks have had their time to end since the first call."""
-        self._cancelled_since = self._cancelled_since or time.monotonic()
-        return time.monotonic() - self._cancelled_since >= grace_s + _LATE_S
