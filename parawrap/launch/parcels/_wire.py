@@ -92,12 +92,13 @@ class Wire:
         """Wait for the next message. None at the end of the line, or if a message is not authentic."""
         files: list[int] = []
         try:
-            head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
+            size = _HEAD.size + self._received.size
+            head, files, _, _ = socket.recv_fds(self._socket, size, _MOST_FILES)
             if not head:
                 return None
-            head += receive_exactly(self._socket, _HEAD.size - len(head))
+            head += receive_exactly(self._socket, size - len(head))
             length, count = _HEAD.unpack(self._authenticated(head))
-            word, body = pickle.loads(self._authenticated(receive_exactly(self._socket, length)))
+            word, body = pickle.loads(self._authenticated(receive_exactly(self._socket, length + self._received.size)))
             if len(files) != count:  # the kernel dropped them: this process has reached its limit of open files
                 for file in files:
                     os.close(file)
@@ -108,13 +109,14 @@ class Wire:
             return None
         return Message(word, body, tuple(files))
 
-    def _authenticated(self, data: bytes) -> bytes:
-        """Read the code that follows these bytes, and return the bytes if it is right.
+    def _authenticated(self, received: bytes) -> bytes:
+        """Return the bytes without the code that follows them.
 
         Raises:
-            EOFError: If it is wrong, or the line ended before it.
+            EOFError: If the code is wrong.
         """
-        code = receive_exactly(self._socket, self._received.size)
+        size = len(received) - self._received.size
+        data, code = received[:size], received[size:]
         if not hmac.compare_digest(code, self._received.code_of(data)):
             _log.error("a message has a wrong authentication code, so it is not from this launch: the line is closed")
             raise EOFError
