@@ -22,6 +22,7 @@ from parawrap.launch import (
     Preview,
     RankResults,
     below_a_rank,
+    cancel_launches,
     current_rank,
     inside_a_rank,
     launch,
@@ -318,17 +319,20 @@ sent_by_cloudpickle(_Launchable, _reduced_by_value)
 
 
 def _called(job: Job) -> RankResults[Any]:
-    running = _launched(job)
     try:
-        return running.results()
-    except BaseException:  # Ctrl-C among them: whoever waits no longer leaves nothing running
-        running.cancel()
+        return _launched(job).results()
+    except BaseException:  # Ctrl-C too, which may come before this function has the handle
+        cancel_launches(job)
         raise
 
 
 def _launched(job: Job) -> Launch[Any]:
     _check(job)
-    return launch(job)
+    try:
+        return launch(job)
+    except BaseException:
+        cancel_launches(job)
+        raise
 
 
 def _check(job: Job) -> None:

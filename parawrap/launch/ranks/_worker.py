@@ -43,6 +43,8 @@ _LEFT_BY_ITSELF = 0
 _FAILED = 1
 _OWN_FILES = (__file__, _job.__file__)
 
+_RISK = "Every program that can connect to it can disturb it"
+
 _replaced: list[Any] = []
 
 Report = tuple[str, dict[str, Any], int | None]
@@ -161,10 +163,15 @@ def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
     os.environ |= _variables(place, assignment.meeting)
     if assignment.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
-    store = None
-    if assignment.meeting is not None:
-        store = torch.distributed.PrefixStore(f"{place.restart}", open_store(assignment.meeting, place.world_size))
-    return set_up(place, platform, store)
+    meeting = assignment.meeting
+    if meeting is None:
+        return set_up(place, platform, None)
+    store = torch.distributed.PrefixStore(f"{place.restart}", open_store(meeting, place.world_size))
+    try:
+        return set_up(place, platform, store)
+    except Exception as error:
+        error.add_note(f"the ranks were meeting at the store at {meeting}. {_RISK if meeting.path is None else ''}".rstrip())
+        raise
 
 
 def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:

@@ -25,7 +25,7 @@ from parawrap.launch.watch._ending import Ending, verdict
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
-__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of"]
+__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "cancel_launches"]
 
 # Seconds that all ranks that have not returned may wait in torch.distributed, without progress.
 STUCK_S = 20.0
@@ -43,6 +43,7 @@ class WatchedLaunch(Launch[Any]):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._platform = job.platform
+        self._claim = threading.Lock()
         self._ended = threading.Event()
         self._cancelled = threading.Event()
         self._reading = threading.Lock()
@@ -74,11 +75,15 @@ class WatchedLaunch(Launch[Any]):
             self._finish_transcripts()
             msg = f"no thread can be started to watch {self._job.name}: {explained(error)}"
             raise LaunchError(msg) from error
-        except BaseException:  # Ctrl-C, when the thread may have begun already
+        except BaseException:  # Ctrl-C: if the thread has not claimed the launch yet, it never begins it
             self._request_cancel()
+            if self._claim.acquire(blocking=False):
+                self._end()
             raise
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             try:
                 self._known = self._watched()
@@ -89,8 +94,11 @@ class WatchedLaunch(Launch[Any]):
         except BaseException as error:  # noqa: BLE001 (raised by `results`)
             self._known = error
         finally:
-            _running.discard(self)
-            self._ended.set()
+            self._end()
+
+    def _end(self) -> None:
+        _running.discard(self)
+        self._ended.set()
 
     def _finish_transcripts(self) -> None:
         for transcript in self._transcripts:
@@ -224,11 +232,12 @@ def assignments_of(
     return assignment
 
 
-def _cancel_all() -> None:
-    """End the launches of an interpreter that ends."""
+def cancel_launches(job: Job | None = None) -> None:
+    """End the launches of a job that run in this process, or all of them, and wait for that."""
     for launch in list(_running):
-        launch.cancel()
+        if job is None or launch._job is job:
+            launch.cancel()
 
 
-atexit.register(_cancel_all)
+atexit.register(cancel_launches)
 os.register_at_fork(after_in_child=_running.clear)
