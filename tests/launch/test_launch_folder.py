@@ -9,6 +9,7 @@ import socket
 import subprocess
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,21 @@ def test_a_folder_that_cannot_be_made_is_told_with_a_cure(tmp_path, monkeypatch)
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
     with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
         Folder.new("job", 1)
+
+
+def test_folders_that_cannot_all_be_made_are_removed(folder, monkeypatch):
+    """A file system that is full in the middle of an array keeps none of its folders."""
+    mkdir = Path.mkdir
+
+    def full(self, **options):
+        if self.name == "3":
+            raise OSError(28, "No space left on device")
+        mkdir(self, **options)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(LaunchError, match=r"No space left on device; free some space there, or set PARAWRAP_LAUNCH_DIR"):
+        Folder.new("array", 5)
+    assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
 def test_what_is_written_is_read(folder):

@@ -74,12 +74,16 @@ class Folder:
         try:
             planned.root.mkdir(parents=True, exist_ok=True)
             array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
-            folders: list[Folder] = [Folder(array / str(number)) for number in range(count)]
-            for folder in folders:
-                folder.path.mkdir(mode=0o700)
         except OSError as error:
             msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
             raise LaunchError(msg) from error
+        folders = [cls(array / str(number)) for number in range(count)]
+        try:
+            for folder in folders:
+                folder.path.mkdir(mode=0o700)
+        except OSError as error:
+            shutil.rmtree(array, ignore_errors=True)
+            raise folders[0].unusable(error) from error
         return folders
 
     @property
