@@ -1,4 +1,4 @@
-"""The folder of a launch on a cluster, its journal, and what waits on a line: nothing is lost, doubled or out of order."""
+"""The folder of a launch on a cluster, its journal, and the send queue of a line: all data arrives once and in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_launch_has_a_folder_of_its_own(folder):
-    """Nobody else may enter it, two launches of one name do not meet, and it goes as a whole."""
+    """Other users may not enter it, launches of the same name have different ones, and it is removed as a whole."""
     (other,) = Folder.new("my job", 1)
     assert other.path != folder.path
     assert folder.path.parent.name.startswith("my-job-")
@@ -61,8 +61,8 @@ def test_the_launches_of_an_array_share_what_the_last_one_removes(folder):
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_a_cure(tmp_path, monkeypatch):
-    """The message names the place and the variable that names another."""
+def test_a_folder_that_cannot_be_made_raises_with_advice(tmp_path, monkeypatch):
+    """The message names the folder and the variable that sets another."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
     with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
@@ -85,7 +85,7 @@ def test_folders_that_cannot_all_be_made_are_removed(folder, monkeypatch):
 
 
 def test_what_is_written_is_read(folder):
-    """The plan, requests, signs of life, addresses, troubles and counts, each as it was last."""
+    """The plan, requests, signs of life, addresses, troubles, and counts have their last values."""
     plan = Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0)
     folder.write_plan(plan)
     assert folder.read_plan() == plan
@@ -111,7 +111,7 @@ def test_what_is_written_is_read(folder):
 
 
 def reads(folder):
-    """Every way to unpickle something of a folder."""
+    """Every function that unpickles something from a folder."""
     Journal(folder.journal(0)).close()
     folder.write_plan(Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0))
     parcel = Parcel(packed(1, "result", "it")).put(folder.parcel(0, 0))
@@ -119,7 +119,7 @@ def reads(folder):
 
 
 def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
-    """Whoever may write to it could have put another user's pickle there."""
+    """Another user could have put a pickle there."""
     for mode in (0o770, 0o702):
         for read in reads(folder):
             folder.path.chmod(mode)
@@ -130,7 +130,7 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
 
 @pytest.mark.parametrize("replaced_by", ["another user's folder", "a link"])
 def test_nothing_is_loaded_from_a_folder_that_took_its_place(replaced_by, folder, monkeypatch, tmp_path):
-    """Another user who may rename the launch folder cannot have another one read in its place."""
+    """A user who may rename the launch folder could have put another one in its place."""
     for read in reads(folder):
         if replaced_by == "a link":
             folder.path.rename(tmp_path / "moved")
@@ -147,7 +147,7 @@ def test_nothing_is_loaded_from_a_folder_that_took_its_place(replaced_by, folder
 
 
 def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
-    """It would unpickle what it finds there."""
+    """It would unpickle files from there."""
     command = [*shlex.split(_batch._python()), "-c", "print('ran')", str(folder.submitit)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
     folder.submitit.parent.chmod(0o777)
@@ -157,7 +157,7 @@ def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
 
 
 def test_a_journal_is_read_while_it_is_written(tmp_path):
-    """Each entry comes once and in order, whatever piece of the file is there; after close all of them are."""
+    """Each entry is read once and in order; after close, all of them are there."""
     path = tmp_path / "journal"
     journal, reader = Journal(path), JournalReader(path)
     for number in range(2000):
@@ -170,8 +170,8 @@ def test_a_journal_is_read_while_it_is_written(tmp_path):
     assert all(len(entry[2]) == entry[1] % 700 for entry in read)
 
 
-def test_half_an_entry_is_none_yet(tmp_path):
-    """An entry of which only the beginning can be seen is read when all of it can."""
+def test_half_an_entry_is_not_read(tmp_path):
+    """An entry is read once it is complete."""
     journal = Journal(tmp_path / "whole")
     journal.add("first")
     journal.add("second", b"y" * 1000)
@@ -187,7 +187,7 @@ def test_half_an_entry_is_none_yet(tmp_path):
 
 
 def test_a_journal_that_cannot_be_written_says_so(tmp_path, monkeypatch):
-    """To the next who adds to it; closing it waits for nothing."""
+    """The next `add` raises, and `close` returns."""
 
     def full(_file):
         raise OSError(28, "No space left on device")
@@ -207,14 +207,14 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path, monkeypatch):
     journal.close()
 
 
-def test_a_journal_that_cannot_be_begun_says_so_at_once(tmp_path):
-    """To whoever makes it."""
+def test_a_journal_that_cannot_be_created_raises_at_once(tmp_path):
+    """Its constructor raises."""
     with pytest.raises(FileNotFoundError):
         Journal(tmp_path / "nowhere" / "journal")
 
 
-def test_two_who_write_the_same_do_not_trip_over_each_other(folder):
-    """Any number of threads may ask for the same thing at once."""
+def test_two_threads_may_write_the_same_request(folder):
+    """Any number of threads may make the same request at once."""
     asking = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
     errors = []
     hook, threading.excepthook = threading.excepthook, errors.append
@@ -229,8 +229,8 @@ def test_two_who_write_the_same_do_not_trip_over_each_other(folder):
     assert folder.requests() == ["cancel"]
 
 
-def test_what_ranks_write_and_nodes_log_goes_into_the_journal(tmp_path):
-    """With the rank, the stream and the level; the end of it is kept for whoever asks for last words."""
+def test_output_and_log_records_go_into_the_journal(tmp_path):
+    """Entries have the rank, the stream, and the level; the end of the output is kept for last words."""
     journal = Journal(tmp_path / "journal")
     record, handler = JournalRecord(journal, 3), LogsIntoJournal(journal)
     record.write(1, b"one\n")
@@ -248,7 +248,7 @@ def test_what_ranks_write_and_nodes_log_goes_into_the_journal(tmp_path):
 
 
 def test_a_parcel_in_a_file_outlives_the_file_once_it_is_open(tmp_path):
-    """What was opened does not hang on the file, which may be gone then."""
+    """An opened value does not need the file any more."""
     parcel = Parcel(packed(torch.ones(1 << 20), "result", "it")).put(tmp_path / "parcel")
     assert parcel.put(tmp_path / "elsewhere") is parcel
     value = parcel.open()
@@ -263,8 +263,8 @@ def line():
         yield here, there
 
 
-def test_no_more_is_under_way_than_the_other_end_takes_in(line):
-    """What has a size waits for room, what comes behind it keeps its place, and all arrives in the end."""
+def test_no_more_is_sent_than_the_other_end_reads(line):
+    """A message with a size waits for room, later messages wait behind it, and all arrive in the end."""
     here, there = line
     queue = SendQueue(here)
     for number in range(40):
@@ -285,7 +285,7 @@ def test_no_more_is_under_way_than_the_other_end_takes_in(line):
 
 
 def test_a_file_goes_in_pieces_before_its_word(line):
-    """Whatever its size, also none."""
+    """So does an empty file."""
     here, there = line
     queue = SendQueue(here)
     for size in (0, 1, 65536, 300_000):
@@ -302,8 +302,8 @@ def test_a_file_goes_in_pieces_before_its_word(line):
         assert (got, message.word) == (data, "word")
 
 
-def test_when_the_other_end_is_gone_nothing_waits_for_it(line):
-    """The queue is broken, its files are closed, and what is put in goes nowhere."""
+def test_a_queue_to_a_closed_line_drops_its_messages(line):
+    """The queue is broken, its files are closed, and later messages are dropped."""
     here, there = line
     queue = SendQueue(here)
     there.close()

@@ -1,4 +1,4 @@
-"""Nodes at the other end of a line: what a launch is told of their ranks, and what becomes of both when the line breaks."""
+"""Nodes on other machines: the results of their ranks, lines that break, and strangers on the network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOKEN = b"t" * 32
 
 
 def cluster(**fields):
-    """A platform of two nodes with two ranks each, which form no process group."""
+    """A platform of two nodes with two ranks each, without a process group."""
     return Platform(launcher="slurm", device="cpu", n_nodes=2, n_cpus=2, ipc_groups=None, **fields)
 
 
@@ -50,7 +50,7 @@ def quiet_transcripts():
 
 
 class Nodes:
-    """Two keepers in threads of this process, and the front that they call."""
+    """Two node agents in threads of this process, and the front that they connect to."""
 
     def __init__(self, job, cleanup):
         self.job = job
@@ -58,24 +58,24 @@ class Nodes:
         cleanup.callback(os.close, self._payload)
         self.front = cleanup.enter_context(closing(Front([LOOPBACK], TOKEN)))
         self.wires = [dial_meanwhile(self.front) for _ in range(2)]
-        self._keepers = [threading.Thread(target=self._keep, args=(number,)) for number in range(2)]
+        self._agents = [threading.Thread(target=self._run_agent, args=(number,)) for number in range(2)]
         cleanup.callback(self._end)
 
-    def _keep(self, number):
+    def _run_agent(self, number):
         wire = self.wires[number][0]
         NodeAgent(wire, number, starter_named("forkserver"), self._payload, self.job.platform.grace_s).run()
 
     def _end(self):
         for _, ours in self.wires:
             ours.close()
-        for keeper in self._keepers:
-            keeper.join(PATIENCE_S)
-            assert not keeper.is_alive()
+        for agent in self._agents:
+            agent.join(PATIENCE_S)
+            assert not agent.is_alive()
 
     def run(self, transcripts=None):
-        """A run of the job on them, not begun."""
-        for keeper in self._keepers:
-            keeper.start()
+        """A run of the job on the nodes, not started."""
+        for agent in self._agents:
+            agent.start()
         lines = iter([ours for _, ours in self.wires])
         loop = Loop()
         nodes = await_nodes(Lines(lines), loop, range(2), lambda: None)
@@ -88,7 +88,7 @@ class Nodes:
 
 
 class Lines:
-    """A front whose callers have been let in already."""
+    """A front with callers that are authenticated already."""
 
     def __init__(self, lines):
         self._lines = lines
@@ -98,7 +98,7 @@ class Lines:
 
 
 def dial_meanwhile(front):
-    """A line from a caller to this front: the caller's end, and the front's."""
+    """Connect to this front. Return the caller's end of the line and the front's."""
     theirs = eventually_called(front.address)
     ours = eventually(lambda: front.accept(0.1), "a call")
     return theirs.result(PATIENCE_S), ours
@@ -129,14 +129,14 @@ def nodes_for(function, *args, **fields):
 
 
 def ended(nodes, transcripts=None):
-    """What the launch comes to."""
+    """The results of the launch, or its error."""
     run = nodes.run(transcripts)
     run.begin()
     return verdict(nodes.job.name, nodes.job.platform, run.run())
 
 
 def test_ranks_of_other_nodes_run_and_return():
-    """Each knows its node and its number there, and what it wrote and returned arrives, however big that is."""
+    """Each knows its node and its local rank, and its output and results arrive, however large they are."""
 
     def place(big):
         from parawrap import current_rank
@@ -153,8 +153,8 @@ def test_ranks_of_other_nodes_run_and_return():
     assert [transcript.text() for transcript in transcripts] == [f"in rank {rank}\n" for rank in range(4)]
 
 
-def test_what_a_rank_of_another_node_raises_names_the_node():
-    """The others are ended, and a note says on which node it was."""
+def test_an_exception_of_another_node_names_the_node():
+    """The other ranks end, and a note names the node."""
 
     def fails():
         from parawrap import current_rank
@@ -170,7 +170,7 @@ def test_what_a_rank_of_another_node_raises_names_the_node():
 
 
 def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
-    """The first of them is blamed, the others everywhere are ended, and the node ends its own by itself."""
+    """The error names the first of them, all other ranks end, and the node ends its own ranks."""
     say = say_function()
 
     def waits():
@@ -191,8 +191,8 @@ def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
     assert str(error).startswith("rank 2 of 4 was lost with its node, which no longer answers (node 1, ")
 
 
-def test_ranks_end_when_nobody_watches_them_any_more(tmp_path):
-    """A keeper whose other end hangs up tells its ranks to end, and kills those that do not."""
+def test_ranks_end_when_the_watching_process_hangs_up(tmp_path):
+    """The agent ends its ranks, and kills those that do not end in time."""
     say = say_function()
 
     def stays():
@@ -210,7 +210,7 @@ def test_ranks_end_when_nobody_watches_them_any_more(tmp_path):
 
 
 def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
-    """Why it cannot be started, and where, is what the launch says."""
+    """The error names the reason and the node."""
 
     def refuse(*_):
         msg = "no more processes"
@@ -424,8 +424,8 @@ def test_a_flood_of_callers_takes_a_bounded_number_of_descriptors(monkeypatch):
             assert hung_up(stranger)
 
 
-def test_a_caller_takes_the_first_address_that_leads_there():
-    """Addresses at which nobody answers, or somebody else does, are passed over; none at all gives None."""
+def test_a_caller_uses_the_first_address_that_works():
+    """Addresses where no process or another process answers are skipped; if none works, there is no line."""
     with closing(Front([LOOPBACK], TOKEN)) as front, socket.create_server((LOOPBACK, 0)) as other:
         port = front.address.port
         assert dial(Address((LOOPBACK,), other.getsockname()[1], TOKEN)) is None
@@ -440,8 +440,8 @@ def test_a_caller_takes_the_first_address_that_leads_there():
         ours.close()
 
 
-def test_a_line_that_nobody_reads_for_long_is_not_broken(monkeypatch):
-    """What is under way fits into its buffers: a process that is stopped for longer than the dead may be loses nothing."""
+def test_a_line_that_is_not_read_for_long_is_not_broken(monkeypatch):
+    """Unacknowledged bytes fit into its buffers: a process stopped for longer than the limit for silence loses nothing."""
     monkeypatch.setattr(_network, "_SILENCE_S", 1)
     monkeypatch.setattr(_network, "_PROBE_S", 1)
     monkeypatch.setattr(_network, "_PROBES", 1)
@@ -462,8 +462,8 @@ def test_a_line_that_nobody_reads_for_long_is_not_broken(monkeypatch):
     ours.close()
 
 
-def test_the_wait_for_nodes_ends_with_what_is_in_their_way(monkeypatch):
-    """What the check raises is raised, and lines that were open are closed; time that is up names the missing nodes."""
+def test_the_wait_for_nodes_ends_with_the_error_of_its_check(monkeypatch):
+    """The wait closes the lines that were open. When the time is up, the error names the missing nodes."""
     loop = Loop()
     with closing(Front([LOOPBACK], TOKEN)) as front:
         theirs, ours = dial_meanwhile(front)
@@ -486,7 +486,7 @@ def test_the_wait_for_nodes_ends_with_what_is_in_their_way(monkeypatch):
 
 
 def test_own_addresses_are_those_of_interfaces():
-    """None is the loopback's where there is another, and each belongs to an interface."""
+    """The loopback address is among them only if there is no other, and each belongs to an interface."""
     addresses = own_addresses()
     assert addresses
     assert all(interface_of(address) is not None for address in addresses)
@@ -495,7 +495,7 @@ def test_own_addresses_are_those_of_interfaces():
 
 
 def test_no_process_outlives_a_launch_on_nodes(tmp_path):
-    """When the launch has ended, its ranks have."""
+    """The ranks have ended when the launch has."""
     say = say_function()
 
     with nodes_for(lambda: say(tmp_path)) as nodes:

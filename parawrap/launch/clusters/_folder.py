@@ -77,7 +77,7 @@ class Folder:
         except OSError as error:
             msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
             raise LaunchError(msg) from error
-        folders = [cls(array / str(number)) for number in range(count)]
+        folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
         try:
             for folder in folders:
                 folder.path.mkdir(mode=0o700)
