@@ -48,6 +48,7 @@ try:
     fails()
 except Failure as error:
     print("caught", error)
+    print('raise Failure("in the cell")' in error.__notes__[0])
 """,
 ]
 
@@ -86,5 +87,5 @@ def test_a_cell_sees_what_later_cells_changed(outputs):
 
 
 def test_an_exception_of_a_cell_can_be_caught(outputs):
-    """Its class is the notebook's own."""
-    assert outputs[3] == ["caught in the cell"]
+    """Its class is the notebook's own, and its traceback from the rank shows the cell's line."""
+    assert outputs[3] == ["True", "caught in the cell"]

@@ -1,0 +1,122 @@
+"""What a launch shows and writes: the lines of chosen ranks, and a new folder of log files for each launch."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from parawrap import PlatformError, current_rank, wrapper
+from tests.launch.processes import PATIENCE_S, ranks
+
+
+def speaks():
+    rank = current_rank().global_rank
+    print("out", rank, flush=True)
+    print("err", rank, file=sys.stderr, flush=True)
+
+
+def kept(launch, rank):
+    """What a launch has of a rank's lines, in no order of the two streams."""
+    return sorted(launch.logs(rank).splitlines())
+
+
+# -- print_ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"), [((0,), [0]), ((1,), [1]), ([0, 1], [0, 1]), ((), []), (None, [0, 1])], ids=repr
+)
+def test_only_the_lines_of_chosen_ranks_are_shown(given, shown, capfd):
+    """``print_ranks`` names the ranks whose lines are shown; ``logs`` keeps the lines of all ranks."""
+    launch = wrapper(ranks(verbose=True, print_ranks=given))(speaks).submit()
+    launch.results(timeout=PATIENCE_S)
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == [f"[rank {rank}] out {rank}" for rank in shown]
+    assert sorted(err.splitlines()) == [f"[rank {rank}] err {rank}" for rank in shown]
+    assert [kept(launch, rank) for rank in range(2)] == [[f"err {rank}", f"out {rank}"] for rank in range(2)]
+
+
+def test_a_quiet_launch_shows_no_rank(capfd):
+    """With ``verbose=False``, ``print_ranks`` shows nothing."""
+    wrapper(ranks(verbose=False, print_ranks=(0,)))(speaks)()
+    assert tuple(capfd.readouterr()) == ("", "")
+
+
+@pytest.mark.parametrize("given", [(2,), (-1,), ("0",), (0.5,), "0", 0, (True,)], ids=repr)
+def test_print_ranks_that_do_not_exist_are_refused(given):
+    """PlatformError names the field and its value."""
+    with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
+        ranks(print_ranks=given)
+
+
+# -- console_logs
+
+
+def logs_below(folder):
+    """The text of every log file, by its launch's folder and its name."""
+    launches = [each for each in folder.iterdir() if each.is_dir()]
+    return {each.name: {path.name: path.read_text() for path in sorted(each.iterdir())} for each in launches}
+
+
+def test_log_folders_stand_in_the_order_of_their_launches(tmp_path):
+    """Sorted by name, the folder of the last launch is the last one."""
+    launchable = wrapper(ranks(1, console_logs=tmp_path))(print)
+    for number in range(3):
+        launchable(number)
+    found = logs_below(tmp_path)
+    assert [found[name] for name in sorted(found)] == [{"rank-0.log": f"{number}\n"} for number in range(3)]
+
+
+def test_two_launches_at_once_do_not_mix_their_logs(tmp_path):
+    """Each writes into its own folder while both run."""
+
+    def writes(word, folder):
+        (folder / f"{word} {current_rank().global_rank}").touch()
+        while len(list(folder.iterdir())) < 4:  # both launches run
+            time.sleep(0.01)
+        for _ in range(50):
+            print(word, flush=True)
+
+    logs, meeting = tmp_path / "logs", tmp_path / "meeting"
+    meeting.mkdir()
+    launchable = wrapper(ranks(console_logs=logs))(writes)
+    launches = [launchable.submit(word, meeting) for word in ("one", "two")]
+    for launch in launches:
+        launch.results(timeout=PATIENCE_S)
+    assert sorted(logs_below(logs).values(), key=str) == [
+        {f"rank-{rank}.log": f"{word}\n" * 50 for rank in range(2)} for word in ("one", "two")
+    ]
+
+
+@contextmanager
+def files_of_at_most(size):
+    """Files of this process grow no further: a limit stands in for a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_a_log_file_and_not_the_launch(tmp_path, caplog):
+    """The launch goes on and keeps everything, and a warning says where the file ends."""
+    wrapper(ranks(1))(os.getpid)()  # the warm process is there, and not bound by the limit
+
+    def floods():
+        print("x" * (300 << 10) if current_rank().global_rank == 0 else "text")
+
+    launch = wrapper(ranks(console_logs=tmp_path))(floods)
+    with files_of_at_most(200 << 10):
+        launch = launch.submit()
+        assert launch.results(timeout=PATIENCE_S) == (None, None)
+    assert launch.logs(0) == "x" * (300 << 10) + "\n"
+    (logs,) = logs_below(tmp_path).values()
+    assert len(logs["rank-0.log"]) == 200 << 10
+    assert logs["rank-1.log"] == "text\n"
+    assert "rank-0.log ends here" in caplog.text
