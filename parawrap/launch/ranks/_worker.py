@@ -43,7 +43,7 @@ _LEFT_BY_ITSELF = 0
 _FAILED = 1
 _OWN_FILES = (__file__, _job.__file__)
 
-_RISK = "Every program that can connect to it can disturb it"
+_RISK = ", which every program that can connect to it can disturb"
 
 _replaced: list[Any] = []
 
@@ -170,7 +170,7 @@ def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
     try:
         return set_up(place, platform, store)
     except Exception as error:
-        error.add_note(f"the ranks were meeting at the store at {meeting}. {_RISK if meeting.path is None else ''}".rstrip())
+        error.add_note(f"the ranks were meeting at the store {meeting}{_RISK if meeting.path is None else ''}")
         raise
 
 

@@ -234,9 +234,11 @@ def assignments_of(
 
 def cancel_launches(job: Job | None = None) -> None:
     """End the launches of a job that run in this process, or all of them, and wait for that."""
-    for launch in list(_running):
-        if job is None or launch._job is job:
-            launch.cancel()
+    ending = [launch for launch in list(_running) if job is None or launch._job is job]
+    for launch in ending:
+        launch._request_cancel()
+    for launch in ending:
+        launch.cancel()
 
 
 atexit.register(cancel_launches)
