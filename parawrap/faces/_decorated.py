@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-__all__ = ["Undecorated", "is_global", "own_class", "sent_by_cloudpickle"]
+__all__ = ["Undecorated", "is_global", "own_class", "reduced_by_name", "sent_by_cloudpickle"]
 
 
 def _type_of(self: object) -> type:
@@ -39,6 +39,17 @@ def _looked_up(module: Any, qualname: str) -> Any:
     for name in qualname.split("."):
         found = inspect.getattr_static(found, name, None)
     return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+
+
+def reduced_by_name(decorated: Any) -> str | tuple[Any, ...]:
+    """Return how pickle finds a global decorated function. In a class, attribute access would bind it."""
+    if "." not in decorated.__qualname__:
+        return str(decorated.__qualname__)
+    return _decorated_at, (decorated.__module__, decorated.__qualname__)
+
+
+def _decorated_at(module: str, qualname: str) -> Any:
+    return _looked_up(importlib.import_module(module), qualname)
 
 
 def sent_by_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -> None:

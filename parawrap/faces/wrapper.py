@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 import wrapt
 
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.faces._decorated import Undecorated, is_global, own_class, sent_by_cloudpickle
+from parawrap.faces._decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
 from parawrap.faces._launch_map import launch_each
 from parawrap.launch import (
     Job,
@@ -296,7 +296,7 @@ class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return isinstance(found, classmethod) and found.__func__ is self
 
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        return self.__qualname__ if is_global(self) else _reduced_by_value(self)
+        return reduced_by_name(self) if is_global(self) else _reduced_by_value(self)
 
     def __copy__(self) -> _Launchable:
         return self
@@ -351,7 +351,7 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs
         signature.bind(*args, **kwargs)
     except TypeError as error:
         msg = f"{getattr(function, '__name__', function)}() {error}"
-        if str(error) == "missing a required argument: 'cls'":
+        if next(iter(signature.parameters), "") == "cls" and not isinstance(next(iter(args), type), type):
             msg += "; since Python 3.13, write @wrapper(...) above @classmethod for submit, map, dry_run, and inline"
         raise TypeError(msg) from None
 

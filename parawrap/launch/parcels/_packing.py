@@ -138,6 +138,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._of_main: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
+        self._files: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
@@ -160,8 +161,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _note_source(self, filename: str) -> None:
-        if filename in linecache.cache and filename not in self._sources and not Path(filename).exists():
-            self._sources[filename] = linecache.getlines(filename)
+        if filename not in self._files:
+            self._files.add(filename)
+            if not Path(filename).exists() and (lines := linecache.getlines(filename)):
+                self._sources[filename] = lines
 
     def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Reduce a tensor to a view of its storage, which is pickled once: tensors that share memory still share it."""
