@@ -55,6 +55,7 @@ became of the others.
 _MASKS = [
     (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
     (r"Connection (closed|reset) by peer.*", "… (gloo) connection closed"),
+    (r"Rank \d+ waited in one", "Rank … waited in one"),
     (r"\(node \d+, [^)]*\)", "(node …)"),
     (r"node \d+ \([^)]*\)", "node …"),
     (r"(?<![\w.])/[\w./+~-]+", "…"),
