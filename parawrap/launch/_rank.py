@@ -1,4 +1,4 @@
-"""Who a rank is: what a function finds out about its place in the world while it runs."""
+"""The rank that a process is: its place in the world, for the function that runs in it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ __all__ = ["IN_RANK", "Rank", "being", "below_a_rank", "current_rank", "inside_a
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank's place in its world. Frozen; lives as long as the function that runs in the rank.
+    """One rank's place in its world. Frozen; valid while the function runs.
 
     Attributes:
         global_rank: from 0 to ``world_size - 1``.
         local_rank: the same within the node.
         node: the node's number.
-        world_size: how many ranks there are in all.
-        device: where this rank's tensors go; on GPUs it is the current device already.
-        group: this rank's process group: of the whole world, or its own of ``Platform.ipc_groups``; None where it is in
-            none.
-        platform: what the launch was started with, but for ``upon_finish`` and ``slurm_additional_parameters``.
-        restart: how often the group was started anew before.
-        preemption: the rank's part in agreeing on when to save; see `should_checkpoint`.
+        world_size: the number of ranks.
+        device: the device of this rank's tensors. On GPUs it is the current device already.
+        group: this rank's process group: of the whole world, or its own of ``Platform.ipc_groups``; None if it is in none.
+        platform: of the launch, without ``upon_finish`` and ``slurm_additional_parameters``.
+        restart: the number of earlier attempts.
+        preemption: the rank's side of the agreement on when to save; see `should_checkpoint`.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -54,13 +53,13 @@ class Rank:
     preemption: Preemption | None = field(default=None, repr=False, compare=False)
 
     def should_checkpoint(self) -> bool:
-        """Whether the launch is about to lose its machines, and this is the moment to save. Call it once a turn of a loop.
+        """True if the launch is about to lose its machines, and it is time to save. Call it once per turn of a loop.
 
-        It becomes True at the same turn in every rank, so that none is left waiting in a collective, and stays so. Until
-        then a call talks to nobody. From then on, ``grace_s`` of the platform is left to save, and to `requeue`.
+        It becomes True at the same turn in every rank, so no rank is left waiting in a collective, and stays True. Until
+        then a call sends nothing. From then on, ``grace_s`` of the platform is left to save and to call `requeue`.
 
-        It is for preemption and time limits of clusters; `Launch.preempt` rehearses it on any launcher. Where the function
-        runs in a process of your own (``inline``, torchrun, srun), the signal SIGUSR2 to a rank does.
+        Preemption and time limits of clusters cause it. `Launch.preempt` rehearses it with any launcher. If the function
+        runs in your own process (``inline``, torchrun, srun), the signal SIGUSR2 to a rank does.
 
         >>> import json, pathlib
         >>> from parawrap import Platform, current_rank, wrapper
@@ -78,29 +77,29 @@ class Rank:
         return self.preemption is not None and self.preemption.is_due()
 
     def requeue(self) -> NoReturn:
-        """End this rank, and have the launch start anew with the same arguments, once every rank has asked for it.
+        """End this rank, and restart the launch with the same arguments once every rank has called this.
 
-        Ranks that have not within ``grace_s`` are ended. In the new start, ``current_rank().restart`` is one more. What the
-        function is to go on from, it must have saved itself; ``finally`` blocks run.
+        Ranks that have not within ``grace_s`` are ended. After the restart ``current_rank().restart`` is one higher. The
+        function must have saved all that it needs to continue. ``finally`` blocks run.
         """
         raise RequeueWanted
 
     def __getstate__(self) -> dict[str, object]:
-        """A process group stays with its process, and so does the line by which ranks agree."""
+        """Leave out the process group and the line to the launch, which belong to this process."""
         return {**vars(self), "group": None, "preemption": None}
 
 
 IN_RANK = "PARAWRAP_IN_RANK"
-"""The variable by which a process that a rank starts knows that it is no rank, though it has inherited RANK and so on."""
+"""A variable with the process id of a rank. A child of a rank inherits RANK too, and differs in its process id."""
 
 _current: Rank | None = None
 
 
 def current_rank() -> Rank:
-    """The rank that this process is; whichever thread asks.
+    """Return the rank that this process is, in any thread.
 
     Raises:
-        LaunchError: this process is no rank.
+        LaunchError: If this process is not a rank.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -111,7 +110,7 @@ def current_rank() -> Rank:
     """
     if _current is None:
         msg = (
-            "current_rank() was called in a process that is no rank: call it within a function decorated by "
+            "current_rank() was called in a process that is not a rank: call it within a function decorated by "
             "@wrapper(Platform(...)), or run that function by .inline(...) to be rank 0 of 1 here"
         )
         raise LaunchError(msg)
@@ -119,17 +118,17 @@ def current_rank() -> Rank:
 
 
 def below_a_rank() -> bool:
-    """Whether this process was started by a rank, or by a process that was."""
+    """True if this process is a descendant of a rank."""
     return os.environ.get(IN_RANK, str(os.getpid())) != str(os.getpid())
 
 
 def inside_a_rank() -> bool:
-    """Whether this process is a rank."""
+    """True if this process is a rank."""
     return _current is not None
 
 
 class being:  # noqa: N801 (reads as a verb: with being(rank))
-    """Be this rank for as long as the block lasts. No generator: those set attributes on exceptions that pass."""
+    """Be this rank inside the block. Not a generator: those set attributes on exceptions that pass."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""Launchers by name: a module path each, imported when a platform first asks for it."""
+"""Launchers by name: a module path each, imported at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch gives back: the values of its ranks, or a handle on ranks that still run."""
+"""The results of a launch, and the handle on a launch that still runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 
 class RankResults(tuple[R, ...]):
-    """What each rank returned: ``results[0]`` is rank 0's value, ``len(results)`` the world size. A tuple.
+    """The results of all ranks: ``results[0]`` is rank 0's value, ``len(results)`` the world size. A tuple.
 
     >>> RankResults(["a", "b"])[1]
     'b'
@@ -51,34 +51,34 @@ class Launch(ABC, Generic[R]):
 
     @abstractmethod
     def results(self, timeout: float | None = None) -> RankResults[R]:
-        """Wait for the ranks, and give what they returned. May be called again.
+        """Wait for the ranks, and return their results. May be called again.
 
         Args:
             timeout: seconds to wait; None waits until the end. The launch goes on after a timeout.
 
         Raises:
-            TimeoutError: the ranks still run after `timeout` seconds.
-            BaseException: what the first rank that failed raised, with its own type and with notes on where.
-            RankDiedError: a rank was killed, or left without returning.
-            LaunchError: ranks could not be started, or wait for others that have left.
-            LaunchTimeoutError: the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
-            LaunchCancelledError: `cancel` was called.
+            TimeoutError: If the ranks still run after `timeout` seconds.
+            BaseException: If a rank raised: the exception of the rank that failed first, with notes on the place.
+            RankDiedError: If a rank was killed, or left without returning.
+            LaunchError: If ranks could not be started, or wait for ranks that have left.
+            LaunchTimeoutError: If the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
+            LaunchCancelledError: If `cancel` was called.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has ended, ``upon_finish`` included."""
+        """True if it has ended, ``upon_finish`` included."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """Have the ranks end, and wait until they have: at most the platform's ``grace_s``, and a moment."""
+        """End the ranks, and wait until they have ended: at most the platform's ``grace_s``, and a moment."""
 
     @abstractmethod
     def preempt(self) -> None:
-        """Rehearse the loss of the machines, without waiting for it; a launch that has none has nothing to lose.
+        """Rehearse the loss of the machines, without waiting for it. Without effect on a launch that has no machines yet.
 
-        ``current_rank().should_checkpoint()`` becomes True in every rank, and those that have not left after the platform's
-        ``grace_s`` are ended. Unless all of them have returned, the launch starts anew; on Slurm by a job that is requeued.
+        ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that have not left after the platform's
+        ``grace_s`` are ended. Unless all of them have returned, the launch restarts; on Slurm the job is requeued.
         """
 
     @property
@@ -88,12 +88,12 @@ class Launch(ABC, Generic[R]):
 
     @abstractmethod
     def logs(self, rank: int) -> str:
-        """All that a rank has written so far, to standard output and error, in the order of its arrival.
+        """Return the output of a rank so far, standard output and error in order of arrival.
 
         Raises:
-            IndexError: there is no such rank.
+            IndexError: If there is no such rank.
         """
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """By global rank, what every thread of each running rank is doing; a rank that cannot answer says so."""
+        """Return the stacks of all threads of each running rank, by global rank, or a text if a rank does not answer."""

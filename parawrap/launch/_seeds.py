@@ -1,4 +1,4 @@
-"""Random number generators: seeded alike in every rank, or put back after a rank was played in this process."""
+"""Random number generators: seeded alike in every rank, and restored after a rank ran in this process."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def seed_all(seed: int) -> None:
 
 
 def seed(platforms: int | None) -> None:
-    """As a platform's ``seed`` says; None draws one. A rank that is forked from a warm process starts with its state."""
+    """Seed with a platform's ``seed``, or with a random one for None: forked ranks would all start with the same state."""
     seed_all(random.SystemRandom().randrange(_SEEDS) if platforms is None else platforms)
 
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Leave python's, numpy's and torch's generators as they were found, on the CPU and on this device."""
+    """Restore the generators of python, numpy, and torch at the end of the block, on the CPU and on this device."""
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:
@@ -43,10 +43,10 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 def _type_with_generators(device: torch.device) -> str:
-    """What fork_rng takes: with no devices given, any kind that it knows does."""
+    """Return a device type that fork_rng takes. Without devices any type that it knows will do."""
     return "cuda" if device.type == "cpu" else device.type
 
 
 def _numpys() -> Any:
-    """Numpy's global generator, where numpy is loaded."""
+    """Return numpy's global generator if numpy is loaded."""
     return sys.modules["numpy"].random if "numpy" in sys.modules else None

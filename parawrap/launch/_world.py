@@ -1,7 +1,4 @@
-"""The world that torchrun, srun or mpirun put this process in, read from the environment.
-
-Each of them is a table of variables. This file knows the tables; it refuses to know what is done with a world.
-"""
+"""The world in which torchrun, srun, or mpirun started this process, read from its table of variables."""
 
 from __future__ import annotations
 
@@ -13,16 +10,16 @@ from typing import NamedTuple
 
 __all__ = ["World", "surrounding_world"]
 
-_PORTS = range(20000, 32768)  # below those that Linux gives to whoever asks for any
+_PORTS = range(20000, 32768)  # below the ephemeral ports of Linux
 
 
 class World(NamedTuple):
-    """One process's place in a world that something else started.
+    """One process's place in a world that another launcher started.
 
     Attributes:
-        name: what started it, for messages.
-        ranks_per_node: 0 where nothing tells.
-        hosts_store: whether rank 0 of this world has to open the store itself (torchrun's agent has opened one already).
+        name: of that launcher, for messages.
+        ranks_per_node: 0 if it is unknown.
+        hosts_store: True if this rank has to open the store. torchrun's agent has opened one already.
     """
 
     name: str
@@ -43,7 +40,7 @@ class _Table(NamedTuple):
     world_size: str
     local_rank: str
     local_size: str
-    node: str | None  # None: nothing tells, and ranks are taken to fill one node after the other
+    node: str | None  # None: unknown; ranks are assumed to fill one node after the other
     job: tuple[str, ...]
 
 
@@ -64,7 +61,7 @@ _TABLES = (
 
 
 def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
-    """The world of this process; None where it was started alone.
+    """Return the world of this process; None if it was started alone.
 
     >>> surrounding_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank
     1
@@ -101,7 +98,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _ranks_on(node: int, counts: str) -> int | None:
-    """How many ranks a node has; Slurm writes ``2(x3),1`` for two on each of three nodes and one on the fourth."""
+    """Return the ranks of a node. Slurm writes ``2(x3),1`` for two on each of three nodes and one on the fourth."""
     each: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         each += [int(count)] * int(times or 1)
@@ -109,13 +106,13 @@ def _ranks_on(node: int, counts: str) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """The first of Slurm's hosts: ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
+    """Return the first of Slurm's hosts: ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
 def _agreed_port(table: _Table, environ: Mapping[str, str]) -> int:
-    """A port that every rank of one job computes alike: nobody tells them one. On one node, MPICH's have one parent."""
+    """Return a port that every rank of a job computes alike. MPICH's ranks on one node have one parent."""
     job = "/".join(environ.get(name, "") for name in table.job) or str(os.getppid())
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

@@ -1,4 +1,4 @@
-"""A launch without processes: the function runs here and now, as rank 0 of 1, where a debugger can follow it."""
+"""A launch in this process: the function runs as rank 0 of 1, where a debugger can follow it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ __all__ = ["run_inline"]
 
 
 def run_inline(job: Job) -> RankResults[Any]:
-    """Make the call in this process, and put seeds, device and process group back as they were.
+    """Make the call in this process. Restore seeds, device, and process group after it.
 
-    Nothing is pickled, and exceptions pass as they are.
+    Nothing is pickled, and exceptions pass unchanged.
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
@@ -43,7 +43,7 @@ def run_inline(job: Job) -> RankResults[Any]:
 
 
 def _called(job: Job, rank: Rank) -> Any:
-    """Make the call as this rank; the signal that others are preempted by does it here too."""
+    """Make the call as this rank, which SIGUSR2 preempts."""
     seed(job.platform.seed)
     preemption = rank.preemption
     assert preemption is not None
@@ -62,12 +62,12 @@ def _current_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
-    """A process group of this process alone; the one that is there already, where there is one."""
+    """Make a process group of this process alone, unless there is a group already."""
     is_member = platform.requires_ipc and (not platform.ipc_groups or any(0 in group for group in platform.ipc_groups))
     if not platform.requires_ipc or dist.is_initialized():
         yield dist.group.WORLD if is_member else None
         return
-    hook = sys.excepthook  # torch.distributed puts its own there, and leaves it
+    hook = sys.excepthook  # torch.distributed replaces it
     dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD if is_member else None

@@ -1,4 +1,4 @@
-"""Exceptions as a pickler may have them: taken apart into class, arguments and attributes, and put together again."""
+"""Exceptions taken apart into class, arguments, and attributes for a pickler, and rebuilt."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["reduced_exception"]
 
 
 def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """How to pickle an exception: by what its builtin base knows of it, and by its attributes.
+    """Return the reduction of an exception: the state of its builtin base, and its attributes.
 
-    No ``__init__``, ``__new__``, ``__reduce__`` or ``__setattr__`` of the user's takes part: those are what fails. What
-    cannot be sent of the arguments and attributes is replaced by its ``repr``.
+    The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` are not called, as they often fail. Arguments
+    and attributes that cannot be sent are replaced by their ``repr``.
     """
 
     def sendable(value: Any) -> Any:

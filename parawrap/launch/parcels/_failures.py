@@ -1,7 +1,7 @@
-"""Exceptions on their way from a rank to the parent: kept in type, with the traceback they had there as text.
+"""Exceptions that travel from a rank to the launching process: of their own type, with their traceback as text.
 
-A pickled exception loses its traceback, and many cannot be pickled: their ``__init__`` takes other arguments than they
-keep, or they hold a lock. The pickler (`_exceptions`) has them rebuilt from class, ``args`` and attributes.
+A pickled exception loses its traceback. Many cannot be pickled, as their ``__init__`` takes other arguments than they keep,
+or as they hold a lock. `_exceptions` rebuilds them from class, ``args``, and attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parawrap.launch.parcels._packing import packed, unpack
 
 __all__ = ["add_note", "is_echo", "pack_exception", "summary_of", "traceback_of"]
 
-# What gloo, NCCL and the store say when the rank at the other end is gone.
+# Messages of gloo, NCCL, and the store when the rank at the other end is gone.
 _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|remote process exited|"
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
@@ -29,8 +29,8 @@ _LONGEST_CHAIN = 20
 
 
 def pack_exception(error: BaseException) -> int:
-    """A file that holds the exception, or, where it cannot even be rebuilt in this process, a stand-in that tells of it."""
-    with contextlib.suppress(Exception):  # whatever a class does on its way
+    """Return a file with the exception, or with a LaunchError that describes it if it cannot be rebuilt."""
+    with contextlib.suppress(Exception):  # classes may raise anything
         file = packed(error, "exception", type(error).__qualname__)
         with contextlib.suppress(Exception):
             if type(unpack(file)) is type(error):
@@ -40,14 +40,14 @@ def pack_exception(error: BaseException) -> int:
 
 
 def summary_of(error: BaseException) -> str:
-    """The line of its traceback that names it."""
+    """Return the line of its traceback that names it."""
     lines = [line.strip() for line in traceback.format_exception_only(error)]
     name = type(error).__qualname__
     return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
 
 
 def traceback_of(error: BaseException, *without: str) -> str:
-    """The whole traceback as text, from the first frame that lies in none of these files."""
+    """Return the traceback as text, from the first frame outside these files."""
     return "".join(traceback.format_exception(type(error), error, _below(error.__traceback__, without))).rstrip()
 
 
@@ -58,17 +58,17 @@ def _below(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """``error.add_note``, also where the class lets nobody set an attribute."""
+    """Call ``error.add_note``, also if the class does not allow new attributes."""
     try:
         error.add_note(note)
-    except Exception:  # noqa: BLE001 (whatever its __setattr__ raises)
+    except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
         error.__dict__.setdefault("__notes__", []).append(note)
 
 
 def is_echo(error: BaseException) -> bool:
-    """Whether it only tells that another rank is gone, or was raised because of an exception that does.
+    """True if it only reports the loss of another rank, or follows from such an exception.
 
-    Such an exception is what comes of a failure, not what it came from.
+    Such an exception is a consequence of a failure, not its cause.
     """
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):

@@ -1,4 +1,4 @@
-"""Which part of a value keeps it from being sent: the search that turns "cannot pickle" into an address."""
+"""The search for the part of a value that cannot be pickled, and its address."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ Part = tuple[Any, str]
 def find_unpicklable(
     value: Any, address: str, refusal: Callable[[Any], Exception | None]
 ) -> tuple[str, Any, Exception | None]:
-    """The innermost part that cannot be sent: its address, itself, and why. An empty address: its keys are addresses.
+    """Return the innermost part that cannot be sent: its address, itself, and the reason.
+
+    With an empty address, the keys of `value` are addresses.
 
     >>> import threading
     >>> refusal = lambda value: None if value == 1 else TypeError()
@@ -43,7 +45,7 @@ def find_unpicklable(
 
 
 def _parts(value: Any, address: str) -> Iterator[Part]:
-    """What a pickle of this value would hold, as far as it can be told from outside."""
+    """Yield the parts that a pickle of this value holds, as far as they can be seen."""
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
             yield part, _within(address, f"[{reprlib.repr(key)}]") if address else str(key)
@@ -71,7 +73,7 @@ def _parts(value: Any, address: str) -> Iterator[Part]:
 
 
 def _within(address: str, step: str) -> str:
-    """One step further from an address, which may be a phrase."""
+    """Return an address one step further in. An address may be a phrase."""
     is_phrase = address.startswith(("the ", "a member ", "an argument ")) and not address.startswith(_PLACES)
     return f"{step} of {address}" if is_phrase else address + step
 
@@ -93,13 +95,13 @@ def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[P
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """The names that a function's code looks up, that of the functions within it too."""
+    """Return the names that a function's code looks up, inner functions included."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*(_names_in(each) for each in inner))
 
 
 def _parts_of_reduction(value: Any, address: str) -> Iterator[Part]:
-    """By what the object itself says that a pickle of it holds."""
+    """Yield the parts of a value's ``__reduce_ex__``."""
     try:
         reduction = value.__reduce_ex__(4)
     except Exception:  # noqa: BLE001 (it says that it cannot be pickled, in whatever way: it is the find_unpicklable itself)

@@ -40,7 +40,7 @@ _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Message(NamedTuple):
-    """One message, as it arrived; whoever takes it closes the files."""
+    """One message. The receiver closes its files."""
 
     word: str
     body: Any
@@ -73,7 +73,7 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, word: str, body: Any = None, files: Sequence[int] = ()) -> bool:
-        """Send a message; False where nobody is left at the other end to take it."""
+        """Send a message. False if the other end is gone."""
         data = pickle.dumps((word, body))
         with self._sending:
             try:

@@ -1,1 +1,1 @@
-"""A rank's own side: how a process becomes a rank, calls the function, and ends when it is told to."""
+"""The rank's side of a launch: a process becomes a rank, calls the function, and ends on order."""

@@ -1,8 +1,8 @@
-"""How ranks agree on the turn of their loops at which all of them save.
+"""The agreement of ranks on the turn of their loops at which all of them save.
 
-Each rank counts how often its function was told that no checkpoint is due. When the launch is preempted, every rank is
-asked for its count and holds further answers back; the first call that none of them has had an answer to is the one, for
-all. Until then a call costs a counter, and no rank waits for another.
+Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted, every rank reports its
+count and holds further answers back. The first call that no rank has answered yet is the one that returns True, in all.
+Until then a call increments a counter, and no rank waits for another.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Preemption", "RequeueWanted", "at_signal"]
 
 
 class RequeueWanted(BaseException):
-    """Raised in a rank that leaves to be started anew; no ``except Exception`` catches it, and ``finally`` blocks run."""
+    """Raised in a rank that leaves for a restart. ``except Exception`` does not catch it, and ``finally`` blocks run."""
 
 
 class Preemption:
-    """One rank's side of the agreement. The function asks from its threads, the line to the launch tells from another."""
+    """One rank's side of the agreement. The function's threads call `is_due`, and the control thread the other methods."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +29,7 @@ class Preemption:
         self._due_from: int | None = None
 
     def is_due(self) -> bool:
-        """Whether to save now; waits while the ranks agree on it."""
+        """True if it is time to save. Blocks while the ranks agree on the turn."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held_back or self._due_from is not None)
             if self._due_from is not None and self._answered >= self._due_from:
@@ -38,7 +38,7 @@ class Preemption:
             return False
 
     def hold_back(self) -> int:
-        """Give no answer any more before `decide`; how many were given."""
+        """Hold answers back until `decide`. Return how many were given."""
         with self._changed:
             self._held_back = True
             return self._answered
@@ -52,7 +52,7 @@ class Preemption:
 
 @contextmanager
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
-    """Call this when SIGUSR2 arrives, for ranks that nobody watches. Only the main thread can take signals."""
+    """Call `act` at SIGUSR2 inside the block, for ranks without a supervisor. Without effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,7 @@
-"""Signals that a cluster sends to every process of a job, when it is about to end it.
+"""Signals that a cluster sends to every process of a job that it is about to end.
 
-What they mean for ranks is for their node's keeper to say. The processes that it starts are to ignore them from their first
-moment; so it starts them with these signals blocked, and that is how they know.
+The node's task decides what they mean for its ranks. The processes that it starts have to ignore them from their first
+moment. So they start with these signals blocked, which also marks them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FROM_CLUSTER = (signal.SIGUSR2, signal.SIGTERM)
 
 @contextmanager
 def not_for_children() -> Iterator[None]:
-    """What this thread starts meanwhile ignores these signals; this process gets those that come, a moment later."""
+    """Have processes that this thread starts inside the block ignore these signals. This process gets them after it."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FROM_CLUSTER)
     try:
         yield
@@ -26,7 +26,7 @@ def not_for_children() -> Iterator[None]:
 
 
 def heed_signals() -> None:
-    """At the start of a process: block none, whatever its starter had blocked; but ignore what is for keepers."""
+    """Unblock all signals at the start of a process. Ignore the cluster's signals if they were blocked."""
     if signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         for number in FROM_CLUSTER:
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The agreement on when to save, among ranks that nobody watches: they reach it over their world's store."""
+"""The agreement on when to save, reached over a world's store by ranks without a supervisor."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["StoreAgreement"]
 
 _LOOK_S = 0.2
 _JOIN_S = 5.0
-_RANKS_A_LOOK = 2000  # in larger worlds each looks less often: one store answers all of them
+_RANKS_A_LOOK = 2000  # in larger worlds each polls less often: one store answers all of them
 _ASKED = "asked"
 
 
 class StoreAgreement:
-    """One rank's part in it, from before its function is called until after; a thread looks at the store meanwhile.
+    """One rank's side of it while its function runs. A thread polls the store.
 
     Args:
-        open_store: opens a line of its own to the store; a call that waits on a store lets no other through.
-        rank: this one.
-        world_size: how many there are.
+        open_store: opens another connection to the store, as a call that waits blocks its connection.
+        rank: this rank.
+        world_size: the number of ranks.
     """
 
     def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int) -> None:
@@ -44,18 +44,18 @@ class StoreAgreement:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(_JOIN_S)  # where the store is gone, it may take long to find that out
+        self._thread.join(_JOIN_S)  # if the store is gone, its calls may block for long
 
     def ask(self) -> None:
-        """Have all ranks save; may be called from a signal's handler, where nothing may be waited for."""
+        """Make all ranks save. Safe in a signal handler: it does not block."""
         self._is_wanted = True
 
     def _look(self) -> None:
-        with contextlib.suppress(dist.DistError):  # the world has ended: nobody is left to agree with
+        with contextlib.suppress(dist.DistError):  # the world has ended
             store = self._open_store()
             while not (self._is_wanted or store.check([_ASKED])):
                 if self._ended.wait(self._look_s):
-                    store.set(self._key(self._rank), "0")  # whoever is asked later has my answer
+                    store.set(self._key(self._rank), "0")  # for ranks that ask later
                     return
             store.set(_ASKED, "")
             store.set(self._key(self._rank), str(self.preemption.hold_back()))

@@ -1,4 +1,4 @@
-"""How a launch ended: all that is known of it as one value, and what that gives whoever asks for the results."""
+"""The end of a launch, and the results or the error that follow from it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Ending", "verdict"]
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a launch. Frozen; what its ranks returned is opened once.
+    """The end of a launch. Frozen. Its results can be unpacked once.
 
     Attributes:
         outcomes: how each rank of the last attempt ended.
         hosts: the names of the nodes, in their order.
-        history: how the attempts before the last one ended.
-        stacks: what ranks were doing when their time was up.
-        cancelled: whether it was cancelled.
-        timed_out: which time limit ended it.
-        stuck: whether it was ended because its ranks waited for such as had returned.
-        broken: why ranks could not be started.
-        requeued: whether the ranks left to be started anew by somebody else.
+        history: how the earlier attempts ended.
+        stacks: of the ranks when their time was up.
+        cancelled: True if it was cancelled.
+        timed_out: the time limit that ended it.
+        stuck: True if it was ended because its ranks waited for ranks that had returned.
+        broken: the reason why ranks could not be started.
+        requeued: True if the ranks left for a restart by the cluster.
     """
 
     outcomes: Mapping[int, Outcome]
@@ -43,13 +43,13 @@ class Ending:
 
     @property
     def is_success(self) -> bool:
-        """Whether every rank has returned, and nothing else ended it."""
+        """True if every rank has returned, and nothing else ended the launch."""
         given_up = self.cancelled or self.timed_out or self.stuck or self.broken
         return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
 
 
 def verdict(name: str, platform: Platform, ending: Ending) -> RankResults[Any] | BaseException:
-    """What the ranks of this function returned, or the exception that tells why that cannot be had."""
+    """Return the results of a function's ranks, or the exception to raise instead."""
     world_size = platform.world_size
     if ending.cancelled:
         return LaunchCancelledError(f"the launch of {name} was cancelled: it has no results")
