@@ -46,13 +46,13 @@ class Leftovers:
             running: the process ids of ranks that have not ended.
         """
         groups = {rank for rank in self._kill_at if signal_group(rank, 0)}
-        if not groups and not running and not _has_children():  # the usual case, without a look at every process
-            found: list[_Process] = []
-        else:
+        alive, orphans = groups, list[_Process]()
+        # Usually nothing is left, which needs no look at every process. On macOS orphans cannot be found.
+        if sys.platform == "linux" and (groups or running or _has_children()):
             found = [each for each in _processes() if each.group in groups or _is_orphan(each, running)]
-        orphans = [each for each in found if each.group not in groups]
+            alive = {each.group for each in found}
+            orphans = [each for each in found if each.group not in groups]
         self._end_orphans(orphans)
-        alive = {each.group for each in found}
         done = [rank for rank in self._kill_at if rank not in alive and not orphans]
         for rank in list(self._kill_at):
             if rank in done:
@@ -104,9 +104,7 @@ def _has_children() -> bool:
 
 
 def _processes() -> Iterator[_Process]:
-    """All processes that are not dead. Without ``/proc`` (macOS) none: process groups alone tell what is left."""
-    if sys.platform != "linux":
-        return
+    """Yield all processes that are not dead."""
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
