@@ -78,7 +78,7 @@ class PlayedNode:
         rank = PlayedRank(self, orders, watcher)
         self.cast.append(rank)
         self.alive[rank.number] = rank
-        watcher.on_hello(rank.number, 1000 + rank.number)
+        watcher.on_start(rank.number, 1000 + rank.number)
         self._hear(rank, "begin", None)
 
     def tell(self, rank, word, body=None):

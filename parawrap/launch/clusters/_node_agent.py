@@ -130,8 +130,8 @@ class NodeAgent:
 
     # -- events of ranks
 
-    def on_hello(self, rank: int, pid: int) -> None:
-        self._queue.send("hello", (rank, pid))
+    def on_start(self, rank: int, pid: int) -> None:
+        self._queue.send("started", (rank, pid))
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
         self._queue.send("output", (rank, stream, data), len(data))

@@ -119,8 +119,8 @@ class RemoteNode:
         if rank not in self._watchers:
             return
         watcher = self._watchers[rank]
-        if word == "hello":
-            watcher.on_hello(rank, *body)
+        if word == "started":
+            watcher.on_start(rank, *body)
         elif word == "output":
             watcher.on_output(rank, *body)
             self._acknowledge(len(body[1]))

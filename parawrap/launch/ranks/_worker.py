@@ -57,7 +57,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     wire = Wire(sock)
     _own_session()
     streams = _streams()
-    wire.send("hello", os.getpid(), streams)
+    wire.send("hello", None, streams)
     for stream in streams:
         os.close(stream)
     message = wire.receive()

@@ -35,8 +35,8 @@ _LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message bloc
 class Watcher(Protocol):
     """Takes reports about ranks, wherever they run. Called by the thread of the node's loop."""
 
-    def on_hello(self, rank: int, pid: int) -> None:
-        """Handle the first message of a rank's process."""
+    def on_start(self, rank: int, pid: int) -> None:
+        """Handle the start of a rank's process."""
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
         """Handle a message. The watcher owns `file`, an open file or a path with a large value."""
@@ -219,9 +219,7 @@ class LocalNode:
         elif message.word == "files lost":
             process.watcher.on_trouble(f"a message of rank {rank} lost the files that came with it: {open_files_limit()}")
         elif message.word == "hello":
-            process.pid = message.body
             self._listen_to(rank, process, message.files)
-            process.watcher.on_hello(rank, process.pid)
         elif message.word == "imports":
             self._starter.load(message.body)
         else:
@@ -252,6 +250,7 @@ class LocalNode:
         word, number = STATUS.unpack(record)
         if word == STARTED:
             process.pid = number
+            process.watcher.on_start(rank, number)
             if process.is_unwanted:
                 self.kill(rank)
         elif word == FAILED:

@@ -237,7 +237,7 @@ class Supervisor:
 
     # -- reports of nodes
 
-    def on_hello(self, rank: int, pid: int) -> None:
+    def on_start(self, rank: int, pid: int) -> None:
         self._states[rank].pid = pid
         self._last_sign = time.monotonic()
 
