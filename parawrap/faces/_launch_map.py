@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from parawrap.errors import LaunchCancelledError
-from parawrap.launch import Job, Launch, RankResults, launch, launch_array, runs_here
+from parawrap.launch import Job, Launch, RankResults, cancel_all, launch, launch_array, runs_here
 
 __all__ = ["launch_each"]
 
@@ -25,7 +27,7 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
         return iter(())
     array = launch_array(jobs, max_parallel)
     if array is not None:
-        return _outcomes([launched.results for launched in array], lambda: _cancel(array))
+        return _outcomes([launched.results for launched in array], lambda: cancel_all(array))
     if max_parallel is None:
         max_parallel = 1 if runs_here(jobs[0]) else len(jobs)
     if max_parallel == 1:
@@ -61,39 +63,52 @@ def _outcomes(waits: Sequence[Callable[[], RankResults[Any]]], cancel: Callable[
         cancel()
 
 
-def _cancel(launches: Sequence[Launch[Any]]) -> None:
-    for each in launches:
-        if not each.done():
-            each.cancel()
-
-
 class _Queue:
-    """Jobs that wait for their turn, and the launches that run."""
+    """Jobs that wait for their turn, and the launches that run.
+
+    The threads are daemons, and an interpreter that ends cancels the queue: it does not run the jobs that are left.
+    """
 
     def __init__(self, jobs: Sequence[Job], max_parallel: int) -> None:
+        self.futures: list[Future[RankResults[Any]]] = [Future() for _ in jobs]
         self._access = threading.Lock()
+        self._waiting = deque(zip(jobs, self.futures, strict=True))
         self._running: set[Launch[Any]] = set()
-        self._is_cancelled = False
-        self._threads = ThreadPoolExecutor(max_parallel, thread_name_prefix="parawrap-launch-map")
-        self.futures: list[Future[RankResults[Any]]] = [self._threads.submit(self._run, job) for job in jobs]
+        atexit.register(self.cancel)
+        for _ in range(min(max_parallel, len(jobs))):
+            threading.Thread(target=self._serve, name="parawrap-launch-map", daemon=True).start()
 
-    def _run(self, job: Job) -> RankResults[Any]:
-        with self._access:
-            if self._is_cancelled:
-                msg = f"the launch of {job.name} was cancelled before its turn"
-                raise LaunchCancelledError(msg)
-            running = launch(job)
-            self._running.add(running)
-        try:
-            return running.results()
-        finally:
+    def _serve(self) -> None:
+        while (started := self._started()) is not None:
+            running, future = started
+            try:
+                future.set_result(running.results())
+            except BaseException as error:  # noqa: BLE001 (yielded in the results' place)
+                future.set_exception(error)
             with self._access:
                 self._running.discard(running)
 
+    def _started(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
+        """Launch the next job that can be launched. None if no job is left."""
+        with self._access:
+            while self._waiting:
+                job, future = self._waiting.popleft()
+                try:
+                    running = launch(job)
+                except BaseException as error:  # noqa: BLE001 (yielded in the results' place)
+                    future.set_exception(error)
+                else:
+                    self._running.add(running)
+                    return running, future
+        return None
+
     def cancel(self) -> None:
         """End the launches that run, and start no more."""
+        atexit.unregister(self.cancel)
         with self._access:
-            self._is_cancelled = True
+            left = [future for _, future in self._waiting]
+            self._waiting.clear()
             running = list(self._running)
-        _cancel(running)
-        self._threads.shutdown(cancel_futures=True)
+        for future in left:
+            future.set_exception(LaunchCancelledError("the launch was cancelled before its turn"))
+        cancel_all(running)

@@ -11,7 +11,7 @@ from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_ran
 from parawrap.launch._results import Launch, RankResults
 from parawrap.launch._seeds import seed_all
 from parawrap.launch.inline import run_inline
-from parawrap.launch.watch._launch import cancel_launches
+from parawrap.launch.watch._launch import cancel_all, cancel_launches
 
 __all__ = [
     "Device",
@@ -22,6 +22,7 @@ __all__ = [
     "Rank",
     "RankResults",
     "below_a_rank",
+    "cancel_all",
     "cancel_launches",
     "current_rank",
     "inside_a_rank",

@@ -25,11 +25,14 @@ _PATIENCE_S = 10.0  # more than a Python process that has only just started need
 
 
 class Leftovers:
-    """The leftovers of ended ranks, until the last of them is gone. Used by the process that forked the ranks."""
+    """The leftovers of ended ranks, until the last of them is gone. Used by the process that forked the ranks.
+
+    Running ranks adopt their orphans themselves. So an orphan that turns up here belongs to a rank that has just ended.
+    """
 
     def __init__(self) -> None:
         self._kill_at: dict[int, float] = {}
-        self._told: set[int] = set()
+        self._orphans: dict[int, set[int]] = {}  # the ended ranks that each of them may belong to
 
     def __bool__(self) -> bool:
         return bool(self._kill_at)
@@ -46,29 +49,35 @@ class Leftovers:
             running: the process ids of ranks that have not ended.
         """
         groups = {rank for rank in self._kill_at if signal_group(rank, 0)}
-        alive, orphans = groups, list[_Process]()
+        alive = groups
         # Usually nothing is left, which needs no look at every process. On macOS orphans cannot be found.
         if sys.platform == "linux" and (groups or running or _has_children()):
-            found = [each for each in _processes() if each.group in groups or _is_orphan(each, running)]
-            alive = {each.group for each in found}
-            orphans = [each for each in found if each.group not in groups]
-        self._end_orphans(orphans)
-        done = [rank for rank in self._kill_at if rank not in alive and not orphans]
-        for rank in list(self._kill_at):
-            if rank in done:
-                del self._kill_at[rank]
-            elif time.monotonic() >= self._kill_at[rank]:
-                signal_group(rank, signal.SIGKILL)
+            found = list(_processes())
+            alive = {each.group for each in found} & groups
+            self._note_orphans({each.pid for each in found if _is_orphan(each, running) and each.group not in groups})
+        else:
+            self._orphans.clear()
+        alive = alive.union(*self._orphans.values())
+        now = time.monotonic()
+        for rank in alive & {each for each, kill_at in self._kill_at.items() if now >= kill_at}:
+            self._kill(rank)
+        done = [rank for rank in self._kill_at if rank not in alive]
+        for rank in done:
+            del self._kill_at[rank]
         return done
 
-    def _end_orphans(self, orphans: list[_Process]) -> None:
-        """Tell new orphans to end; kill all of them when the time of the first ended rank is up."""
-        is_due = time.monotonic() >= min(self._kill_at.values(), default=0.0)
-        for each in orphans:
-            if is_due or each.pid not in self._told:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(each.pid, signal.SIGKILL if is_due else signal.SIGTERM)
-        self._told = {each.pid for each in orphans}
+    def _note_orphans(self, found: set[int]) -> None:
+        """Drop orphans that are gone, and tell new ones to end."""
+        seen = set(self._kill_at).difference(*self._orphans.values()) or set(self._kill_at)
+        for pid in found - set(self._orphans):
+            _signal(pid, signal.SIGTERM)
+        self._orphans = {pid: self._orphans.get(pid, seen) for pid in found}
+
+    def _kill(self, rank: int) -> None:
+        signal_group(rank, signal.SIGKILL)
+        for pid, ranks in self._orphans.items():
+            if rank in ranks:
+                _signal(pid, signal.SIGKILL)
 
 
 def kill_group(pid: int) -> None:
@@ -82,6 +91,11 @@ def signal_group(pid: int, number: int) -> bool:
         os.killpg(pid, number)
         return True
     return False
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
 
 
 class _Process(NamedTuple):

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
@@ -176,3 +178,20 @@ def test_a_process_that_had_to_be_killed_is_gone_when_the_results_are_there(tmp_
 
     (pid,) = wrapper(ranks(1, grace_s=0.5))(starts)()
     assert is_gone(pid)
+
+
+def test_a_launch_does_not_wait_for_what_an_earlier_one_left():
+    """A process that ignores SIGTERM delays the end of its own launch only."""
+
+    def leaves():
+        script = "trap '' TERM; while :; do sleep 0.1; done"
+        return subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True).pid
+
+    launch = wrapper(ranks(1))(leaves).submit()
+    began = time.monotonic()
+    for _ in range(3):
+        assert wrapper(ranks(1))(lambda: 1)() == (1,)
+    assert time.monotonic() - began < 5
+    assert not launch.done()
+    (pid,) = launch.results(timeout=PATIENCE_S)
+    assert not psutil.pid_exists(pid)

@@ -11,7 +11,7 @@ import pytest
 
 from parawrap import LaunchCancelledError, Platform, RankResults, current_rank, wrapper
 from parawrap.errors import UnsendableError
-from tests.launch.processes import SOON_S, eventually
+from tests.launch.processes import SOON_S, eventually, run_script
 
 
 def train(**options):
@@ -120,6 +120,44 @@ def test_cancelled_launches_are_errors_in_their_places(tmp_path):
     queue = _Queue([Job(Platform(device="cpu", verbose=False), lambda: time.sleep(600)) for _ in range(3)], 1)
     eventually(lambda: queue._running, "the first launch")
     queue.cancel()
-    assert type(queue.futures[0].exception()) is LaunchCancelledError
-    for future in queue.futures[1:]:
-        assert future.cancelled() or type(future.exception()) is LaunchCancelledError
+    assert type(queue.futures[0].exception(SOON_S)) is LaunchCancelledError
+    assert all(type(future.exception()) is LaunchCancelledError for future in queue.futures[1:])
+
+
+def test_launches_that_overlap_are_cancelled_at_once(tmp_path):
+    """The time that each rank takes to clean up is not added up."""
+
+    def cleans_up(number):
+        try:
+            (tmp_path / str(number)).touch()
+            time.sleep(0 if number == 0 else 600)
+        finally:
+            time.sleep(0 if number == 0 else 1)
+
+    outcomes = train(grace_s=4)(cleans_up).map(range(5), max_parallel=5)
+    next(outcomes)
+    eventually(lambda: len(list(tmp_path.iterdir())) == 5, "all launches")
+    began = time.monotonic()
+    outcomes.close()
+    assert time.monotonic() - began < 3
+
+
+def test_an_interpreter_that_ends_does_not_run_the_launches_that_are_left(tmp_path):
+    """Neither if the iterator was never used, nor if an exception left its loop."""
+    run_script(
+        tmp_path,
+        """
+        import pathlib, time
+        from parawrap import Platform, wrapper
+
+        def touch(name):
+            time.sleep(0.2)
+            pathlib.Path(name).touch()
+
+        launchable = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(touch)
+        unused = launchable.map([f"unused-{i}" for i in range(30)], max_parallel=2)
+        left = launchable.map([f"left-{i}" for i in range(30)], max_parallel=2)
+        next(left)
+        """,
+    )
+    assert len(list(tmp_path.glob("*-*"))) < 40

@@ -6,7 +6,7 @@ import atexit
 import os
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,7 @@ from parawrap.launch.watch._ending import Ending, verdict
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
-__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "cancel_launches"]
+__all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "cancel_all", "cancel_launches"]
 
 # Seconds that all ranks that have not returned may wait in torch.distributed, without progress.
 STUCK_S = 20.0
@@ -234,10 +234,16 @@ def assignments_of(
 
 def cancel_launches(job: Job | None = None) -> None:
     """End the launches of a job that run in this process, or all of them, and wait for that."""
-    ending = [launch for launch in list(_running) if job is None or launch._job is job]
-    for launch in ending:
-        launch._request_cancel()
-    for launch in ending:
+    cancel_all([launch for launch in list(_running) if job is None or launch._job is job])
+
+
+def cancel_all(launches: Iterable[Launch[Any]]) -> None:
+    """Cancel several launches at once, and wait until all have ended."""
+    running = [launch for launch in launches if not launch.done()]
+    for launch in running:
+        if isinstance(launch, WatchedLaunch):
+            launch._request_cancel()
+    for launch in running:
         launch.cancel()
 
 

@@ -157,6 +157,7 @@ class LocalNode:
         close_in_forked_children(wire)  # before the start, which may fork this process
         try:
             with its:
+                close_in_forked_children(its)
                 return _Process(wire, watcher, self._starter.start(its, grace_s))
         except BaseException:
             wire.close()

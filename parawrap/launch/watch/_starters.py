@@ -155,17 +155,19 @@ class _Server:
         return self._process.poll() is not None
 
     def start(self, line: socket.socket, grace_s: float) -> int:
-        status, written = os.pipe()
+        status, number = os.pipe()
+        written = os.fdopen(number, "wb", buffering=0)
+        close_in_forked_children(written)  # its end reports the rank's end
         try:
             with self._sending:
-                socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), written])
+                socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), number])
         except OSError as error:
             os.close(status)
             self.retire()
             msg = f"{self.fate()} takes no request for a rank: {explained(error)}. The next launch starts another one"
             raise LaunchError(msg) from error
         finally:
-            os.close(written)
+            written.close()
         return status
 
     def load(self, names: Iterable[str]) -> None:

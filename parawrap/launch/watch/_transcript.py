@@ -96,7 +96,7 @@ class Transcript:
 
     def record(self, text: str) -> None:
         """Keep a text that the rank did not write, without showing it."""
-        data = f"{text}\n".encode()
+        data = f"{text}\n".encode(errors="backslashreplace")
         if self._file is not None:
             self._file.write(data)
         with self._access:
