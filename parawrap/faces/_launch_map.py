@@ -27,13 +27,13 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
         return iter(())
     array = launch_array(jobs, max_parallel)
     if array is not None:
-        return _outcomes([launched.results for launched in array], lambda: cancel_all(array))
+        return _Outcomes([launched.results for launched in array], lambda: cancel_all(array))
     if max_parallel is None:
         max_parallel = 1 if runs_here(jobs[0]) else len(jobs)
     if max_parallel == 1:
         return _one_by_one(jobs)
     queue = _Queue(jobs, max_parallel)
-    return _outcomes([future.result for future in queue.futures], queue.cancel)
+    return _Outcomes([future.result for future in queue.futures], queue.cancel)
 
 
 def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
@@ -51,16 +51,27 @@ def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
         yield outcome
 
 
-def _outcomes(waits: Sequence[Callable[[], RankResults[Any]]], cancel: Callable[[], None]) -> Iterator[Outcome]:
-    try:
-        for wait in waits:
-            try:
-                outcome: Outcome = wait()
-            except Exception as error:  # noqa: BLE001 (yielded in the results' place)
-                outcome = error
-            yield outcome
-    finally:
-        cancel()
+class _Outcomes(Iterator[Outcome]):
+    """The outcomes of launches that run already. Not a generator: one that never began has nothing to close."""
+
+    def __init__(self, waits: Sequence[Callable[[], RankResults[Any]]], cancel: Callable[[], None]) -> None:
+        self._waits = iter(waits)
+        self._cancel = cancel
+
+    def __next__(self) -> Outcome:
+        wait = next(self._waits)
+        try:
+            return wait()
+        except Exception as error:  # noqa: BLE001 (yielded in the results' place)
+            return error
+
+    def close(self) -> None:
+        """Cancel the launches that have not ended."""
+        self._waits = iter(())
+        self._cancel()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class _Queue:

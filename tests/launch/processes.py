@@ -6,12 +6,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import psutil
 
 from parawrap import Platform, wrapper
+from tests.launch.script_server import Scripts
 
 PATIENCE_S = 40.0
 """For what is bound to happen: the end of a wait that would otherwise have none, and no measure of speed."""
@@ -53,7 +54,7 @@ def warm_processes():
 
     def is_one(process):
         try:
-            return any("parawrap" in argument for argument in process.cmdline())
+            return any("from parawrap" in argument for argument in process.cmdline())
         except psutil.NoSuchProcess:
             return False
 
@@ -132,40 +133,37 @@ def write_script(folder, text, name="parent.py"):
     return path
 
 
-def run_script(folder, text, *args, prefix=(), env=None, patience_s=2 * PATIENCE_S, **options):
-    """Run a script to its end in an interpreter of its own; it must succeed. Gives what it printed.
+scripts = Scripts()
+"""Starts scripts without loading torch for each."""
 
-    `prefix` is a command that starts the interpreter.
+
+def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s=2 * PATIENCE_S):
+    """Run a script to its end in a process of its own; it must succeed. Gives what it printed.
+
+    With `fresh`, and with the `env` or the command `prefix` that it is started with, it is a new interpreter; otherwise a
+    fork of one that has torch loaded.
     """
     path = write_script(folder, text)
-    done = subprocess.run(
-        [*prefix, sys.executable, path, *map(str, args)],
-        capture_output=True,
-        text=True,
-        timeout=patience_s,
-        check=False,
-        cwd=folder,
-        env=env,
-        **options,
-    )
-    assert done.returncode == 0, f"exit code {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    if fresh or prefix or env is not None:
+        command = [*prefix, sys.executable, path, *map(str, args)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience_s, check=False, cwd=folder, env=env)
+        out, err, code = done.stdout, done.stderr, done.returncode
+    else:
+        with closing(scripts.start(path, args, folder, streams=2)) as script:
+            try:
+                out, err = script.communicate(patience_s)
+            finally:
+                script.kill()
+        code = script.returncode
+    assert code == 0, f"exit code {code}:\n{out}\n{err}"
+    return out
 
 
 @contextmanager
-def running_script(folder, text, *args, **options):
-    """A script that runs in an interpreter and a process group of its own; killed at the end, if it still lives."""
-    path = write_script(folder, text)
-    with subprocess.Popen(
-        [sys.executable, path, *map(str, args)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=folder,
-        start_new_session=True,
-        **options,
-    ) as process:
+def running_script(folder, text, *args):
+    """A script that runs in a process and a session of its own; killed at the end, if it still lives."""
+    with closing(scripts.start(write_script(folder, text), args, folder, streams=1)) as script:
         try:
-            yield process
+            yield script
         finally:
-            process.kill()
+            script.kill()

@@ -44,7 +44,7 @@ def children_of(pid):
 def test_a_rank_killed_at_any_moment_is_named(number, tmp_path):
     """RankDiedError names it and SIGKILL, unless it was about to return: then the results may be there, and are right."""
     dice = random.Random(f"{SEED} {number}")
-    launchable = wrapper(ranks(3))(working())
+    launchable = wrapper(ranks(3, grace_s=1))(working())
     (warm, *_) = wrapper(ranks(1))(os.getppid)()
     delay = dice.uniform(0, 0.15)
     launch = launchable.submit(str(tmp_path))

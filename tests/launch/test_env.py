@@ -85,16 +85,28 @@ def environment(**added):
     return kept | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in added.items()}
 
 
-def torchrun(folder, *names, options=()):
-    """Play scenarios in a world that torchrun starts; its exit code."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *options]
-    return finished([subprocess.Popen([*command, str(HERE), str(folder), *names], env=environment())])[0]
+TORCHRUN = "from torch.distributed.run import main; main()"
+
+
+def torchrun(folder, *names, script=HERE, options=(), **added):
+    """Play the scenarios of a script in a world that torchrun starts; its exit code."""
+    launcher = folder / "torchrun.py"
+    launcher.write_text(TORCHRUN)
+    args = ["--standalone", "--nproc-per-node", "2", *options, script, folder, *names]
+    return finished([started(launcher, args, folder, environment(**added))])[0]
 
 
 def started_with(variables, folder, *names):
     """Play scenarios in processes that are told of their world by variables alone; their exit codes."""
-    command = [sys.executable, str(HERE), str(folder), *names]
-    return finished([subprocess.Popen(command, env=environment(**each)) for each in variables])
+    return finished([started(HERE, [folder, *names], folder, environment(**each)) for each in variables])
+
+
+def started(*place):
+    """A script that runs. The scenarios themselves, which run as a script too, find no tests to import."""
+    from tests.launch.processes import scripts
+
+    path, args, folder, environ = place
+    return scripts.start(path, args, folder, environ=environ)
 
 
 def finished(processes):
@@ -270,7 +282,7 @@ def test_helpers_know_the_world(world):
 
 @scenario
 def starting_others():
-    platform = Platform(device="cpu", n_cpus=2, launcher="local", verbose=False)
+    platform = Platform(device="cpu", n_cpus=2, launcher="local", spawn_method="fork", verbose=False)
     return os.getpid(), wrapper(platform)(lambda: (os.getpid(), total()[0], total()[-1]))()
 
 
@@ -473,37 +485,32 @@ def test_results_of_many_megabytes_reach_every_rank(world):
 
 
 @apart
-def being_killed():
-    def die():
-        if current_rank().global_rank == 1:
+def being_killed_twice():
+    """Torchrun restarts the processes once."""
+
+    def die_at(restart):
+        rank = current_rank()
+        if rank.restart == restart and rank.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         dist.barrier()
+        return rank.restart
 
-    Path(sys.argv[1], f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
-    wrapper(Platform(device="cpu"))(die)()
-
-
-def test_a_killed_rank_ends_the_world(tmp_path):
-    """Where a rank is killed, torchrun ends with an error, and no rank is left waiting."""
-    assert torchrun(tmp_path, "being_killed") != 0
-    assert not any(psutil.pid_exists(int((tmp_path / f"{rank}.pid").read_text())) for rank in range(2))
-
-
-@apart
-def being_restarted():
-    def survive():
-        if current_rank().restart == 0 and current_rank().global_rank == 1:
-            os._exit(7)
-        dist.barrier()
-        return current_rank().restart
-
-    return wrapper(CPU)(total)()[1][-1], wrapper(Platform(device="cpu"))(survive)()
+    restart = surrounding_world().restart
+    Path(sys.argv[1], f"{os.environ['RANK']}-{restart}.pid").write_text(str(os.getpid()))
+    before = wrapper(CPU)(total)()[1][-1]
+    survived = wrapper(Platform(device="cpu"))(die_at)(0)
+    Path(sys.argv[1], f"{os.environ['RANK']}.survived").write_bytes(pickle.dumps((before, survived)))
+    wrapper(Platform(device="cpu"))(die_at)(1)
 
 
-def test_a_restarted_world_starts_anew(tmp_path):
-    """After torchrun has restarted the processes, calls meet no leftovers, and the rank knows that it was restarted."""
-    assert torchrun(tmp_path, "being_restarted", options=["--max-restarts", "1"]) == 0
-    assert returned(endings_in(tmp_path), "being_restarted") == [(21, (1, 1))] * 2
+def test_a_world_starts_anew_after_a_death_and_ends_with_the_last(tmp_path):
+    """Restarted by torchrun, calls meet no leftovers and ranks know of it; then torchrun fails, and no rank waits."""
+    assert torchrun(tmp_path, "being_killed_twice", options=["--max-restarts", "1"]) != 0
+    told = [pickle.loads((tmp_path / f"{rank}.survived").read_bytes()) for rank in range(2)]
+    assert told == [(21, (1, 1))] * 2
+    pids = [int(path.read_text()) for path in tmp_path.glob("*-*.pid")]
+    assert len(pids) == 4
+    assert not any(map(psutil.pid_exists, pids))
 
 
 # --- worlds that are variables only ---

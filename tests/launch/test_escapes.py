@@ -168,15 +168,16 @@ time.sleep(600)
 """
 
 
-def test_a_process_that_had_to_be_killed_is_gone_when_the_results_are_there(tmp_path):
+def test_a_process_that_had_to_be_killed_is_gone_when_the_results_are_there(monkeypatch):
     """One that ignores SIGTERM gets SIGKILL, and the launch waits until it has ended."""
+    monkeypatch.setattr("parawrap.launch._leftovers._PATIENCE_S", 0.5)
 
     def starts():
         child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
         child.stdout.readline()
         return child.pid
 
-    (pid,) = wrapper(ranks(1, grace_s=0.5))(starts)()
+    (pid,) = wrapper(ranks(1, spawn_method="fork"))(starts)()  # where this process itself ends what ranks have left
     assert is_gone(pid)
 
 

@@ -59,7 +59,7 @@ def test_a_rank_that_cannot_answer_is_named(caplog, tmp_path):
             import ctypes
 
             (go.parent / "held").touch()
-            ctypes.PyDLL(None).sleep(4)  # without releasing the lock
+            ctypes.PyDLL(None).sleep(3)  # without releasing the lock
         dist.barrier()
 
     launch = ranks()(locked).submit(tmp_path / "go")

@@ -16,8 +16,10 @@ ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "16"))
 SCRIPT = """
 import contextlib, faulthandler, json, os, pathlib, signal, sys, time
 import psutil
+import parawrap
 from parawrap import Platform, wrapper
 
+PACKAGE = os.path.dirname(parawrap.__file__)
 GRACE_S, GAP_S = 0.5, 0.05
 BOUND_S = GRACE_S + 8
 
@@ -32,7 +34,7 @@ class Moments:
         self.at, self.count, self.seen = at, 0, {}
 
     def __call__(self, frame, event, _):
-        if "parawrap" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
             return
         self.count += 1
         place = (os.path.basename(frame.f_code.co_filename), frame.f_lineno, event)
@@ -82,7 +84,7 @@ def nobody_runs():
     others = psutil.Process().children(recursive=True)
     with contextlib.suppress(psutil.NoSuchProcess):
         running = [each for each in others if each.status() != psutil.STATUS_ZOMBIE]
-        warm = [each for each in running if each.ppid() == os.getpid() and "parawrap" in " ".join(each.cmdline())]
+        warm = [each for each in running if each.ppid() == os.getpid() and "from parawrap" in " ".join(each.cmdline())]
         return len(running) == len(warm) <= 1
     return False
 

@@ -96,10 +96,8 @@ def another_user():
 def test_a_parent_that_may_have_too_few_names_the_limit(rooms, limit, tmp_path):
     """However few are left, a launch gives all results, or soon raises an error that names the limit and its value."""
     text = SCRIPT + rooms + "\nprint(json.dumps(endings(1 << 18)))\n"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    first, *others = json.loads(
-        run_script(tmp_path, text, prefix=another_user() if rooms == PROCESSES else (), env=environment)
-    )
+    options = {"prefix": another_user(), "env": os.environ | {"OMP_NUM_THREADS": "1"}} if rooms == PROCESSES else {}
+    first, *others = json.loads(run_script(tmp_path, text, **options))
     assert first["results"] == others[-1]["results"] == [0.0, 1.0, 2.0]
     failed = [each for each in others if "results" not in each]
     assert failed

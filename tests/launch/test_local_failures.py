@@ -120,7 +120,7 @@ def test_an_exception_arrives_while_the_other_rank_is_blocked(how, failing):
             raise KeyError("weight", 7)  # the user's line
         blocked()
 
-    error, seconds = failure_of(fails)
+    error, seconds = failure_of(fails, platform=ranks(grace_s=1))
     assert type(error) is KeyError
     assert error.args == ("weight", 7)
     assert f"raised in rank {failing} of 2 (node 0, {os.uname().nodename})" in error.__notes__[0]
@@ -466,7 +466,6 @@ def test_a_rank_may_return_long_before_the_others():
         ("hang_timeout_s", 0.5, "event"),
         ("hang_timeout_s", 0.5, "hold_gil"),
         ("timeout_min", 0.5 / 60, "compute"),
-        ("timeout_min", 0.5 / 60, "hold_gil"),
     ],
 )
 def test_time_that_is_up_ends_in_the_stacks_of_every_rank(field, limit, how):
@@ -500,8 +499,7 @@ def test_a_rank_had_returned_when_time_was_up():
     assert "these ranks had ended before: 1" in notes_of(error)
 
 
-@pytest.mark.parametrize("sign", ["steps", "prints", "computes"])
-def test_a_rank_that_goes_on_is_not_silent(sign):
+def test_a_rank_that_goes_on_is_not_silent():
     """Neither one that goes from step to step of a loop, nor one that writes, nor one that computes in Python, is ended."""
 
     def goes_on(kind):
@@ -512,10 +510,12 @@ def test_a_rank_that_goes_on_is_not_silent(sign):
             if kind == "prints":
                 print("step", flush=True)
             time.sleep(0.05)
-        return "done"
+        return kind
 
-    launch = wrapper(ranks(1, hang_timeout_s=0.6))(goes_on).submit(sign)
-    assert launch.results(timeout=PATIENCE_S) == ("done",)
+    launchable = wrapper(ranks(1, hang_timeout_s=0.6))(goes_on)
+    launches = {kind: launchable.submit(kind) for kind in ("steps", "prints", "computes")}
+    for kind, launch in launches.items():
+        assert launch.results(timeout=PATIENCE_S) == (kind,)
 
 
 # -- stacks on demand
@@ -732,7 +732,7 @@ def test_what_a_rank_started_has_time_to_clean_up(tmp_path):
     """A process that ignores being told, as Python's resource tracker does, is not killed while it may still be at work."""
     cleans = f"""
 import pathlib, time
-time.sleep(3)
+time.sleep(1)
 pathlib.Path({str(tmp_path)!r}, "clean").touch()
 """
 
@@ -846,10 +846,10 @@ method, folder, how = sys.argv[1:]
 def works():
     say(folder, subprocess.Popen(["sleep", "600"]).pid)
     say(folder)
-    if how == "hold_gil":
-        ctypes.PyDLL(None).sleep(600)
     if current_rank().global_rank == 0:
         dist.all_reduce(torch.ones(1))
+    if how == "hold_gil":
+        ctypes.PyDLL(None).sleep(600)
     try:
         time.sleep(600)
     finally:
@@ -878,12 +878,12 @@ def test_ctrl_c_ends_the_ranks_and_is_raised(whole_group, tmp_path):
     ("number", "method", "how"),
     [
         (signal.SIGTERM, "forkserver", "waits"),
-        *((signal.SIGKILL, method, how) for method in METHODS for how in ("waits", "hold_gil")),
+        *((signal.SIGKILL, method, "hold_gil") for method in METHODS),
     ],
     ids=lambda each: getattr(each, "name", each),
 )
 def test_nobody_survives_the_parent(number, method, how, tmp_path):
-    """Ranks and what they started are gone soon after the parent was killed, also ranks that let no Python run."""
+    """Ranks and what they started are gone soon after the parent was killed, also a rank that lets no Python run."""
     with running_script(tmp_path, PARENT, method, tmp_path, how) as parent:
         pids = said_in(tmp_path, 4)
         family = {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}

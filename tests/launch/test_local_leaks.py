@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -25,6 +24,9 @@ from tests.launch.processes import (
     said_in,
 )
 
+COUNT = int(os.environ.get("PARAWRAP_LAUNCHES", "80"))
+"""Launches of every kind. With PARAWRAP_LAUNCHES=200, the memory that they leave may be compared over a longer time."""
+
 LAUNCHES = """
 import contextlib, gc, json, os, sys, tempfile, threading, time
 from pathlib import Path
@@ -33,7 +35,7 @@ from parawrap import LaunchError, Platform, current_rank, wrapper
 
 me = psutil.Process()
 folder = tempfile.gettempdir()
-fields = dict(device="cpu", n_cpus=2, verbose=False)
+fields = dict(device="cpu", verbose=False, grace_s=0.5)
 
 def found():
     gc.collect()
@@ -51,95 +53,100 @@ def found():
 def works(how):
     total = torch.ones(1 << 18)  # a megabyte: its file is mapped
     dist.all_reduce(total)
-    rank = current_rank().global_rank
-    if rank == 1 and how == "raises":
+    is_last = current_rank().global_rank == current_rank().world_size - 1
+    if is_last and how == "raises":
         raise ValueError
-    if rank == 1 and how == "dies":
+    if is_last and how == "dies":
         os._exit(3)
     if how != "returns":
         time.sleep(60)
     return total
 
-def launch(i):
+def submit(i):
     how = ("returns", "returns", "returns", "raises", "returns", "dies", "returns", "cancelled")[i % 8]
-    platform = Platform(**fields, ipc_protocol=("tcp", "file")[i // 8 % 2])
+    count = 2 if i % 3 == 0 else 1
+    platform = Platform(**fields, n_cpus=count, ipc_protocol=("tcp", "file")[i // 8 % 2])
     running = wrapper(platform)(works).submit(how)
+    return how, count, running
+
+def finish(how, count, running):
     if how == "cancelled":
         running.cancel()
     with contextlib.suppress(ValueError, LaunchError):
-        assert [each.sum().item() for each in running.results(timeout=30)] == [float(1 << 19)] * 2
+        assert [each.sum().item() for each in running.results(timeout=30)] == [count * float(1 << 18)] * count
         assert how == "returns"
 
-for i in range(16):
-    launch(i)
+def launch(count, at_once=4):
+    for i in range(0, count, at_once):
+        for submitted in [submit(j) for j in range(i, i + at_once)]:
+            finish(*submitted)
+
+launch(16)
 before = found()
-began = time.monotonic()
-for i in range(200):
-    launch(i)
-seconds = time.monotonic() - began
-print(json.dumps([before, found(), seconds]))
+launch(int(sys.argv[1]))
+print(json.dumps([before, found()]))
 """
 
 
 @pytest.fixture(scope="module")
-def two_hundred(tmp_path_factory):
-    """What a parent held before and after 200 launches: some returned, some raised, some died, some were cancelled."""
+def many(tmp_path_factory):
+    """What a parent held before and after many launches: some returned, some raised, some died, some were cancelled."""
     folder = tmp_path_factory.mktemp("launches")
     private = tmp_path_factory.mktemp("private")
     environment = {**os.environ, "TMPDIR": str(private)}
-    before, after, _ = json.loads(run_script(folder, LAUNCHES, env=environment, patience_s=6 * PATIENCE_S))
+    before, after = json.loads(run_script(folder, LAUNCHES, COUNT, env=environment, patience_s=6 * PATIENCE_S))
     return before, after
 
 
-def of_two_hundred(test):
+def of_many(test):
     """Whichever comes first waits for them: half a minute, and several on a crowded machine."""
     return pytest.mark.stress(pytest.mark.timeout(7 * PATIENCE_S)(test))
 
 
-@of_two_hundred
+@of_many
 @pytest.mark.parametrize("what", ["processes", "threads", "temporary", "maps"])
-def test_nothing_stays_of_two_hundred_launches(what, two_hundred):
+def test_nothing_stays_of_many_launches(what, many):
     """Processes, threads, temporary files and mapped files are those from before."""
-    before, after = two_hundred
+    before, after = many
     assert after[what] == before[what]
 
 
-@of_two_hundred
-def test_no_shared_memory_stays_of_two_hundred_launches(two_hundred):
+@of_many
+def test_no_shared_memory_stays_of_many_launches(many):
     """What other programs have there for a moment goes by itself."""
-    before, after = two_hundred
+    before, after = many
     new = [Path("/dev/shm", name) for name in set(after["shared"]) - set(before["shared"])]
     eventually(lambda: not any(map(Path.exists, new)), f"the end of {new}", SOON_S)
 
 
-@of_two_hundred
-def test_no_descriptor_stays_of_two_hundred_launches(two_hundred):
+@of_many
+def test_no_descriptor_stays_of_many_launches(many):
     """As many files are open as before."""
-    before, after = two_hundred
+    before, after = many
     assert len(after["descriptors"]) == len(before["descriptors"]), after["descriptors"]
 
 
-@of_two_hundred
-def test_memory_stays_flat_over_two_hundred_launches(two_hundred):
-    """What 200 launches leave in memory is little."""
-    before, after = two_hundred
-    assert after["memory"] - before["memory"] < 24 << 20
+@of_many
+def test_memory_stays_flat_over_many_launches(many):
+    """What launches leave in memory is little: 60 KB each, or the noise of an allocator."""
+    before, after = many
+    assert after["memory"] - before["memory"] < max(COUNT * 60 << 10, 12 << 20)
 
 
 def test_warm_processes_that_are_of_no_use_any_more_are_reaped(monkeypatch):
     """Another environment needs another warm process; those from before do not add up, not even as zombies."""
-    launchable = wrapper(ranks())(lambda: 1)
-    before = {each.pid for each in psutil.Process().children()}
-    for number in ("1", "2", "1"):
-        monkeypatch.setenv("OMP_NUM_THREADS", number)
-        launchable()
+    launchable = wrapper(ranks(1))(lambda: 1)
+    launchable()
+    before = len(psutil.Process().children())
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launchable()
     monkeypatch.undo()
 
     def children():
         launchable()  # a launch may tidy up
-        return len({each.pid for each in psutil.Process().children()} - before) == 1
+        return len(psutil.Process().children()) == before
 
-    eventually(children, "only one new warm process", SOON_S)
+    eventually(children, "only one warm process", SOON_S)
 
 
 @pytest.mark.parametrize("end", ["returns", "dies"])
@@ -214,6 +221,6 @@ def test_a_fork_of_the_parent_keeps_no_rank_alive(method, tmp_path):
 
 def test_a_fork_of_the_parent_that_ends_ends_no_rank(tmp_path):
     """What the parent does at its end, a fork of it does not do."""
-    with running_script(tmp_path, FORKING, "forkserver", tmp_path, "exit", stdin=subprocess.DEVNULL) as parent:
+    with running_script(tmp_path, FORKING, "forkserver", tmp_path, "exit") as parent:
         said, _ = parent.communicate(timeout=PATIENCE_S)
     assert said == "RankResults(1, 1)\n"

@@ -242,7 +242,7 @@ def is_open(file: int) -> bool:
 
 @pytest.mark.parametrize("how", ["opened", "closed", "forgotten", "broken"])
 def test_a_parcel_closes_its_file(how):
-    """Opened, closed unopened, or forgotten; also where its value cannot be made."""
+    """Closed or forgotten, unopened or opened, also if its value cannot be made. Until then it can be opened again."""
     file = memory_file("test")
     pack(Unmakable() if how == "broken" else 3, file, "value")
     parcel = Parcel(file)
@@ -251,10 +251,10 @@ def test_a_parcel_closes_its_file(how):
         with pytest.raises(FileNotFoundError):
             parcel.open()
     elif how == "opened":
-        assert parcel.open() == 3
-    elif how == "closed":
-        parcel.close()
-        parcel.close()
-    else:
+        assert parcel.open() == parcel.open() == 3
+    if how == "forgotten":
         del parcel
+    else:
+        parcel.close()
+        parcel.close()
     assert not is_open(file)

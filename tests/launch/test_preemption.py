@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import threading
 import time
 from itertools import count
@@ -21,7 +19,7 @@ from parawrap.launch._rank import Rank
 from parawrap.launch.ranks._preemption import Preemption
 from parawrap.launch.ranks._store_agreement import StoreAgreement
 from tests.launch.processes import PATIENCE_S, eventually, failure_of, ranks
-from tests.launch.test_env import environment, finished
+from tests.launch.test_env import torchrun
 
 HERE = Path(__file__).parent
 _REHEARSALS = 10
@@ -380,10 +378,7 @@ def test_an_inline_call_off_the_main_thread_takes_no_signals(own_handler):
 def world(tmp_path_factory):
     """How every scenario of preempted_world.py ended in each of two ranks, by its name."""
     folder = tmp_path_factory.mktemp("world")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    variables = environment(PYTHONPATH=HERE.parents[1])
-    script = [str(HERE / "preempted_world.py"), str(folder)]
-    assert finished([subprocess.Popen([*command, *script], env=variables)]) == [0]
+    assert torchrun(folder, script=HERE / "preempted_world.py", PYTHONPATH=HERE.parents[1]) == 0
     endings = [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
     return {name: [ending[name] for ending in endings] for name in endings[0]}
 

@@ -13,11 +13,11 @@ import signal
 import socket
 import stat
 import struct
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,6 @@ import torch.distributed as dist
 from parawrap import Platform, current_rank, wrapper
 
 HERE = Path(__file__).resolve()
-ROOT = HERE.parents[2]
 PATIENCE_S = 100.0
 LONGEST_S = 15  # for one rank in one world; then the kernel ends it
 KILLED = b'{"error": "killed", "bases": [], "text": "the rank did not end"}'
@@ -148,7 +147,7 @@ def forge(header, piece, *, failed=False):
 
 
 def attacked(folder, play, **variables):
-    """How two calls of a world with one real rank ended, and whether the attacker's code ran."""
+    """How the call of rank 0 ended in a world whose other rank is the attacker, and whether the attacker's code ran."""
     (ending,) = world(1, play, folder / "home", WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, **variables)
     return ending | {"executed": (folder / "executed").exists()}
 
@@ -335,15 +334,11 @@ def played(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worlds")
     worlds = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "SLURM", "OMPI", "PMI", SECRET)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(worlds)}
-    script = subprocess.run(
-        [sys.executable, HERE, folder],
-        env=kept | {"PYTHONPATH": str(ROOT)},
-        timeout=PATIENCE_S,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert script.returncode == 0, script.stderr
+    from tests.launch.processes import scripts  # the scenarios, which are a script, find no tests to import
+
+    with closing(scripts.start(HERE, [folder], folder, streams=1, environ=kept)) as script:
+        said, _ = script.communicate(PATIENCE_S)
+    assert script.returncode == 0, said
     return json.loads((folder / "played.json").read_text())
 
 

@@ -62,7 +62,8 @@ def add_note(error: BaseException, note: str) -> None:
     try:
         error.add_note(note)
     except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
-        error.__dict__.setdefault("__notes__", []).append(note)
+        notes = error.__dict__.get("__notes__", ())
+        error.__dict__["__notes__"] = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
 
 
 def is_echo(error: BaseException) -> bool:

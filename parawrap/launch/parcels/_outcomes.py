@@ -46,23 +46,20 @@ Signal = signal.Signals | int
 
 
 class Parcel:
-    """A value that a rank sent, still packed, in an open file or at a path. It can be opened once."""
+    """A value that a rank sent, still packed, in an open file or at a path."""
 
     def __init__(self, file: int | Path) -> None:
         self._file: int | None = file if isinstance(file, int) else None
         self._path = file if isinstance(file, Path) else None
 
     def open(self) -> Any:
-        """Return the value."""
-        if self._path is not None:  # a copy, as a mapped file could not be removed on some file systems
+        """Return the value. May be called again before `close`, say after a Ctrl-C."""
+        if self._path is not None and self._file is None:  # a copy, as mapped files cannot be removed everywhere
             self._file = memory_file("parcel")
             with open_private(self._path) as packed, open(self._file, "wb", closefd=False) as copy:
                 shutil.copyfileobj(packed, copy)
-        assert self._file is not None, "opened twice"
-        try:
-            return unpack(self._file)
-        finally:
-            self.close()
+        assert self._file is not None, "closed"
+        return unpack(self._file)
 
     def put(self, path: Path) -> Parcel:
         """Move it to a file at this path, where another process can open it. Return the new parcel."""

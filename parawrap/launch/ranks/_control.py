@@ -33,6 +33,7 @@ __all__ = ["FORCED", "PRELOADABLE", "Control", "ToldToEnd"]
 _OWN_FILES = str(Path(__file__).parent.parent)
 _LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
 _LOOK_S = 0.1
 _DEAF_S = 1.0
 _IDLE = 0.02  # a thread that waits uses at most this share of a processor
@@ -203,7 +204,7 @@ class _MainThread:
     def _look(self) -> _Look:
         frame = sys._current_frames().get(self._ident)
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
-        in_distributed = [each.f_code.co_filename.startswith(_DISTRIBUTED) for each in frames]
+        in_distributed = [_waits_in(each.f_code.co_filename) for each in frames]
         outside = in_distributed.index(False) if False in in_distributed else len(frames)
         place = tuple((id(each), each.f_lasti) for each in frames)
         return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
@@ -213,6 +214,11 @@ class _MainThread:
         if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
+
+
+def _waits_in(filename: str) -> bool:
+    """True for files of torch.distributed that wait for other ranks. Checkpoints may wait for a disk."""
+    return filename.startswith(_DISTRIBUTED) and not filename.startswith(_CHECKPOINT)
 
 
 class _Look(NamedTuple):

@@ -51,7 +51,9 @@ class Exchange:
     """
 
     def __init__(self, prefix: str, store: dist.Store, world: World, platform: Platform) -> None:
-        self._prefix = prefix
+        self._prefix = (
+            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}"  # of a signature, so no other world's is valid
+        )
         self._store: Any = dist.PrefixStore(prefix, store)  # which takes bytes, though its types say str
         self._signer = Signer()
         self._world = world

@@ -86,13 +86,20 @@ def _key_in(folder: Path) -> bytes:
     if not path.exists():
         made = folder / f".key-{secrets.token_hex(8)}"
         made.touch(0o600)
-        made.write_bytes(secrets.token_bytes(_KEY_BYTES))
+        with made.open("wb") as file:
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(made, path)  # atomic, on network file systems too
         made.unlink()
     with path.open("rb") as file:
         _check_private(path, os.fstat(file.fileno()))
-        return file.read()
+        key = file.read()
+    if len(key) != _KEY_BYTES:
+        msg = f"{path} has {len(key)} bytes and not {_KEY_BYTES}: delete it, and the next launch makes a new one"
+        raise LaunchError(msg)
+    return key
 
 
 def _check_private(path: Path, status: os.stat_result) -> None:

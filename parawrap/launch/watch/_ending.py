@@ -10,7 +10,7 @@ from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutErro
 from parawrap.launch._platform import Platform
 from parawrap.launch._results import RankResults
 from parawrap.launch.parcels._failures import add_note
-from parawrap.launch.parcels._outcomes import Outcome, Returned, error_of, first_failure, values_of
+from parawrap.launch.parcels._outcomes import Outcome, Raised, Returned, error_of, first_failure, values_of
 
 __all__ = ["Ending", "verdict"]
 
@@ -40,6 +40,14 @@ class Ending:
     stuck: bool = False
     broken: str | None = None
     requeued: bool = False
+
+    def close(self) -> None:
+        """Close the results and exceptions that were not unpacked."""
+        for outcome in self.outcomes.values():
+            if isinstance(outcome, Returned):
+                outcome.value.close()
+            elif isinstance(outcome, Raised):
+                outcome.error.close()
 
     @property
     def is_success(self) -> bool:

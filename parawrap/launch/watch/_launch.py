@@ -22,6 +22,7 @@ from parawrap.launch.ranks._groups import Rendezvous
 from parawrap.launch.ranks._setup import Place
 from parawrap.launch.watch import _hints
 from parawrap.launch.watch._ending import Ending, verdict
+from parawrap.launch.watch._latch import Latch
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
@@ -43,9 +44,10 @@ class WatchedLaunch(Launch[Any]):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._platform = job.platform
+        self._pid = os.getpid()
         self._claim = threading.Lock()
-        self._ended = threading.Event()
-        self._cancelled = threading.Event()
+        self._ended = Latch()
+        self._cancelled = Latch()
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
         self._verdict: RankResults[Any] | BaseException | None = None
@@ -75,11 +77,15 @@ class WatchedLaunch(Launch[Any]):
             self._finish_transcripts()
             msg = f"no thread can be started to watch {self._job.name}: {explained(error)}"
             raise LaunchError(msg) from error
-        except BaseException:  # Ctrl-C: if the thread has not claimed the launch yet, it never begins it
+        except BaseException:  # Ctrl-C
             self._request_cancel()
-            if self._claim.acquire(blocking=False):
-                self._end()
+            self._end_unclaimed()
             raise
+
+    def _end_unclaimed(self) -> None:
+        """End the launch if its thread has not begun. If the thread begins after this, it does nothing."""
+        if self._claim.acquire(blocking=False):
+            self._end()
 
     def _run(self) -> None:
         if not self._claim.acquire(blocking=False):
@@ -111,6 +117,8 @@ class WatchedLaunch(Launch[Any]):
         with self._reading:
             if self._verdict is None:
                 self._verdict = self._results()
+                if isinstance(self._known, Ending):
+                    self._known.close()
         if isinstance(self._verdict, BaseException):
             raise self._verdict
         return self._verdict
@@ -125,10 +133,14 @@ class WatchedLaunch(Launch[Any]):
 
     def cancel(self) -> None:
         self._request_cancel()
+        self._end_unclaimed()
         self._has_ended(None)
 
     def _has_ended(self, timeout: float | None) -> bool:
         """Wait for the end. The thread that watches runs ``upon_finish``: there the launch has ended already."""
+        if os.getpid() != self._pid:
+            msg = f"this launch of {self._job.name} belongs to process {self._pid}, of which this one is a fork"
+            raise LaunchError(msg)
         return threading.current_thread() is self._watch or self._ended.wait(timeout)
 
     @property
@@ -156,7 +168,7 @@ class RunLaunch(WatchedLaunch):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._run_of_ranks: Run | None = None
-        self._has_begun = threading.Event()
+        self._has_begun = Latch()
 
     def _await_begin(self) -> None:
         """Wait until the ranks are started.

@@ -7,6 +7,7 @@ several machines meet at a TCPStore. The watching process keeps it, not rank 0, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -106,11 +107,17 @@ def _new_folder(cleanup: contextlib.ExitStack) -> Path:
     """Make a folder and lock it. Try again if another launch took it for a forgotten one before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
-        with contextlib.suppress(OSError):
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
             cleanup.enter_context(_locked(folder))
-            cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-            if folder.exists():
-                return folder
+        except (FileNotFoundError, BlockingIOError):
+            continue
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            return folder  # the file system has no locks: folders of killed processes stay there
+        if folder.exists():
+            return folder
 
 
 @contextmanager

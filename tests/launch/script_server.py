@@ -1,0 +1,172 @@
+"""Runs scripts in forks of a process that has torch and parawrap loaded: a new interpreter loads them for two seconds.
+
+`Scripts` is for the tests; the file itself is what the process runs. A script is the program of its fork: ``__main__`` is
+the script's, uncaught exceptions end it with a traceback and exit code 1, and the interpreter ends as usual.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from pathlib import Path
+
+_NUMBER = struct.Struct("<i")
+_LONGEST = 1 << 20
+
+
+class Script:
+    """A script that runs, with the part of subprocess.Popen that tests use."""
+
+    def __init__(self, args, pid, status, streams):
+        self.args, self.pid, self.returncode = args, pid, None
+        self._status, self._streams = status, streams
+
+    def poll(self):
+        """The exit code, or minus the signal's number; None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout=None):
+        """Wait for its end."""
+        if self.returncode is None:
+            if not select.select([self._status], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            (self.returncode,) = _NUMBER.unpack(os.read(self._status, _NUMBER.size))
+        return self.returncode
+
+    def communicate(self, timeout=None):
+        """Wait for the ends of its streams and of itself; give what it wrote to each."""
+        until = None if timeout is None else time.monotonic() + timeout
+        written = dict.fromkeys(self._streams, b"")
+        reading = set(written)
+        while reading:
+            left = None if until is None else max(0.0, until - time.monotonic())
+            ready = select.select(list(reading), [], [], left)[0]
+            if not ready:
+                raise subprocess.TimeoutExpired(self.args, timeout, b"".join(written.values()))
+            for stream in ready:
+                data = os.read(stream, 1 << 16)
+                written[stream] += data
+                if not data:
+                    reading.remove(stream)
+        self.wait(None if until is None else max(0.0, until - time.monotonic()))
+        out, err = (*(data.decode() for data in written.values()), None)[:2]
+        return out, err
+
+    def kill(self):
+        """Kill it, if it still runs."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+    def close(self):
+        """Close what was opened for it."""
+        for file in (self._status, *self._streams):
+            os.close(file)
+
+
+class Scripts:
+    """The process that forks scripts, started with the first one. For one thread."""
+
+    def __init__(self):
+        self._line = None
+
+    def start(self, path, args, cwd, *, streams=0, environ=os.environ):
+        """Run a script.
+
+        Args:
+            path: of the script.
+            args: its arguments.
+            cwd: the folder that it starts in.
+            streams: 2 keeps what it writes to standard output and error for `communicate`, 1 both together, 0 nothing.
+            environ: its environment.
+        """
+        if self._line is None:
+            self._line, its = socket.socketpair()
+            with its:
+                process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True)
+            atexit.register(process.wait)
+            atexit.register(self._line.close)
+        pipes = [os.pipe() for _ in range(streams)]
+        status, writer = os.pipe()
+        request = {"path": str(path), "args": list(map(str, args)), "cwd": str(cwd), "environ": dict(environ)}
+        socket.send_fds(self._line, [json.dumps(request).encode()], [writer, *(each for _, each in pipes)])
+        for file in (writer, *(each for _, each in pipes)):
+            os.close(file)
+        (pid,) = _NUMBER.unpack(os.read(status, _NUMBER.size))
+        return Script([str(path), *request["args"]], pid, status, [each for each, _ in pipes])
+
+
+# -- in the process
+
+
+def serve(line):
+    """Fork for each request; returns in a script's process, with the request, or exits when the tests have ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for scripts
+    while True:
+        data, files, *_ = socket.recv_fds(line, _LONGEST, 3)
+        if not data:
+            sys.exit()
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            line.close()
+            if fork_script(*files):
+                return json.loads(data)
+        for file in files:
+            os.close(file)
+
+
+def fork_script(status, *streams):
+    """True in the script's process. The one between waits for it, and tells how it ended."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number, stream in zip((1, 2), (*streams, *streams), strict=False):
+            os.dup2(stream, number)
+        for file in (status, *streams):
+            os.close(file)
+        return True
+    for file in streams:
+        os.close(file)
+    os.write(status, _NUMBER.pack(pid))
+    os.write(status, _NUMBER.pack(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+    os._exit(0)
+
+
+def become(request):
+    """Take over what a new interpreter would be given; gives the program and its place."""
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    tempfile.tempdir = None
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115 (the server's went elsewhere)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    path = Path(request["path"])
+    sys.argv[:] = [str(path), *request["args"]]
+    sys.path[0] = str(path.parent)
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    main.__file__ = str(path)
+    main.__builtins__ = __builtins__
+    return compile(path.read_text(), str(path), "exec"), vars(main)
+
+
+if __name__ == "__main__":
+    import psutil  # noqa: F401 (what scripts import)
+
+    import parawrap  # noqa: F401
+
+    requests = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    exec(*become(serve(requests)))
