@@ -270,7 +270,7 @@ def _answer(load: _Load, address: Address) -> None:
                 os._exit(0)
             if message.word == "start":
                 rank = message.body.place.global_rank
-                key.data.send("hello", (rank, 1))
+                key.data.send("started", (rank, 1))
                 waiting -= 1
                 if waiting == 0:
                     _return_all(load, wires, pieces)

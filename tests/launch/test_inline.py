@@ -87,7 +87,7 @@ def test_afterwards_this_process_is_no_rank(fails):
     else:
         inline(train)
     assert not inside_a_rank()
-    with pytest.raises(LaunchError, match="no rank"):
+    with pytest.raises(LaunchError, match="not a rank"):
         current_rank()
 
 

@@ -667,7 +667,8 @@ def test_dry_run_starts_nothing():
     assert preview.payload > 1 << 20
     assert "[0, 1], [2, 3]" in str(preview)
     assert "in a new private folder" in str(preview)
-    assert {each.pid for each in psutil.Process().children(recursive=True)} == before
+    # The process that an earlier launch gave up before it had started may still come and go.
+    eventually(lambda: {each.pid for each in psutil.Process().children(recursive=True)} <= before, "no new process")
     with pytest.raises(TypeError, match=r"args\[0\] cannot be sent"):
         wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
 
@@ -923,7 +924,7 @@ def test_a_parent_with_closed_streams_can_launch(closed, method, tmp_path):
     with open("found", "w") as file:
         json.dump([results, sorted(launch.logs(1).split())], file)
     """
-    run_script(tmp_path, text)
+    run_script(tmp_path, text, fresh=True)  # importing torch may take the descriptors that are free
     results, words = json.loads((tmp_path / "found").read_text())
     assert [total for total, _ in results] == [2.0, 2.0]
     assert sorted("".join(words)) == sorted("outerr")

@@ -45,5 +45,5 @@ def test_more_ranks_than_cores_are_refused(monkeypatch):
 def test_a_malformed_list_of_cores_is_named(monkeypatch):
     """The error shows the variable, and what would do."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-a")
-    with pytest.raises(PlatformError, match=r"NEURON_RT_VISIBLE_CORES='0-a'.*'0-6' or '0,2-4'"):
+    with pytest.raises(PlatformError, match=r"NEURON_RT_VISIBLE_CORES='0-a'.*'0-6', '3' or '0,2-4'"):
         Platform(device="neuron")

@@ -14,7 +14,7 @@ import re
 import sys
 import tempfile
 import threading
-import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -47,7 +47,7 @@ def new_log_folder(platform: Platform, name: str) -> Path | None:
         return None
     readable = "".join(each if each.isalnum() else "-" for each in name).strip("-")
     folder = Path(platform.console_logs).expanduser().absolute()
-    prefix = f"{readable}-{time.strftime('%Y%m%d-%H%M%S')}-"
+    prefix = f"{readable}-{datetime.now():%Y%m%d-%H%M%S-%f}-"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=folder))
