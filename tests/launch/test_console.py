@@ -63,15 +63,6 @@ def logs_below(folder):
     return {each.name: {path.name: path.read_text() for path in sorted(each.iterdir())} for each in launches}
 
 
-def test_log_folders_stand_in_the_order_of_their_launches(tmp_path):
-    """Sorted by name, the folder of the last launch is the last one."""
-    launchable = wrapper(ranks(1, console_logs=tmp_path))(print)
-    for number in range(3):
-        launchable(number)
-    found = logs_below(tmp_path)
-    assert [found[name] for name in sorted(found)] == [{"rank-0.log": f"{number}\n"} for number in range(3)]
-
-
 def test_two_launches_at_once_do_not_mix_their_logs(tmp_path):
     """Each writes into its own folder while both run."""
 
