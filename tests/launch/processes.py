@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import psutil
@@ -167,3 +167,21 @@ def running_script(folder, text, *args):
             yield script
         finally:
             script.kill()
+
+
+@contextmanager
+def running_scripts(root, cases):
+    """Several scripts as from `running_script`, started at the same time; by key, each with a folder of its own.
+
+    Args:
+        root: where the folders are made.
+        cases: by key, a function that is given the folder, and gives the script's text and arguments.
+    """
+    with ExitStack() as stack:
+        started = {}
+        for number, (key, case) in enumerate(cases.items()):
+            folder = Path(root) / str(number)
+            folder.mkdir()
+            text, *args = case(folder)
+            started[key] = stack.enter_context(running_script(folder, text, *args)), folder
+        yield started

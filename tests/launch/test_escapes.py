@@ -19,7 +19,7 @@ from tests.launch.processes import (
     assert_gone,
     is_gone,
     ranks,
-    running_script,
+    running_scripts,
     said_in,
 )
 
@@ -125,19 +125,32 @@ wrapper(Platform(device="cpu", n_cpus=1, spawn_method=method, grace_s=0.5))(run)
 """
 
 
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory):
+    """Parents of ranks with such processes, by spawn method."""
+
+    def parent(folder, method):
+        own, launched = folder / "own", folder / "launched"
+        own.mkdir()
+        launched.mkdir()
+        return PARENT, method, launched, own
+
+    root = tmp_path_factory.mktemp("parents")
+    cases = {method: lambda folder, method=method: parent(folder, method) for method in METHODS}
+    with cleaned_up(root), running_scripts(root, cases) as started:
+        yield started
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_no_process_that_left_the_group_outlives_a_killed_parent(method, tmp_path):
+def test_no_process_that_left_the_group_outlives_a_killed_parent(method, parents):
     """The parent is killed by SIGKILL: nothing of its launch lives soon after; what it had started itself lives on."""
-    own, launched = tmp_path / "own", tmp_path / "launched"
-    own.mkdir()
-    launched.mkdir()
-    with cleaned_up(tmp_path), running_script(tmp_path, PARENT, method, launched, own) as parent:
-        said = said_in(launched, ESCAPES)
-        (users,) = said_in(own, 1)
-        parent.kill()
-        parent.wait()
-        assert_gone(said)
-        assert not is_gone(users)
+    parent, folder = parents[method]
+    said = said_in(folder / "launched", ESCAPES)
+    (users,) = said_in(folder / "own", 1)
+    parent.kill()
+    parent.wait()
+    assert_gone(said)
+    assert not is_gone(users)
 
 
 def test_a_launch_that_ends_leaves_the_processes_of_another_one_alone(tmp_path):

@@ -36,7 +36,7 @@ from tests.launch.processes import (
     is_gone,
     notes_of,
     ranks,
-    running_script,
+    running_scripts,
     said_in,
     say_function,
 )
@@ -862,34 +862,44 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.mark.parametrize("whole_group", [False, True], ids=["parent", "group"])
-def test_ctrl_c_ends_the_ranks_and_is_raised(whole_group, tmp_path):
+KILLED = [(signal.SIGTERM, "forkserver", "waits"), *((signal.SIGKILL, method, "hold_gil") for method in METHODS)]
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory):
+    """Parents of running ranks, by what becomes of them; started together, for each loads torch again."""
+
+    def leaving(folder):
+        waits = f"while len(os.listdir({str(folder)!r})) < 5: time.sleep(0.01)"
+        return PARENT.replace("    works()\n", f"    works.submit()\n    {waits}\n"), "forkserver", folder, "waits"
+
+    interrupted = dict.fromkeys(("parent", "group"), lambda folder: (PARENT, "forkserver", folder, "waits"))
+    killed = {case: lambda folder, case=case: (PARENT, case[1], folder, case[2]) for case in KILLED}
+    with running_scripts(tmp_path_factory.mktemp("parents"), interrupted | killed | {"leaving": leaving}) as started:
+        yield started
+
+
+@pytest.mark.parametrize("who", ["parent", "group"])
+def test_ctrl_c_ends_the_ranks_and_is_raised(who, parents):
     """KeyboardInterrupt comes out of the call once the ranks have cleaned up and gone; what they started goes too."""
-    with running_script(tmp_path, PARENT, "forkserver", tmp_path, "waits") as parent:
-        pids = said_in(tmp_path, 4)
-        (os.killpg if whole_group else os.kill)(parent.pid, signal.SIGINT)
-        said, _ = parent.communicate(timeout=PATIENCE_S)
+    parent, folder = parents[who]
+    pids = said_in(folder, 4)
+    (os.killpg if who == "group" else os.kill)(parent.pid, signal.SIGINT)
+    said, _ = parent.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["[rank 1] cleaned up", "interrupted"]
     assert parent.returncode == 0
     assert_gone(pids)
 
 
-@pytest.mark.parametrize(
-    ("number", "method", "how"),
-    [
-        (signal.SIGTERM, "forkserver", "waits"),
-        *((signal.SIGKILL, method, "hold_gil") for method in METHODS),
-    ],
-    ids=lambda each: getattr(each, "name", each),
-)
-def test_nobody_survives_the_parent(number, method, how, tmp_path):
+@pytest.mark.parametrize("case", KILLED, ids=lambda case: f"{case[0].name}-{case[1]}-{case[2]}")
+def test_nobody_survives_the_parent(case, parents):
     """Ranks and what they started are gone soon after the parent was killed, also a rank that lets no Python run."""
-    with running_script(tmp_path, PARENT, method, tmp_path, how) as parent:
-        pids = said_in(tmp_path, 4)
-        family = {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
-        assert family >= set(pids)
-        os.kill(parent.pid, number)
-        parent.wait(timeout=PATIENCE_S)
+    parent, folder = parents[case]
+    pids = said_in(folder, 4)
+    family = {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
+    assert family >= set(pids)
+    os.kill(parent.pid, case[0])
+    parent.wait(timeout=PATIENCE_S)
     try:
         assert_gone(family | set(pids))
     finally:
@@ -898,14 +908,11 @@ def test_nobody_survives_the_parent(number, method, how, tmp_path):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(tmp_path):
+def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(parents):
     """The parent's own end, with ranks still running, is not held up and leaves nobody."""
-    text = PARENT.replace(
-        "    works()\n", f"    works.submit()\n    while len(os.listdir({str(tmp_path)!r})) < 5: time.sleep(0.01)\n"
-    )
-    with running_script(tmp_path, text, "forkserver", tmp_path, "waits") as parent:
-        pids = said_in(tmp_path, 4)
-        parent.communicate(timeout=PATIENCE_S)
+    parent, folder = parents["leaving"]
+    pids = said_in(folder, 4)
+    parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
     assert_gone(pids)
 

@@ -20,7 +20,7 @@ from tests.launch.processes import (
     is_gone,
     ranks,
     run_script,
-    running_script,
+    running_scripts,
     said_in,
 )
 
@@ -200,27 +200,36 @@ time.sleep(600 if end == "kill" else 0)
 """
 
 
+@pytest.fixture(scope="module")
+def forking(tmp_path_factory):
+    """Parents that fork while a launch runs, by its spawn method and the fork's end."""
+    cases = [("forkserver", "kill"), ("fork", "kill"), ("forkserver", "exit")]
+    scripts = {case: lambda folder, case=case: (FORKING, case[0], folder, case[1]) for case in cases}
+    with running_scripts(tmp_path_factory.mktemp("forking"), scripts) as started:
+        yield started
+
+
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_fork_of_the_parent_keeps_no_rank_alive(method, tmp_path):
+def test_a_fork_of_the_parent_keeps_no_rank_alive(method, forking):
     """The parent forks while a launch runs, and is killed: its ranks end, though the fork lives on."""
-    with running_script(tmp_path, FORKING, method, tmp_path, "kill") as parent:
-        said_in(tmp_path, 3)
-        family = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
-        forks = [pid for pid in family if (tmp_path / f"{pid}.pid").exists()]
-        fork = max(forks, key=lambda pid: psutil.Process(pid).create_time())
-        try:
-            parent.kill()
-            parent.wait()
-            assert_gone([pid for pid in family if pid != fork])
-            assert not is_gone(fork)
-        finally:
-            for pid in family:
-                if not is_gone(pid):
-                    os.kill(pid, signal.SIGKILL)
+    parent, place = forking[method, "kill"]
+    said_in(place, 3)
+    family = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
+    forks = [pid for pid in family if (place / f"{pid}.pid").exists()]
+    fork = max(forks, key=lambda pid: psutil.Process(pid).create_time())
+    try:
+        parent.kill()
+        parent.wait()
+        assert_gone([pid for pid in family if pid != fork])
+        assert not is_gone(fork)
+    finally:
+        for pid in family:
+            if not is_gone(pid):
+                os.kill(pid, signal.SIGKILL)
 
 
-def test_a_fork_of_the_parent_that_ends_ends_no_rank(tmp_path):
+def test_a_fork_of_the_parent_that_ends_ends_no_rank(forking):
     """What the parent does at its end, a fork of it does not do."""
-    with running_script(tmp_path, FORKING, "forkserver", tmp_path, "exit") as parent:
-        said, _ = parent.communicate(timeout=PATIENCE_S)
+    parent, _ = forking["forkserver", "exit"]
+    said, _ = parent.communicate(timeout=PATIENCE_S)
     assert said == "RankResults(1, 1)\n"

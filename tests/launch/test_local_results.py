@@ -24,7 +24,17 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
-from tests.launch.processes import PATIENCE_S, SOON_S, assert_gone, eventually, ranks, run_script, said_in, say_function
+from tests.launch.processes import (
+    PATIENCE_S,
+    SOON_S,
+    assert_gone,
+    eventually,
+    ranks,
+    run_script,
+    running_scripts,
+    said_in,
+    say_function,
+)
 
 METHODS = ["forkserver", "spawn", "fork"]
 LOCK = threading.Lock()
@@ -127,16 +137,7 @@ def test_results_come_in_rank_order(tmp_path):
 
 
 GUARD = 'if __name__ == "__main__": '
-
-
-@pytest.mark.parametrize(
-    ("method", "guard"),
-    [("forkserver", ""), ("forkserver", GUARD), ("spawn", ""), ("fork", "")],
-    ids=["forkserver", "forkserver_guarded", "spawn", "fork"],
-)
-def test_functions_and_classes_of_a_script_launch(method, guard, tmp_path):
-    """What ``__main__`` defines goes to the ranks and back, with or without a guard, and the script runs once."""
-    text = f"""
+DEFINING = """
     from parawrap import Platform, current_rank, wrapper
 
     print("script")
@@ -161,9 +162,30 @@ def test_functions_and_classes_of_a_script_launch(method, guard, tmp_path):
             print(type(point) is Point, point.x, type(failure) is Failure, failure)
 
     {guard}main()
-    """
-    said = run_script(tmp_path, text, fresh=method == "forkserver" and guard).splitlines()
-    assert said == ["script", "True 6 True text", "True 7 True text"]
+"""
+DEFINED = ["script", "True 6 True text", "True 7 True text"]
+
+
+@pytest.fixture(scope="module")
+def defining(tmp_path_factory):
+    """Scripts that define and launch functions and classes, by spawn method."""
+    scripts = {method: lambda _, method=method: (DEFINING.format(method=method, guard=""),) for method in METHODS}
+    with running_scripts(tmp_path_factory.mktemp("defining"), scripts) as started:
+        yield started
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_functions_and_classes_of_a_script_launch(method, defining):
+    """What ``__main__`` defines goes to the ranks and back, and the script runs once."""
+    script, _ = defining[method]
+    said, _ = script.communicate(PATIENCE_S)
+    assert said.splitlines() == DEFINED
+
+
+def test_functions_and_classes_of_a_guarded_script_launch(tmp_path):
+    """Also in an interpreter that has loaded nothing before."""
+    text = DEFINING.format(method="forkserver", guard=GUARD)
+    assert run_script(tmp_path, text, fresh=True).splitlines() == DEFINED
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -897,14 +919,7 @@ def test_a_parent_that_cannot_show_a_character_shows_the_rest(tmp_path):
     assert said[2:] == ["after"]
 
 
-@pytest.mark.parametrize(
-    ("closed", "method"),
-    [((0,), "forkserver"), ((0, 1, 2), "spawn"), ((1, 2), "fork"), ((0, 1, 2), "fork")],
-    ids=["stdin-forkserver", "all-spawn", "outputs-fork", "all-fork"],
-)
-def test_a_parent_with_closed_streams_can_launch(closed, method, tmp_path):
-    """Whichever of its standard streams are closed, ranks run, write, are heard and talk to each other."""
-    text = f"""
+CLOSING = """
     import json, os, sys
     for number in {closed!r}:
         os.close(number)
@@ -924,9 +939,25 @@ def test_a_parent_with_closed_streams_can_launch(closed, method, tmp_path):
     with open("found", "w") as file:
         json.dump([results, sorted(launch.logs(1).split())], file)
     os._exit(0)  # the interpreter itself could not flush what it has shown
-    """
-    run_script(tmp_path, text, fresh=True)  # importing torch may take the descriptors that are free
-    results, words = json.loads((tmp_path / "found").read_text())
+"""
+CLOSED = [((0,), "forkserver"), ((0, 1, 2), "spawn"), ((1, 2), "fork"), ((0, 1, 2), "fork")]
+
+
+@pytest.fixture(scope="module")
+def closing(tmp_path_factory):
+    """Scripts that close some of their standard streams and launch, by these and the spawn method."""
+    scripts = {case: lambda _, case=case: (CLOSING.format(closed=case[0], method=case[1]),) for case in CLOSED}
+    with running_scripts(tmp_path_factory.mktemp("closing"), scripts) as started:
+        yield started
+
+
+@pytest.mark.parametrize("case", CLOSED, ids=["stdin-forkserver", "all-spawn", "outputs-fork", "all-fork"])
+def test_a_parent_with_closed_streams_can_launch(case, closing):
+    """Whichever of its standard streams are closed, ranks run, write, are heard and talk to each other."""
+    script, folder = closing[case]
+    said = script.communicate(PATIENCE_S)
+    assert script.returncode == 0, said
+    results, words = json.loads((folder / "found").read_text())
     assert [total for total, _ in results] == [2.0, 2.0]
     assert sorted("".join(words)) == sorted("outerr")
 

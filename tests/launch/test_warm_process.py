@@ -19,7 +19,7 @@ from tests.launch.processes import (
     is_gone,
     notes_of,
     ranks,
-    running_script,
+    running_scripts,
     said_in,
     say_function,
     warm_processes,
@@ -131,19 +131,27 @@ time.sleep(600 if sys.argv[2] == "killed" else 0)
 """
 
 
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory):
+    """Parents of a stopped warm process, by how they end."""
+    cases = {end: lambda folder, end=end: (STOPPING, folder, end) for end in ("exits", "killed")}
+    with running_scripts(tmp_path_factory.mktemp("stopping"), cases) as started:
+        yield started
+
+
 @pytest.mark.parametrize("end", ["exits", "killed"])
-def test_a_stopped_warm_process_does_not_survive_its_parent(end, tmp_path):
+def test_a_stopped_warm_process_does_not_survive_its_parent(end, stopping):
     """The interpreter's end is not held up, and the stopped process is gone after it, also if the parent was killed."""
-    with running_script(tmp_path, STOPPING, tmp_path, end) as parent:
-        (warm,) = said_in(tmp_path, 1)
-        try:
-            if end == "killed":
-                parent.kill()
-            parent.wait(SOON_S)
-            assert_gone([warm], BOUND_S)
-        finally:
-            if not is_gone(warm):
-                os.kill(warm, signal.SIGKILL)
+    parent, folder = stopping[end]
+    (warm,) = said_in(folder, 1)
+    try:
+        if end == "killed":
+            parent.kill()
+        parent.wait(SOON_S)
+        assert_gone([warm], BOUND_S)
+    finally:
+        if not is_gone(warm):
+            os.kill(warm, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
