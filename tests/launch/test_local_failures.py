@@ -658,6 +658,7 @@ def test_the_other_ranks_clean_up(how, tmp_path):
         if current_rank().global_rank == 1:
             while not list(Path(folder).glob("*.pid")):
                 time.sleep(0.01)
+            time.sleep(0.2)  # until the other rank is blocked
             raise ValueError
         try:
             say(folder)
