@@ -61,6 +61,14 @@ def warm_processes():
     return [process for process in psutil.Process().children() if is_one(process)]
 
 
+def below():
+    """The process ids of all processes below this one, but for those of scripts, which come and go by themselves."""
+    others = {
+        each.pid for child in psutil.Process().children() if child.pid == scripts.pid for each in child.children(True)
+    }
+    return {each.pid for each in psutil.Process().children(recursive=True)} - others
+
+
 def processes_in(folder):
     """The processes that have this folder among their arguments."""
 

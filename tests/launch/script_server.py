@@ -78,10 +78,14 @@ class Script:
 
 
 class Scripts:
-    """The process that forks scripts, started with the first one. For one thread."""
+    """The process that forks scripts, started with the first one. For one thread.
+
+    Attributes:
+        pid: the process; None before it is started.
+    """
 
     def __init__(self):
-        self._line = None
+        self._line = self.pid = None
 
     def start(self, path, args, cwd, *, streams=0, environ=os.environ):
         """Run a script.
@@ -97,6 +101,7 @@ class Scripts:
             self._line, its = socket.socketpair()
             with its:
                 process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True)
+            self.pid = process.pid
             atexit.register(process.wait)
             atexit.register(self._line.close)
         pipes = [os.pipe() for _ in range(streams)]

@@ -11,7 +11,7 @@ import os
 
 from tests.launch.processes import run_script
 
-ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "16"))
+ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "12"))
 
 SCRIPT = """
 import contextlib, faulthandler, json, os, pathlib, signal, sys, time

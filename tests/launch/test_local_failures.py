@@ -937,13 +937,19 @@ def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tm
 
 
 def test_a_rank_that_died_before_another_raised_is_told(tmp_path):
-    """The death is the failure to tell, or a note on it: being told to end afterwards does not erase it."""
+    """The error names the rank that died first, itself or in a note."""
+    say = say_function()
 
-    def fails():
+    def fails(folder):
         if current_rank().global_rank == 0:
+            say(folder)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.001)
+        while not list(Path(folder).glob("*.pid")):
+            time.sleep(0.001)
+        (pid,) = map(int, (path.read_text() for path in Path(folder).glob("*.pid")))
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.001)
         raise ValueError("after the death")
 
-    error, _ = failure_of(fails)
+    error, _ = failure_of(fails, tmp_path)
     assert isinstance(error, RankDiedError) or "rank 0 was killed by SIGKILL" in notes_of(error)

@@ -28,6 +28,7 @@ from tests.launch.processes import (
     PATIENCE_S,
     SOON_S,
     assert_gone,
+    below,
     eventually,
     ranks,
     run_script,
@@ -682,7 +683,7 @@ def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
 
 def test_dry_run_starts_nothing():
     """It tells launcher, ranks, groups and size, finds what cannot be sent, and leaves no process."""
-    before = {each.pid for each in psutil.Process().children(recursive=True)}
+    before = below()
     preview = wrapper(ranks(4, ipc_groups=[[0, 1], [2, 3]]))(lambda data: data).dry_run(torch.zeros(1 << 18))
     assert preview.launcher == "local"
     assert len(preview.ranks) == 4
@@ -690,7 +691,7 @@ def test_dry_run_starts_nothing():
     assert "[0, 1], [2, 3]" in str(preview)
     assert "in a new private folder" in str(preview)
     # The process that an earlier launch gave up before it had started may still come and go.
-    eventually(lambda: {each.pid for each in psutil.Process().children(recursive=True)} <= before, "no new process")
+    eventually(lambda: below() <= before, "no new process")
     with pytest.raises(TypeError, match=r"args\[0\] cannot be sent"):
         wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
 
