@@ -44,8 +44,8 @@ class Kind:
 
     def follow(self, structure: int) -> None:
         """Learn again what outputs are like after the structure of the module changed."""
-        self.structure = structure
         self.evidence, self._witness = Evidence(), None
+        self.structure = structure  # last: a thread that reads it may use the evidence
 
     def note(self, *, drew: bool, drew_shared: bool, ran_in_turns: bool) -> None:
         """Note whether a call drew random numbers. Lanes that did not run in turns drew them in no fixed order."""
@@ -67,9 +67,10 @@ class Kind:
 
     def witness(self, plan: ShardPlan, flat: FlatCall) -> tuple[Any, int] | None:
         """Return the output of a whole call with another row count than this plan's shards, and the same other sizes."""
-        if self._witness is None or self.draws:
+        kept = self._witness
+        if kept is None or self.draws:
             return None
-        output, rows, sizes = self._witness
+        output, rows, sizes = kept
         return (output, rows) if rows != plan.sizes[0] and sizes == _other_sizes(plan, flat) else None
 
 

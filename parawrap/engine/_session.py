@@ -130,8 +130,9 @@ class Session:
         kind = self._kinds.of(entry.method, flat, modes, self._replicas.training if self._replicas else ())
         if self._replicas is not None and kind.structure != self._replicas.structure:
             kind.follow(self._replicas.structure)
+        evidence = kind.evidence  # another thread may replace it during this call
         witness = None
-        if self._learns and (kind.draws or not kind.evidence.complete):
+        if self._learns and (kind.draws or not evidence.complete):
             plan, witness = self._telling_plan(kind, plan, flat, cutter)
             if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat)):
                 return self._run_as_witness(entry, args, kwargs, kind, plan, flat)
@@ -149,7 +150,7 @@ class Session:
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self._next_to(flat)
             originals = partial(_originals_of, replicas, len(plan.sizes), shards)
-            output = self.gather(outputs, plan.sizes, device, originals, kind.evidence, witness)
+            output = self.gather(outputs, plan.sizes, device, originals, evidence, witness)
         self.tally.cut(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])

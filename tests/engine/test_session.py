@@ -114,6 +114,22 @@ def test_tasks_without_a_kind_may_wait_for_each_other(opened):
     assert opened(torch.neg, 3).apply([lambda: (gate.wait(20), here.lane.index)[1]] * 3) == [0, 1, 2]
 
 
+def test_evidence_that_another_thread_drops_during_a_call_still_joins_it(opened, monkeypatch):
+    """A call joins its outputs by the evidence that its shard sizes were chosen by."""
+    model = nn.Linear(4, 2)
+    session, x = opened(model), torch.randn(6, 4)
+    call(session, x)
+    apply = session.apply
+
+    def overtaken(*args, kind, **kwargs):
+        outputs = apply(*args, kind=kind, **kwargs)
+        kind.follow(kind.structure + 1)
+        return outputs
+
+    monkeypatch.setattr(session, "apply", overtaken)
+    assert_close(call(session, x), model(x))
+
+
 # Calls
 
 
