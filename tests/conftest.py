@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
+
+
+def pytest_collection_finish() -> None:
+    """Exclude modules and collected tests from garbage collection. A full collection then takes a tenth of the time."""
+    gc.freeze()
 
 
 def require(tier: str, missing: str | None) -> None:

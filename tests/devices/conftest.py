@@ -15,7 +15,6 @@ _missing = simdevice.available()
 if _missing is None:
     # Now, since torch makes the worker threads of all devices at the first backward of the process.
     simdevice.install(4)
-    gc.freeze()  # what the imports made is for good: the many collections of these tests need not look at it
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +25,7 @@ def races(monkeypatch):
     """
     require("sim", _missing)
     gc.collect()  # what earlier tests left has memory on the devices
+    gc.freeze()
     torch.manual_seed(0)
     simdevice.reset_stats()
     found: list[str] = []
