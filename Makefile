@@ -11,21 +11,27 @@ XLA_STAMP := $(XLA_VENV)/.installed
 # On real clusters: processes by the dozen and minutes of waiting for what a scheduler does when it likes.
 CLUSTERS := contract or slurm or ray
 
-.PHONY: demo test test-launching test-rooms test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
+.PHONY: demo test test-rooms test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
-# Side by side: tests of launches mostly wait for processes, and those on the simulated devices need one of their own.
+# In parallel, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=2 --output-sync=target test-launching test-rooms test-devices
+	$(MAKE) --jobs=3 --output-sync=target test-rooms test-local-launches test-launches test-devices
 
-test-launching: $(STAMP)
-	$(BIN)/python -m pytest tests/launch -m 'not ($(CLUSTERS))'
+LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
+
+test-local-launches: $(STAMP)
+	$(BIN)/python -m pytest $(LOCAL_LAUNCHES) -m 'not ($(CLUSTERS))'
+
+test-launches: $(STAMP)
+	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(CLUSTERS))'
 
 test-rooms: $(STAMP)
 	$(BIN)/python -m pytest --ignore=tests/launch -m 'not ($(CLUSTERS))'
 
+# In a process of their own: a simulated accelerator becomes torch's accelerator for the whole process.
 test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 
