@@ -1,7 +1,7 @@
-"""The probes of the sizing suite: ``python -m benchmarks.sizing_probes NAME`` prints one as JSON.
+"""The probes of the sizing suite: ``python -m benchmarks.sizing_probes NAME`` runs one and prints its report as JSON.
 
-No probe needs a cluster. One other process answers in place of all nodes of a launch, and the ranks of a mesh are threads.
-Processor times are those of the measured side.
+No probe needs a cluster. One process answers for all nodes of a launch, and the ranks of a mesh are threads. Processor
+times are those of the measured process only.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _LINES_TO_STORE = 100
 _LINES, _LINE = 200, b"x" * 79 + b"\n"
 _RESULT_MB = 4
 _ROUNDS = 3
+_FORK_WARNING = "ignore::DeprecationWarning"  # probes fork while other threads run
 # torch resolves the name of every address that it connects to, and warns if no resolver answers.
 _ENVIRONMENT = {"RES_OPTIONS": "timeout:1 attempts:1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
@@ -63,20 +64,13 @@ Report = dict[str, Any]
 
 
 def found(name: str) -> Report:
-    """Run a probe in its own process and return its report.
+    """Return the report of a probe, which runs in its own process.
 
     Raises:
         RuntimeError: If the probe fails.
     """
     process = subprocess.run(
-        [
-            sys.executable,
-            "-W",
-            "ignore::DeprecationWarning",
-            "-m",
-            "benchmarks.sizing_probes",
-            name,
-        ],  # forks beside threads
+        [sys.executable, "-W", _FORK_WARNING, "-m", "benchmarks.sizing_probes", name],
         stdout=subprocess.PIPE,
         env=os.environ | _ENVIRONMENT,
         cwd=Path(__file__).parent.parent,
@@ -84,13 +78,13 @@ def found(name: str) -> Report:
         check=False,
     )
     if process.returncode:
-        msg = f"the probe {name!r} ended with exit code {process.returncode}; what it wrote stands above"
+        msg = f"the probe {name!r} ended with exit code {process.returncode}. Its error is above"
         raise RuntimeError(msg)
     report: Report = json.loads(process.stdout.splitlines()[-1])
     return report
 
 
-# -- what a node loads
+# -- imports of a node
 
 _IMPORTS = """
 import os, sys, time
@@ -114,7 +108,7 @@ print(spent, len(read | mapped), touched + size(read - mapped), size(read | mapp
 
 
 def imports() -> Report:
-    """Measure the imports of a node's Python before it can fork ranks, with all files in the page cache."""
+    """Measure the imports of a node before it can fork ranks, with all files in the page cache."""
     runs = [_run_imports() for _ in range(_ROUNDS + 2)][1:]
     return {
         "cpu_s": [run[0] for run in runs],
@@ -129,7 +123,7 @@ def _run_imports() -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-# -- what a rank takes
+# -- processor time and memory of a rank
 
 _ALONE = Platform(device="cpu", n_cpus=4, ipc_groups=None, verbose=False)
 
@@ -148,7 +142,7 @@ def of_rank() -> Report:
 
 def ranks() -> Report:
     """Measure ranks forked from a warm process, ranks in fresh interpreters, and the fork itself."""
-    wrapper(_ALONE)(of_rank)()  # starts the warm process, and lets it load what ranks need
+    wrapper(_ALONE)(of_rank)()  # starts the warm process, which loads the modules of later ranks
     report: Report = {"fork_s": _forks()}
     for method in ("forkserver", "spawn"):
         told = [each for _ in range(_ROUNDS) for each in wrapper(replace(_ALONE, spawn_method=method))(of_rank)()]
@@ -164,14 +158,14 @@ def _forks() -> list[float]:
         ours, its = socket.socketpair()
         with ours, its:
             began = time.perf_counter()
-            started = starter.start(its, 0.0)
+            status = starter.start(its, 0.0)
             times.append(time.perf_counter() - began)
-        os.read(started.status, 4)  # it ends, since the line to it is closed
-        os.close(started.status)
+        os.read(status, 4)  # the rank exits, because the block closed its connection
+        os.close(status)
     return times
 
 
-# -- what watching takes
+# -- watching a launch
 
 
 @dataclass(frozen=True)
@@ -210,7 +204,7 @@ def watching() -> Report:
 
 
 def _watched(load: _Load) -> Report:
-    """Watch a launch as the first node of a batch job does. One other process answers for all nodes."""
+    """Watch a launch like the first node of a batch job. One other process answers for all nodes."""
     token, loop = os.urandom(32), Loop()
     front, folder = Front(["127.0.0.1"], token), Path(tempfile.mkdtemp(prefix="parawrap-sizing-"))
     pid = _forked(lambda: _answer(load, front.address))
@@ -250,7 +244,7 @@ def _watched(load: _Load) -> Report:
 
 
 def _answer(load: _Load, address: Address) -> None:
-    """Answer for all nodes: start every rank, and then write and return for each."""
+    """Answer for all nodes: report each rank as started, and then send its output and its result."""
     result = packed(b"x" * int(load.result_mb * _MB), "result", "the result")
     size = os.fstat(result).st_size
     pieces = [os.pread(result, 1 << 16, start) for start in range(0, size, 1 << 16)]
@@ -291,7 +285,7 @@ def _return_all(load: _Load, wires: Sequence[Wire], pieces: Sequence[bytes]) -> 
             wire.send("word", (rank, "returned", {"at": 0.0}, None))
 
 
-# -- what meeting takes
+# -- the store and gloo
 
 
 class _StoreProcess:
