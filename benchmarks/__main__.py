@@ -1,7 +1,7 @@
-"""``python -m benchmarks [suite or name ...]``: measure, print tables, write whole suites into benchmarks/results/.
+"""``python -m benchmarks [suite or name ...]``: measure, print tables, and write complete suites into benchmarks/results/.
 
 Each suite runs in its own process, with allocator and threads fixed before torch is loaded. A complete suite also updates
-the page over all suites.
+the summary.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks import summary
 from benchmarks._measure import Row
 from benchmarks._neighbours import Neighbours, cores_of_others
 from benchmarks._process import ALLOCATOR
-from benchmarks._table import markdown
 
 
 class Suite(NamedTuple):
@@ -30,7 +29,7 @@ class Suite(NamedTuple):
     title: str
     names: tuple[str, ...]
     command: str = "make bench"
-    picture: str = ""
+    time_unit: str = "us"  # of the times on the page
     on_every_core: bool = False  # torch's own threads are an arm
     needs_gpu: bool = False
     page: str = ""  # the module that writes a page of docs/ from the results
@@ -40,12 +39,13 @@ SUITES = {
     "engine": Suite(
         "Engine and faces",
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
-        picture="![growth](growth.png)",
     ),
-    "launching": Suite("Launching on one machine", ("launching", "relaunching")),
-    "sizing": Suite("Cost of a launch by size", ("sizing",), page="sizing_page"),
+    "launching": Suite("Launching on one machine", ("launching", "relaunching"), time_unit="ms"),
+    "sizing": Suite("Cost of a launch by size", ("sizing",), time_unit="ms", page="sizing_page"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
-    "cpu_lanes": Suite("Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), on_every_core=True),
+    "cpu_lanes": Suite(
+        "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True
+    ),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
 RESULTS = Path(__file__).parent / "results"
@@ -71,7 +71,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _jobs(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Return the benchmarks to run in each suite. A word that names a suite and a benchmark means the suite."""
+    """Return the benchmarks to run in each suite. A word that is the name of a suite and of a benchmark means the suite."""
     jobs: dict[str, tuple[str, ...]] = {}
     for word in words or SUITES:
         suite = word if word in SUITES else next((suite for suite in SUITES if word in SUITES[suite].names), None)
@@ -80,8 +80,8 @@ def _jobs(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
             msg = f"{word!r} is not a suite or benchmark. Use one of {', '.join(every)}, or no word for all suites"
             raise SystemExit(msg)
         whole = SUITES[suite].names
-        asked = whole if word == suite else (*jobs.get(suite, ()), word)
-        jobs[suite] = tuple(name for name in whole if name in asked)
+        named = whole if word == suite else (*jobs.get(suite, ()), word)
+        jobs[suite] = tuple(name for name in whole if name in named)
     return jobs
 
 
@@ -108,42 +108,35 @@ def _measure(suite: str, names: Sequence[str]) -> int:
     RESULTS.mkdir(exist_ok=True)
     before = Neighbours.now()
     keep = len(names) == len(SUITES[suite].names)
-    rows = [row for name in names for row in _rows(name, keep=keep)]
+    rows = [row for name in names for row in _rows(name)]
     others = cores_of_others(before, Neighbours.now())
     _show(suite, rows, keep=keep, others=others)
-    return 0 if all(row.held for row in rows) else 1
+    return 0 if all(row.met for row in rows) else 1
 
 
-def _rows(name: str, *, keep: bool) -> list[Row]:
+def _rows(name: str) -> list[Row]:
     print(f"measuring {name} ...", flush=True)
-    module = importlib.import_module(f"benchmarks.{name}")
-    rows: list[Row] = module.rows(RESULTS if keep else None) if name == "growth" else module.rows()
+    rows: list[Row] = importlib.import_module(f"benchmarks.{name}").rows()
     return rows
 
 
 def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = None) -> None:
-    """Print a suite's table, and write it if `keep`."""
-    title, command, picture = SUITES[suite].title, SUITES[suite].command, SUITES[suite].picture
-    date, hardware, versions = str(dt.datetime.now(dt.UTC).date()), _hardware(), _versions()
+    """Print a suite's tables. If `keep` is true, write its files and the summary."""
+    title, unit = SUITES[suite].title, SUITES[suite].time_unit
+    hardware = _hardware()
     if others is not None:
         hardware["others"] = f"other processes on {others:.2f} cores"
-    machine = ", ".join([date, *hardware.values(), *(f"{name} {version}" for name, version in versions.items())])
-    more = [f"{row.extra['markdown']}\n" for row in rows if "markdown" in row.extra]
-    table = "\n".join([markdown([row.as_json() for row in rows]), *more])
-    print(f"\n{machine}\n\n{table}", flush=True)
+    document: dict[str, Any] = {
+        "date": str(dt.datetime.now(dt.UTC).date()),
+        "command": f"{SUITES[suite].command} (python -m benchmarks {suite})",
+        "hardware": hardware,
+        "versions": _versions(),
+        "rows": [row.as_json() for row in rows],
+    }
+    print(f"\n{summary.machine_of(document)}\n\n{summary.tables(document['rows'], unit)}\n", flush=True)
     if keep:
-        command = f"`{command}` (`python -m benchmarks {suite}`)"
-        method = f"Command: {command}. Times are medians and quartiles; arms take turns."
-        document = {
-            "date": date,
-            "command": command.replace("`", ""),
-            "hardware": hardware,
-            "versions": versions,
-            "rows": [row.as_json() for row in rows],
-        }
-        page = [f"# {title}", machine, method, table.rstrip("\n"), *filter(None, [picture])]
-        (RESULTS / f"{suite}.md").write_text("\n\n".join(page) + "\n")
         (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
+        summary.write_suite(RESULTS, suite, title, unit)
         if SUITES[suite].page:
             importlib.import_module(f"benchmarks.{SUITES[suite].page}").write()
         summary.write(RESULTS, {name: each.title for name, each in SUITES.items()})

@@ -1,17 +1,18 @@
-"""Timing: arms take turns, and their medians are compared.
+"""Times of arms that take turns, and the results computed from them.
 
-Other load on the machine then affects all arms alike. ``python -m benchmarks`` sets threads and allocator for the whole
-process before torch is loaded.
+Turns spread other load on the machine evenly over the arms. ``python -m benchmarks`` sets threads and allocator for the
+whole process before torch is loaded.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -20,10 +21,12 @@ import torch
 __all__ = [
     "Arm",
     "Ratio",
+    "Result",
     "Row",
     "Work",
     "arm_of",
     "in_turn",
+    "overheads",
     "ratio_of",
     "take_turns",
     "threads",
@@ -36,16 +39,21 @@ T = TypeVar("T")
 Work = Callable[[], object]
 
 
+_RELATIONS: Mapping[str, Callable[[float, float], bool]] = {
+    "at least": operator.ge,
+    "at most": operator.le,
+    "under": operator.lt,
+    "exactly": operator.eq,
+}
+
+
 @dataclass(frozen=True)
 class Arm:
-    """The times of one way of doing the work, in microseconds per call."""
+    """Median and quartiles of the times of one arm, in microseconds per call."""
 
     median_us: float
     low_us: float
     high_us: float
-
-    def __str__(self) -> str:
-        return f"{self.median_us:,.1f} us ({self.low_us:,.1f} to {self.high_us:,.1f})"
 
 
 @dataclass(frozen=True)
@@ -56,24 +64,55 @@ class Ratio:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+@dataclass(frozen=True)
+class Result:
+    """One quantity that a benchmark computes, its unit, its range if one was measured, and its goal if it has one.
+
+    The range is the 95% confidence interval of a ratio, and the quartiles of any other quantity.
+    """
+
+    quantity: str
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    goal: str = ""
+    met: bool = True
+
+    def held_to(self, relation: str, limit: float) -> Result:
+        """Return this result with a goal: "at least", "at most", "under", or "exactly" the limit.
+
+        >>> Result("overhead", 7.0, "us").held_to("under", 5.0).met
+        False
+        """
+        return replace(self, goal=f"{relation} {limit:,g}", met=_RELATIONS[relation](self.value, limit))
 
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: its arms, the result, the goal, and True in `held` if the result meets the goal.
+    """One benchmark: the times of its arms, and the results computed from them.
 
-    ``extra["limits"]`` maps the name of a bottleneck to the best speed-up that it allows.
+    Args:
+        name: The work that all arms do.
+        arms: The times of each arm.
+        results: The results, each with its own goal.
+        peers: The software that parawrap is compared with.
+        note: A remark, for instance the reason that an arm was not measured.
+        extra: Other data for the JSON file. ``extra["markdown"]`` is a table that the page shows as it is.
     """
 
     name: str
     arms: Mapping[str, Arm]
-    verdict: str
-    wanted: str
-    held: bool
+    results: Sequence[Result]
     peers: str = ""
+    note: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """True if every result meets its goal."""
+        return all(result.met for result in self.results)
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -92,7 +131,8 @@ def times_in_turn(arms: Mapping[str, Work], *, rounds: int, calls: int = 1, sett
         arms: The work of each arm. Each arm first makes one turn that is not timed.
         rounds: The number of timed turns of each arm.
         calls: The number of calls in one turn.
-        settle: The number of untimed calls before each turn. They outlast OpenMP threads of the arm before, which spin.
+        settle: The number of untimed calls before each turn. The OpenMP threads of the previous arm spin for a while; these
+            calls outlast them.
     """
 
     def turn(work: Work) -> float:
@@ -124,15 +164,29 @@ def wall_us(work: Work, calls: int = 1) -> float:
 
 
 def ratio_of(values: Sequence[float], others: Sequence[float]) -> Ratio:
-    """Return the ratio of times from the same rounds.
+    """Return the median ratio of times from the same rounds, and its 95% confidence interval.
 
-    Each round gives one ratio: a disturbance affects both of its times. The interval covers the median with 95%
-    confidence for any distribution. Its ends are the ratios with ranks 0.98 sqrt(n) below and above the middle (the sign
-    test; David and Nagaraja, Order Statistics, 2003, section 7.1).
+    Each round gives one ratio, because a disturbance affects both times of a round. The interval is that of the sign test,
+    which holds for any distribution: its ends have ranks 0.98 sqrt(n) below and above the middle (David and Nagaraja, Order
+    Statistics, 2003, section 7.1).
     """
     ratios = sorted(value / other for value, other in zip(values, others, strict=True))
     rank = max(0, math.floor(len(ratios) / 2 - 0.98 * math.sqrt(len(ratios))))
     return Ratio(statistics.median(ratios), ratios[rank], ratios[-1 - rank])
+
+
+def overheads(ours: tuple[str, float], theirs: tuple[str, float], least: float | None) -> list[Result]:
+    """Return the overheads of two arms in microseconds, and their ratio.
+
+    The goal is that parawrap's overhead is at most 1/`least` of the peer's. If parawrap adds no time, its overhead must not
+    exceed the peer's.
+    """
+    (our_name, our_us), (their_name, their_us) = ours, theirs
+    own, peer = Result(f"overhead, {our_name}", our_us, "us"), Result(f"overhead, {their_name}", their_us, "us")
+    if our_us <= 0:
+        return [own if least is None else own.held_to("at most", their_us), peer]
+    ratio = Result(f"overhead of {their_name} divided by that of {our_name}", their_us / our_us, "ratio")
+    return [own, peer, ratio if least is None else ratio.held_to("at least", least)]
 
 
 def arm_of(values: Sequence[float]) -> Arm:
@@ -143,7 +197,7 @@ def arm_of(values: Sequence[float]) -> Arm:
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Give the caller's operators `count` threads. Lanes that start inside share them."""
+    """Run torch operators on `count` threads inside the block. Lanes that start inside share these threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

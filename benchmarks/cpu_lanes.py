@@ -1,4 +1,4 @@
-"""Lanes of one thread on the CPU, compared with a plain call that uses as many threads of torch's own.
+"""Lanes of one thread each on the CPU, compared with a plain call on as many of torch's own threads.
 
 Both arms have the same number of cores: plain operators use k threads, and k lanes use one thread each.
 """
@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from benchmarks._measure import Arm, Row, take_turns, threads
+from benchmarks._measure import Arm, Result, Row, take_turns, threads
 from benchmarks.nets import Net, encoder, mlp, plain_attention, resnet18
 from parawrap import parallel
 from parawrap.backends.cpu import usable_cores
@@ -40,7 +40,7 @@ def _row(net: Net, lanes: Sequence[int], rounds: int, cores: int) -> Row:
     row = lanes_row(f"CPU lanes: {net.name}, {net.usual} rows", pairs, [n for n in lanes if n > cores], cores)
     with threads(1):
         one_row = take_turns({"one row": partial(model, net.batch(1))}, rounds=rounds, settle=1)["one row"]
-    return replace(row, extra={**row.extra, "limits": _limits(pairs, one_row.median_us)})
+    return replace(row, results=[*row.results, *_limits(pairs, one_row.median_us)])
 
 
 def _pair(model: nn.Module, ours: nn.Module, x: torch.Tensor, count: int, rounds: int) -> tuple[Arm, Arm]:
@@ -50,15 +50,17 @@ def _pair(model: nn.Module, ours: nn.Module, x: torch.Tensor, count: int, rounds
     return arms["torch"], arms["lanes"]
 
 
-def _limits(pairs: Mapping[int, tuple[Arm, Arm]], one_row_us: float) -> dict[str, float]:
+def _limits(pairs: Mapping[int, tuple[Arm, Arm]], one_row_us: float) -> list[Result]:
     """Return the best possible speed-up over torch's threads for each number of lanes."""
     if 1 not in pairs:
-        return {}
+        return []
     one_thread_us = pairs[1][0].median_us
-    limits: dict[str, float] = {}
+    limits: list[Result] = []
     for count, (plain, _) in pairs.items():
-        limits[f"cores, {count}"] = cores_limit(plain.median_us, one_thread_us, count)
-        limits[f"interpreter, {count}"] = interpreter_limit(plain.median_us, one_thread_us, one_row_us, count)
+        by_cores = cores_limit(plain.median_us, one_thread_us, count)
+        by_interpreter = interpreter_limit(plain.median_us, one_thread_us, one_row_us, count)
+        limits.append(Result(f"limit by the cores, lanes: {count}", by_cores, "ratio"))
+        limits.append(Result(f"limit by the interpreter, lanes: {count}", by_interpreter, "ratio"))
     return limits
 
 
@@ -74,8 +76,8 @@ def cores_limit(plain: float, one_thread: float, cores: int) -> float:
 def interpreter_limit(plain: float, one_thread: float, one_row: float, lanes: int) -> float:
     """Return the speed-up if lanes share one interpreter lock.
 
-    The time of one row stands for the work that does not shrink with the rows: Python and dispatch. Lanes do that part one
-    after the other. No lane ends before it has done this part and its share of the rest.
+    The time of one row approximates the fixed cost of a call: Python and dispatch. Lanes pay it one after the other. Each
+    lane then runs its share of the rest.
 
     >>> interpreter_limit(plain=4.0, one_thread=4.0, one_row=1.0, lanes=2)
     1.6
@@ -87,16 +89,13 @@ def interpreter_limit(plain: float, one_thread: float, one_row: float, lanes: in
 
 
 def lanes_row(name: str, pairs: Mapping[int, tuple[Arm, Arm]], skipped: Sequence[int], cores: int) -> Row:
-    """Return the row for these times of torch's threads and of the lanes, by their number."""
+    """Return the row for the times of torch's threads and of the lanes, by their number."""
     arms: dict[str, Arm] = {}
     for count, (plain, lanes) in pairs.items():
         arms |= {f"torch's threads: {count}": plain, f"lanes: {count}": lanes}
-    gains = {count: plain.median_us / lanes.median_us for count, (plain, lanes) in pairs.items()}
-    verdict = "speed-up over as many of torch's threads: " + ", ".join(
-        f"{count}: {gain:.2f}" for count, gain in gains.items()
-    )
-    if skipped:
-        verdict += f"; skipped: {', '.join(map(str, skipped))} (the process may use {cores} cores)"
-    peers = f"the intra-op threads of torch {torch.__version__}"
-    extra = {"gains": gains, "skipped": list(skipped), "cores": cores}
-    return Row(name, arms, verdict, "reported", held=True, peers=peers, extra=extra)
+    results = [
+        Result(f"speed-up, lanes: {count}", plain.median_us / lanes.median_us, "ratio")
+        for count, (plain, lanes) in pairs.items()
+    ]
+    note = f"skipped: {', '.join(map(str, skipped))} lanes (the process may use {cores} cores)" if skipped else ""
+    return Row(name, arms, results, peers=f"the intra-op threads of torch {torch.__version__}", note=note)

@@ -1,8 +1,8 @@
 """The overhead of a parallel call on a GPU over the plain call, compared with torch.nn.DataParallel.
 
 One GPU stands in for two: ``device_ids=[0, 0]`` cuts the batch, replicates the module, and runs two threads, but copies no
-parameters between devices. A call is timed from an idle device until the call returns ("issued") and until the device is
-idle again. Each arm has its own copy of the net.
+parameters between devices. Each call starts on an idle device. Two times are taken: until the call returns ("issued"), and
+until the device is idle again. Each arm has its own copy of the net.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 
 import parawrap
-from benchmarks._measure import Arm, Row, Work, arm_of, in_turn
+from benchmarks._measure import Arm, Result, Row, Work, arm_of, in_turn, overheads
 from benchmarks.cuda_target import Target
 from benchmarks.nets import Net, encoder, mlp, resnet18
 
@@ -38,7 +39,7 @@ Times = Mapping[str, Arm]
 
 
 def rows(target: Target, nets: Sequence[Net] = NETS, rounds: int = 200) -> list[Row]:
-    """Measure every net over one and two lanes, with small and usual batches, and in training; then a block of one lane."""
+    """Measure each net in inference and training, and then a block of one lane."""
     return [*(row for net in nets for row in _rows_of(net, target, rounds)), _one_lane(nets[0], target, rounds * 2)]
 
 
@@ -85,7 +86,7 @@ def _arms(model: nn.Module, lanes: int, target: Target) -> Iterator[dict[str, nn
 
 
 def _compared(name: str, works: Mapping[str, Work], target: Target, rounds: int, least: float | None) -> Row:
-    """Time the arms. A peer that raises is named in the row, and the other arms are timed without it."""
+    """Time the arms. If the peer raises, time the other arms, and report the error in the row."""
     refusal = _refusal(works[THEIRS])
     able = {arm: work for arm, work in works.items() if refusal is None or arm != THEIRS}
     issued, finished = issued_and_finished(able, target.synchronize, rounds)
@@ -126,31 +127,22 @@ def _timed(work: Work, synchronize: Work, clock: Callable[[], float] = time.perf
 
 
 def compared_row(name: str, issued: Times, finished: Times, least: float | None, refusal: str | None = None) -> Row:
-    """Return the row for these times. `least` is the goal: the peer's overhead divided by parawrap's."""
-    ours = _beyond_plain(finished, OURS)
-    verdict = f"{_signed(ours)}, {_signed(_beyond_plain(issued, OURS))} until issued; "
-    held = least is None
-    if refusal is not None:
-        verdict += f"not compared, {THEIRS} raises {refusal}"
-    else:
-        theirs = _beyond_plain(finished, THEIRS)
-        verdict += f"{THEIRS} {_signed(theirs)}, {_signed(_beyond_plain(issued, THEIRS))} until issued"
-        verdict += _in_times(ours, theirs)
-        held = least is None or theirs >= (least * ours if ours > 0 else ours)
-    return Row(name, _both(issued, finished), verdict, _wanted(least), held, PEERS)
+    """Return the row for these times. `least` is the goal: the least ratio of the peer's overhead to parawrap's.
 
-
-def _in_times(ours: float, theirs: float) -> str:
-    """Return the ratio of the overheads, or nothing if parawrap's is not positive."""
-    if ours <= 0:
-        return ""
-    return f": {theirs / ours:.1f} times less" if theirs >= ours else f": more than {THEIRS}'s"
-
-
-def _wanted(least: float | None) -> str:
-    if least is None:
-        return "reported"
-    return f"at least {least:g} times less than {THEIRS}" if least > 1 else f"no more than {THEIRS}"
+    A refusal by the peer misses the goal.
+    """
+    until_issued = [
+        Result(f"overhead until the call returns, {arm}", _beyond_plain(issued, arm), "us")
+        for arm in (OURS, THEIRS)
+        if arm in issued
+    ]
+    if refusal is None:
+        ours, theirs = ((arm, _beyond_plain(finished, arm)) for arm in (OURS, THEIRS))
+        return Row(name, _both(issued, finished), [*overheads(ours, theirs, least), *until_issued], PEERS)
+    own = Result(f"overhead, {OURS}", _beyond_plain(finished, OURS), "us")
+    if least is not None:
+        own = replace(own, goal=f"compared with {THEIRS}", met=False)
+    return Row(name, _both(issued, finished), [own, *until_issued], PEERS, note=f"{THEIRS} raises {refusal}")
 
 
 def _one_lane(net: Net, target: Target, rounds: int) -> Row:
@@ -167,17 +159,15 @@ def _one_lane(net: Net, target: Target, rounds: int) -> Row:
 def added_row(name: str, issued: Times, finished: Times) -> Row:
     """Return the row for the overhead of one lane, when the call returns and when the device is idle."""
     at_return, at_end = (_beyond_plain(times, "parawrap.parallel") for times in (issued, finished))
-    verdict = f"{_signed(at_end)}, {_signed(at_return)} until issued"
-    held = max(at_return, at_end) < MOST_ADDED_US
-    return Row(name, _both(issued, finished), verdict, f"under {MOST_ADDED_US:g} us more, issued and finished", held)
+    results = [
+        Result("overhead", at_end, "us").held_to("under", MOST_ADDED_US),
+        Result("overhead until the call returns", at_return, "us").held_to("under", MOST_ADDED_US),
+    ]
+    return Row(name, _both(issued, finished), results)
 
 
 def _beyond_plain(times: Times, arm: str) -> float:
     return times[arm].median_us - times[PLAIN].median_us
-
-
-def _signed(microseconds: float) -> str:
-    return f"{microseconds:+,.1f} us"
 
 
 def _both(issued: Times, finished: Times) -> dict[str, Arm]:

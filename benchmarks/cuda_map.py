@@ -1,7 +1,8 @@
 """`map` over batches on the host, compared with the plain loop and with the machine's limits.
 
-The limits take turns with the arms: copies of the same batches, pinned, into one buffer on the device, and the same kernels
-over a batch on the device. The device's clock times the limits. The wall clock times the arms until the device is idle.
+Two limits take turns with the arms. The first copies the same batches from pinned memory into one buffer on the device. The
+second runs the same kernels on a batch that is already on the device. The device's clock times the limits. The wall clock
+times the arms until the device is idle.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks._measure import Arm, Row, Work, arm_of, in_turn, wall_us
+from benchmarks._measure import Arm, Result, Row, Work, arm_of, in_turn, wall_us
 from benchmarks.cuda_target import Target
 from parawrap import parallel
 
@@ -42,7 +43,7 @@ class Stream(NamedTuple):
 
 
 class RowMean(nn.Module):
-    """A model that reads its whole input and returns little. Its parameter gives it a device."""
+    """A model that reads its whole input and returns little. It has a parameter, so that it has a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +157,10 @@ def _exhaust(stream: Callable[[Sequence[torch.Tensor]], Iterable[Any]], batches:
 
 
 def streamed_row(name: str, arms: Mapping[str, Arm], bytes_per_batch: int, least: float | None = None) -> Row:
-    """Return the row for these times per batch. The first arm is the limit; `least` is map's goal as a share of it."""
+    """Return the row for these times per batch. The first arm is the limit. `least` is map's goal, as a share of it."""
     limit, *others = arms
-    rates = {arm: bytes_per_batch / times.median_us / 1e3 for arm, times in arms.items()}
-    shares = {arm: arms[limit].median_us / arms[arm].median_us for arm in others}
-    told = ", ".join(f"{arm} {rates[arm]:.1f} GB/s ({share:.1%})" for arm, share in shares.items())
-    wanted = "reported" if least is None else f"map at least {least:.0%} of {limit}"
-    held = least is None or min(shares[arm] for arm in MAPS) >= least
-    extra = {"GB/s": rates, f"share of {limit}": shares}
-    return Row(name, arms, f"{limit} {rates[limit]:.1f} GB/s; {told}", wanted, held, extra=extra)
+    results = [Result(f"rate, {arm}", bytes_per_batch / times.median_us / 1e3, "GB/s") for arm, times in arms.items()]
+    for arm in others:
+        share = Result(f"rate, {arm}, as a share of {limit}", 100 * arms[limit].median_us / arms[arm].median_us, "%")
+        results.append(share if least is None or arm not in MAPS else share.held_to("at least", 100 * least))
+    return Row(name, arms, results)

@@ -1,4 +1,4 @@
-"""Starting two gloo ranks on this machine: parawrap and its peers, their results, and their failures."""
+"""Launches on two gloo ranks of this machine: times, results, and failures of parawrap and its peers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks._measure import Row, arm_of, take_turns
+from benchmarks._measure import Arm, Result, Row, arm_of, take_turns
 from benchmarks.launch_peers import PEERS, SCENARIOS
 from parawrap import Platform, functional, wrapper
 
@@ -25,6 +26,7 @@ __all__ = ["PACKAGES", "alone", "labelled", "rows"]
 
 PACKAGES = {"accelerate debug_launcher": "accelerate", "torchrunx": "torchrunx", "ddpw": "ddpw"}
 PATIENCE_S = 20
+_FAILURES = {"raises": "a rank raises", "killed": "a rank is killed"}
 
 TWO = Platform(device="cpu", n_cpus=2, verbose=False)
 
@@ -43,17 +45,20 @@ def second_call() -> Row:
     """Call all peers in turn in one process, after one warm-up call each."""
     peers = {name: PEERS[name] for name in PEERS if name != "ddpw"}  # ddpw does not start CPU ranks
     arms = take_turns({labelled(name): (lambda launch=launch: launch("fine")) for name, launch in peers.items()}, rounds=7)
-    ours = arms["parawrap"].median_us
-    faster = {name: arm.median_us / ours for name, arm in arms.items() if name != "parawrap"}
-    torchrunx, floor = faster[labelled("torchrunx")], 1 / faster[labelled("accelerate debug_launcher")]
-    said = ", ".join(f"{ratio:.1f} times faster than {name}" for name, ratio in faster.items() if ratio > 1)
-    return Row(
-        "second call: a no-op with one all_reduce, 2 ranks",
-        arms,
-        f"{said}; {floor:.1f} times debug_launcher (a plain fork)",
-        "at least 8 times faster than torchrunx; within 4 times of debug_launcher",
-        torchrunx >= 8 and floor <= 4,
-    )
+    return second_call_row(arms)
+
+
+def second_call_row(arms: Mapping[str, Arm]) -> Row:
+    """Return the row for these times, by the labels of the peers."""
+    ours, results = arms["parawrap"].median_us, []
+    for name, arm in arms.items():
+        ratio = Result(f"time of {name} divided by that of parawrap", arm.median_us / ours, "ratio")
+        if name.startswith("accelerate"):  # a plain fork, the fastest start
+            ratio = Result(f"time of parawrap divided by that of {name}", ours / arm.median_us, "ratio")
+            ratio = ratio.held_to("at most", 4)
+        if name != "parawrap":
+            results.append(ratio.held_to("at least", 8) if name.startswith("torchrunx") else ratio)
+    return Row("second call: an all_reduce, 2 ranks", arms, results)
 
 
 def first_call() -> Row:
@@ -64,28 +69,26 @@ def first_call() -> Row:
             microseconds.append(alone(name, "fine")["seconds"] * 1e6)
     arms = {name: arm_of(microseconds) for name, microseconds in times.items()}
     ratio = arms["parawrap"].median_us / arms["mp.spawn"].median_us
-    return Row("first call of a process", arms, f"{ratio:.2f} of mp.spawn's", "no slower than mp.spawn's", ratio <= 1)
+    result = Result("time of parawrap divided by that of mp.spawn", ratio, "ratio").held_to("at most", 1)
+    return Row("first call of a process", arms, [result])
 
 
 def failures() -> Row:
-    """Tabulate each peer's result, and its error if a rank raises or dies while the other rank waits."""
-    lines = ["| | returned | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
+    """Tabulate the result of each peer, and its error if a rank raises or is killed while the other rank waits."""
+    lines = ["| peer | returns | a rank raises ValueError | a rank is killed |", "|---|---|---|---|"]
     waits: dict[str, float] = {}
     for name in PEERS:
         found = {scenario: alone(name, scenario) for scenario in SCENARIOS}
         told = [_told(scenario, found[scenario]) for scenario in SCENARIOS]
-        if "raised" in found["fine"]:  # ddpw does not create a process group on the CPU
+        if "raised" in found["fine"]:  # ddpw creates no process group on the CPU
             told = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
         lines.append(f"| {labelled(name)} | {' | '.join(told)} |")
         if name == "parawrap":
-            waits = {scenario: found[scenario]["after"] for scenario in ("raises", "killed")}
-    worst = max(waits.values())
+            waits = {scenario: found[scenario]["after"] for scenario in _FAILURES}
     return Row(
-        "from a rank's failure to the parent's exception, the other rank blocked in a collective",
+        "delay of the parent's exception after a rank fails, the other rank blocked in a collective",
         {},
-        ", ".join(f"{scenario}: {seconds:.2f} s" for scenario, seconds in waits.items()),
-        "under 2 s",
-        worst < 2,
+        [Result(f"delay, {_FAILURES[scenario]}", each, "s").held_to("under", 2) for scenario, each in waits.items()],
         extra={"markdown": "\n".join(lines)},
     )
 
@@ -102,7 +105,7 @@ def _told(scenario: str, found: dict[str, Any]) -> str:
 
 
 def alone(peer: str, scenario: str, times: int | None = None, patience_s: float = PATIENCE_S) -> dict[str, Any]:
-    """Run one launch, or some, in its own process, and kill the process after a timeout."""
+    """Run one launch, or `times` launches, in a fresh process. Kill the process and its children after a timeout."""
     with tempfile.TemporaryDirectory() as folder:
         killed_at = Path(folder) / "killed"
         process = subprocess.Popen(
@@ -146,18 +149,26 @@ def _kill_tree(process: subprocess.Popen[str]) -> int:
 
 def averages() -> Row:
     """Average the gradients of 300 parameters, together and one by one."""
-    (ours, theirs, equal), _ = wrapper(TWO)(_average_gradients)()
+    (ours, theirs, differing), _ = wrapper(TWO)(_average_gradients)()
+    return averages_row(ours, theirs, differing)
+
+
+def averages_row(ours: Arm, theirs: Arm, differing: int) -> Row:
+    """Return the row for these times, and for the elements that differ between the ranks."""
     ratio = theirs.median_us / ours.median_us
     return Row(
         "average_params_grads, 300 parameters of 64x64 and 64, 2 ranks",
         {"parawrap": ours, "one all_reduce per parameter": theirs},
-        f"{ratio:.1f} times faster; bit-identical on both ranks: {equal}",
-        "at least 4 times faster, bit-identical",
-        ratio >= 4 and equal,
+        [
+            Result("time of one all_reduce per parameter divided by that of parawrap", ratio, "ratio").held_to(
+                "at least", 4
+            ),
+            Result("averages that differ between the ranks", differing, "count").held_to("exactly", 0),
+        ],
     )
 
 
-def _average_gradients() -> tuple[Any, Any, bool]:
+def _average_gradients() -> tuple[Arm, Arm, int]:
     shapes = [(64, 64), (64,)] * 150
     module = torch.nn.ParameterList([torch.nn.Parameter(torch.randn(shape)) for shape in shapes])
     for parameter in module.parameters():
@@ -174,17 +185,27 @@ def _average_gradients() -> tuple[Any, Any, bool]:
     flat = torch.cat([parameter.grad.flatten() for parameter in module.parameters() if parameter.grad is not None])
     both = [torch.empty_like(flat) for _ in range(2)]
     dist.all_gather(both, flat)
-    return arms["ours"], arms["theirs"], bool(torch.equal(*both))
+    return arms["ours"], arms["theirs"], int((both[0] != both[1]).sum())
 
 
 def large_results() -> Row:
-    """Return a gigabyte from each of two ranks."""
+    """Return a gibibyte from each of two ranks."""
     start = time.perf_counter()
     results = wrapper(TWO)(_gigabyte)()
     seconds = time.perf_counter() - start
-    whole = all(result.nbytes == 2**30 and result[-1] == rank for rank, result in enumerate(results))
+    whole = [each.nbytes == 2**30 and bool(each[-1] == rank) for rank, each in enumerate(results)]
+    return large_results_row(seconds, sum(whole))
+
+
+def large_results_row(seconds: float, whole: int) -> Row:
+    """Return the row for this time, and for the number of results that arrived complete."""
     return Row(
-        "1 GB from each of 2 ranks, created and returned", {}, f"{seconds:.1f} s, whole: {whole}", "both whole", whole
+        "1 GiB from each of 2 ranks, created and returned",
+        {},
+        [
+            Result("time of the launch", seconds, "s"),
+            Result("complete results", whole, "count").held_to("exactly", 2),
+        ],
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._measure import Row, take_turns
+from benchmarks._measure import Arm, Result, Row, take_turns
 from parawrap import parallel
 
 __all__ = ["OURS", "PLAIN", "bare_lanes", "overhead_row", "rows"]
@@ -62,22 +62,23 @@ def _four_lanes(name: str, make: Callable[[], torch.nn.Module], rounds: int, *, 
             _THREADS_PER_CALL: partial(_threads_per_call, other),
         }
         arms = take_turns({arm: partial(call, x) for arm, call in calls.items()}, rounds=rounds, calls=5)
-    return overhead_row(f"overhead: {name}, 64x16, 4 lanes", arms, judged=judged)
+    return overhead_row(f"overhead: {name}, 64 rows of 16, 4 lanes", arms, judged=judged)
 
 
-def overhead_row(name: str, arms: dict[str, Any], *, judged: bool) -> Row:
-    """Return the row of these times; `judged` if a goal applies."""
+def overhead_row(name: str, arms: Mapping[str, Arm], *, judged: bool) -> Row:
+    """Return the row of these times. The goals apply if `judged` is true."""
     added = {arm: times.median_us - arms[PLAIN].median_us for arm, times in arms.items() if arm != PLAIN}
-    listed = ", ".join(f"{arm} {us:.0f} us" for arm, us in added.items())
+    to_bare, to_pool = (
+        Result(f"overhead of {OURS} divided by that of {peer}", added[OURS] / added[peer], "ratio") for peer in (BARE, POOL)
+    )
+    if judged:
+        to_bare, to_pool = to_bare.held_to("at most", _MOST_OF_BARE), to_pool.held_to("under", 1)
     return Row(
         name,
         arms,
-        f"overhead: {listed}; parawrap's is {added[OURS] / added[BARE]:.2f} times that of bare lanes",
-        f"at most {_MOST_OF_BARE} times the overhead of bare lanes; less than a persistent pool" if judged else "reported",
-        not judged or (added[OURS] <= _MOST_OF_BARE * added[BARE] and added[OURS] < added[POOL]),
+        [*(Result(f"overhead, {arm}", us, "us") for arm, us in added.items()), to_bare, to_pool],
         peers="hand-written lanes; concurrent.futures; the methods of torch_neuronx.DataParallel (pool per call) and "
         f"torch {torch.__version__} (thread per lane per call)",
-        extra={"overhead_us": added},
     )
 
 
@@ -89,16 +90,14 @@ def _bypassed(name: str, lanes: int, size: int, rounds: int) -> Row:
     return Row(
         f"overhead: {name}",
         arms,
-        f"{added:.1f} us over the plain call",
-        f"under {_MOST_ADDED_US:.0f} us",
-        added < _MOST_ADDED_US,
+        [Result("overhead", added, "us").held_to("under", _MOST_ADDED_US)],
         peers="the plain call",
     )
 
 
 @contextmanager
 def bare_lanes(model: Call) -> Iterator[Call]:
-    """Yield a call over three threads that each block on a queue; the caller is the fourth lane."""
+    """Yield a call over four lanes: three threads that each block on a queue, and the caller."""
     inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(LANES - 1)]
     done: SimpleQueue[tuple[int, torch.Tensor]] = SimpleQueue()
 

@@ -1,13 +1,13 @@
-"""Launches of one function on two gloo ranks that follow each other without a pause: parawrap and its peers.
+"""Launches that follow each other without a pause: one function on two gloo ranks, by parawrap and its peers.
 
-Each turn runs in a fresh process, so no peer prepares a launch while another peer has its turn.
+Each turn runs in a fresh process, so that no peer prepares a launch during the turn of another.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from benchmarks._measure import Arm, Row, arm_of, in_turn
+from benchmarks._measure import Arm, Result, Row, arm_of, in_turn
 from benchmarks.launch_peers import RELAUNCHED
 from benchmarks.launching import alone, labelled
 
@@ -26,16 +26,15 @@ def rows() -> list[Row]:
         Row(
             "relaunch without a pause: an empty function, 2 ranks",
             arms["empty"],
-            f"{ours['empty'] / 1e3:.0f} ms; {_compared(arms['empty'])}",
-            "under 100 ms",
-            ours["empty"] < 1e5,
+            [Result("relaunch, parawrap", ours["empty"] / 1e3, "ms").held_to("under", 100), *_compared(arms["empty"])],
         ),
         Row(
             "relaunch without a pause: one step of DistributedDataParallel, 2 ranks",
             arms["ddp"],
-            f"{ratio:.1f} times an empty relaunch; {_compared(arms['ddp'])}",
-            "at most 3 times an empty relaunch",
-            ratio <= 3,
+            [
+                Result("time of parawrap divided by that of its empty relaunch", ratio, "ratio").held_to("at most", 3),
+                *_compared(arms["ddp"]),
+            ],
         ),
     ]
 
@@ -55,13 +54,15 @@ def _arms(scenario: str) -> dict[str, Arm]:
 
 
 def _seconds(peer: str, scenario: str) -> list[float]:
-    """Return the seconds of each relaunch of one turn; none if a launch failed or the turn took too long."""
+    """Return the seconds of each relaunch of one turn, or nothing if a launch failed or the turn timed out."""
     each: list[float] = alone(peer, scenario, LAUNCHES, PATIENCE_S).get("each", [])
     return each[1:]
 
 
-def _compared(arms: dict[str, Arm]) -> str:
+def _compared(arms: dict[str, Arm]) -> list[Result]:
     ours = arms["parawrap"].median_us
-    return ", ".join(
-        f"{name} takes {arm.median_us / ours:.1f} times as long" for name, arm in arms.items() if name != "parawrap"
-    )
+    return [
+        Result(f"time of {name} divided by that of parawrap", arm.median_us / ours, "ratio")
+        for name, arm in arms.items()
+        if name != "parawrap"
+    ]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._measure import Row, take_turns
+from benchmarks._measure import Result, Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
 from parawrap.replicas._structure import Survey
@@ -22,7 +22,7 @@ _MOST_PER_MODULE_US = 1.5
 
 
 class _Holds(nn.Module):
-    """Holds parameters, and returns its input."""
+    """Identity with parameters."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -42,9 +42,8 @@ def _unchanged(rounds: int) -> Row:
     with torch.no_grad(), parallel(few, ["cpu"] * 2), parallel(many, ["cpu"] * 2):
         arms = take_turns({"2 parameters": partial(few, x), "200 parameters": partial(many, x)}, rounds=rounds, calls=5)
     added = arms["200 parameters"].median_us - arms["2 parameters"].median_us
-    wanted = f"at most {_MOST_FOR_PARAMETERS_US:.0f} us more"
-    held = added <= _MOST_FOR_PARAMETERS_US
-    return Row("replicas: 200 unchanged parameters, 2 CPU lanes", arms, f"{added:.1f} us more than 2", wanted, held)
+    result = Result("time added by 198 unchanged parameters", added, "us").held_to("at most", _MOST_FOR_PARAMETERS_US)
+    return Row("replicas: 200 unchanged parameters, 2 CPU lanes", arms, [result])
 
 
 def _checked(rounds: int) -> Row:
@@ -54,24 +53,32 @@ def _checked(rounds: int) -> Row:
     arms = take_turns({"check": watch.intact}, rounds=rounds, calls=5)
     each = arms["check"].median_us / modules
     name = f"replicas: check of the structure, {modules} modules"
-    wanted = f"at most {_MOST_PER_MODULE_US} us per module"
-    return Row(name, arms, f"{each:.2f} us per module", wanted, each <= _MOST_PER_MODULE_US)
+    return Row(name, arms, [Result("check, per module", each, "us").held_to("at most", _MOST_PER_MODULE_US)])
 
 
 def _copied() -> Row:
     """Measure a second inference call, and the first inference call after an optimizer step."""
     name = f"replicas: bytes copied, {_DEVICES} simulated devices"
-    wanted = "0 bytes at the second call; 3 times the model (once per other device) after a step"
     found = in_process(f"{__name__}:count")
     if isinstance(found, str):
-        return Row(name, {}, f"not measured: {found}", wanted, held=True)
-    second, step = found
-    verdict = f"{second} bytes of parameters at the second call; {step:g} times the model after a step"
-    return Row(name, {}, verdict, wanted, (second, step) == (0, 3.0))
+        return Row(name, {}, [], note=f"not measured: {found}")
+    return copied_row(name, *found)
+
+
+def copied_row(name: str, second: float, step: float) -> Row:
+    """Return the row for the bytes of the second call, and for the copies of the model after a step."""
+    return Row(
+        name,
+        {},
+        [
+            Result("parameters that the second call copies", second, "bytes").held_to("exactly", 0),
+            Result("copies of the model after a step", step, "count").held_to("exactly", _DEVICES - 1),
+        ],
+    )
 
 
 def count() -> tuple[int, float] | str:
-    """Return the copied bytes and the copied multiples of the model, or the reason that nothing can be counted."""
+    """Return the bytes that the second call copies and the copies of the model after a step, or why none can be counted."""
     from tests import simdevice
 
     if (reason := simdevice.available()) is not None:

@@ -1,4 +1,4 @@
-"""The constants of a launch's cost. docs/launch_sizing.md computes the cost of other sizes from them."""
+"""The constants of the cost of a launch. docs/launch_sizing.md computes the cost of other sizes from them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks._measure import Arm, Row, arm_of
+from benchmarks._measure import Arm, Result, Row, arm_of
 from benchmarks.sizing_model import fit
 from benchmarks.sizing_probes import Report, found
 
 __all__ = ["rows"]
-
-_REPORTED = "reported"
 
 
 def rows() -> list[Row]:
@@ -33,36 +31,44 @@ def imports(report: Report) -> Row:
     """Return the files and the processor time of a node's imports."""
     constants = {f"import_{word}": report[word] for word in ("files", "touched_mb", "whole_mb")}
     return _row(
-        "what a node's Python imports",
+        "imports of a node's Python",
         {"processor time": _arm(report["cpu_s"])},
-        f"{report['files']:.0f} files: {report['touched_mb']:.0f} MB touched, of {report['whole_mb']:.0f} MB",
+        [
+            Result("files read", report["files"], "count"),
+            Result("pages read", report["touched_mb"], "MB"),
+            Result("size of the files", report["whole_mb"], "MB"),
+        ],
         constants | {"import_s": statistics.median(report["cpu_s"])},
     )
 
 
 def ranks(report: Report) -> list[Row]:
     """Return the cost of a forked rank and of a rank in a fresh interpreter."""
-    own = {method: statistics.median(report[f"{method}_own_mb"]) for method in ("forkserver", "spawn")}
-    told = {
-        method: f"{own[method]:.1f} MB private, {statistics.median(report[f'{method}_pss_mb']):.0f} MB with its share "
-        f"of what 4 such ranks have in common, {statistics.median(report[f'{method}_rss_mb']):.0f} MB with all of that"
-        for method in own
-    }
+    own_mb = statistics.median(report["forkserver_own_mb"])
     constants = {
         "fork_s": statistics.median(report["fork_s"]),
         "rank_s": statistics.median(report["forkserver_cpu_s"]),
-        "rank_own_mb": own["forkserver"],
+        "rank_own_mb": own_mb,
     }
     arms = {"fork": _arm(report["fork_s"]), "processor time until its function begins": _arm(report["forkserver_cpu_s"])}
     fresh = {"processor time until its function begins": _arm(report["spawn_cpu_s"])}
     return [
-        _row("a rank forked from a warm process", arms, told["forkserver"], constants),
-        _row("a rank that is a fresh interpreter", fresh, told["spawn"], {}),
+        _row("a rank forked from a warm process", arms, _memory(report, "forkserver"), constants),
+        _row("a rank in a fresh interpreter", fresh, _memory(report, "spawn"), {}),
+    ]
+
+
+def _memory(report: Report, method: str) -> list[Result]:
+    own, proportional, resident = (statistics.median(report[f"{method}_{word}_mb"]) for word in ("own", "pss", "rss"))
+    return [
+        Result("private memory (USS)", own, "MB"),
+        Result("proportional set size (PSS), 4 ranks", proportional, "MB"),
+        Result("resident memory (RSS)", resident, "MB"),
     ]
 
 
 def watch(report: Report) -> Row:
-    """Return the cost of watching, from the first rank's start to the last rank's end."""
+    """Return the cost of watching from the start of the first rank to the end of the last rank."""
     runs = report["runs"]
     a, b = fit([(run["n_ranks"], run["watch_s"]) for run in runs])
     largest = [run for run in runs if run["n_ranks"] == runs[-1]["n_ranks"]]
@@ -73,21 +79,29 @@ def watch(report: Report) -> Row:
         )
     }  # fmt: skip
     return _row(
-        "processor time to watch a launch over one connection per node",
+        "watching a launch over one connection per node",
         _arms(runs, "watch_s"),
-        f"{_us(a)} per rank and {_us(b)} per pair of ranks; an open file for each rank's result, and one for each node",
+        [
+            Result("processor time, per rank", 1e6 * a, "us"),
+            Result("processor time, per pair of ranks", 1e6 * b, "us"),
+            Result("open files, per rank", constants["watch_files_a_rank"], "count"),
+            Result("open files, per node", constants["watch_files_a_node"], "count"),
+        ],
         constants,
     )
 
 
 def words(report: Report) -> Row:
-    """Return the cost of the ranks' output and results in the process that watches."""
+    """Return the cost of output and results in the process that watches the ranks."""
     put = [taken + kept for taken, kept in zip(report["mb_s"], report["mb_put_s"], strict=True)]
     line, megabyte = statistics.median(report["line_s"]), statistics.median(put)
     return _row(
-        "processor time to take what ranks write and return",
-        {"a line of 80 bytes": _arm(report["line_s"]), "a MB of a result, into its file": _arm(put)},
-        f"{_us(line)} per line, {_us(megabyte)} per MB",
+        "receiving output and results of ranks",
+        {
+            "processor time, a line of 80 bytes": _arm(report["line_s"]),
+            "processor time, 1 MB of a result, written to its file": _arm(put),
+        },
+        [],
         {"output_line_s": line, "result_mb_s": megabyte},
     )
 
@@ -101,14 +115,17 @@ def store(report: Report) -> Row:
         "store_mb_s": statistics.median(report["mb_s"]),
     }
     return _row(
-        "processor time of the store",
+        "the store",
         {
-            "a question, of one client": _arm(report["question_s"]),
-            "a question, of eight at once": _arm(report["busy_question_s"]),
-            "a MB of answers": _arm(report["mb_s"]),
+            "processor time, a request, one client": _arm(report["question_s"]),
+            "processor time, a request, eight clients": _arm(report["busy_question_s"]),
+            "processor time, 1 MB of answers": _arm(report["mb_s"]),
         },
-        f"{statistics.median(report['questions_a_second']):,.0f} questions a second of eight; {_us(report['line_s'])} and "
-        f"{report['line_kb']:.1f} kB for a rank's line to it",
+        [
+            Result("rate, eight clients", statistics.median(report["questions_a_second"]), "requests per second"),
+            Result("processor time, per connection", 1e6 * report["line_s"], "us"),
+            Result("memory, per connection", 1e3 * report["line_kb"], "bytes"),
+        ],
         constants,
     )
 
@@ -128,10 +145,14 @@ def gloo(runs: Sequence[Report]) -> Row:
         "gloo_files": large["files_a_rank"] - large["n_ranks"],
     }
     return _row(
-        "gloo, its ranks threads: to connect all with all, and a first all_reduce",
-        _arms(runs, "cpu_s") | {f"the store, {name}": arm for name, arm in _arms(runs, "store_s").items()},
-        f"{_us(rank_s)} per rank and {_us(pair_s)} per pair; each rank reads {sizes[1]:,.0f} bytes of each of "
-        f"{large['n_ranks']}, and has {large['files_a_rank']:.0f} files open",
+        "gloo: connections between all ranks, and one all_reduce (ranks are threads)",
+        _arms(runs, "cpu_s") | _arms(runs, "store_s", "processor time of the store"),
+        [
+            Result("processor time, per rank", 1e6 * rank_s, "us"),
+            Result("processor time, per pair of ranks", 1e6 * pair_s, "us"),
+            Result(f"addresses read by a rank, per other rank, {large['n_ranks']} ranks", sizes[1], "bytes"),
+            Result(f"open files of a rank, {large['n_ranks']} ranks", large["files_a_rank"], "count"),
+        ],
         constants,
     )
 
@@ -145,25 +166,24 @@ def lazy_gloo(runs: Sequence[Report]) -> Row:
     }
     files = largest[0]["files_a_rank"]
     return _row(
-        "the same with TORCH_GLOO_LAZY_INIT=1",
-        _arms(runs, "cpu_s") | {f"the store, {name}": arm for name, arm in _arms(runs, "store_s").items()},
-        f"{_us(constants['lazy_rank_s'])} per rank at every size; {files:.0f} open files",
+        "gloo with TORCH_GLOO_LAZY_INIT=1: one all_reduce (ranks are threads)",
+        _arms(runs, "cpu_s") | _arms(runs, "store_s", "processor time of the store"),
+        [
+            Result("processor time, per rank", 1e6 * constants["lazy_rank_s"], "us"),
+            Result("open files of a rank", files, "count"),
+        ],
         constants | {"lazy_files": files},
     )
 
 
-def _row(name: str, arms: dict[str, Arm], verdict: str, constants: dict[str, Any]) -> Row:
-    return Row(name, arms, verdict, _REPORTED, held=True, extra={"constants": constants})
+def _row(name: str, arms: dict[str, Arm], results: Sequence[Result], constants: dict[str, Any]) -> Row:
+    return Row(name, arms, results, extra={"constants": constants})
 
 
 def _arm(seconds: Sequence[float]) -> Arm:
     return arm_of([1e6 * each for each in seconds])
 
 
-def _arms(runs: Sequence[Report], word: str) -> dict[str, Arm]:
+def _arms(runs: Sequence[Report], word: str, measured: str = "processor time") -> dict[str, Arm]:
     sizes = sorted({run["n_ranks"] for run in runs})
-    return {f"{size:,} ranks": _arm([run[word] for run in runs if run["n_ranks"] == size]) for size in sizes}
-
-
-def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:,.1f} us" if seconds < 1e-4 else f"{1e3 * seconds:,.2f} ms"
+    return {f"{measured}, {size:,} ranks": _arm([run[word] for run in runs if run["n_ranks"] == size]) for size in sizes}

@@ -12,10 +12,16 @@ import torch
 import parawrap
 from benchmarks import __main__ as command
 from benchmarks import cuda_python
-from benchmarks._measure import Arm, Row
+from benchmarks._measure import Arm, Result, Row
 from parawrap.backends.cpu import usable_cores
 
-ROW = Row("what", {"arm": Arm(2.0, 1.0, 3.0)}, "verdict", "wanted", held=False, peers="torch")
+ROW = Row(
+    "calls",
+    {"arm": Arm(2.0, 1.0, 3.0)},
+    [Result("overhead", 2.0, "us").held_to("under", 1)],
+    peers="torch",
+    note="a remark",
+)
 
 
 @pytest.fixture
@@ -41,7 +47,7 @@ def test_without_a_gpu_the_cuda_suite_is_refused_by_name(monkeypatch, capsys, st
     assert [suite for suite, _, _ in started] == ["launching"]
 
 
-def test_without_a_gpu_everything_else_is_measured(monkeypatch, capsys, started):
+def test_without_a_gpu_the_other_suites_are_measured(monkeypatch, capsys, started):
     """The command skips the cuda suite, prints that, and returns 0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 0
@@ -49,29 +55,29 @@ def test_without_a_gpu_everything_else_is_measured(monkeypatch, capsys, started)
     assert [suite for suite, _, _ in started] == ["engine", "launching", "sizing", "neuron", "cpu_lanes"]
 
 
-def test_with_a_gpu_the_cuda_suite_is_complete(monkeypatch, started):
-    """Calls, streams, and lanes on the host."""
+def test_with_a_gpu_the_cuda_suite_includes_lanes_on_the_host(monkeypatch, started):
+    """The suite runs in one process."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert command.main(["cuda"]) == 0
     assert started == [("cuda", ("cuda", "cpu_lanes"), str(usable_cores()))]
 
 
-def test_lanes_on_the_cpu_get_every_core_and_the_others_one_thread(started):
-    """Torch's own threads are a peer of the first suite only."""
+def test_only_suites_about_cpu_lanes_run_torch_on_every_core(started):
+    """The other suites use one thread, because torch's own threads are not one of their arms."""
     command.main(["mapping", "overhead", "collate"])
     assert started == [("cpu_lanes", ("mapping",), str(usable_cores())), ("engine", ("overhead", "collate"), "1")]
 
 
-def test_a_suite_whose_environment_is_in_force_is_measured_here(monkeypatch):
-    """The started process does not start another."""
+def test_a_suite_runs_in_this_process_if_its_environment_is_set(monkeypatch):
+    """Otherwise each process would start another."""
     for name, value in command._fixed(command.SUITES["engine"]).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(command, "_measure", lambda suite, names: 7)
     assert command.main(["collate"]) == 7
 
 
-def test_a_failure_in_one_process_fails_the_command(monkeypatch):
-    """The highest exit code counts."""
+def test_a_failure_of_one_suite_fails_the_command(monkeypatch):
+    """The command returns the highest exit code."""
     codes = iter([1, 0])
     monkeypatch.setattr(command, "_in_a_process", lambda suite, names, fixed: next(codes))
     assert command.main(["engine", "launching"]) == 1
@@ -104,16 +110,20 @@ def test_results_name_machine_date_and_command(monkeypatch, tmp_path, capsys):
     page = (tmp_path / "cuda.md").read_text()
     assert page.startswith(f"# On one GPU\n\n{document['date']}, ")
     assert "NVIDIA H200, driver 580.1" in page
-    assert "| what | arm: 2.0 us (1.0 to 3.0) | verdict |  | wanted | **no** | torch |" in page
-    assert "make bench-cuda" in page
-    assert "| what | verdict |  | wanted | **no** | torch |" in (tmp_path / "README.md").read_text()
+    assert "| benchmark | quantity | value (us) | goal (us) | met |\n|---|---|---|---|---|\n" in page
+    assert "| calls | overhead | 2 | under 1 | **no** |" in page
+    assert "| calls | arm | 2 | 1 | 3 |" in page
+    assert "| calls | torch |" in page
+    assert "- calls: a remark." in page
+    assert "`make bench-cuda` (`python -m benchmarks cuda`)" in page
+    assert "| calls | overhead | 2 | under 1 | **no** |" in (tmp_path / "README.md").read_text()
 
 
 def test_a_part_of_a_suite_is_printed_and_not_written(monkeypatch, tmp_path, capsys):
     """Files hold complete suites only."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
     command._show("engine", [ROW], keep=False)
-    assert "verdict" in capsys.readouterr().out
+    assert "| calls | overhead | 2 | under 1 | **no** |" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -123,8 +133,8 @@ def test_without_nvidia_smi_the_driver_is_unknown(monkeypatch):
     assert command._driver() == "unknown"
 
 
-def test_a_python_is_checked_for_parawraps_requirements():
-    """Names and bounds come from setup.cfg. Missing and old packages are named."""
+def test_missing_and_old_requirements_are_listed():
+    """Names and versions come from setup.cfg."""
     wanted = cuda_python.requirements()
     assert [requirement.partition(">=")[0] for requirement in wanted] == [
         "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",

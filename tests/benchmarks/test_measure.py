@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from benchmarks._measure import arm_of, in_turn, ratio_of, take_turns, threads, times_in_turn
+from benchmarks._measure import Ratio, Result, Row, arm_of, in_turn, overheads, ratio_of, take_turns, threads, times_in_turn
 
 
 def test_every_arm_has_its_turn_in_every_round():
-    """Every second round runs in reverse order, so that no arm always follows the same arm."""
+    """Every second round runs in reverse order, so that an arm does not always follow the same arm."""
     done = []
     arms = {name: lambda name=name: done.append(name) or len(done) for name in "ab"}
     given = in_turn(arms, rounds=2)
@@ -17,7 +18,7 @@ def test_every_arm_has_its_turn_in_every_round():
 
 
 def test_settling_calls_are_made_and_not_timed():
-    """After the warm-up, each turn begins with them."""
+    """Each timed turn begins with them."""
     done = []
     arms = take_turns({"a": lambda: done.append("a")}, rounds=3, calls=2, settle=1)
     assert len(done) == 2 + 3 * (1 + 2)
@@ -26,7 +27,7 @@ def test_settling_calls_are_made_and_not_timed():
 
 
 def test_an_arm_is_its_median_and_the_middle_half():
-    """The quartiles of the times. A single time is all three."""
+    """The range is the quartiles. A single time is the median and both quartiles."""
     arm = arm_of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (arm.low_us, arm.median_us) == (1.5, 3.0)
     assert arm_of([7.0]) == arm_of([7.0, 7.0])
@@ -44,13 +45,38 @@ def test_a_ratio_lies_between_the_bounds_of_its_median():
     assert (ratio.low, ratio.median, ratio.high) == (41, 50.5, 60)
 
 
-def test_a_ratio_prints_its_bounds():
-    """Two decimals."""
-    assert str(ratio_of([1.0], [2.0])) == "0.50 (0.50 to 0.50)"
+def test_a_single_round_gives_a_ratio():
+    """Its range is the ratio itself."""
+    assert ratio_of([1.0], [2.0]) == Ratio(0.5, 0.5, 0.5)
 
 
-def test_a_number_of_threads_is_reset():
-    """The caller's setting returns with the end of the block."""
+@pytest.mark.parametrize(
+    ("relation", "met"),
+    [("at least", [False, True, True]), ("at most", [True, True, False]), ("under", [True, False, False]),
+     ("exactly", [False, True, False])],
+)  # fmt: skip
+def test_a_result_is_held_to_its_goal(relation, met):
+    """Values below, at, and above the limit. A row meets its goals if all results do."""
+    results = [Result("time", value, "us").held_to(relation, 2000) for value in (1999.0, 2000.0, 2001.0)]
+    assert [result.met for result in results] == met
+    assert results[0].goal == f"{relation} 2,000"
+    assert Row("calls", {}, results).met is all(met)
+    assert Row("calls", {}, [Result("time", 1.0, "us")]).met
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "met"), [(100.0, 300.0, True), (101.0, 300.0, False), (-1.0, 0.0, True), (-1.0, -2.0, False)]
+)
+def test_overheads_are_compared_by_their_ratio_if_there_is_one(ours, theirs, met):
+    """If parawrap adds no time, its overhead must not exceed the peer's."""
+    results = overheads(("parawrap", ours), ("peer", theirs), 3.0)
+    assert Row("calls", {}, results).met is met
+    assert any(result.unit == "ratio" for result in results) is (ours > 0)
+    assert not any(result.goal for result in overheads(("parawrap", ours), ("peer", theirs), None))
+
+
+def test_the_number_of_threads_is_reset():
+    """The end of the block restores the caller's setting."""
     before = torch.get_num_threads()
     with threads(before + 1):
         assert torch.get_num_threads() == before + 1

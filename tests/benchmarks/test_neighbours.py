@@ -10,8 +10,8 @@ import pytest
 from benchmarks._neighbours import Neighbours, cores_of_others
 
 
-def test_own_work_is_subtracted():
-    """Of 15 s of work in 10 s, 10 s are the process's own: the others used half a core."""
+def test_work_of_the_process_is_subtracted():
+    """The machine worked 15 s in 10 s, of which the process worked 10 s: other processes used half a core."""
     assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(115.0, 15.0, 10.0)) == 0.5
     assert cores_of_others(Neighbours(100.0, 5.0, 0.0), Neighbours(109.0, 15.0, 10.0)) == 0  # the clocks differ slightly
 
@@ -22,8 +22,8 @@ def test_without_counters_the_load_is_unknown():
 
 
 @pytest.mark.skipif(Neighbours.now() is None, reason="/proc/stat is Linux's")
-def test_finished_children_count_as_own_work():
-    """Their processor time is added to the process's own."""
+def test_finished_children_count_as_work_of_the_process():
+    """Their processor time is added to that of the process."""
     before = Neighbours.now()
     subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
     after = Neighbours.now()

@@ -9,8 +9,8 @@ import pytest
 from benchmarks._process import in_process
 
 
-def test_a_result_comes_back_from_a_process_with_another_environment(monkeypatch):
-    """Variables are set, and None removes one. Output of the function is not taken for its result."""
+def test_a_function_runs_in_a_process_with_another_environment(monkeypatch):
+    """Variables are set, and None removes one. Printed output is not mistaken for the result."""
     monkeypatch.setenv("PARAWRAP_B", "inherited")
     given = {"PARAWRAP_A": "set", "PARAWRAP_B": None}
     assert in_process("os:getenv", given, key="PARAWRAP_A") == "set"

@@ -1,51 +1,118 @@
-"""The page over all suites."""
+"""The pages in benchmarks/results/: tables, claims, and pictures."""
 
 from __future__ import annotations
 
+import copy
 import json
+
+import pytest
 
 from benchmarks import __main__ as command
 from benchmarks import summary
-from benchmarks._measure import Arm, Row
+from benchmarks._measure import Arm, Result, Row
+from benchmarks.plots import CLAIMS, claims_of
 
 TITLES = {name: suite.title for name, suite in command.SUITES.items()}
+RESULTS = summary.read(command.RESULTS, TITLES)
+SPEED_UP = Result("speed-up", 2.0, "ratio", 1.9, 2.1).held_to("at least", 1.5)
 
 
 def document(*rows):
     return {
         "date": "2026-01-02",
-        "command": "make bench",
+        "command": "make bench (python -m benchmarks engine)",
         "hardware": {"machine": "x86_64", "cores": "2 cores", "gpu": "no GPU"},
         "versions": {"torch": "2.13.0"},
         "rows": [row.as_json() for row in rows],
     }
 
 
-def row(name="a call", *, held=True, **given):
+def row(name="a call", *results, **given):
     arms = {"plain": Arm(2.0, 1.0, 3.0), "parawrap": Arm(1.0, 0.5, 1.5)}
-    return Row(name, arms, "twice", "once", held, **given)
+    return Row(name, arms, results or [SPEED_UP], **given)
 
 
-def test_the_page_matches_the_results():
+def test_the_summary_matches_the_results():
     """`python -m benchmarks.summary` updates the page."""
-    documents = summary.read(command.RESULTS, TITLES)
-    assert (command.RESULTS / summary.PAGE).read_text() == summary.page(documents, TITLES)
+    assert (command.RESULTS / summary.PAGE).read_text() == summary.page(RESULTS, TITLES)
 
 
-def test_the_page_has_every_row_with_its_limits_and_its_peers():
-    """Missed goals are listed first."""
-    limits = {"limits": {"cores": 1.5}}
-    page = summary.page(
-        {"engine": document(row(peers="torch 2", extra=limits)), "neuron": document(row("b", held=False))}, TITLES
-    )
-    assert "1 of 2 rows meet their goal.\n- not held: b\n" in page
-    assert "## [Engine and faces](engine.md)\n\n2026-01-02, x86_64, 2 cores, no GPU, torch 2.13.0" in page
-    assert "| a call | twice | cores: 1.50 | once | yes | torch 2 |" in page
-    assert "| b | twice |  | once | **no** |  |" in page
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_page_of_a_suite_matches_the_results(name):
+    """`python -m benchmarks.summary` updates the pages of all suites."""
+    suite = command.SUITES[name]
+    expected = summary.suite_page(suite.title, RESULTS[name], suite.time_unit)
+    assert (command.RESULTS / f"{name}.md").read_text() == expected
 
 
-def test_the_page_is_written_beside_the_results(tmp_path):
+def test_the_summary_lists_missed_goals_first():
+    """Results without a goal stay on the pages of the suites."""
+    results = [SPEED_UP.held_to("at least", 3), Result("memory", 4.0, "MB")]
+    page = summary.page({"engine": document(row()), "neuron": document(row("b", *results))}, TITLES)
+    head = "| benchmark | quantity | value (ratio) | 95% low (ratio) | 95% high (ratio) | goal (ratio) | met |"
+    missed = f"1 of 2 goals are met. These are missed:\n\n{head}\n|---|---|---|---|---|---|---|\n"
+    assert missed + "| b | speed-up | 2.00 | 1.90 | 2.10 | at least 3 | **no** |\n\n## All goals" in page
+    assert "| a call | speed-up | 2.00 | 1.90 | 2.10 | at least 1.5 | yes |" in page
+    assert "| [Engine and faces](engine.md) | 2026-01-02, x86_64, 2 cores, no GPU, torch 2.13.0 |" in page
+    assert "memory" not in page
+
+
+def test_the_page_of_a_suite_has_one_quantity_per_line():
+    """Each unit has its own table. Only the first of successive lines about one benchmark names it."""
+    page = summary.suite_page("Title", document(row("a", SPEED_UP, Result("memory", 4.0, "MB"), peers="torch")), "ms")
+    assert "| benchmark | quantity | value (MB) |\n|---|---|---|\n| a | memory | 4 |\n" in page
+    assert "| benchmark | arm | median (ms) | lower quartile (ms) | upper quartile (ms) |\n" in page
+    assert "| a | plain | 0.002 | 0.001 | 0.003 |\n|  | parawrap | 0.001 | 0.0005 | 0.0015 |\n" in page
+    assert "| benchmark | compared with |\n|---|---|\n| a | torch |" in page
+
+
+def test_the_summary_has_at_most_eight_pictures():
+    """Each picture follows its sentence, and exists."""
+    page = summary.page(RESULTS, TITLES)
+    claims = claims_of(RESULTS)
+    assert len(claims) == len(CLAIMS) == page.count("![") <= 8
+    for claim in claims:
+        assert f"{claim.sentence(RESULTS[claim.suite])}\n\n![{claim.title}]({claim.picture})" in page
+        assert (command.RESULTS / claim.picture).exists()
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.title)
+def test_a_claim_reports_missed_goals(claim):
+    """The sentence changes with the data."""
+    missed, met = (copy.deepcopy(RESULTS[claim.suite]) for _ in range(2))
+    for value, each in ((False, missed), (True, met)):
+        for result in [result for row in each["rows"] for result in row["results"]]:
+            result["met"] = value
+    if "goal" in claim.sentence(met):
+        assert claim.sentence(met).endswith("met.")
+        assert claim.sentence(missed).endswith("missed.")
+
+
+def test_a_claim_with_several_goals_reports_each():
+    """Each goal is named with its state if the states differ."""
+    changed = copy.deepcopy(RESULTS["launching"])
+    next(result for result in changed["rows"][0]["results"] if result["goal"] == "at most 4")["met"] = False
+    claim = next(claim for claim in CLAIMS if claim.title == "Second launch")
+    assert claim.sentence(changed).endswith(": of the goals, at least 8 is met, at most 4 is missed.")
+
+
+def test_a_claim_without_its_rows_is_left_out():
+    """The other claims remain."""
+    partial = {name: document for name, document in RESULTS.items() if name != "launching"}
+    assert [claim.title for claim in CLAIMS if claim not in claims_of(partial)] == ["Second launch"]
+
+
+def test_the_pictures_are_drawn_next_to_the_results(tmp_path):
     """Suites that have not been measured are missing."""
-    (tmp_path / "engine.json").write_text(json.dumps(document(row(), row("b"))))
+    (tmp_path / "neuron.json").write_text(json.dumps(RESULTS["neuron"]))
     summary.write(tmp_path, TITLES)
-    assert (tmp_path / summary.PAGE).read_text().count("## ") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"neuron.json", "neuron.png", "README.md"}
+
+
+def test_without_matplotlib_only_the_text_is_written(monkeypatch, tmp_path, capsys):
+    """The command prints the reason."""
+    monkeypatch.setattr(summary.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "neuron.json").write_text(json.dumps(RESULTS["neuron"]))
+    summary.write(tmp_path, TITLES)
+    assert {path.name for path in tmp_path.iterdir()} == {"neuron.json", "README.md"}
+    assert "matplotlib is not installed" in capsys.readouterr().out
