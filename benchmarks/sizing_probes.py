@@ -297,7 +297,7 @@ class _StoreProcess:
         self.port = int(self._line.recv(100))
 
     def _serve(self, line: socket.socket) -> None:
-        with open_rendezvous(Platform(device="cpu")) as place:
+        with open_rendezvous(Platform(device="cpu", ipc_protocol="tcp")) as place:
             assert place is not None
             line.sendall(str(place.port).encode())
             self._answer(line)
