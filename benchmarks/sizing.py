@@ -75,17 +75,19 @@ def watch(report: Report) -> Row:
     constants = {"watch_rank_s": a, "watch_pair_s": b} | {
         f"watch_{name}": statistics.median(run[word] for run in largest)
         for name, word in (
-            ("files_a_rank", "files_a_rank"), ("files_a_node", "files_a_node"), ("kb_a_rank", "memory_kb_a_rank"),
+            ("files_per_rank", "files_per_rank"),
+            ("files_per_node", "files_per_node"),
+            ("kb_per_rank", "memory_kb_per_rank"),
         )
-    }  # fmt: skip
+    }
     return _row(
         "watching a launch over one connection per node",
         _arms(runs, "watch_s"),
         [
             Result("processor time, per rank", 1e6 * a, "us"),
             Result("processor time, per pair of ranks", 1e6 * b, "us"),
-            Result("open files, per rank", constants["watch_files_a_rank"], "count"),
-            Result("open files, per node", constants["watch_files_a_node"], "count"),
+            Result("open files, per rank", constants["watch_files_per_rank"], "count"),
+            Result("open files, per node", constants["watch_files_per_node"], "count"),
         ],
         constants,
     )
@@ -109,22 +111,22 @@ def words(report: Report) -> Row:
 def store(report: Report) -> Row:
     """Return the cost of the launch's store, which has one thread."""
     constants = {
-        "store_line_s": report["line_s"],
-        "store_files_a_line": round(report["files_a_line"]),
-        "store_question_s": statistics.median(report["busy_question_s"]),
+        "store_connection_s": report["connection_s"],
+        "store_files_per_connection": round(report["files_per_connection"]),
+        "store_request_s": statistics.median(report["busy_request_s"]),
         "store_mb_s": statistics.median(report["mb_s"]),
     }
     return _row(
         "the store",
         {
-            "processor time, a request, one client": _arm(report["question_s"]),
-            "processor time, a request, eight clients": _arm(report["busy_question_s"]),
+            "processor time, a request, one client": _arm(report["request_s"]),
+            "processor time, a request, eight clients": _arm(report["busy_request_s"]),
             "processor time, 1 MB of answers": _arm(report["mb_s"]),
         },
         [
-            Result("rate, eight clients", statistics.median(report["questions_a_second"]), "requests per second"),
-            Result("processor time, per connection", 1e6 * report["line_s"], "us"),
-            Result("memory, per connection", 1e3 * report["line_kb"], "bytes"),
+            Result("rate, eight clients", statistics.median(report["requests_per_second"]), "requests per second"),
+            Result("processor time, per connection", 1e6 * report["connection_s"], "us"),
+            Result("memory, per connection", 1e3 * report["connection_kb"], "bytes"),
         ],
         constants,
     )
@@ -134,15 +136,15 @@ def gloo(runs: Sequence[Report]) -> Row:
     """Return the cost of a group that connects every rank to every other."""
     small, large = runs[0], runs[-1]
     sizes = [each["bytes"] / each["keys"] for each in (small, large)]
-    a_rank = (sizes[1] - sizes[0]) / (large["n_ranks"] - small["n_ranks"])
+    per_rank = (sizes[1] - sizes[0]) / (large["n_ranks"] - small["n_ranks"])
     rank_s, pair_s = fit([(run["n_ranks"], run["cpu_s"]) for run in runs])
     constants = {
-        "gloo_key_bytes": sizes[0] - a_rank * small["n_ranks"],
-        "gloo_key_bytes_a_rank": a_rank,
+        "gloo_key_bytes": sizes[0] - per_rank * small["n_ranks"],
+        "gloo_key_bytes_per_rank": per_rank,
         "gloo_store_pair_s": fit([(run["n_ranks"], run["store_s"]) for run in runs])[1],
         "gloo_rank_s": rank_s,
         "gloo_pair_s": pair_s,
-        "gloo_files": large["files_a_rank"] - large["n_ranks"],
+        "gloo_files": large["files_per_rank"] - large["n_ranks"],
     }
     return _row(
         "gloo: connections between all ranks, and one all_reduce (ranks are threads)",
@@ -151,7 +153,7 @@ def gloo(runs: Sequence[Report]) -> Row:
             Result("processor time, per rank", 1e6 * rank_s, "us"),
             Result("processor time, per pair of ranks", 1e6 * pair_s, "us"),
             Result(f"addresses read by a rank, per other rank, {large['n_ranks']} ranks", sizes[1], "bytes"),
-            Result(f"open files of a rank, {large['n_ranks']} ranks", large["files_a_rank"], "count"),
+            Result(f"open files of a rank, {large['n_ranks']} ranks", large["files_per_rank"], "count"),
         ],
         constants,
     )
@@ -164,7 +166,7 @@ def lazy_gloo(runs: Sequence[Report]) -> Row:
         f"lazy_{name}": statistics.median(run[word] / run["n_ranks"] for run in largest)
         for name, word in (("store_rank_s", "store_s"), ("rank_s", "cpu_s"))
     }
-    files = largest[0]["files_a_rank"]
+    files = largest[0]["files_per_rank"]
     return _row(
         "gloo with TORCH_GLOO_LAZY_INIT=1: one all_reduce (ranks are threads)",
         _arms(runs, "cpu_s") | _arms(runs, "store_s", "processor time of the store"),

@@ -1,6 +1,6 @@
 """docs/launch_sizing.md, computed from benchmarks/results/sizing.json.
 
-``python -m benchmarks.sizing_page`` and the suite itself write it.
+The sizing suite writes the page, and so does ``python -m benchmarks.sizing_page``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.sizing_model import COSTS, CURES, LIMITS, PER_NODE, SIZES, Constants, constants_of, cost, most_ranks
+from benchmarks.summary import machine_of
 
 __all__ = ["PAGE", "RESULTS", "page", "write"]
 
@@ -19,26 +20,27 @@ RESULTS = _ROOT / "benchmarks" / "results" / "sizing.json"
 PAGE = _ROOT / "docs" / "launch_sizing.md"
 
 _COUNTED = """\
-Counted in the code: inside torchrun, every rank asks four things about every other (whether it is done, whether one has
-failed, how it ended, and what it returned, up to 4 MiB); every rank enters every group of `ipc_groups`, at each of which
-torch's `new_group` has it ask the store three things. The group over all ranks is made in any case, also with `ipc_groups`.
-A node's start counts the imports twice: for the task, and for the warm process that it starts."""
+- Inside torchrun, each rank requests four values of every other rank from the store: whether it is done, whether a rank has
+  failed, how it ended, and its result of up to 4 MiB.
+- Each rank enters every group of `ipc_groups`. torch's `new_group` makes three requests to the store per rank and group.
+  The group over all ranks is always created.
+- The start of a node counts the imports twice: for the task, and for the warm process that the task starts."""
 
 _MEASURED = """\
-Names that end in `_s` are seconds; a pair is one rank and another, of N^2. How each was measured, and the spread:
-[the results](../benchmarks/results/sizing.md), [the probes](../benchmarks/sizing_probes.py)."""
+A pair of ranks is one of N^2. [The results](../benchmarks/results/sizing.md) show the range of each measurement, and
+[the probes](../benchmarks/sizing_probes.py) show its method."""
 
 _UNMEASURED = """\
-- The network. Times at the store and at the first node are processor times; what its link carries takes time too: the
-  addresses' gigabytes, divided by the link's gigabytes a second.
-- The file system. What it delivers a second is yours to put in: nodes x megabytes / (megabytes a second). A cold start
-  reads at least what is touched, and up to whole files where it reads far ahead.
-- Slurm's and Ray's own time to start a task a node.
-- NCCL, whose own start was not measured.
-- Names. For every rank's line to the store, torch asks the resolver for the name of an address; where none answers, that
-  line takes as long as the resolver waits.
-- Other processors, kernels and releases of torch: this machine was a virtual one, whose system calls may cost more
-  than a bare one's. `python -m benchmarks sizing` measures and writes this page anew."""
+- The network. The times of the store and of the first node are processor times. Add the gigabytes of addresses, divided by
+  the gigabytes per second of the link.
+- The file system. Divide nodes x megabytes by its megabytes per second. A cold start reads at least the touched pages, and
+  at most whole files if the file system reads ahead.
+- The time of Slurm and Ray to start one task per node.
+- The start of NCCL.
+- Name resolution. torch resolves an address for each connection of a rank to the store. If no resolver answers, the
+  connection takes as long as the resolver's timeout.
+- Other processors, kernels, and versions of torch. This machine was virtual, and its system calls may cost more than those
+  of real hardware. Measure your own with `python -m benchmarks sizing`, which also writes this page."""
 
 
 def write() -> None:
@@ -49,53 +51,59 @@ def write() -> None:
 def page(document: Mapping[str, Any]) -> str:
     """Return the page for a results document."""
     constants = constants_of(document["rows"])
-    where = ", ".join([document["date"], *document["hardware"].values(), *_named(document["versions"])])
-    said = (
-        f"Computed from constants that were measured on one machine ({where}), with {PER_NODE} ranks a node. Nothing here "
-        "was seen at such sizes: the largest that were measured stand in [the results](../benchmarks/results/sizing.md). "
-        "`python -m benchmarks sizing` measures, and writes this page."
+    introduction = (
+        "These costs are computed, not measured: no launch of these sizes was run. The constants come from small launches "
+        f"on one machine ({machine_of(document)}), with {PER_NODE} ranks per node. "
+        "[The results](../benchmarks/results/sizing.md) show the sizes that were measured. "
+        "`python -m benchmarks sizing` measures and writes this page."
     )
     parts = [
-        "# What a launch's size costs",
-        said,
-        "## What breaks first",
-        _breaks(constants),
-        "## What to use",
+        "# The cost of a launch by size",
+        introduction,
+        "## Limits",
+        _limits(constants),
+        "## Advice",
         _advice(constants),
-        "## Computed",
-        "N ranks on N / 8 nodes, rounded up. Seconds are of one processor, GB are 10^9 bytes.",
+        "## Costs",
+        "N ranks run on N / 8 nodes, rounded up. Seconds are processor time, and a GB is 10^9 bytes.",
         _totals(constants),
         "## Formulae",
-        _table(["", "formula"], [[each.what, f"`{each.formula}`"] for each in COSTS.values()]),
+        _table(["cost", "unit", "formula"], [[each.label, each.unit, f"`{each.formula}`"] for each in COSTS.values()]),
+        "Three formulae count operations in the code:",
         _COUNTED,
-        "## Measured",
-        _table(["constant", "value"], [[f"`{name}`", _figure(value)] for name, value in constants._asdict().items()]),
+        "## Constants",
+        _table(
+            ["constant", "unit", "value"],
+            [[f"`{name}`", _unit(name), _figure(value)] for name, value in constants._asdict().items()],
+        ),
         _MEASURED,
-        "## Not in here",
+        "## Not included",
         _UNMEASURED,
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _breaks(constants: Constants) -> str:
+def _limits(constants: Constants) -> str:
     found = sorted(((most_ranks(limit, constants), limit) for limit in LIMITS), key=lambda each: each[0])
     rows = [
         [
             f"{_rounded(ranks):,}",
-            COSTS[limit.cost].what,
-            f"{limit.value:,g} {_unit(limit.cost)}: {limit.whose}",
-            limit.beyond,
+            COSTS[limit.cost].label,
+            f"{limit.value:,g}",
+            COSTS[limit.cost].unit,
+            limit.reason,
+            limit.effect,
         ]
         for ranks, limit in found
     ]
-    ranks, first = next(each for each in found if each[1].ends)
-    slow_ranks, slow = next(each for each in found if not each[1].ends)
-    said = (
-        f"What first ends a launch, beyond {_rounded(ranks):,} ranks: the {COSTS[first.cost].what}. What first makes one "
-        f"slow, beyond {_rounded(slow_ranks):,}: {COSTS[slow.cost].what}. Minutes and shares that are called chosen are "
-        "this page's own measure of what is too slow."
+    ranks, first = next(each for each in found if each[1].fatal)
+    slow_ranks, slow = next(each for each in found if not each[1].fatal)
+    text = (
+        f"A launch first fails beyond {_rounded(ranks):,} ranks ({COSTS[first.cost].label}). It is first slow beyond "
+        f"{_rounded(slow_ranks):,} ranks ({COSTS[slow.cost].label}). Limits marked as chosen "
+        "are this page's own definition of slow."
     )
-    return said + "\n\n" + _table(["up to (ranks)", "what", "limit", "beyond it"], rows)
+    return text + "\n\n" + _table(["largest launch (ranks)", "cost", "limit", "unit", "reason", "effect beyond it"], rows)
 
 
 def _advice(constants: Constants) -> str:
@@ -105,31 +113,29 @@ def _advice(constants: Constants) -> str:
         names = [name for limit in LIMITS if most_ranks(limit, constants) < size for name in limit.cures]
         more = [CURES[name] for name in dict.fromkeys(names) if name not in before]
         before |= set(names)
-        told = "nothing beside the defaults." if not names else "nothing more." if not more else ""
-        lines.append(f"**{size:,} ranks**: {told}".rstrip() + "".join(f"\n- {each}." for each in more))
+        remark = "the defaults suffice." if not names else "nothing more." if not more else ""
+        lines.append(f"**{size:,} ranks**: {remark}".rstrip() + "".join(f"\n- {each}." for each in more))
     return "\n\n".join(lines)
 
 
 def _totals(constants: Constants) -> str:
-    head = ["", *(f"{size:,} ranks" for size in SIZES)]
+    head = ["cost", "unit", *(f"{size:,} ranks" for size in SIZES)]
     rows = [
-        [each.what, *(f"{_figure(cost(name, constants, size))} {each.unit}".strip() for size in SIZES)]
-        for name, each in COSTS.items()
+        [each.label, each.unit, *(_figure(cost(name, constants, size)) for size in SIZES)] for name, each in COSTS.items()
     ]
     return _table(head, rows)
 
 
 def _unit(name: str) -> str:
-    return COSTS[name].unit or "files"
-
-
-def _named(versions: Mapping[str, str]) -> list[str]:
-    return [f"{name} {version}" for name, version in versions.items()]
+    """Return the unit of a constant, by its name."""
+    if name.endswith("_s"):
+        return "s per MB" if "_mb_" in name else "s"
+    return next((unit for word, unit in (("_mb", "MB"), ("_kb", "kB"), ("_bytes", "bytes")) if word in name), "count")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in rows]
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines])
 
 
 def _rounded(value: float) -> int:

@@ -52,7 +52,7 @@ _MESH_PATIENCE = dt.timedelta(seconds=60)
 _MB = 1e6
 _WATCHED = (8, 128, 512, 1024, 2048)
 _MESHES = {8: 3, 16: 3, 32: 2, 64: 1}  # size: repetitions; closing many connections takes seconds
-_LINES_TO_STORE = 100
+_CONNECTIONS_TO_STORE = 100
 _LINES, _LINE = 200, b"x" * 79 + b"\n"
 _RESULT_MB = 4
 _ROUNDS = 3
@@ -145,9 +145,9 @@ def ranks() -> Report:
     wrapper(_ALONE)(of_rank)()  # starts the warm process, which loads the modules of later ranks
     report: Report = {"fork_s": _forks()}
     for method in ("forkserver", "spawn"):
-        told = [each for _ in range(_ROUNDS) for each in wrapper(replace(_ALONE, spawn_method=method))(of_rank)()]
-        for word in told[0]:
-            report[f"{method}_{word}"] = [each[word] for each in told]
+        reports = [each for _ in range(_ROUNDS) for each in wrapper(replace(_ALONE, spawn_method=method))(of_rank)()]
+        for word in reports[0]:
+            report[f"{method}_{word}"] = [each[word] for each in reports]
     stop_server()
     return report
 
@@ -214,7 +214,7 @@ def _watched(load: _Load) -> Report:
         )
         before = _files()
         nodes = await_nodes(front, loop, range(load.n_nodes), lambda: None)
-        files_a_node = (_files() - before) / load.n_nodes
+        files_per_node = (_files() - before) / load.n_nodes
         journal, memory, before = Journal(folder / "journal"), _resident(), _files()
         records = [JournalRecord(journal, rank) for rank in range(load.n_ranks)]
         orders = assignments_of(platform, None, Surroundings.here().without_environ())
@@ -223,8 +223,8 @@ def _watched(load: _Load) -> Report:
         run.begin()
         outcomes = run.run().outcomes
         ended = time.process_time(), time.perf_counter()
-        kept = {"files_a_rank": (_files() - before + load.n_nodes) / load.n_ranks}
-        kept["memory_kb_a_rank"] = (_resident() - memory) / 1e3 / load.n_ranks
+        kept = {"files_per_rank": (_files() - before + load.n_nodes) / load.n_ranks}
+        kept["memory_kb_per_rank"] = (_resident() - memory) / 1e3 / load.n_ranks
         parcels = {rank: each.value for rank, each in outcomes.items() if isinstance(each, Returned)}
         assert len(parcels) == load.n_ranks
         put_at = time.process_time()
@@ -240,7 +240,14 @@ def _watched(load: _Load) -> Report:
         os.waitpid(pid, 0)
         shutil.rmtree(folder)
     watch_s, wall_s = (end - start for start, end in zip(began, ended, strict=True))
-    return {"n_ranks": load.n_ranks, "watch_s": watch_s, "wall_s": wall_s, "files_a_node": files_a_node, **kept, **times}
+    return {
+        "n_ranks": load.n_ranks,
+        "watch_s": watch_s,
+        "wall_s": wall_s,
+        "files_per_node": files_per_node,
+        **kept,
+        **times,
+    }
 
 
 def _answer(load: _Load, address: Address) -> None:
@@ -292,26 +299,26 @@ class _StoreProcess:
     """A launch's store in its own process, which reports its processor time, files, and memory."""
 
     def __init__(self) -> None:
-        self._line, its = socket.socketpair()
+        self._control, its = socket.socketpair()
         self._pid = _forked(lambda: self._serve(its))
-        self.port = int(self._line.recv(100))
+        self.port = int(self._control.recv(100))
 
-    def _serve(self, line: socket.socket) -> None:
+    def _serve(self, control: socket.socket) -> None:
         with open_rendezvous(Platform(device="cpu", ipc_protocol="tcp")) as place:
             assert place is not None
-            line.sendall(str(place.port).encode())
-            self._answer(line)
+            control.sendall(str(place.port).encode())
+            self._answer(control)
 
     @staticmethod
-    def _answer(line: socket.socket) -> None:
-        while line.recv(1):
-            line.sendall(json.dumps([time.process_time(), _files(), _resident()]).encode())
+    def _answer(control: socket.socket) -> None:
+        while control.recv(1):
+            control.sendall(json.dumps([time.process_time(), _files(), _resident()]).encode())
         os._exit(0)
 
     def used(self) -> tuple[float, int, float]:
         """Return processor seconds, open files, and bytes of memory."""
-        self._line.sendall(b"?")
-        cpu_s, files, memory = json.loads(self._line.recv(1000))
+        self._control.sendall(b"?")
+        cpu_s, files, memory = json.loads(self._control.recv(1000))
         return cpu_s, files, memory
 
     def client(self) -> dist.TCPStore:
@@ -320,7 +327,7 @@ class _StoreProcess:
     def close(self) -> None:
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
-        self._line.close()
+        self._control.close()
 
 
 @contextlib.contextmanager
@@ -337,27 +344,31 @@ def meeting() -> Report:
     _may_open_many()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with _store() as store:
-        report, lines = _lines(store)
-        report |= _questions(store, lines)
+        report, clients = _connections(store)
+        report |= _requests(store, clients)
         for kind in ("full", "lazy"):
             os.environ["TORCH_GLOO_LAZY_INIT"] = str(int(kind == "lazy"))
             turns = [(size, turn) for size, count in _MESHES.items() for turn in range(count)]
-            report[kind] = [_mesh(store, lines[:size], f"{kind}-{size}-{turn}") for size, turn in turns]
+            report[kind] = [_mesh(store, clients[:size], f"{kind}-{size}-{turn}") for size, turn in turns]
     return report
 
 
-def _lines(store: _StoreProcess) -> tuple[Report, list[dist.TCPStore]]:
+def _connections(store: _StoreProcess) -> tuple[Report, list[dist.TCPStore]]:
     kept = [store.client()]
     before = store.used()
-    lines = [store.client() for _ in range(_LINES_TO_STORE)]
+    clients = [store.client() for _ in range(_CONNECTIONS_TO_STORE)]
     cpu_s, files, memory = (end - start for start, end in zip(before, store.used(), strict=True))
-    count = len(lines)
-    return {"line_s": cpu_s / count, "files_a_line": files / count, "line_kb": memory / 1e3 / count}, kept + lines
+    count = len(clients)
+    return {
+        "connection_s": cpu_s / count,
+        "files_per_connection": files / count,
+        "connection_kb": memory / 1e3 / count,
+    }, kept + clients
 
 
-def _questions(store: _StoreProcess, lines: Sequence[dist.TCPStore]) -> Report:
+def _requests(store: _StoreProcess, clients: Sequence[dist.TCPStore]) -> Report:
     """Measure small and large requests of one client, and small requests of eight clients at full rate."""
-    client, count, mb = lines[0], 3000, 64
+    client, count, mb = clients[0], 3000, 64
     client.set("small", "x" * 64)
     client.set("large", "x" * int(_MB))
     small: list[float] = []
@@ -367,8 +378,8 @@ def _questions(store: _StoreProcess, lines: Sequence[dist.TCPStore]) -> Report:
     for _ in range(_ROUNDS):
         small.append(_cost(store, lambda: [client.get("small") for _ in range(count)]) / count)
         large.append(_cost(store, lambda: [client.get("large") for _ in range(mb)]) / mb)
-        busy.append(_cost(store, lambda: rate.append(_rate(lines[:8], count))) / 8 / count)
-    return {"question_s": small, "busy_question_s": busy, "mb_s": large, "questions_a_second": rate}
+        busy.append(_cost(store, lambda: rate.append(_rate(clients[:8], count))) / 8 / count)
+    return {"request_s": small, "busy_request_s": busy, "mb_s": large, "requests_per_second": rate}
 
 
 def _cost(store: _StoreProcess, work: Callable[[], object]) -> float:
@@ -377,21 +388,21 @@ def _cost(store: _StoreProcess, work: Callable[[], object]) -> float:
     return store.used()[0] - before
 
 
-def _rate(lines: Sequence[dist.TCPStore], count: int) -> float:
+def _rate(clients: Sequence[dist.TCPStore], count: int) -> float:
     began = time.perf_counter()
-    _in_threads(len(lines), lambda number: [lines[number].get("small") for _ in range(count)])
-    return len(lines) * count / (time.perf_counter() - began)
+    _in_threads(len(clients), lambda number: [clients[number].get("small") for _ in range(count)])
+    return len(clients) * count / (time.perf_counter() - began)
 
 
-def _mesh(store: _StoreProcess, lines: Sequence[dist.TCPStore], name: str) -> Report:
+def _mesh(store: _StoreProcess, clients: Sequence[dist.TCPStore], name: str) -> Report:
     """Measure a gloo group over threads of one process, which exits without destroying the group."""
     before = store.used()[0]
-    told = _alone(lambda: _meshed(lines, name))
-    return told | {"n_ranks": len(lines), "store_s": store.used()[0] - before}
+    report = _alone(lambda: _meshed(clients, name))
+    return report | {"n_ranks": len(clients), "store_s": store.used()[0] - before}
 
 
-def _meshed(lines: Sequence[dist.TCPStore], name: str) -> Report:
-    size, stores = len(lines), [dist.PrefixStore(name, line) for line in lines]
+def _meshed(clients: Sequence[dist.TCPStore], name: str) -> Report:
+    size, stores = len(clients), [dist.PrefixStore(name, client) for client in clients]
     groups: list[Any] = [None] * size
     files, cpu_s, began = _files(), time.process_time(), time.perf_counter()
 
@@ -404,8 +415,8 @@ def _meshed(lines: Sequence[dist.TCPStore], name: str) -> Report:
     _in_threads(size, join)
     _in_threads(size, reduce)
     cpu_s, wall_s, files = time.process_time() - cpu_s, time.perf_counter() - began, _files() - files
-    keys = [len(lines[0].get(key)) for key in lines[0].list_keys() if key.startswith(f"{name}/")]
-    return {"cpu_s": cpu_s, "wall_s": wall_s, "files_a_rank": files / size, "keys": len(keys), "bytes": sum(keys)}
+    keys = [len(clients[0].get(key)) for key in clients[0].list_keys() if key.startswith(f"{name}/")]
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "files_per_rank": files / size, "keys": len(keys), "bytes": sum(keys)}
 
 
 # -- processes
@@ -426,19 +437,19 @@ def _alone(work: Callable[[], Report]) -> Report:
     """Return the result of `work` in a fork of this process."""
     reader, writer = os.pipe()
 
-    def tell() -> None:
+    def write_result() -> None:
         os.close(reader)
         os.write(writer, json.dumps(work()).encode())
         os._exit(0)
 
-    pid = _forked(tell)
+    pid = _forked(write_result)
     os.close(writer)
     with os.fdopen(reader) as pipe:
-        told = pipe.read()
+        text = pipe.read()
     if os.waitpid(pid, 0)[1]:
         msg = "a measuring process failed; its error is above"
         raise RuntimeError(msg)
-    report: Report = json.loads(told)
+    report: Report = json.loads(text)
     return report
 
 

@@ -1,4 +1,4 @@
-"""The page on the cost of a launch: its formulae, and its agreement with the results. Nothing is timed."""
+"""The page on the cost of a launch: its formulae, limits, and constants. No test depends on a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def report_of_meshes(kind):
             "n_ranks": n,
             "cpu_s": 0.002 * n + full * 0.001 * n**2,
             "store_s": 0.002 * n + full * 0.001 * n**2,
-            "files_a_rank": n + 3 if full else 6,
+            "files_per_rank": n + 3 if full else 6,
             "keys": n,
             "bytes": n * (154 + 8 * n),
         }
@@ -48,18 +48,18 @@ def report_of_meshes(kind):
     ],
 )
 def test_costs_follow_their_formulae(name, ranks, expected):
-    """Nodes are whole numbers, and work between all pairs of ranks grows with the square."""
+    """The number of nodes is rounded up. Work between all pairs of ranks grows with the square of their number."""
     constants = ONES._replace(
         import_files=1232, import_touched_mb=100, import_s=1.5, fork_s=0.25, rank_s=0.5, watch_rank_s=2, watch_pair_s=0.5,
-        gloo_key_bytes=154, gloo_key_bytes_a_rank=8, gloo_store_pair_s=0.25, store_mb_s=4, gloo_rank_s=3, gloo_pair_s=5,
-        gloo_files=3, store_question_s=0.125,
+        gloo_key_bytes=154, gloo_key_bytes_per_rank=8, gloo_store_pair_s=0.25, store_mb_s=4, gloo_rank_s=3, gloo_pair_s=5,
+        gloo_files=3, store_request_s=0.125,
     )  # fmt: skip
     assert cost(name, constants, ranks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", COSTS)
 def test_a_cost_never_falls_as_ranks_are_added(name):
-    """A largest number of ranks within a limit then exists."""
+    """Each limit therefore has a largest number of ranks."""
     costs = [cost(name, ONES, ranks) for ranks in (1, 8, 9, 10, 100, 1_000, 10_000)]
     assert costs == sorted(costs)
 
@@ -87,8 +87,8 @@ def test_a_fit_finds_the_linear_and_the_quadratic_part():
 
 
 def test_rows_have_the_constants_of_the_probes():
-    """All constants of the page, in its units."""
-    held = {"files_a_rank": 1, "files_a_node": 1, "memory_kb_a_rank": 0.5}
+    """The rows have all constants of the page, in its units."""
+    held = {"files_per_rank": 1, "files_per_node": 1, "memory_kb_per_rank": 0.5}
     words = ("cpu_s", "rss_mb", "pss_mb", "own_mb")
     watching = {
         "runs": [{"n_ranks": n, "watch_s": 2e-4 * n} | held for n in (8, 16)],
@@ -97,11 +97,11 @@ def test_rows_have_the_constants_of_the_probes():
         "mb_put_s": [2e-3],
     }
     store = {
-        "line_s": 1e-4,
-        "line_kb": 1.5,
-        "files_a_line": 0.99,
-        "question_s": [5e-5],
-        "busy_question_s": [4e-5],
+        "connection_s": 1e-4,
+        "connection_kb": 1.5,
+        "files_per_connection": 0.99,
+        "request_s": [5e-5],
+        "busy_request_s": [4e-5],
         "mb_s": [2e-4],
     }
     found = [
@@ -111,7 +111,7 @@ def test_rows_have_the_constants_of_the_probes():
         ),
         sizing.watch(watching),
         sizing.words(watching),
-        sizing.store(store | {"questions_a_second": [20_000]}),
+        sizing.store(store | {"requests_per_second": [20_000]}),
         sizing.gloo(report_of_meshes("full")),
         sizing.lazy_gloo(report_of_meshes("lazy")),
     ]
@@ -119,9 +119,9 @@ def test_rows_have_the_constants_of_the_probes():
     assert constants.import_s == 2.0
     assert (constants.watch_rank_s, constants.watch_pair_s) == pytest.approx((2e-4, 0), abs=1e-12)
     assert constants.result_mb_s == pytest.approx(3e-3)
-    assert constants.store_question_s == pytest.approx(4e-5)
-    assert constants.store_files_a_line == 1
-    assert (constants.gloo_key_bytes, constants.gloo_key_bytes_a_rank) == (154, 8)
+    assert constants.store_request_s == pytest.approx(4e-5)
+    assert constants.store_files_per_connection == 1
+    assert (constants.gloo_key_bytes, constants.gloo_key_bytes_per_rank) == (154, 8)
     assert (constants.gloo_store_pair_s, constants.gloo_pair_s) == pytest.approx((1e-3, 1e-3))
     assert (constants.gloo_files, constants.lazy_files) == (3, 6)
     assert constants.lazy_store_rank_s == pytest.approx(2e-3)
@@ -138,9 +138,9 @@ def test_the_page_lists_the_smallest_limit_first():
     text = sizing_page.page(document)
     constants = constants_of(document["rows"])
     first = min(LIMITS, key=lambda limit: most_ranks(limit, constants))
-    row = text.split("| --- |", 1)[1].splitlines()[1]
-    assert COSTS[first.cost].what in row
-    assert first.beyond in row
+    row = text.split("|---|", 1)[1].splitlines()[1]
+    assert COSTS[first.cost].label in row
+    assert first.effect in row
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the probes read /proc, which is Linux's")
@@ -150,15 +150,15 @@ def test_a_probe_counts_every_rank_of_a_small_launch():
         "import json; from benchmarks.sizing_probes import _Load, _watched; print(json.dumps(_watched(_Load(16, lines=1))))"
     )
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
-    told = json.loads(
+    report = json.loads(
         subprocess.run(command, stdout=subprocess.PIPE, check=True, cwd=sizing_page.PAGE.parent.parent).stdout
     )
-    assert told["n_ranks"] == 16
-    assert told["files_a_node"] == 1
-    assert told["watch_s"] > 0
+    assert report["n_ranks"] == 16
+    assert report["files_per_node"] == 1
+    assert report["watch_s"] > 0
 
 
-def test_a_probe_that_fails_is_named():
-    """Its output is not read as figures."""
+def test_a_failing_probe_raises():
+    """The error has the name and the exit code of the probe."""
     with pytest.raises(RuntimeError, match="the probe 'nonsense' ended with exit code 1"):
         sizing_probes.found("nonsense")
