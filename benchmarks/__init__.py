@@ -1,1 +1,1 @@
-"""Measurements of every figure that the project claims."""
+"""Benchmarks that measure every figure that the project claims."""

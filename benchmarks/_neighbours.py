@@ -1,4 +1,4 @@
-"""Load from other processes during a measurement. Read the figures of a busy machine with care."""
+"""The load of other processes during a measurement, which makes its times less reliable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _STAT = Path("/proc/stat")
 
 
 class Neighbours(NamedTuple):
-    """Processor seconds so far: of the whole machine, and of this process with its finished children."""
+    """Processor seconds so far of the whole machine, and of this process and its finished children."""
 
     all_s: float
     own_s: float

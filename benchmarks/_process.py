@@ -1,4 +1,4 @@
-"""Functions in fresh processes, for quantities that belong to a process: its memory and its allocator."""
+"""Functions in fresh processes, to measure the memory and the allocator of a process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["ALLOCATOR", "in_process"]
 
-# By default glibc returns large buffers to the kernel. A comparison may then measure page faults only.
+# By default glibc returns large buffers to the kernel, and a comparison could measure nothing but page faults.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 
 _CALL = """

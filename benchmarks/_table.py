@@ -13,7 +13,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def results_tables(rows: Rows, keep: Callable[[Mapping[str, Any]], bool] = lambda _: True) -> str:
-    """Return one table per unit of the results for which `keep` returns true."""
+    """Return one table per unit. `keep` selects the results."""
     by_unit: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for row in rows:
         for result in row["results"]:

@@ -17,7 +17,7 @@ SETUP = Path(__file__).parents[1] / "setup.cfg"
 
 
 def main() -> int:
-    """Return 0 if it can. Otherwise print the missing packages and return 1."""
+    """Return 0 if this Python can run the suite. Otherwise print the reason and return 1."""
     why = _why_not()
     if why is not None:
         print(f"{sys.executable} cannot run the CUDA suite: {why}", file=sys.stderr)
@@ -28,7 +28,7 @@ def _why_not() -> str | None:
     lacks = lacking(requirements())
     if lacks:
         return (
-            f"it lacks {', '.join(lacks)}. Install them there to measure its torch. Without a network, copy wheels: "
+            f"it lacks {', '.join(lacks)}. Install them to measure its torch. Without a network, copy wheels: "
             "pip install --no-index --no-deps --target FOLDER *.whl, then PYTHONPATH=FOLDER make bench-cuda"
         )
     from benchmarks.cuda_target import missing
@@ -43,10 +43,10 @@ def requirements() -> list[str]:
     return setup["options"]["install_requires"].split()
 
 
-def lacking(wanted: list[str]) -> list[str]:
+def lacking(required: list[str]) -> list[str]:
     """Return the requirements, each ``name>=version``, that are not met."""
     lacks = []
-    for requirement in wanted:
+    for requirement in required:
         name, _, least = requirement.partition(">=")
         try:
             found = importlib.metadata.version(name)

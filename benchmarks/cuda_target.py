@@ -1,4 +1,4 @@
-"""The GPU of the CUDA suite: how to wait for it and time it, and the peer on it."""
+"""The GPU of the CUDA suite: its synchronization, its clock, and the peer that runs on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Target", "missing", "the_gpu"]
 
 @dataclass(frozen=True)
 class Target:
-    """The device's functions that the suite uses. Tests replace them on machines without a GPU.
+    """Functions of the device that the suite uses. Tests replace them on machines without a GPU.
 
     `elapsed_us` times work by the device's clock. `pin` copies a tensor to pinned memory. `peer` wraps a module over a
     number of lanes on the device, as torch.nn.DataParallel does.

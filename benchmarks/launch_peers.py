@@ -1,4 +1,4 @@
-"""Six ways to start two gloo ranks on this machine, with one all_reduce or a failure in the ranks.
+"""Six ways to launch a function on two gloo ranks of this machine, with an all_reduce or a failure in the ranks.
 
 ``python -m benchmarks.launch_peers PEER SCENARIO`` runs one launch in a fresh process and prints the outcome as JSON.
 ``python -m benchmarks.launch_peers PEER SCENARIO 4`` runs four without a pause and prints the seconds of each.
@@ -41,7 +41,7 @@ def one_step() -> float:
 
 
 def task(rank: int, scenario: str) -> float:
-    """Do nothing, run a training step, fail in rank 1 while rank 0 waits in a collective, or finish, by scenario."""
+    """Run a scenario in a rank. If rank 1 fails, rank 0 is blocked in a collective."""
     if scenario in RELAUNCHED:
         return one_step() if scenario == "ddp" else 0.0
     one_reduce()
@@ -146,7 +146,7 @@ MODULES = {
 
 
 def relaunched(peer: str, scenario: str, times: int) -> list[float]:
-    """Return the seconds of each of some launches that follow each other without a pause."""
+    """Return the seconds of each of `times` launches that follow each other without a pause."""
     seconds = []
     for _ in range(times):
         start = time.perf_counter()
@@ -156,7 +156,7 @@ def relaunched(peer: str, scenario: str, times: int) -> list[float]:
 
 
 def main() -> None:
-    """Run one launch. Print its time, its result or error, and the time of its end. Or time several launches."""
+    """Run one launch and print its outcome and times, or time several launches."""
     peer, scenario, *times = sys.argv[1:]
     importlib.import_module(MODULES[peer])
     if times:

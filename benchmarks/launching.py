@@ -79,10 +79,10 @@ def failures() -> Row:
     waits: dict[str, float] = {}
     for name in PEERS:
         found = {scenario: alone(name, scenario) for scenario in SCENARIOS}
-        told = [_told(scenario, found[scenario]) for scenario in SCENARIOS]
+        cells = [_outcome(scenario, found[scenario]) for scenario in SCENARIOS]
         if "raised" in found["fine"]:  # ddpw creates no process group on the CPU
-            told = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
-        lines.append(f"| {labelled(name)} | {' | '.join(told)} |")
+            cells = [f"`{found['fine']['raised'][:70]}...`", "not reached", "not reached"]
+        lines.append(f"| {labelled(name)} | {' | '.join(cells)} |")
         if name == "parawrap":
             waits = {scenario: found[scenario]["after"] for scenario in _FAILURES}
     return Row(
@@ -93,7 +93,7 @@ def failures() -> Row:
     )
 
 
-def _told(scenario: str, found: dict[str, Any]) -> str:
+def _outcome(scenario: str, found: dict[str, Any]) -> str:
     if "hung" in found:
         return f"hung: killed after {PATIENCE_S} s with {found['hung']} child processes"
     if "returned" in found:

@@ -1,4 +1,4 @@
-"""Nets of torch.nn: small kernels, convolutions with buffers, attention, recurrence, many parameters in many modules."""
+"""The nets of the benchmarks: linear layers, convolutions with buffers, attention, and recurrence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["SMALL_ENCODER", "Lstm", "Net", "conv", "encoder", "mlp", "plain_atte
 
 
 class Net(NamedTuple):
-    """A net, the shape of one row of its input, a usual batch size, and one so small that overhead dominates."""
+    """A net, the shape of one input row, its usual batch size, and a batch size at which overhead dominates."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -48,7 +48,7 @@ def conv() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """Return the shape of ResNet-18 (He et al., 2015, table 1): 11.7 M parameters, 1000 classes."""
+    """Return the architecture of ResNet-18 (He et al., 2015, table 1): 11.7 M parameters, 1000 classes."""
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     widths = (64, 64, 128, 256, 512)
     blocks = [
@@ -75,13 +75,13 @@ class _Block(nn.Module):
 
 
 def encoder(layers: int = 12, width: int = 768, heads: int = 12) -> nn.Module:
-    """Return a transformer encoder without dropout, so that every arm computes the same."""
+    """Return a transformer encoder. It has no dropout, so that every arm computes the same output."""
     layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
 
 
 class Lstm(nn.Module):
-    """One layer, and a classifier of its last step."""
+    """An LSTM layer, and a classifier of its last step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ class Bar(NamedTuple):
 
 
 def claims_of(documents: Mapping[str, Document]) -> list[Claim]:
-    """Return the claims whose rows have been measured."""
+    """Return the claims that have all their rows in the documents."""
     names = {suite: [row["name"] for row in document["rows"]] for suite, document in documents.items()}
     return [
         claim
@@ -89,7 +89,7 @@ def _result(row: Item, start: str) -> Item:
     return next(result for result in row["results"] if result["quantity"].startswith(start))
 
 
-def _said(row: Item, start: str) -> str:
+def _text(row: Item, start: str) -> str:
     result = _result(row, start)
     return number(result["value"], result["unit"])
 
@@ -148,8 +148,8 @@ _TO_BARE, _TO_POOL = (
 def _overhead_sentence(document: Document) -> str:
     row = _row(document, _SLEEPS)
     return (
-        f"A call over 4 lanes adds {_said(row, 'overhead, parawrap')} us, {_said(row, _TO_BARE)} times the overhead of "
-        f"bare lanes and {_said(row, _TO_POOL)} times that of a persistent ThreadPoolExecutor: "
+        f"A call over 4 lanes adds {_text(row, 'overhead, parawrap')} us, {_text(row, _TO_BARE)} times the overhead of "
+        f"bare lanes and {_text(row, _TO_POOL)} times that of a persistent ThreadPoolExecutor: "
         f"{_verdict(_result(row, _TO_BARE), _result(row, _TO_POOL))}."
     )
 
@@ -174,7 +174,7 @@ def _growth_sentence(document: Document) -> str:
     grown = []
     for counted, row in (("lanes", by_lanes), ("leaves", by_leaves)):
         fitted = upper_half([count for count, _ in _points(row, CALL)])
-        exponents = f"{counted}^{_said(row, CALL)} (torch's split and cat alone: {counted}^{_said(row, BARE)})"
+        exponents = f"{counted}^{_text(row, CALL)} (torch's split and cat alone: {counted}^{_text(row, BARE)})"
         grown.append(f"as {exponents} from {fitted[0]:,} to {fitted[-1]:,} {counted}")
     return (
         f"The time of a call grows {', and '.join(grown)}: {_verdict(_result(by_lanes, CALL), _result(by_leaves, CALL))}."
@@ -218,8 +218,8 @@ def _memory_sentence(document: Document) -> str:
     row = _row(document, _MEMORY)
     share = _result(row, "parawrap, as a share")
     return (
-        f"Each further lane adds {_said(row, 'parawrap')} MB, {_said(row, share['quantity'])}% of a model of "
-        f"{_said(row, 'model')} MB, and a copy per worker adds {_said(row, 'a deepcopy')} MB: {_verdict(share)}."
+        f"Each further lane adds {_text(row, 'parawrap')} MB, {_text(row, share['quantity'])}% of a model of "
+        f"{_text(row, 'model')} MB, and a copy per worker adds {_text(row, 'a deepcopy')} MB: {_verdict(share)}."
     )
 
 
@@ -240,9 +240,9 @@ def _freed_sentence(document: Document) -> str:
     row = _row(document, _FREED)
     gain = _result(row, "speed-up")
     return (
-        f"A convolution runs at {_said(row, 'speed-up')} times the speed inside `keep_freed_memory` "
+        f"A convolution runs at {_text(row, 'speed-up')} times the speed inside `keep_freed_memory` "
         f"({number(gain['low'], 'ratio')} to {number(gain['high'], 'ratio')}), with "
-        f"{_said(row, 'page faults, keep')} page faults per call compared with {_said(row, 'page faults, default')}: "
+        f"{_text(row, 'page faults, keep')} page faults per call compared with {_text(row, 'page faults, default')}: "
         f"{_verdict(gain)}."
     )
 
@@ -312,8 +312,8 @@ def _map_sentence(document: Document) -> str:
     row = _row(document, _MAP)
     pool = _result(row, "speed-up of map over ThreadPoolExecutor")
     return (
-        f"`map` of a traced encoder over 2 lanes runs at {_said(row, 'speed-up of map over loop, one')} times the speed of "
-        f"a loop on one thread, and at {_said(row, pool['quantity'])} times that of a ThreadPoolExecutor: {_verdict(pool)}."
+        f"`map` of a traced encoder over 2 lanes runs at {_text(row, 'speed-up of map over loop, one')} times the speed of "
+        f"a loop on one thread, and at {_text(row, pool['quantity'])} times that of a ThreadPoolExecutor: {_verdict(pool)}."
     )
 
 
@@ -329,7 +329,7 @@ _NEURON, _POOL_RATIO = "neuron: identity", "overhead of pool per call divided"
 def _neuron_sentence(document: Document) -> str:
     rows = _rows(document, _NEURON)
     ratios = [_result(row, _POOL_RATIO) for row in rows]
-    added = " and ".join(_said(row, "overhead, parawrap") for row in rows)
+    added = " and ".join(_text(row, "overhead, parawrap") for row in rows)
     times = " and ".join(number(ratio["value"], "ratio") for ratio in ratios)
     return (
         f"On 4 emulated NeuronCores, a call of 4 and of 16 rows adds {added} us, and a ThreadPoolExecutor per call adds "

@@ -1,4 +1,4 @@
-"""The latency of one small call from `submit` to its result, while all lanes work on a stream of batches."""
+"""The latency of one small call from `submit` to its result, while all lanes are busy with a stream of batches."""
 
 from __future__ import annotations
 

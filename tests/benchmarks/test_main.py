@@ -135,11 +135,11 @@ def test_without_nvidia_smi_the_driver_is_unknown(monkeypatch):
 
 def test_missing_and_old_requirements_are_listed():
     """Names and versions come from setup.cfg."""
-    wanted = cuda_python.requirements()
-    assert [requirement.partition(">=")[0] for requirement in wanted] == [
+    required = cuda_python.requirements()
+    assert [requirement.partition(">=")[0] for requirement in required] == [
         "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",
     ]  # fmt: skip
-    assert cuda_python.lacking(wanted) == []
+    assert cuda_python.lacking(required) == []
     lacks = cuda_python.lacking(["torch>=99.0", "no-such-package>=1"])
     assert lacks[0].startswith("torch>=99.0 (has ")
     assert lacks[1] == "no-such-package>=1"
