@@ -1,11 +1,11 @@
-"""The launchers of the contract suite, from the first test that asks for one to the end of a run."""
+"""Session fixtures with the launchers of the contract suite."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.contract.harness import Handled, Inline, OnSlurm, Torchrun
-from tests.contract.table import SEEN
+from tests.contract.harness import InlineLauncher, SlurmLauncher, SubmitLauncher, TorchrunLauncher
+from tests.contract.table import RECORDED
 
 _PARAMS = [
     "inline",
@@ -18,34 +18,34 @@ _PARAMS = [
 
 @pytest.fixture(scope="session", params=_PARAMS)
 def launcher(request, tmp_path_factory):
-    """One of the launchers, with what it needs."""
-    made = _made(request, tmp_path_factory)
+    """Each launcher in turn, with the cluster or the processes that it needs."""
+    made = _make_launcher(request, tmp_path_factory)
     yield made
     made.stop()
 
 
-def _made(request, tmp_path_factory):
+def _make_launcher(request, tmp_path_factory):
     if request.param == "inline":
-        return Inline()
+        return InlineLauncher()
     if request.param == "local":
-        return Handled("local", 1, device="cpu", launcher="local")
+        return SubmitLauncher("local", 1, device="cpu", launcher="local")
     if request.param == "torchrun":
-        return Torchrun(tmp_path_factory.mktemp("torchrun"))
+        return TorchrunLauncher(tmp_path_factory.mktemp("torchrun"))
     if request.param == "ray":
         request.getfixturevalue("ray_cluster")
-        return Handled("ray", 2, device="ray")
-    return OnSlurm(request.getfixturevalue("slurm_launches"))
+        return SubmitLauncher("ray", 2, device="ray")
+    return SlurmLauncher(request.getfixturevalue("slurm_launches"))
 
 
 @pytest.fixture(scope="session")
 def slurm_launches(slurm, tmp_path_factory):
-    """The Slurm cluster, with a folder for launches that all its nodes share."""
+    """The Slurm cluster, with a launch folder that all its nodes share."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path_factory.mktemp("launches")))
         yield slurm
 
 
 @pytest.fixture
-def seen_by_user(launcher):
-    """Note what a user of this launcher sees of a failure, for the table in the docs."""
-    return lambda situation, seen: SEEN.note(situation, launcher.name, seen)
+def note_for_page(launcher):
+    """Record how this launcher behaves in a situation, for the table in the docs."""
+    return lambda situation, behaviour: RECORDED.note(situation, launcher.name, behaviour)

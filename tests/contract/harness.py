@@ -1,7 +1,6 @@
-"""One way to play a scenario, whatever starts the ranks, and what was seen of it.
+"""Run a scenario under any launcher and record what the user sees.
 
-What a launcher cannot do by its nature stands in `UNABLE`, with the reason; a test that meets one of these checks what
-happens instead.
+`UNABLE` lists what a launcher cannot do, with the reason. A test that needs such an ability checks what happens instead.
 """
 
 from __future__ import annotations
@@ -27,43 +26,44 @@ from tests.contract.torchrun_world import ROOT, TorchrunWorld
 from tests.launch.processes import eventually
 
 PATIENCE_S = 80.0
+"""Upper limit for a launch that must end, on a shared machine. It does not measure speed."""
+
 _START_S, _STARTS = 30.0, 2
-"""For the end of a launch that is bound to end, on a machine that is shared: no measure of speed."""
 
 LAUNCHERS = ("local", "torchrun", "slurm", "ray", "inline")
 
-_ALONE = "the function runs in the process that calls it, and nothing watches that"
-_TORCHRUN = "torchrun started the processes, and it alone watches them"
+_UNWATCHED = "the function runs in the calling process, and nothing watches that process"
+_TORCHRUN = "torchrun started the processes, and only torchrun watches them"
 
 UNABLE = {
     "inline": {
-        "several ranks": "there is one rank",
-        "survive a death": _ALONE,
-        "limit time": _ALONE,
-        "cancel": "the call returns when the function does, and gives no handle",
-        "tell of running ranks": "the call returns when the function does, and gives no handle",
+        "several ranks": "there is only one rank",
+        "survive a death": _UNWATCHED,
+        "limit time": _UNWATCHED,
+        "cancel": "the call blocks until the function returns, and gives no handle",
+        "inspect running ranks": "the call blocks until the function returns, and gives no handle",
         "send": "nothing is sent: arguments and results are the objects themselves",
-        "keep output": "what is written goes where this process writes",
-        "restart": _ALONE,
+        "keep output": "output goes to the streams of the calling process",
+        "restart": _UNWATCHED,
     },
     "torchrun": {
         "survive a death": _TORCHRUN,
-        "limit time": "a limit ends the wait for the results of others, and no function that runs",
+        "limit time": "a limit ends the wait for the results of other ranks, but not a running function",
         "watch for silence": _TORCHRUN,
-        "cancel": "the call returns when all ranks have, and the launch that it gives is over",
-        "tell of running ranks": "the call returns when all ranks have, and the launch that it gives is over",
-        "send arguments": "every process makes the call with arguments of its own",
-        "keep output": "what is written goes where torchrun sends it",
+        "cancel": "the call blocks until all ranks have returned",
+        "inspect running ranks": "the call blocks until all ranks have returned",
+        "send arguments": "every process calls the function with its own arguments",
+        "keep output": "output goes where torchrun sends it",
         "restart": _TORCHRUN,
         "launch twice at once": "every process makes the same calls in the same order",
     },
 }
-"""By launcher, what it cannot do, and why."""
+"""Maps each launcher to the abilities that it lacks, with the reasons."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """An exception, as far as it can be told from process to process."""
+class ErrorRecord:
+    """The parts of an exception that can be sent to another process."""
 
     kind: type[BaseException]
     message: str
@@ -73,7 +73,7 @@ class Told:
 
     @classmethod
     def of(cls, error):
-        """What is to be told of this one."""
+        """Record an exception."""
         kept = {name: value for name, value in vars(error).items() if name != "__notes__"}
         notes = "\n".join(getattr(error, "__notes__", ()))
         return cls(type(error), str(error), error.args, notes, kept)
@@ -83,39 +83,39 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What whoever launched saw.
+class Observation:
+    """The results, error, and output that the caller of a launch sees.
 
     Attributes:
-        results: what the call gave.
-        error: what it raised.
-        state: of the handle at the end; empty without one.
-        logs: what each rank wrote, by the handle.
-        shown: what was written here meanwhile.
-        ended: the exit code of whoever launched, where the launch ended that too.
+        results: The results of the launch.
+        error: The exception that the launch raised.
+        state: The final state of the handle; empty without a handle.
+        logs: The output of each rank, read from the handle.
+        output: The text that the calling process printed during the launch.
+        exit_code: The exit code of the launching process, if the launch ended that process.
     """
 
     results: tuple | None = None
-    error: Told | None = None
+    error: ErrorRecord | None = None
     state: str = ""
     logs: tuple[str, ...] = ()
-    shown: str = ""
-    ended: int | None = None
+    output: str = ""
+    exit_code: int | None = None
 
-    def given(self):
-        """The results; an error fails the test."""
+    def expect_results(self):
+        """Return the results; an error fails the test."""
         assert self.error is None, self.error
-        assert self.ended is None, self.shown
+        assert self.exit_code is None, self.output
         return self.results
 
-    def raised(self):
-        """The error; results fail the test."""
-        assert self.error is not None, (self.results, self.ended, self.shown[-2000:])
+    def expect_error(self):
+        """Return the error; results fail the test."""
+        assert self.error is not None, (self.results, self.exit_code, self.output[-2000:])
         return self.error
 
 
-class Handled:
-    """A launcher that gives a handle: it starts the ranks elsewhere, and this process waits for them."""
+class SubmitLauncher:
+    """A launcher with a handle: its ranks run in other processes."""
 
     def __init__(self, name, n_nodes, **fields):
         self.name = name
@@ -127,42 +127,42 @@ class Handled:
     def __repr__(self):
         return self.name
 
-    def unable(self, what):
-        """Why this launcher cannot do that; None where it can."""
-        return UNABLE.get(self.name, {}).get(what)
+    def unable(self, ability):
+        """Return why this launcher lacks an ability, or None if it has it."""
+        return UNABLE.get(self.name, {}).get(ability)
 
     def platform(self, **fields):
-        """Of four ranks here."""
+        """Return a platform of four ranks for this launcher."""
         return Platform(**self._fields | {"verbose": False} | fields)
 
     def play(self, function, *args, do=None, kwargs=None, **fields):
-        """Launch this call, do something to the launch while it runs, and wait for its end."""
-        shown = io.StringIO()
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-            results, error, state, logs = self._played(function, args, kwargs or {}, do, fields)
-        return Seen(results, error, state, logs, shown.getvalue())
+        """Launch the function, call `do(launch)` while it runs, and wait for the end of the launch."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            results, error, state, logs = self._submit_and_wait(function, args, kwargs or {}, do, fields)
+        return Observation(results, error, state, logs, output.getvalue())
 
-    def _played(self, function, args, kwargs, do, fields):
+    def _submit_and_wait(self, function, args, kwargs, do, fields):
         try:
             launch = wrapper(self.platform(**fields))(function).submit(*args, **kwargs)
         except Exception as error:
-            return None, Told.of(error), "", ()
-        results = told = None
+            return None, ErrorRecord.of(error), "", ()
+        results = record = None
         try:
             if do is not None:
                 do(launch)
-            results = self._results(launch)
+            results = self._wait_for_results(launch)
         except AssertionError:
             raise
         except Exception as error:
-            told = Told.of(error)
+            record = ErrorRecord.of(error)
         finally:
             launch.cancel()
-        return results, told, launch.state, tuple(launch.logs(rank) for rank in range(self.world_size))
+        return results, record, launch.state, tuple(launch.logs(rank) for rank in range(self.world_size))
 
-    def _results(self, launch):
+    def _wait_for_results(self, launch):
         def ended():
-            self._meanwhile()
+            self._while_waiting()
             with contextlib.suppress(TimeoutError):
                 launch.results(timeout=0.3)
                 return True
@@ -172,66 +172,66 @@ class Handled:
             eventually(ended, "the end of the launch", PATIENCE_S)
         except AssertionError:
             traceback.print_exc()
-            msg = f"the launch hangs: {launch.stacks()}"
+            msg = f"the launch did not end within {PATIENCE_S} seconds: {launch.stacks()}"
             raise AssertionError(msg) from None
         return launch.results()
 
-    def _meanwhile(self):
-        """What is to be done again and again while a launch runs."""
+    def _while_waiting(self):
+        """Called repeatedly while a launch runs."""
 
     def stop(self):
-        """Let go of what was started for launches."""
+        """Release the resources of this launcher."""
 
 
-class OnSlurm(Handled):
-    """Two nodes of a cluster."""
+class SlurmLauncher(SubmitLauncher):
+    """Launches on two nodes of the Slurm cluster of the tests."""
 
     def __init__(self, cluster):
         super().__init__("slurm", 2, device="slurm")
         self.cluster = cluster
 
-    def _meanwhile(self):
+    def _while_waiting(self):
         self.cluster.hasten()
 
     def stop(self):
         self.cluster.settle()
 
 
-class Torchrun:
-    """Four processes that torchrun started; they make one call after another. A dead world is followed by another one."""
+class TorchrunLauncher:
+    """Four processes started by torchrun that run one call after another; a new world replaces a dead one."""
 
     name, n_nodes, world_size = "torchrun", 1, 4
-    unable = Handled.unable
-    __repr__ = Handled.__repr__
+    unable = SubmitLauncher.unable
+    __repr__ = SubmitLauncher.__repr__
 
     def __init__(self, folder):
         self._folder = folder
         self._world = None
 
     def play(self, function, *args, do=None, kwargs=None, **fields):
-        """Make this call in every process; the ranks must agree on what it came to."""
-        world = self._world = self._world or self._started()
+        """Make the call in every process; all ranks must return or raise the same type of exception."""
+        world = self._world = self._world or self._start_world()
         written = len(world.log())
         platform_fields = {"device": "cpu", "n_cpus": 4, "verbose": False, **fields}
-        world.begin(lambda: called(function, args, kwargs or {}, platform_fields))
+        world.begin(lambda: call_from_world(function, args, kwargs or {}, platform_fields))
         if do is not None:
             do(world)
         try:
             eventually(lambda: world.endings() is not None or world.exit_code is not None, "the end of a call", PATIENCE_S)
         except AssertionError as error:
-            error.add_note(f"the world wrote:\n{world.log()[written:]}")
+            error.add_note(f"torchrun and its ranks wrote:\n{world.log()[written:]}")
             self.stop()
             raise
         if world.endings() is None:
             self.stop()
-            return Seen(ended=world.exit_code, shown=world.log()[written:])
+            return Observation(exit_code=world.exit_code, output=world.log()[written:])
         first, *others = world.endings()
         assert all((each.error is None) == (first.error is None) for each in others), [first, *others]
         assert all((each.error and each.error.kind) == (first.error and first.error.kind) for each in others), others
-        return Seen(first.results, first.error, first.state, first.logs, world.log()[written:])
+        return Observation(first.results, first.error, first.state, first.logs, world.log()[written:])
 
-    def _started(self):
-        """A new world. That torchrun itself is slow to start, once, is nothing that parawrap promises."""
+    def _start_world(self):
+        """Start a world; try again once, because torchrun's own start-up time is not under test."""
         for _ in range(_STARTS):
             world = TorchrunWorld(tempfile.mkdtemp(dir=self._folder), self.world_size)
             try:
@@ -245,37 +245,37 @@ class Torchrun:
         raise failed
 
     def stop(self):
-        """End the world."""
+        """Stop the world."""
         if self._world is not None:
             self._world.stop()
         self._world = None
 
 
-class Inline:
-    """The function runs here."""
+class InlineLauncher:
+    """Runs the function in this process."""
 
     name, n_nodes, world_size = "inline", 1, 1
-    unable = Handled.unable
-    __repr__ = Handled.__repr__
+    unable = SubmitLauncher.unable
+    __repr__ = SubmitLauncher.__repr__
 
     def play(self, function, *args, do=None, kwargs=None, dies=False, **fields):
-        """Call it; another thread does something meanwhile. What ends its process runs in one of its own."""
+        """Call the function while another thread runs `do`; with `dies`, call it in a subprocess."""
         platform_fields = {"device": "cpu", "n_cpus": 4, "verbose": False, **fields}
         if dies:
-            return self._played_apart(lambda: inline(function, args, kwargs or {}, platform_fields))
-        doing = None if do is None else threading.Thread(target=do, args=(self,))
-        shown = io.StringIO()
-        if doing is not None:
-            doing.start()
+            return self._run_in_subprocess(lambda: call_inline(function, args, kwargs or {}, platform_fields))
+        thread = None if do is None else threading.Thread(target=do, args=(self,))
+        output = io.StringIO()
+        if thread is not None:
+            thread.start()
         try:
-            with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-                seen = inline(function, args, kwargs or {}, platform_fields)
+            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+                observation = call_inline(function, args, kwargs or {}, platform_fields)
         finally:
-            if doing is not None:
-                doing.join()
-        return Seen(seen.results, seen.error, shown=shown.getvalue())
+            if thread is not None:
+                thread.join()
+        return Observation(observation.results, observation.error, output=output.getvalue())
 
-    def _played_apart(self, call):
+    def _run_in_subprocess(self, call):
         program = f"import sys, pickle; sys.path.insert(0, {str(ROOT)!r}); pickle.load(sys.stdin.buffer)()"
         done = subprocess.run(
             [sys.executable, "-c", program],
@@ -284,50 +284,50 @@ class Inline:
             check=False,
             timeout=PATIENCE_S,
         )
-        return Seen(ended=done.returncode, shown=(done.stdout + done.stderr).decode())
+        return Observation(exit_code=done.returncode, output=(done.stdout + done.stderr).decode())
 
     def preempt(self):
-        """As whoever runs the process would."""
+        """Send this process SIGUSR2, as its user or cluster would."""
         os.kill(os.getpid(), signal.SIGUSR2)
 
     def stop(self):
-        """Nothing was started."""
+        """Do nothing: no process was started."""
 
 
-def called(function, args, kwargs, fields):
-    """In a process of a world: launch there, and tell what was seen."""
+def call_from_world(function, args, kwargs, fields):
+    """Launch from a process of a world and return what that process sees."""
     try:
         launch = wrapper(Platform(**fields))(function).submit(*args, **kwargs)
-    except BaseException as error:  # whatever it is, the test is to see it
-        return Seen(error=Told.of(error))
+    except BaseException as error:  # the test checks the type
+        return Observation(error=ErrorRecord.of(error))
     logs = tuple(launch.logs(rank) for rank in range(4))
     try:
         results = launch.results()
         pickle.dumps(results)
     except BaseException as error:
-        return Seen(error=Told.of(error), state=launch.state, logs=logs)
-    return Seen(results, state=launch.state, logs=logs)
+        return Observation(error=ErrorRecord.of(error), state=launch.state, logs=logs)
+    return Observation(results, state=launch.state, logs=logs)
 
 
-def inline(function, args, kwargs, fields):
-    """Call the function here, as rank 0 of 1."""
+def call_inline(function, args, kwargs, fields):
+    """Call the function in this process, as rank 0 of 1."""
     try:
-        return Seen(wrapper(Platform(**fields))(function).inline(*args, **kwargs))
+        return Observation(wrapper(Platform(**fields))(function).inline(*args, **kwargs))
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        return Seen(error=Told.of(error))
+        return Observation(error=ErrorRecord.of(error))
 
 
-def all_said(folder, what, count):
-    """Wait until so many ranks have said this; what they wrote, in rank order."""
-    paths = [Path(folder, f"{what}-{rank}") for rank in range(count)]
-    eventually(lambda: all(path.exists() for path in paths), f"{what} of {count} ranks", PATIENCE_S)
+def wait_for_reports(folder, topic, count):
+    """Wait until `count` ranks have reported on a topic; return the reports in rank order."""
+    paths = [Path(folder, f"{topic}-{rank}") for rank in range(count)]
+    eventually(lambda: all(path.exists() for path in paths), f"{count} reports on {topic}", PATIENCE_S)
     return [path.read_text() for path in paths]
 
 
-def none_alive(folder, count):
-    """Wait until no process of `scenarios.hold` is left."""
+def assert_no_survivors(folder, count):
+    """Wait until every process that called `scenarios.hold_lock` has ended."""
 
     def is_free(path):
         with path.open("w") as file:

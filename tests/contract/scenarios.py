@@ -1,4 +1,4 @@
-"""What ranks do in the contract suite. Ranks import this module, so it imports little."""
+"""Functions that ranks run in the contract suite. Ranks import this module, so it imports little."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ import torch.distributed as dist
 from parawrap import Platform, current_rank, wrapper
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NEVER_S = 600.0
+FOREVER_S = 600.0
 _held = []
 
 
 class OddError(Exception):
-    """Cannot be pickled as it is: its ``__init__`` does not take what it keeps."""
+    """An exception that pickle cannot rebuild: ``__init__`` has a required keyword argument."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}")
         self.code, self.detail = code, detail
 
 
-def say(folder, what, text=""):
-    """Tell the test something, in a file of this rank that is there only once it is complete."""
-    path = Path(folder, f"{what}-{current_rank().global_rank}")
+def report(folder, topic, text=""):
+    """Write a report for the test, in a file of this rank that appears only once it is complete."""
+    path = Path(folder, f"{topic}-{current_rank().global_rank}")
     path.with_name(f".{path.name}").write_text(str(text))
     path.with_name(f".{path.name}").rename(path)
 
 
-def hold(folder):
-    """Hold a lock for as long as this process lives: whether it does is told to whoever asks for the same lock."""
+def hold_lock(folder):
+    """Hold a file lock until this process ends; `harness.assert_no_survivors` waits for the lock."""
     file = Path(folder, f"life-{current_rank().global_rank}").open("w")  # noqa: SIM115 (open until the process ends)
     fcntl.flock(file, fcntl.LOCK_EX)
     _held.append(file)
 
 
-def is_last():
-    """Whether this rank is the one that the scenarios let fail."""
+def is_last_rank():
+    """True in the last rank, which fails in most scenarios."""
     return current_rank().global_rank == current_rank().world_size - 1
 
 
-# -- what works
+# -- scenarios that succeed
 
 
-def about_itself(a, *, b, folder):
-    """Nearly all that a rank can find out about itself."""
+def describe_rank(a, *, b, folder):
+    """Return nearly everything that a rank can find out about itself."""
     rank = current_rank()
     total = torch.tensor([10.0 + rank.global_rank])
     dist.all_reduce(total)
     print(f"out of {rank.global_rank}", flush=True)
     print(f"err of {rank.global_rank}", file=sys.stderr, flush=True)
-    say(folder, "been")
+    report(folder, "been")
     return {
         "place": (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart, str(rank.device)),
         "variables": {name: os.environ.get(name) for name in VARIABLES},
@@ -76,33 +76,33 @@ def about_itself(a, *, b, folder):
     }
 
 
-def in_its_group(value_of):
-    """A sum over the rank's own group, of values by a function that was an argument."""
+def sum_in_group(value_of):
+    """Sum `value_of(rank)` over the rank's own group."""
     rank = current_rank()
     total = torch.tensor(value_of(rank.global_rank))
     dist.all_reduce(total, group=rank.group)
     return rank.group.size(), rank.group.rank(), total.item()
 
 
-def without_a_group(big):
-    """A big argument comes, a big result goes, and no process group is there."""
+def return_big_argument(big):
+    """Change and return a big argument; also return two flags that are (True, False) without a process group."""
     rank = current_rank()
     big[0] += rank.global_rank  # the rank's own copy
     return rank.group is None, dist.is_initialized(), big
 
 
-def restart_after(failure):
-    """In the first start, the last rank fails while the others wait for it; in the next, all return."""
+def fail_in_first_start(failure):
+    """In the first start, the last rank fails while the others wait for it; in the next start, all ranks return."""
     if current_rank().restart == 0:
-        if is_last():
+        if is_last_rank():
             failure()
         dist.barrier()
     dist.barrier()
     return current_rank().restart
 
 
-def count_on(folder, further):
-    """Count until preempted; the next start goes on from there, and counts this much further."""
+def count_until_preempted(folder, further):
+    """Count steps until preempted; the next start continues from the same step and counts `further` more."""
     rank, state = current_rank(), Path(folder, "state")
     begun = int(state.read_text()) if state.exists() else 0
     total = torch.tensor(0)
@@ -110,7 +110,7 @@ def count_on(folder, further):
         if rank.restart and step == begun + further:
             return begun, step, rank.restart
         if rank.should_checkpoint():
-            say(folder, "due", step)
+            report(folder, "due", step)
             if rank.global_rank == 0:
                 state.write_text(str(step))
             dist.barrier()
@@ -118,20 +118,20 @@ def count_on(folder, further):
         total += 1
         dist.all_reduce(total)
         if step == begun:
-            say(folder, f"counting{rank.restart}")
+            report(folder, f"counting{rank.restart}")
     raise AssertionError
 
 
-def ask_to_be_requeued():
-    """Once, without any preemption."""
+def requeue_once():
+    """In the first start, call `requeue()` without a preemption; then return the number of the start."""
     if current_rank().restart == 0:
         current_rank().requeue()
     return current_rank().restart
 
 
-def wait_for_the_other(folder):
-    """Return when another launch has said so."""
-    say(folder, "waiting")
+def wait_for_other_launch(folder):
+    """Wait until `release_other_launch` runs in another launch, then sum over this launch's ranks."""
+    report(folder, "waiting")
     while not Path(folder, "go").exists():
         time.sleep(0.02)
     total = torch.tensor(1)
@@ -139,15 +139,15 @@ def wait_for_the_other(folder):
     return total.item()
 
 
-def let_the_other_go(folder):
-    """Say so, once all ranks of this launch have met."""
+def release_other_launch(folder):
+    """Release `wait_for_other_launch` after a collective of all ranks of this launch."""
     total = torch.tensor(100)
     dist.all_reduce(total)
     Path(folder, "go").touch()
     return total.item()
 
 
-# -- what fails
+# -- scenarios that fail
 
 
 def raise_key_error():
@@ -162,7 +162,7 @@ def exit_3():
     sys.exit(3)
 
 
-def leave_at_once():
+def exit_at_once():
     os._exit(7)
 
 
@@ -174,28 +174,28 @@ def crash():
     ctypes.string_at(0)
 
 
-def launch_more():
+def launch_from_rank():
     wrapper(Platform(device="cpu", n_cpus=2, launcher="local"))(exit_3)()
 
 
 def fail_while_others_wait(failure):
-    """One rank fails; all others are in a collective that never ends without it."""
-    if is_last():
+    """The last rank fails; all others are in a collective that cannot finish without it."""
+    if is_last_rank():
         failure()
     dist.all_reduce(torch.ones(3))
 
 
-def fail_everywhere(failure, folder):
+def fail_in_every_rank(failure, folder):
     """Every rank fails, the last one first."""
-    if not is_last():
+    if not is_last_rank():
         while not Path(folder, "failing").exists():
             time.sleep(0.01)
     Path(folder, "failing").touch()
     failure()
 
 
-def give_a_lock():
-    return {"locks": [1, Lock()]} if is_last() else None
+def return_lock():
+    return {"locks": [1, Lock()]} if is_last_rank() else None
 
 
 def take(_anything):
@@ -203,22 +203,22 @@ def take(_anything):
 
 
 def wait_for_ever(folder):
-    """Clean up, when told to end."""
-    hold(folder)
-    say(folder, "begun")
+    """Sleep until ended, and report the cleanup."""
+    hold_lock(folder)
+    report(folder, "begun")
     try:
-        time.sleep(NEVER_S)
+        time.sleep(FOREVER_S)
     finally:
-        say(folder, "cleaned")
+        report(folder, "cleaned")
 
 
 def leave_others_in_a_collective():
-    """The last rank returns; for the others, a connection breaks."""
-    if not is_last():
+    """The last rank returns; the connections of the others break."""
+    if not is_last_rank():
         dist.all_reduce(torch.ones(3))
 
 
 def leave_others_with_a_new_group():
-    """The last rank returns; for the others, nothing breaks."""
-    if not is_last():
+    """The last rank returns; the others wait, and no connection breaks."""
+    if not is_last_rank():
         dist.new_group(list(range(dist.get_world_size())))

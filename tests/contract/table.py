@@ -1,6 +1,7 @@
-"""The page docs/launch_failures.md: what a user sees of each failure under each launcher, as the contract suite saw it.
+"""Write docs/launch_failures.md: the error of each failure under each launcher, as recorded by the contract suite.
 
-``python -m tests.contract.table`` runs the suite and writes the page. Launchers that cannot run here keep their columns.
+``python -m tests.contract.table`` runs the suite and writes the page. The columns of launchers that cannot run on this
+machine stay as they are.
 """
 
 from __future__ import annotations
@@ -14,41 +15,47 @@ PAGE = Path(__file__).parents[2] / "docs" / "launch_failures.md"
 COLUMNS = {"local": "local", "torchrun": "torchrun", "slurm": "Slurm", "ray": "Ray", "inline": "`.inline(...)`"}
 
 SITUATIONS = {
-    "raised": "A rank raises `KeyError('weight', 7)`; the others wait for it in a collective",
-    "odd": "It raises an exception that pickle cannot carry",
-    "sys.exit": "It calls `sys.exit(3)`",
-    "os._exit": "It calls `os._exit(7)`",
-    "killed": "It is killed by SIGKILL",
-    "crash": "It crashes in C",
-    "argument": "An argument cannot be sent",
-    "result": "A result cannot be sent",
-    "nested": "A rank launches ranks",
-    "left in a collective": "A rank returns; the others wait for it in a collective",
-    "left elsewhere": "A rank returns; the others wait for it where no connection breaks",
-    "timeout": "Ranks take longer than `timeout_min`",
-    "silence": "Ranks give no sign of life for `hang_timeout_s`",
-    "cancel": "`launch.cancel()`",
-    "restarts": "A rank fails in each start that `max_restarts=1` allows",
-    "node cannot import": "The Python of a node cannot import parawrap",
+    "raised": "A rank raises `KeyError('weight', 7)` while the others wait for it in a collective",
+    "odd": "A rank raises an exception that pickle cannot rebuild",
+    "sys.exit": "A rank calls `sys.exit(3)`",
+    "os._exit": "A rank calls `os._exit(7)`",
+    "killed": "A rank is killed by SIGKILL",
+    "crash": "A rank crashes in C code",
+    "argument": "An argument cannot be sent to another process",
+    "result": "A result cannot be sent to another process",
+    "nested": "A rank starts another launch",
+    "left in a collective": "A rank returns while the others wait for it in a collective",
+    "left elsewhere": "A rank returns while the others wait for it, but no connection breaks",
+    "timeout": "A launch takes longer than `timeout_min`",
+    "silence": "Ranks are silent for longer than `hang_timeout_s`",
+    "cancel": "`launch.cancel()` is called",
+    "restarts": "A rank fails in every start that `max_restarts=1` allows",
+    "node cannot import": "The Python of one node cannot import parawrap",
     "node lost": "A node is lost",
-    "cancelled from outside": "The job is cancelled by somebody else",
-    "no partition": "There is no such partition",
-    "too many nodes": "More nodes are asked for than there are",
-    "no extra": "What the launcher needs is not installed",
-    "no cluster": "There is no cluster here",
-    "log folder": "The folder of `console_logs` cannot be written to",
-    "launch folder": "The folder for launches cannot be written to",
+    "cancelled from outside": "Another process cancels the job",
+    "no partition": "The partition does not exist",
+    "too many nodes": "The platform needs more nodes than the cluster has",
+    "no extra": "The package that the launcher needs is not installed",
+    "no cluster": "This machine has no Slurm commands",
+    "log folder": "The `console_logs` folder is not writable",
+    "launch folder": "The folder for launch files is not writable",
 }
-"""What happens, in the words of the page, in its order."""
+"""Maps each situation to its title on the page, in the order of the rows."""
 
 _INTRODUCTION = """\
-# What you see when a launch fails
+# Errors of a failed launch
 
-What the contract suite (`tests/contract`) has seen, written down by `python -m tests.contract.table`. A test of the suite
-fails when it sees anything else. Of each message this is the first line; `…` stands for what differs from run to run:
-process and job numbers, hosts, paths. Notes on the exception tell more: the traceback of the rank, where it ran, what
-became of the others.
-[launching.md](launching.md#failures) says what the exceptions carry.
+The table has one row per failure and one column per launcher. A cell shows the exception and the first line of its message.
+
+- `…` replaces text that changes from run to run: process and job numbers, hosts, paths.
+- "the same" means the same as in the first column.
+- `-` means that the row does not apply to this launcher, or that no test covers it.
+
+The notes of each exception add the traceback of the rank, the node of the rank, and the outcome of the other ranks.
+[launching.md](launching.md#failures) describes the attributes of the exceptions.
+
+`python -m tests.contract.table` runs the contract suite in `tests/contract` and writes this page. The suite fails if a
+launcher behaves differently from its cell.
 
 """
 
@@ -68,79 +75,81 @@ _MASKS = [
 
 
 class Table:
-    """The cells that this run has seen, by situation and launcher."""
+    """The cells that one run of the suite has recorded, by situation and launcher."""
 
     def __init__(self):
-        self.seen = {}
+        self.cells = {}
 
-    def note(self, situation, launcher, seen, reason=None):
-        """Note what was seen; `reason` says why a launcher does otherwise than others.
+    def note(self, situation, launcher, behaviour, reason=None):
+        """Record the behaviour of a launcher in a situation.
 
         Args:
-            situation: one of `SITUATIONS`.
-            launcher: its name.
-            seen: an exception that was told, or a sentence.
-            reason: a sentence.
+            situation: A key of `SITUATIONS`.
+            launcher: The name of the launcher.
+            behaviour: An `ErrorRecord`, or a sentence.
+            reason: Why this launcher differs from the others, as a sentence.
         """
         assert situation in SITUATIONS
-        self.seen[situation, launcher] = _cell(seen) + (f" ({reason})" if reason else "")
+        self.cells[situation, launcher] = _cell(behaviour) + (f" ({reason})" if reason else "")
 
 
-SEEN = Table()
-"""Of this run."""
+RECORDED = Table()
+"""The table of this run."""
 
 
-def _cell(seen):
-    if isinstance(seen, str):
-        return masked(seen)
-    lines = seen.message.splitlines() or [""]
-    return f"`{seen.kind.__name__}`: {masked(lines[0])}"
+def _cell(behaviour):
+    if isinstance(behaviour, str):
+        return masked(behaviour)
+    lines = behaviour.message.splitlines() or [""]
+    return f"`{behaviour.kind.__name__}`: {masked(lines[0])}"
 
 
 def masked(text):
-    """The text without what differs from run to run, fit for a cell."""
+    """Replace text that changes from run to run with `…`, and escape the text for a table cell."""
     for pattern, instead in _MASKS:
         text = re.sub(pattern, instead, text)
     return text.replace("|", "\\|").strip()
 
 
-def written():
-    """The cells that stand in the page."""
+def cells_on_page():
+    """Read the cells from the page."""
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines()] if PAGE.exists() else []
     titles = {title: situation for situation, title in SITUATIONS.items()}
     cells = {}
     for title, *row in rows:
         if title in titles and len(row) == len(COLUMNS):
-            told = [row[0] if cell == _SAME else cell for cell in row]
-            cells |= {(titles[title], name): cell for name, cell in zip(COLUMNS, told, strict=True) if cell != _NONE}
+            filled = [row[0] if cell == _SAME else cell for cell in row]
+            cells |= {(titles[title], name): cell for name, cell in zip(COLUMNS, filled, strict=True) if cell != _NONE}
     return cells
 
 
 _SAME, _NONE = "the same", "-"
 
 
-def page(cells):
-    """The text of the page."""
+def page_text(cells):
+    """Return the text of the page."""
     lines = ["| What happens | " + " | ".join(COLUMNS.values()) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for situation, title in SITUATIONS.items():
         row = [cells.get((situation, name), _NONE) for name in COLUMNS]
-        told = [row[0], *(_SAME if cell == row[0] != _NONE else cell for cell in row[1:])]
+        shortened = [row[0], *(_SAME if cell == row[0] != _NONE else cell for cell in row[1:])]
         if set(row) != {_NONE}:
-            lines.append("| " + " | ".join([title, *told]) + " |")
+            lines.append("| " + " | ".join([title, *shortened]) + " |")
     return _INTRODUCTION + "\n".join(lines) + "\n"
 
 
 class _Writer:
-    """A plugin of pytest: takes the cells of the run, and writes the page."""
+    """A pytest plugin that writes the page at the end of the run."""
 
     def pytest_sessionfinish(self, exitstatus):
-        from tests.contract.table import SEEN as OF_THE_RUN  # this file is __main__ here
+        from tests.contract.table import (
+            RECORDED as FROM_TESTS,
+        )  # this file runs as __main__, the tests import a second copy
 
-        PAGE.write_text(page(written() | OF_THE_RUN.seen))
+        PAGE.write_text(page_text(cells_on_page() | FROM_TESTS.cells))
 
 
 def main():
-    """Run the suite, but for the test of the page, and write the page."""
+    """Run the suite without the test of the page, and write the page."""
     import pytest
 
     return pytest.main(

@@ -1,4 +1,4 @@
-"""The contract, where all goes well: what ranks find out, what comes back, and what is shown meanwhile."""
+"""Contract tests of successful launches: the view of each rank, its results, and its output."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 from parawrap import RankResults, wrapper
 from tests.contract import scenarios
-from tests.contract.harness import Seen, all_said
+from tests.contract.harness import Observation, wait_for_reports
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture(scope="session")
-def plain(launcher, tmp_path_factory):
-    """One launch that is asked for nearly everything, and its folder."""
-    folder = tmp_path_factory.mktemp("plain")
+def described(launcher, tmp_path_factory):
+    """The observation of one launch that uses most options, and its folder."""
+    folder = tmp_path_factory.mktemp("described")
     before = threading.active_count()
 
     here = os.getpid()
@@ -28,8 +28,8 @@ def plain(launcher, tmp_path_factory):
     def finished():
         (folder / f"finished-{os.getpid()}-{os.getpid() == here}").touch()
 
-    seen = launcher.play(
-        scenarios.about_itself,
+    observation = launcher.play(
+        scenarios.describe_rank,
         [1, {"x": torch.arange(3)}],
         kwargs={"b": "two", "folder": folder},
         verbose=True,
@@ -37,39 +37,41 @@ def plain(launcher, tmp_path_factory):
         upon_finish=finished,
     )
     assert launcher.name != "local" or threading.active_count() == before
-    return seen, folder
+    return observation, folder
 
 
-def of(plain, what):
-    """One thing that every rank told."""
-    return [each[what] for each in plain[0].given()]
+def values_of(described, key):
+    """Return one entry of each rank's result."""
+    return [each[key] for each in described[0].expect_results()]
 
 
-def test_results_come_in_rank_order(launcher, plain):
-    """One value a rank, tensors among them, at the place of its rank."""
-    assert type(plain[0].given()) is RankResults
-    assert [tensor.tolist() for tensor in of(plain, "tensor")] == [[[r, r]] * 3 for r in range(launcher.world_size)]
+def test_results_come_in_rank_order(launcher, described):
+    """The result at index r comes from rank r."""
+    assert type(described[0].expect_results()) is RankResults
+    assert [tensor.tolist() for tensor in values_of(described, "tensor")] == [
+        [[r, r]] * 3 for r in range(launcher.world_size)
+    ]
 
 
-def test_a_rank_knows_its_place(launcher, plain):
-    """Its numbers in the world and on the node, the node's number, the world's size, and its device."""
+def test_a_rank_knows_its_place(launcher, described):
+    """A rank reads its global rank, local rank, node, world size, restart, and device."""
     per_node = launcher.world_size // launcher.n_nodes
     expected = [(r, r % per_node, r // per_node, launcher.world_size, 0, "cpu") for r in range(launcher.world_size)]
-    assert of(plain, "place") == expected
+    assert values_of(described, "place") == expected
 
 
-def test_a_rank_knows_its_platform(launcher, plain):
-    """It is the one of the launch."""
-    assert of(plain, "platform") == [(0, 4, launcher.n_nodes)] * launcher.world_size
+def test_a_rank_knows_its_platform(launcher, described):
+    """`current_rank().platform` has the platform of the launch."""
+    assert values_of(described, "platform") == [(0, 4, launcher.n_nodes)] * launcher.world_size
 
 
-def test_the_variables_of_a_world_are_set(launcher, plain):
-    """Those that torchrun sets, in every rank but an inline one, which is in the caller's process."""
+def test_ranks_have_the_variables_of_torchrun(launcher, described):
+    """Every rank has RANK, WORLD_SIZE, and so on. An inline rank keeps the caller's environment."""
     if launcher.name == "inline":
-        assert of(plain, "variables") == [{name: os.environ.get(name) for name in scenarios.VARIABLES}]
+        assert values_of(described, "variables") == [{name: os.environ.get(name) for name in scenarios.VARIABLES}]
         return
     per_node = launcher.world_size // launcher.n_nodes
-    for rank, variables in enumerate(of(plain, "variables")):
+    for rank, variables in enumerate(values_of(described, "variables")):
         address, port = variables.pop("MASTER_ADDR"), variables.pop("MASTER_PORT")
         numbers = {"RANK": rank, "LOCAL_RANK": rank % per_node, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": per_node}
         assert variables == {name: str(value) for name, value in numbers.items()}
@@ -77,94 +79,96 @@ def test_the_variables_of_a_world_are_set(launcher, plain):
         assert int(port) > 0
 
 
-def test_nodes_are_apart(launcher, plain):
-    """Ranks of one node are on one machine."""
-    hosts, nodes = of(plain, "host"), [place[2] for place in of(plain, "place")]
+def test_each_node_is_one_host(launcher, described):
+    """Ranks of one node run on one host; on Slurm, the two nodes are two hosts."""
+    hosts, nodes = values_of(described, "host"), [place[2] for place in values_of(described, "place")]
     assert len(set(zip(nodes, hosts, strict=True))) == launcher.n_nodes
     if launcher.name == "slurm":
         assert set(zip(nodes, hosts, strict=True)) == {(0, "node0"), (1, "node1")}
 
 
-def test_collectives_are_right(launcher, plain):
-    """A sum over all ranks is that in each, and the group is all of them."""
+def test_the_default_group_has_all_ranks(launcher, described):
+    """An all_reduce gives the same sum in every rank, and the group has every rank."""
     size = launcher.world_size
-    assert [total.item() for total in of(plain, "total")] == [sum(range(10, 10 + size))] * size
-    assert of(plain, "group") == [(size, rank, rank) for rank in range(size)]
+    assert [total.item() for total in values_of(described, "total")] == [sum(range(10, 10 + size))] * size
+    assert values_of(described, "group") == [(size, rank, rank) for rank in range(size)]
 
 
-def test_arguments_arrive(launcher, plain):
-    """By position and by name, tensors among them."""
-    for (first, second), by_name in of(plain, "arguments"):
+def test_arguments_arrive(launcher, described):
+    """Positional and keyword arguments arrive, including tensors."""
+    for (first, second), by_name in values_of(described, "arguments"):
         assert first == 1
         assert second["x"].tolist() == [0, 1, 2]
         assert by_name == "two"
 
 
-def test_seeds_are_equal_everywhere(launcher, plain):
-    """Every rank under every launcher draws what a process with that seed draws."""
+def test_seeds_are_equal_everywhere(launcher, described):
+    """Every rank draws the same numbers as a plain process with the same seed."""
     expected = random.Random(0).random(), torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist()
-    assert [(number, numbers.tolist()) for number, numbers in of(plain, "drawn")] == [expected] * launcher.world_size
+    assert [(number, numbers.tolist()) for number, numbers in values_of(described, "drawn")] == [
+        expected
+    ] * launcher.world_size
 
 
-def test_no_rank_reads_what_is_meant_for_the_caller(launcher, plain):
-    """Its standard input is empty; that of torchrun's ranks and of an inline one is what they were given."""
+def test_ranks_have_an_empty_standard_input(launcher, described):
+    """A rank cannot read the caller's standard input. Under torchrun and inline, parawrap does not change it."""
     if launcher.name not in ("torchrun", "inline"):
-        assert of(plain, "stdin") == [""] * 4
+        assert values_of(described, "stdin") == [""] * 4
 
 
-def test_what_ranks_write_is_shown_behind_their_rank(launcher, plain):
-    """Both streams; torchrun shows its ranks itself, and an inline one needs no prefix."""
-    lines = plain[0].shown.splitlines()
+def test_output_is_shown_with_a_rank_prefix(launcher, described):
+    """Lines from stdout and stderr are shown with a prefix. Under torchrun and inline, they have no prefix."""
+    lines = described[0].output.splitlines()
     for rank in range(launcher.world_size):
-        if launcher.unable("keep output"):  # ranks share one pipe, and a line and its end may come apart
-            assert f"out of {rank}" in plain[0].shown
-            assert f"err of {rank}" in plain[0].shown
+        if launcher.unable("keep output"):  # ranks share one pipe, so their lines can mix
+            assert f"out of {rank}" in described[0].output
+            assert f"err of {rank}" in described[0].output
         else:
             assert f"[rank {rank}] out of {rank}" in lines
             assert f"[rank {rank}] err of {rank}" in lines
 
 
-def test_logs_have_what_each_rank_wrote(launcher, plain):
-    """The handle has them, and so have the files of console_logs; but where nobody reads what ranks write."""
-    seen, folder = plain
+def test_logs_have_the_output_of_each_rank(launcher, described):
+    """`launch.logs` and the files in `console_logs` have the output. Launchers that keep no output have neither."""
+    observation, folder = described
     texts = [f"out of {rank}\nerr of {rank}\n" for rank in range(launcher.world_size)]
     if launcher.unable("keep output"):
-        assert not any(seen.logs)
+        assert not any(observation.logs)
         assert not (folder / "logs").exists()
         return
     (logs,) = (folder / "logs").iterdir()
     assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
     for rank, text in enumerate(texts):
-        assert set(text.splitlines()) <= set(seen.logs[rank].splitlines())
-        assert (logs / f"rank-{rank}.log").read_text() == seen.logs[rank]
+        assert set(text.splitlines()) <= set(observation.logs[rank].splitlines())
+        assert (logs / f"rank-{rank}.log").read_text() == observation.logs[rank]
 
 
-def test_upon_finish_is_called_once_where_the_launch_was_made(launcher, plain):
-    """By the process that launches: this one, or each of torchrun's."""
-    called = sorted(path.name.rpartition("-")[2] for path in plain[1].glob("finished-*"))
+def test_upon_finish_is_called_once_where_the_launch_was_made(launcher, described):
+    """The launching process calls `upon_finish` once. Under torchrun, each of the four processes does."""
+    called = sorted(path.name.rpartition("-")[2] for path in described[1].glob("finished-*"))
     assert called == (["False"] * 4 if launcher.name == "torchrun" else ["True"])
 
 
 def test_groups_are_those_of_the_platform(launcher, tmp_path, monkeypatch):
-    """A sum within each of two groups; by a function of the user's own module beside the script."""
-    (tmp_path / "beside.py").write_text("def value_of(rank):\n    return 10 ** rank\n")
+    """`ipc_groups` makes two groups, and a function from a module in the script's folder works in both."""
+    (tmp_path / "user_module.py").write_text("def value_of(rank):\n    return 10 ** rank\n")
     monkeypatch.syspath_prepend(tmp_path)
-    import beside
+    import user_module
 
-    value_of = beside.value_of if launcher.name != "torchrun" else lambda rank: 10**rank
+    value_of = user_module.value_of if launcher.name != "torchrun" else lambda rank: 10**rank
     try:
-        results = launcher.play(scenarios.in_its_group, value_of, ipc_groups=[[0, 1], [2, 3]]).given()
+        results = launcher.play(scenarios.sum_in_group, value_of, ipc_groups=[[0, 1], [2, 3]]).expect_results()
     finally:
-        del sys.modules["beside"]
+        del sys.modules["user_module"]
     expected = [(2, 0, 11), (2, 1, 11), (2, 0, 1100), (2, 1, 1100)]
     assert list(results) == (expected if launcher.world_size == 4 else [(1, 0, 1)])
 
 
-def test_big_values_travel_and_no_group_is_made_where_none_is_wanted(launcher):
-    """With ipc_groups=None there is no process group; each rank has a big argument of its own, and gives a big result."""
-    megabytes = 8 if launcher.name == "torchrun" else 64  # there every rank gets all, through one store
+def test_big_values_work_without_a_process_group(launcher):
+    """With ipc_groups=None, each rank changes its own copy of a big argument and returns it."""
+    megabytes = 8 if launcher.name == "torchrun" else 64  # torchrun's ranks each receive all results
     big = torch.zeros(megabytes << 18)
-    results = launcher.play(scenarios.without_a_group, big, ipc_groups=None).given()
+    results = launcher.play(scenarios.return_big_argument, big, ipc_groups=None).expect_results()
     for rank, (has_none, is_initialized, tensor) in enumerate(results):
         assert (has_none, is_initialized) == (True, False)
         assert tensor.nbytes == megabytes << 20
@@ -172,25 +176,25 @@ def test_big_values_travel_and_no_group_is_made_where_none_is_wanted(launcher):
     assert big[0] == 0
 
 
-def test_two_launches_at_once_do_not_meet(launcher, tmp_path):
-    """One waits for what the other does; each has a world of its own."""
+def test_concurrent_launches_are_independent(launcher, tmp_path):
+    """Two launches run at the same time, each in its own world."""
     if launcher.unable("launch twice at once") or launcher.unable("several ranks"):
         return
     others = []
 
-    def launch_another(_):
-        all_said(tmp_path, "waiting", launcher.world_size)
-        others.append(launcher.play(scenarios.let_the_other_go, tmp_path).given())
+    def launch_another(_launch):
+        wait_for_reports(tmp_path, "waiting", launcher.world_size)
+        others.append(launcher.play(scenarios.release_other_launch, tmp_path).expect_results())
 
-    results = launcher.play(scenarios.wait_for_the_other, tmp_path, do=launch_another).given()
+    results = launcher.play(scenarios.wait_for_other_launch, tmp_path, do=launch_another).expect_results()
     assert list(results) == [4] * 4
     assert list(others[0]) == [400] * 4
 
 
-def test_a_dry_run_tells_the_launcher(launcher):
-    """And starts nothing."""
+def test_a_dry_run_names_the_launcher(launcher):
+    """`dry_run` returns the launcher and the ranks and runs no rank."""
     if not hasattr(launcher, "platform"):
-        assert isinstance(launcher.play(int), Seen)
+        assert isinstance(launcher.play(int), Observation)
         return
     preview = wrapper(launcher.platform())(scenarios.raise_key_error).dry_run()
     assert preview.launcher == launcher.name

@@ -1,24 +1,24 @@
-"""The table in the docs is what the suite has seen; in the last file, so that it has seen all."""
+"""The table in the docs shows what the suite recorded. This file runs last, after all other tests have recorded."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.contract.table import SEEN, masked, page, written
+from tests.contract.table import RECORDED, cells_on_page, masked, page_text
 
 pytestmark = pytest.mark.contract
 
 
-def test_the_page_is_what_was_seen():
-    """Every cell that this run has seen stands in docs/launch_failures.md; `python -m tests.contract.table` writes it."""
-    on_page = written()
-    differing = {place: (on_page.get(place), cell) for place, cell in SEEN.seen.items() if on_page.get(place) != cell}
+def test_the_page_is_up_to_date():
+    """docs/launch_failures.md contains every cell that this run has recorded."""
+    on_page = cells_on_page()
+    differing = {place: (on_page.get(place), cell) for place, cell in RECORDED.cells.items() if on_page.get(place) != cell}
     assert not differing, "run `python -m tests.contract.table`"
 
 
-def test_a_page_that_is_written_is_read_as_it_was():
-    """Cells that are the same are written once, and read by all."""
+def test_equal_cells_are_written_as_the_same():
+    """A cell that equals the first column is written as "the same"."""
     cells = {("killed", "local"): "gone", ("killed", "ray"): "gone", ("raised", "inline"): masked("a|b, process 12")}
-    text = page(cells)
+    text = page_text(cells)
     assert "| gone | - | - | the same | - |" in text
     assert "a\\|b, process …" in text

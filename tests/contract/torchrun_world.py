@@ -1,6 +1,6 @@
-"""A world of torchrun's that plays one call after another, until a rank dies: a world takes seconds to start.
+"""A torchrun world that runs one call after another until a rank dies, because a world takes seconds to start.
 
-This file is also what runs in its ranks.
+The ranks run this file as their script.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import cloudpickle
 import psutil
 
 ROOT = Path(__file__).parents[2]
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
 class TorchrunWorld:
-    """Four processes that torchrun started. For one thread; `stop` ends it.
+    """Processes started by torchrun. Not thread-safe; `stop` ends the world.
 
     Args:
-        folder: where calls and endings are written; must be there.
-        count: of ranks.
+        folder: An existing folder for calls and endings.
+        count: Number of ranks.
     """
 
     def __init__(self, folder, count):
@@ -41,37 +41,37 @@ class TorchrunWorld:
 
     @property
     def exit_code(self):
-        """Torchrun's own; None while it runs."""
+        """The exit code of torchrun; None while it runs."""
         return self._process.poll()
 
     def is_up(self):
-        """Whether torchrun has started every rank."""
+        """Return True once torchrun has started every rank."""
         return all((self._folder / f"pid-{rank}").exists() for rank in range(self._count))
 
     def log(self):
-        """All that torchrun and its ranks have written so far."""
+        """Return the output of torchrun and its ranks so far."""
         return self._log.read_text()
 
     def begin(self, call):
-        """Have every rank make this call, a function without arguments."""
+        """Have every rank call this function, which takes no arguments."""
         self._calls += 1
         _write(self._folder / f"call-{self._calls}", cloudpickle.dumps(call))
 
     def endings(self):
-        """What the call came to in each rank, as soon as that is so in all of them; None before."""
+        """Return the return value of the call in each rank, or None while a rank is still running it."""
         paths = [self._folder / f"ending-{self._calls}-{rank}" for rank in range(self._count)]
         return [pickle.loads(path.read_bytes()) for path in paths] if all(path.exists() for path in paths) else None
 
     def preempt(self):
-        """Tell one rank, as torchrun's user would."""
+        """Send SIGUSR2 to one rank, as a user of torchrun would."""
         os.kill(int((self._folder / "pid-1").read_text()), signal.SIGUSR2)
 
     def cancel(self):
-        """End torchrun, which ends its ranks."""
+        """Send SIGTERM to torchrun, which ends its ranks."""
         self._process.terminate()
 
     def stop(self):
-        """End it; ranks between two calls leave by themselves."""
+        """Stop the world: idle ranks exit, and busy ranks are killed after 10 seconds."""
         (self._folder / "stop").touch()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
@@ -88,8 +88,8 @@ def _write(path, data):
     begun.rename(path)
 
 
-def _play(folder):
-    """In a rank: make each call that comes, until nobody is there to ask."""
+def _run_calls(folder):
+    """In a rank: run each call that arrives, until the world is stopped or its owner has exited."""
     rank, owner = os.environ["RANK"], int(os.environ["PARAWRAP_OWNER"])
     _write(folder / f"pid-{rank}", str(os.getpid()).encode())
     number = 1
@@ -99,8 +99,8 @@ def _play(folder):
             _write(folder / f"ending-{number}-{rank}", pickle.dumps(pickle.loads(path.read_bytes())()))
             number += 1
         else:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 if __name__ == "__main__":
-    _play(Path(sys.argv[1]))
+    _run_calls(Path(sys.argv[1]))
