@@ -1,4 +1,4 @@
-"""The clusters as fixtures, which the root's conftest offers to all: from the first test that asks to the end of a run."""
+"""Session fixtures that start the clusters. The root conftest loads them for all tests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 
 from tests.conftest import require
 
-if TYPE_CHECKING:  # every run of tests loads this file, also where what clusters need is not installed
+if TYPE_CHECKING:  # every test run loads this file, even without the packages that clusters need
     from tests.clusters.ray_cluster import RayCluster
     from tests.clusters.slurm import SlurmCluster
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """Two nodes under Slurm, to which this process submits; `settle` it after a test that leaves jobs or kills a node."""
+    """Two Slurm nodes that take jobs from this process. Call `settle` after a test that leaves jobs or kills a node."""
     from tests.clusters.slurm import SlurmCluster, missing
 
     require("slurm", missing())
@@ -28,7 +28,7 @@ def slurm() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
-    """Two nodes under Ray, which this process has not joined: RAY_ADDRESS says where they are."""
+    """Two Ray nodes that this process has not joined. RAY_ADDRESS has their address."""
     from tests.clusters.ray_cluster import RayCluster, missing
 
     require("ray", missing())

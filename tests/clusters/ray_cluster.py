@@ -1,6 +1,6 @@
-"""A real Ray cluster on this machine: a head and more nodes, each with its own scheduler, object store and workers.
+"""A real Ray cluster on this machine: a head node and worker nodes, each with its own scheduler and object store.
 
-The nodes share this machine's address and hostname. All that Ray writes lies in one temporary folder.
+The nodes share this machine's address and hostname. Ray writes all files into one temporary folder.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _STORE_BYTES = 100 << 20
 
 
 class RayCluster:
-    """A head and the nodes that joined it, from ``with`` to its end; this process may, and need not, join as a driver.
+    """A Ray cluster that runs inside a ``with`` block. This process can join it as a driver.
 
     Args:
-        count: How many nodes there are, the head among them.
-        cpus: CPUs of each.
+        count: Number of nodes, including the head.
+        cpus: CPUs per node.
     """
 
     def __init__(self, count: int = 2, *, cpus: int = 4) -> None:
@@ -31,7 +31,7 @@ class RayCluster:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as cleanup:
-            # Ray makes sockets in there, whose paths are short, and TMPDIR may be anywhere.
+            # Not in TMPDIR: Ray puts sockets here, and socket paths must be short.
             self.folder = Path(tempfile.mkdtemp(prefix="pw-ray-", dir="/tmp"))
             cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
             patch = cleanup.enter_context(pytest.MonkeyPatch.context())
@@ -52,21 +52,21 @@ class RayCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process is to have in its environment in order to join."""
+        """The variables that a process needs to join the cluster."""
         return {"RAY_ADDRESS": self._cluster.address}
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The ids of the nodes, the head's first."""
+        """The ids of the nodes, starting with the head."""
         return tuple(node.node_id for node in self._cluster.list_all_nodes())
 
     def add_node(self) -> str:
-        """Start one more node and wait until the cluster has it; gives its id."""
+        """Start a node, wait until it has joined, and return its id."""
         head = {} if self._cluster.head_node else {"include_dashboard": False}
         return self._cluster.add_node(num_cpus=self._cpus, object_store_memory=_STORE_BYTES, **head).node_id
 
     def kill_node(self, node: str) -> None:
-        """End all processes of a node that is not the head, without a goodbye."""
+        """Kill all processes of a worker node, without a graceful shutdown."""
         (found,) = (each for each in self._cluster.worker_nodes if each.node_id == node)
         self._cluster.remove_node(found, allow_graceful=False)
 
@@ -78,5 +78,5 @@ class RayCluster:
 
 
 def missing() -> str | None:
-    """Why there can be no such cluster here; None where there can."""
+    """Return why this machine cannot run a Ray cluster, or None if it can."""
     return "not installed: ray" if importlib.util.find_spec("ray") is None else None

@@ -1,7 +1,8 @@
-"""A real Slurm cluster on this machine: a controller and nodes that are `Machine`s, jobs submitted from here.
+"""A real Slurm cluster on this machine: a controller and nodes, each a `Machine`. This process submits the jobs.
 
-It has no accounting: `sacct` fails, as it does on many small clusters. `squeue` and `scontrol` tell of a job, also when it
-is over. All that the cluster writes lies in one temporary folder. Clusters do not meet: each has a network of its own.
+The cluster has no accounting, so `sacct` fails, as on many small clusters. `squeue` and `scontrol` show jobs, including
+ended jobs. The cluster writes all files into one temporary folder. Each cluster has its own network, so several can run
+at once.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from tests.clusters import machines
 from tests.clusters.machines import PATH, Machine
 
 PATIENCE_S = 60.0
-"""For what is bound to happen, on a machine that is shared: no measure of speed."""
+"""Upper limit for events that must happen, on a shared machine. It does not measure speed."""
 
-# Debian's package of each program.
+# Maps each program to its Debian package.
 _PROGRAMS = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -38,11 +39,11 @@ _PROGRAMS = {
     "mungekey": "munge",
 }
 
-# Notes on what is not the default:
-# - cred_expire: also the seconds that a requeued job waits for its restart; fewer than 5 are taken for 120.
-# - config_overrides: nodes have the CPUs that stand here, not those of this machine.
-# - MinJobAge: what became of a job can be asked for as long as the tests run.
-# - SlurmdTimeout: a silent node counts as down after so many seconds.
+# Settings that differ from the default:
+# - cred_expire: also the delay in seconds before a requeued job restarts; Slurm replaces values below 5 by 120.
+# - config_overrides: nodes have the CPUs of this configuration, not those of this machine.
+# - MinJobAge: ended jobs stay visible for the whole test run.
+# - SlurmdTimeout: a node counts as down after this many seconds of silence.
 _CONFIGURATION = """
 ClusterName=parawrap
 SlurmctldHost=controller({network}.2)
@@ -95,22 +96,22 @@ until [ -S munge.socket ]; do kill -0 $!; sleep 0.01; done
 slurmctld -D -i &
 wait -n
 """
-# Stands for GPUs: Slurm wants device files, and does no more than look at them.
+# Stand-ins for GPUs: Slurm only checks that the device files exist.
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random")
 
 _NODE = 'slurmd -D -N "$1" & wait -n'
 
 
 class SlurmCluster:
-    """A controller and nodes, from ``with`` to its end; for one thread at a time.
+    """A Slurm cluster that runs inside a ``with`` block. Not thread-safe.
 
-    Nodes have more CPUs than this machine may have, and GPUs that are device files only. Jobs of the partition ``urgent``
-    preempt those of ``general``, the default: these get their signal at once, and 20 seconds later are requeued.
+    Nodes can have more CPUs than this machine. Their GPUs are only device files. Jobs in partition ``urgent`` preempt jobs
+    in partition ``general``, the default: Slurm signals a preempted job at once and requeues it 20 seconds later.
 
     Args:
-        count: How many nodes there are: node0, node1, ...
-        cpus: CPUs of each.
-        gpus: GPUs of each.
+        count: Number of nodes. Their names are node0, node1, ...
+        cpus: CPUs per node.
+        gpus: GPUs per node.
         silence_s: Seconds of silence after which the controller counts a node as down.
     """
 
@@ -122,11 +123,13 @@ class SlurmCluster:
 
     def __enter__(self) -> Self:
         with self._cleanup as cleanup:
-            # A socket's path is short, and TMPDIR may be anywhere.
+            # Not in TMPDIR: socket paths must be short.
             self.folder = Path(tempfile.mkdtemp(prefix="pw-slurm-", dir="/tmp"))
             cleanup.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.link = _take_link()
-            cleanup.callback(subprocess.run, ["ip", "link", "del", self.link], env=self._surroundings, capture_output=True)
+            cleanup.callback(
+                subprocess.run, ["ip", "link", "del", self.link], env=self._full_environment, capture_output=True
+            )
             cleanup.callback(self._cut_off_all)
             self.network = f"10.213.{self.link.removeprefix(_LINK)}"
             self._write()
@@ -142,57 +145,57 @@ class SlurmCluster:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process is to have in its environment in order to talk to this cluster."""
+        """The variables that a process needs to use this cluster."""
         return {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": PATH}
 
     def run(self, *command: str, timeout_s: float = PATIENCE_S) -> str:
-        """Run a command here, such as sbatch, to its end; it must succeed. Gives what it printed, less the last newline."""
-        return machines.run(*command, environment=self._surroundings, timeout_s=timeout_s).rstrip("\n")
+        """Run a command such as sbatch on this machine and return its output; raise RuntimeError if it fails."""
+        return machines.run(*command, environment=self._full_environment, timeout_s=timeout_s).rstrip("\n")
 
     def on(self, node: str, *command: str, timeout_s: float = PATIENCE_S) -> str:
-        """Run a command on a node, as one who is logged in there; it must succeed. Gives what it printed."""
+        """Run a command on a node and return its output; raise RuntimeError if it fails."""
         return self._machines[node].run(*command, timeout_s=timeout_s).rstrip("\n")
 
     def command_on(self, node: str, *command: str) -> list[str]:
-        """The command line that runs this command on a node."""
+        """Return the command line that runs a command on a node."""
         return self._machines[node].command(*command)
 
     def job(self, number: str | int) -> dict[str, str]:
-        """What the controller knows of a job: JobState, NodeList, Restarts and so on."""
+        """Return the controller's fields for a job: JobState, NodeList, Restarts, and so on."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(number))))
 
     def state_of(self, node: str) -> str:
-        """A node's state in the controller's eyes: IDLE, ALLOCATED, DOWN, with +NOT_RESPONDING and the like."""
+        """Return the controller's state for a node: IDLE, ALLOCATED, or DOWN, with suffixes such as +NOT_RESPONDING."""
         fields = ["--noheader", "--partition", "general", "--Format", "StateComplete:99"]
         return self.run("sinfo", "--Node", "--nodes", node, *fields).strip().upper()
 
     def kill_node(self, node: str) -> None:
-        """Take a node away as a power cut would; the controller learns of it from its silence."""
+        """Cut a node off like a power cut. The controller notices only that the node is silent."""
         self._machines.pop(node).cut_off()
 
     def declare_down(self, node: str) -> None:
-        """Tell the controller that a node is gone, as an operator would who sees it: it need not wait for silence."""
+        """Mark a node as down, as an operator would, so that the controller does not wait for `silence_s`."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def restore_node(self, node: str) -> None:
-        """Start a node that was killed, and wait until it takes jobs."""
+        """Start a killed node again and wait until it accepts jobs."""
         self._start(node, _NODE)
-        # First its own word: what the controller says of it may be from before.
+        # Check the daemon first, because the controller's state can be stale.
         self._until(lambda: self.on(node, "scontrol", "show", "slurmd", node) != "", f"a daemon on {node}")
         self._until(lambda: self.state_of(node) in _READY, f"the return of {node}")
 
     def hasten(self) -> None:
-        """Let jobs that have been requeued start with the next second, not as late as Slurm would: 6 seconds."""
-        # Not in this second: a node refuses what the controller signed in the second in which the job was ended.
+        """Let requeued jobs start in the next second. Slurm would delay them by 6 seconds."""
+        # Not in this second: nodes refuse credentials that were signed in the second of the job's end.
         for line in self._queue("--states", "PENDING", "--Format", "JobID,Reason"):
             number, reason = line.split()
             if reason == "BeginTime":
-                self._succeeds("scontrol", "update", f"JobId={number}", "StartTime=now+1")  # unless it is gone by now
+                self._succeeds("scontrol", "update", f"JobId={number}", "StartTime=now+1")  # fails if the job has ended
 
     def settle(self) -> None:
-        """End what is left of jobs, start what was killed of nodes, and wait for both: as the next test wants it."""
+        """End remaining jobs, restart killed nodes, and wait for both, so that the next test finds an idle cluster."""
         self._succeeds("scancel", "--state", "PENDING", "--user", "root")
-        # Tasks are killed before their jobs are cancelled: where one minds no SIGTERM, cancelling takes 7 seconds.
+        # Kill tasks before cancelling jobs: cancelling a task that ignores SIGTERM takes 7 seconds.
         self._until(lambda: self._kill_tasks() == 0 and not self._queue("--steps"), "the end of all steps")
         self._succeeds("scancel", "--user", "root")
         for node in self.nodes:
@@ -205,22 +208,22 @@ class SlurmCluster:
         return self.run("squeue", "--noheader", *options).splitlines()
 
     def _kill_tasks(self) -> int:
-        """Kill whatever runs on nodes beside Slurm; gives how much that was."""
+        """Kill all processes on the nodes except Slurm's own, and return how many it killed."""
         count = 0
         for node in self._machines.keys() - {"controller"}:
             for process in psutil.Process(self._machines[node].pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if process.name() not in _OF_SLURM:
+                    if process.name() not in _SLURM_PROCESSES:
                         process.kill()
                         count += 1
         return count
 
     @property
-    def _surroundings(self) -> dict[str, str]:
+    def _full_environment(self) -> dict[str, str]:
         return os.environ | self.environment
 
     def _write(self) -> None:
-        """Lay out the folder: key, configuration and directories."""
+        """Write the key, the configuration, and the directories."""
         folder = self.folder
         folder.chmod(0o755)
         for name in ("controller", "spool"):
@@ -239,22 +242,22 @@ class SlurmCluster:
         (folder / "gres.conf").write_text("\n".join(lines) + "\n")
 
     def _start(self, name: str, script: str) -> None:
-        """Start a machine, and plug it in before it runs its daemon."""
+        """Start a machine, connect its network, and let it run its daemon."""
         log = self.folder / f"{name}.log"
         machine = Machine(name, self.folder / "hosts", log, f'cd "{self.folder}"\n{script}', self.environment)
         self._machines[name] = machine
         controller = self._machines["controller"]
         if machine is controller:
-            self._lay_network(controller)
+            self._connect_controller(controller)
         else:
             controller.link("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
             controller.link("link", "set", name, "master", "eth0", "up")
             machine.link("address", "add", f"{self._addresses[name]}/24", "dev", "eth0")
             machine.link("link", "set", "eth0", "up")
-        machine.go_on()
+        machine.run_script()
 
-    def _lay_network(self, controller: Machine) -> None:
-        """Join this machine and the controller; that one is the switch, so no firewall of this one is between nodes."""
+    def _connect_controller(self, controller: Machine) -> None:
+        """Connect this host to the controller. The controller is the switch, so no host firewall is between nodes."""
         controller.link("link", "add", "eth0", "type", "bridge")
         controller.link("address", "add", f"{self._addresses['controller']}/24", "dev", "eth0")
         controller.link("link", "set", "eth0", "up")
@@ -264,7 +267,7 @@ class SlurmCluster:
         self.run("ip", "link", "set", self.link, "up")
 
     def _await_nodes(self) -> None:
-        """Wait until every node has run a step: what the controller says of them may be from before."""
+        """Wait until every node has run a step, because the controller's state of the nodes can be stale."""
         self._until(lambda: all(self.state_of(node) in _READY for node in self.nodes), "nodes that are ready")
         count = str(len(self.nodes))
         step = ["srun", "--quiet", f"--immediate={PATIENCE_S:.0f}", "--overcommit", "--nodes", count, "true"]
@@ -277,8 +280,8 @@ class SlurmCluster:
             return False
         return True
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition; what the controller is not there to answer does not hold."""
+    def _until(self, condition: Callable[[], bool], event: str) -> None:
+        """Wait for a condition. A condition that raises, because the controller does not answer, counts as false."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -291,28 +294,32 @@ class SlurmCluster:
                 failure += f"; these have ended: {', '.join(ended)}"
             if ended or time.monotonic() > deadline:
                 logs = "".join(f"\n--- {log.name}\n{log.read_text()[-2000:]}" for log in sorted(self.folder.glob("*.log")))
-                msg = f"Slurm did not come to {what} within {PATIENCE_S:.0f} seconds{failure}{logs}"
+                msg = f"Slurm did not reach {event} within {PATIENCE_S:.0f} seconds{failure}{logs}"
                 raise RuntimeError(msg)
             time.sleep(0.02)
 
     def _cut_off_all(self) -> None:
-        """End the nodes, then the controller: without it, its network is gone."""
+        """End the nodes, then the controller, which has the network."""
         while self._machines:
             self._machines.popitem()[1].cut_off()
 
 
 _LINK = "pwslurm"
-_OF_SLURM = ("slurmd", "slurmstepd", "srun")  # srun ends with its tasks, and tells the controller; without it, that waits
+_SLURM_PROCESSES = (
+    "slurmd",
+    "slurmstepd",
+    "srun",
+)  # srun is not killed: it reports the end of its tasks, and the controller waits for the report
 _READY = ("IDLE", "MIXED", "ALLOCATED")
 
 
 def _far_end(link: str) -> str:
-    """The name of the other end of a link, until it is the controller's."""
+    """Return the name of a link's other end before the end moves to the controller."""
     return f"{link}c"
 
 
 def _take_link() -> str:
-    """Make a link that no other cluster has; its number is that of the cluster's network."""
+    """Create a network link that no other cluster uses. Its number is also the number of the cluster's network."""
     for number in random.sample(range(256), 256):
         link = f"{_LINK}{number}"
         made = ["ip", "link", "add", link, "type", "veth", "peer", "name", _far_end(link)]
@@ -321,18 +328,18 @@ def _take_link() -> str:
             return link
         if "File exists" not in done.stderr:
             break
-    msg = f"no link could be made: {done.stderr}"
+    msg = f"cannot create a network link: {done.stderr}"
     raise RuntimeError(msg)
 
 
 def _cgroup_plugin(version: str) -> str:
-    """The plugin with which slurmd asks nothing of control groups: that they can be used here is not said."""
+    """Return the slurmd plugin that does not need control groups, which this machine may not offer."""
     year, month = map(int, re.findall(r"\d+", version)[:2])
     return "disabled" if (year, month) >= (23, 11) else "cgroup/v1"
 
 
 def missing() -> str | None:
-    """Why there can be no such cluster here; None where there can."""
+    """Return why this machine cannot run a Slurm cluster, or None if it can."""
     if absent := {package for program, package in _PROGRAMS.items() if shutil.which(program, path=PATH) is None}:
         return f"not installed: {', '.join(sorted(absent))}"
     return machines.missing()

@@ -1,4 +1,4 @@
-"""The Ray cluster of the tests: two nodes that this process can join, that can be lost, and of which nothing is left."""
+"""The Ray cluster of the tests has two nodes, can lose nodes, and leaves no processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with RayCluster() as cluster:
 
 @pytest.fixture(name="ray")
 def _ray(ray_cluster):
-    """Ray, of whose cluster this process is a driver."""
+    """The ray module, with this process joined to the cluster as a driver."""
     import ray
 
     ray.init(log_to_driver=False, logging_level="ERROR")
@@ -36,14 +36,14 @@ def _ray(ray_cluster):
 
 
 def owner():
-    """A process that has a cluster until it reads a line."""
+    """Start a process that keeps a cluster open until it reads a line."""
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
 
 
-def test_actors_spread_over_the_nodes(ray, ray_cluster):
-    """A placement group that wants its bundles apart has one on each node."""
+def test_bundles_spread_over_the_nodes(ray, ray_cluster):
+    """A placement group with STRICT_SPREAD has one bundle on each node."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": 4}] * 2, strategy="STRICT_SPREAD")
@@ -54,21 +54,23 @@ def test_actors_spread_over_the_nodes(ray, ray_cluster):
 
 
 def test_a_task_runs_outside_of_this_process(ray):
-    """What is sent to the cluster runs in a worker of it."""
+    """A Ray task runs in a worker process of the cluster."""
     assert ray.get(ray.remote(lambda: os.getpid()).remote(), timeout=60) != os.getpid()
 
 
-def test_a_killed_node_is_gone_and_another_may_join(ray, ray_cluster):
-    """The cluster learns that a node is lost, goes on without it, and takes a new one."""
+def test_a_cluster_survives_a_killed_node(ray, ray_cluster):
+    """The cluster notices that a node is lost, and another node can join."""
     lost = ray_cluster.nodes[1]
     ray_cluster.kill_node(lost)
-    eventually(lambda: [node["NodeID"] for node in ray.nodes() if node["Alive"]] == list(ray_cluster.nodes), "the loss")
+    eventually(
+        lambda: [node["NodeID"] for node in ray.nodes() if node["Alive"]] == list(ray_cluster.nodes), "the loss of the node"
+    )
     joined = ray_cluster.add_node()
     assert {node["NodeID"] for node in ray.nodes() if node["Alive"]} == {ray_cluster.nodes[0], joined}
 
 
 def test_the_end_of_a_cluster_leaves_nothing():
-    """When the block is over its processes and its folder are gone."""
+    """The end of the ``with`` block ends all processes of the cluster and removes its folder."""
     with owner() as process:
         folder = process.stdout.readline().strip()
         assert processes_in(folder)
@@ -78,8 +80,8 @@ def test_the_end_of_a_cluster_leaves_nothing():
     assert not Path(folder).exists()
 
 
-def test_the_kill_of_its_owner_ends_a_cluster():
-    """When the process that started a cluster is killed, all its processes end."""
+def test_killing_the_owner_ends_the_cluster():
+    """When the process that started a cluster is killed, all processes of the cluster end."""
     with owner() as process:
         folder = process.stdout.readline().strip()
         process.send_signal(signal.SIGKILL)

@@ -20,7 +20,7 @@ PATIENCE_S = 100.0
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """The folder of launches; nothing is left in it."""
+    """The launch folder; the fixture fails if a launch leaves files in it."""
     folder = tmp_path / "launches"
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(folder))
     yield folder
@@ -33,14 +33,14 @@ def cluster(slurm, folders):
     slurm.settle()
 
 
-def launched(function, arguments, max_parallel=None, **fields):
-    """A launch of one rank for each of these arguments, in one array."""
+def submit_array(function, arguments, max_parallel=None, **fields):
+    """Submit one array with a launch of one rank per argument."""
     platform = Platform(**{"device": "slurm", "verbose": False, "ipc_groups": None} | fields)
     return launcher.launch_all([Job(platform, function, (each,)) for each in arguments], max_parallel)
 
 
 def ending(cluster, launch):
-    """The results of a launch, or what it raises; jobs that were requeued start soon."""
+    """Wait for a launch and return its results or its exception; requeued jobs start without delay."""
     eventually(lambda: cluster.hasten() or launch.done(), f"the end of {launch}", PATIENCE_S)
     try:
         return launch.results()
@@ -48,13 +48,13 @@ def ending(cluster, launch):
         return error
 
 
-def begun(folder, name):
-    """Wait until a rank has created this file."""
+def wait_for_file(folder, name):
+    """Wait until a rank has created a file."""
     eventually(lambda: (folder / name).exists(), f"{name} in {folder}", PATIENCE_S)
 
 
-def wait_for(path):
-    """Runs in a rank: return the restart when the test has created `path`; raise if it is to raise."""
+def wait_in_rank(path):
+    """Run in a rank: requeue on preemption, and return the restart once the test has created `path`."""
     from parawrap import current_rank
 
     rank = current_rank()
@@ -67,7 +67,7 @@ def wait_for(path):
 
 
 def test_an_array_gives_each_launch_its_results(cluster, folders):
-    """Results, errors, and output come to their own launch, and Slurm has a single job."""
+    """Each launch has its own results, error, and output, and all run in one Slurm job."""
 
     def numbered(number):
         print("number", number)
@@ -75,7 +75,7 @@ def test_an_array_gives_each_launch_its_results(cluster, folders):
             raise KeyError(number)
         return number, os.environ["SLURM_ARRAY_JOB_ID"]
 
-    launches = launched(numbered, range(6))
+    launches = submit_array(numbered, range(6))
     assert len(list(folders.iterdir())) == 1
     endings = [ending(cluster, launch) for launch in launches]
     (job,) = {each[0][1] for number, each in enumerate(endings) if number != 3}
@@ -87,24 +87,24 @@ def test_an_array_gives_each_launch_its_results(cluster, folders):
 
 
 def test_no_more_launches_run_than_allowed(cluster):
-    """With `max_parallel=2`, the third waits until one of the others has ended."""
+    """With `max_parallel=2`, at most two launches of an array run at once."""
 
     def span(_number):
         begun_at = time.time()
         time.sleep(1)
         return begun_at, time.time()
 
-    spans = [ending(cluster, launch)[0] for launch in launched(span, range(5), max_parallel=2)]
+    spans = [ending(cluster, launch)[0] for launch in submit_array(span, range(5), max_parallel=2)]
     for begun_at, _ in spans:
         assert sum(start <= begun_at < end for start, end in spans) <= 2
 
 
 def test_a_launch_of_an_array_is_cancelled_alone(cluster, tmp_path):
-    """Cancel of a running element and of a pending one leaves the others as they are."""
+    """Cancelling a running and a pending element does not affect the other elements."""
     paths = [tmp_path / str(number) for number in range(4)]
-    launches = launched(wait_for, paths, max_parallel=2)
+    launches = submit_array(wait_in_rank, paths, max_parallel=2)
     for name in ("0-begun-0", "1-begun-0"):
-        begun(tmp_path, name)
+        wait_for_file(tmp_path, name)
     eventually(lambda: [launch.state for launch in launches] == ["running", "running", "pending", "pending"], "the states")
     launches[2].cancel()
     launches[0].cancel()
@@ -119,11 +119,11 @@ def test_a_launch_of_an_array_is_cancelled_alone(cluster, tmp_path):
 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_launch_of_an_array_is_requeued_alone(number, cluster, tmp_path):
-    """A preempted element starts again. Only that one: not the rest of the array, whose number the last element has too."""
+    """Preempting an element requeues only this element. The last element also has the job number of the whole array."""
     paths = [tmp_path / str(number) for number in range(3)]
-    launches = launched(wait_for, paths)
+    launches = submit_array(wait_in_rank, paths)
     for other in range(3):
-        begun(tmp_path, f"{other}-begun-0")
+        wait_for_file(tmp_path, f"{other}-begun-0")
     eventually(lambda: {launch.state for launch in launches} == {"running"}, "the states")
     launches[number].preempt()
     eventually(lambda: cluster.hasten() or (tmp_path / f"{number}-begun-1").exists(), "the restart", PATIENCE_S)
@@ -133,11 +133,11 @@ def test_a_launch_of_an_array_is_requeued_alone(number, cluster, tmp_path):
     assert [ending(cluster, launch)[0] for launch in launches] == expected
 
 
-def test_a_pending_launch_of_an_array_has_nothing_to_lose(cluster, tmp_path):
+def test_preempting_a_pending_launch_does_nothing(cluster, tmp_path):
     """`preempt` of an element that has not started returns soon and changes nothing."""
     paths = [tmp_path / str(number) for number in range(2)]
-    launches = launched(wait_for, paths, max_parallel=1)
-    begun(tmp_path, "0-begun-0")
+    launches = submit_array(wait_in_rank, paths, max_parallel=1)
+    wait_for_file(tmp_path, "0-begun-0")
     began = time.monotonic()
     launches[1].preempt()
     assert time.monotonic() - began < 20
@@ -146,11 +146,11 @@ def test_a_pending_launch_of_an_array_has_nothing_to_lose(cluster, tmp_path):
     assert [ending(cluster, launch)[0] for launch in launches] == [0, 0]
 
 
-def test_a_pending_launch_that_somebody_else_cancels_says_so(cluster, tmp_path):
-    """Slurm forgets such an element at once."""
+def test_scancel_of_a_pending_launch_raises(cluster, tmp_path):
+    """LaunchCancelledError names the element, although Slurm forgets a cancelled pending element at once."""
     paths = [tmp_path / str(number) for number in range(2)]
-    launches = launched(wait_for, paths, max_parallel=1)
-    begun(tmp_path, "0-begun-0")
+    launches = submit_array(wait_in_rank, paths, max_parallel=1)
+    wait_for_file(tmp_path, "0-begun-0")
     (job,) = {line.partition("_")[0] for line in cluster.run("squeue", "--noheader", "--format", "%i").split()}
     cluster.run("scancel", f"{job}_1")
     error = ending(cluster, launches[1])
@@ -160,8 +160,8 @@ def test_a_pending_launch_that_somebody_else_cancels_says_so(cluster, tmp_path):
     assert ending(cluster, launches[0])[0] == 0
 
 
-def test_an_array_that_slurm_refuses_leaves_nothing(cluster, folders):
-    """One error for all, and no folder."""
+def test_a_refused_array_leaves_no_files(cluster, folders):
+    """If Slurm refuses an array, one LaunchError is raised, and no launch folder remains."""
     with pytest.raises(LaunchError, match=r"invalid partition specified: nowhere.* The job is an array of 3;"):
-        launched(wait_for, range(3), partition="nowhere")
+        submit_array(wait_in_rank, range(3), partition="nowhere")
     assert not list(folders.iterdir())

@@ -1,4 +1,4 @@
-"""The Slurm cluster of the tests is one: nodes that share files and nothing else, and that can be lost."""
+"""The Slurm cluster of the tests behaves like a real one: nodes share only files, and nodes can be lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ else:
 OWNER = """
 import signal
 from tests.clusters.slurm import SlurmCluster
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore SIGINT for background processes
 try:
     with SlurmCluster() as cluster:
         print(cluster.folder, cluster.link, flush=True)
@@ -51,13 +51,13 @@ except KeyboardInterrupt:
 
 @pytest.fixture
 def cluster(slurm):
-    """The cluster, settled after the test."""
+    """The Slurm cluster, settled after the test."""
     yield slurm
     slurm.settle()
 
 
 def submit(cluster, script, *options):
-    """Submit a shell script on both nodes; gives the job's number and the file of its output."""
+    """Submit a shell script on both nodes and return the job number and the output file."""
     file = Path.cwd() / f"{len(list(Path.cwd().iterdir()))}.out"
     number = cluster.run(
         "sbatch", "--parsable", "--nodes", "2", "--output", str(file), "--open-mode", "append", *options, "--wrap", script
@@ -65,41 +65,41 @@ def submit(cluster, script, *options):
     return number, file
 
 
-def comes_to(cluster, number, *states):
-    """Wait until a job is in one of these states."""
+def wait_for_state(cluster, number, *states):
+    """Wait until a job is in one of the states."""
     eventually(lambda: cluster.job(number)["JobState"] in states, f"job {number} in {states}")
 
 
-def comes_to_write(file, text):
-    """Wait until a job has written this."""
+def wait_for_output(file, text):
+    """Wait until a job has written a text to its output file."""
     eventually(lambda: file.exists() and text in file.read_text(), f"{text!r} in {file}")
 
 
 def links():
-    """The names of this machine's network links."""
+    """Return the names of this machine's network links."""
     return {path.name for path in Path("/sys/class/net").iterdir()}
 
 
-def test_nodes_have_hostnames_of_their_own(slurm):
-    """A node is called by its name, which is not that of the machine of the tests."""
+def test_each_node_has_its_own_hostname(slurm):
+    """Each node's hostname is its name, which differs from the hostname of this machine."""
     assert [slurm.on(node, "hostname") for node in slurm.nodes] == ["node0", "node1"]
     assert os.uname().nodename not in slurm.nodes
 
 
-def test_localhost_is_another_place_on_each_node(slurm):
-    """What listens on one node is reached from the other by the node's name, and never by localhost."""
+def test_each_node_has_its_own_localhost(slurm):
+    """A server on one node is reachable from the other by the node's name, but not by localhost."""
     with subprocess.Popen(
         slurm.command_on("node0", sys.executable, "-c", LISTEN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as listener:
         inside, outside = listener.stdout.readline().split()
-        tries = [("node0", outside), ("node0", inside), ("localhost", inside), ("localhost", outside)]
-        answers = [slurm.on("node1", sys.executable, "-c", CONNECT, *place) for place in tries]
+        targets = [("node0", outside), ("node0", inside), ("localhost", inside), ("localhost", outside)]
+        answers = [slurm.on("node1", sys.executable, "-c", CONNECT, *target) for target in targets]
         listener.stdin.close()
     assert answers == ["connected", "refused", "refused", "refused"]
 
 
 def test_nodes_share_files_and_no_memory(slurm, tmp_path):
-    """A file that one node writes is there on the other; one in /dev/shm is not, and not here."""
+    """A file in a shared folder is visible on both nodes. A file in /dev/shm is visible only on its own node."""
     slurm.on("node0", "touch", str(tmp_path / "file"), "/dev/shm/pw-slurm-test")
     assert slurm.on("node1", "ls", str(tmp_path)) == "file"
     assert slurm.on("node1", "ls", "/dev/shm") == ""
@@ -107,40 +107,40 @@ def test_nodes_share_files_and_no_memory(slurm, tmp_path):
 
 
 def test_a_job_runs_on_both_nodes(cluster):
-    """A task on each node tells its node's name, and the GPUs that it was given."""
+    """A job on both nodes runs one task per node, and each task has its GPUs."""
     number, file = submit(cluster, "srun bash -c 'echo $(hostname) $CUDA_VISIBLE_DEVICES'", "--gpus-per-node", "2")
-    comes_to(cluster, number, "COMPLETED")
+    wait_for_state(cluster, number, "COMPLETED")
     assert sorted(file.read_text().splitlines()) == ["node0 0,1", "node1 0,1"]
 
 
 def test_a_requeued_job_runs_again(cluster):
-    """After scontrol requeue a job starts anew, knows that it did, and need not wait for long."""
+    """After `scontrol requeue`, a job starts again without delay and reads its restart count."""
     number, file = submit(cluster, "echo begun ${SLURM_RESTART_COUNT:-0}; sleep 1000")
-    comes_to_write(file, "begun 0")
+    wait_for_output(file, "begun 0")
     cluster.run("scontrol", "requeue", number)
     eventually(lambda: cluster.hasten() or "begun 1" in file.read_text(), "the restart")
     assert cluster.job(number)["Restarts"] == "1"
 
 
 def test_an_urgent_job_preempts(cluster):
-    """A job of the urgent partition has the running one signalled, and takes its place when that one ends."""
+    """A job in the urgent partition signals the running job and starts when that job ends."""
     general, file = submit(
         cluster,
         "trap 'echo signalled; exit' USR2; echo begun; while :; do sleep 0.1; done",
         "--exclusive",
         "--signal=B:USR2@60",
     )
-    comes_to_write(file, "begun")
+    wait_for_output(file, "begun")
     urgent, _ = submit(cluster, "true", "--exclusive", "--partition", "urgent")
-    comes_to(cluster, urgent, "COMPLETED")
+    wait_for_state(cluster, urgent, "COMPLETED")
     assert "signalled" in file.read_text()
     assert cluster.job(general)["JobState"] == "COMPLETED"
 
 
-def test_a_killed_node_goes_down_and_comes_back(cluster):
-    """A node that vanishes takes its processes along, its job is requeued, and a new start of the node brings it back."""
+def test_a_killed_node_can_be_restored(cluster):
+    """Killing a node kills its processes and requeues its job; `restore_node` starts the node again."""
     _, file = submit(cluster, "srun bash -c 'echo begun $(hostname) ${SLURM_RESTART_COUNT:-0}; sleep 1000'")
-    comes_to_write(file, "begun node1 0")
+    wait_for_output(file, "begun node1 0")
     (sleeping,) = [each for each in psutil.process_iter() if each.name() == "sleep" and on_node(each, cluster, "node1")]
     cluster.kill_node("node1")
     assert not sleeping.is_running()
@@ -152,22 +152,22 @@ def test_a_killed_node_goes_down_and_comes_back(cluster):
 
 
 def on_node(process, cluster, node):
-    """Whether a process is one of a node's."""
+    """Return True if a process runs on the node."""
     first = psutil.Process(int(cluster.command_on(node)[2]))
     return first in process.parents()
 
 
 def test_submitit_submits_without_accounting(cluster, tmp_path):
-    """Submitit needs no sacct for a submission, and the result comes to its folder."""
+    """A submitit job works without sacct, and its result appears in the log folder."""
     executor = submitit.SlurmExecutor(tmp_path / "logs")
     executor.update_parameters(time=15, nodes=2, ntasks_per_node=1)
     job = executor.submit(os.uname)
-    comes_to(cluster, job.job_id, "COMPLETED")
+    wait_for_state(cluster, job.job_id, "COMPLETED")
     assert job.paths.result_pickle.exists()
 
 
-def test_clusters_do_not_meet(slurm):
-    """A second cluster numbers its own jobs, has its own nodes, and its end leaves nothing of it, and all of the first."""
+def test_two_clusters_are_independent(slurm):
+    """A second cluster has its own nodes and network; its end removes them and leaves the first cluster intact."""
     with SlurmCluster(1) as other:
         assert other.run("sinfo", "--noheader", "--Node", "--partition", "general", "--format", "%N") == "node0"
         assert other.on("node0", "hostname", "--all-ip-addresses") != slurm.on("node0", "hostname", "--all-ip-addresses")
@@ -180,7 +180,7 @@ def test_clusters_do_not_meet(slurm):
 
 
 def test_a_failed_start_leaves_nothing(monkeypatch):
-    """A cluster whose daemons do not start says what they wrote, and is gone."""
+    """If a daemon does not start, RuntimeError contains the daemon's output, and the cluster is removed."""
     before, folders = links(), set(Path("/tmp").glob("pw-slurm-*"))
     monkeypatch.setattr("tests.clusters.slurm._NODE", "echo no daemon; false")
     with pytest.raises(RuntimeError, match=r"(?s)have ended: node0.*no daemon"), SlurmCluster():
@@ -191,7 +191,7 @@ def test_a_failed_start_leaves_nothing(monkeypatch):
 
 @contextlib.contextmanager
 def owner():
-    """A process that has a cluster until it reads a line; its folder and link."""
+    """Start a process that keeps a cluster open; yield the process and the cluster's folder and link."""
     with subprocess.Popen(
         [sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
@@ -202,8 +202,8 @@ def owner():
             process.kill()
 
 
-def test_the_kill_of_its_owner_ends_a_cluster():
-    """When the process that started a cluster is killed, all its processes end, and so does its network."""
+def test_killing_the_owner_ends_the_cluster():
+    """When the process that started a cluster is killed, the cluster's processes end and its network disappears."""
     with owner() as (process, folder, link):
         assert processes_in(folder)
         process.send_signal(signal.SIGKILL)
@@ -214,8 +214,8 @@ def test_the_kill_of_its_owner_ends_a_cluster():
             shutil.rmtree(folder)
 
 
-def test_an_interrupt_ends_a_cluster():
-    """Ctrl-C in the process that has a cluster ends it as its `with` does."""
+def test_an_interrupt_ends_the_cluster():
+    """Ctrl-C in the process that started a cluster ends it like the end of the `with` block."""
     with owner() as (process, folder, link):
         process.send_signal(signal.SIGINT)
         assert process.stdout.read() == "interrupted\n"

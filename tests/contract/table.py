@@ -141,9 +141,8 @@ class _Writer:
     """A pytest plugin that writes the page at the end of the run."""
 
     def pytest_sessionfinish(self, exitstatus):
-        from tests.contract.table import (
-            RECORDED as FROM_TESTS,
-        )  # this file runs as __main__, the tests import a second copy
+        # This file runs as __main__, and the tests import a second copy.
+        from tests.contract.table import RECORDED as FROM_TESTS
 
         PAGE.write_text(page_text(cells_on_page() | FROM_TESTS.cells))
 
