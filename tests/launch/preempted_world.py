@@ -1,4 +1,4 @@
-"""What runs in each rank of a world of torchrun's for test_preemption.py: its scenarios in order, and how they ended."""
+"""The script that test_preemption.py runs in each rank of a torchrun world. It records the result of each scenario."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ FOLDER = Path(sys.argv[1])
 
 
 def scenario(function):
-    """Have it played after those above it."""
+    """Register a scenario. Scenarios run in the order of this file."""
     SCENARIOS[function.__name__] = function
     return function
 
 
 def main():
-    """Play all, and write what each gave or raised."""
+    """Run all scenarios and write the result or exception of each."""
     endings = {}
-    for name, play in SCENARIOS.items():
+    for name, function in SCENARIOS.items():
         try:
-            endings[name] = play()
-        except Exception as error:  # whatever it is, the tests are to see it
+            endings[name] = function()
+        except Exception as error:  # the tests check it
             endings[name] = repr(error)
     (FOLDER / f"{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(endings))
 
 
 def signal_rank(number):
-    """As somebody outside would."""
+    """Send SIGUSR2 to a rank, as a cluster would."""
     os.kill(int((FOLDER / f"{number}.pid").read_text()), signal.SIGUSR2)
 
 
@@ -47,8 +47,8 @@ def wait_for(name):
         time.sleep(0.01)
 
 
-class Marked:
-    """Leaves a file when it is pickled."""
+class TouchesFileWhenPickled:
+    """Creates a file when it is pickled, which happens as a rank returns it."""
 
     def __init__(self, name):
         self.name = name
@@ -59,14 +59,14 @@ class Marked:
 
 
 @scenario
-def telling_of_themselves():
+def reporting_pids():
     (FOLDER / f"{os.environ['RANK']}.pid").write_text(str(os.getpid()))
     return wrapper(CPU)(dist.barrier)()
 
 
 @scenario
-def a_signal_to_one():
-    """Each rank turns as fast as it can, by itself."""
+def a_signal_to_one_rank():
+    """Rank 1 gets a signal while both ranks loop without collectives."""
     signal.signal(signal.SIGUSR2, own_handler)
     saved = []
 
@@ -96,15 +96,15 @@ def own_handler(*_):
 
 @scenario
 def a_rank_that_ends_early():
-    """The other one is told to save, though there is nobody left to agree with, and both start anew."""
+    """Rank 0 returns early. Rank 1 is preempted alone, and both ranks start again."""
 
     def turn():
         rank = current_rank()
         if rank.restart == 0 and rank.global_rank == 0:
-            return Marked("returned")
+            return TouchesFileWhenPickled("returned")
         if rank.restart == 0:
             wait_for("returned")
-            signal_rank(0)  # which has returned: it is to take no harm
+            signal_rank(0)  # has returned: the signal must not harm it
             signal_rank(1)
             while not rank.should_checkpoint():
                 time.sleep(0.01)
@@ -115,7 +115,7 @@ def a_rank_that_ends_early():
 
 
 @scenario
-def a_failure_beside_a_requeue():
+def a_failure_during_a_requeue():
     def turn():
         rank = current_rank()
         if rank.global_rank == 1:
@@ -126,8 +126,8 @@ def a_failure_beside_a_requeue():
 
 
 @scenario
-def a_rank_that_leaves_alone():
-    """The other one waits for it in a collective."""
+def a_rank_that_requeues_alone():
+    """Rank 0 requeues while rank 1 waits for it in a collective."""
 
     def turn():
         rank = current_rank()

@@ -1,4 +1,4 @@
-"""What the tests of launches share: platforms, waiting with an end, process ids, and parents that are run as scripts."""
+"""Helpers for launch tests: platforms, bounded waits, process ids, and parents that run as scripts."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from parawrap import Platform, wrapper
 from tests.launch.script_server import Scripts
 
 PATIENCE_S = 40.0
-"""For what is bound to happen: the end of a wait that would otherwise have none, and no measure of speed."""
+"""Upper limit for events that must happen. It does not measure speed."""
 
 SOON_S = 10.0
-"""What must be over "in a moment" is over by then, on a machine that is shared."""
+"""Upper limit for events that must happen soon, on a shared machine."""
 
 
 def ranks(count=2, **fields):
-    """A quiet platform of this many CPU ranks."""
+    """Return a platform of `count` CPU ranks that shows no output."""
     return Platform(device="cpu", n_cpus=count, **{"verbose": False} | fields)
 
 
-def eventually(condition, what, patience_s=PATIENCE_S):
-    """Wait for a condition to hold, and give what it gave."""
+def eventually(condition, event, patience_s=PATIENCE_S):
+    """Wait until `condition()` is true and return its value; fail after `patience_s` and name the event."""
     deadline = time.monotonic() + patience_s
-    while not (held := condition()):
-        assert time.monotonic() < deadline, f"not within {patience_s} seconds: {what}"
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {patience_s} seconds: {event}"
         time.sleep(0.01)
-    return held
+    return value
 
 
 def is_gone(pid):
-    """Whether a process has ended; one that nobody has waited for yet counts as ended."""
+    """Return True if a process has ended. A zombie counts as ended."""
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -44,33 +44,33 @@ def is_gone(pid):
 
 
 def assert_gone(pids, patience_s=SOON_S):
-    """These processes end, all of them."""
+    """Wait until all of these processes have ended."""
     assert pids
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
 
 
 def warm_processes():
-    """The processes of this one that ranks are forked from: one, or none before the first launch."""
+    """Return the warm process of this process, from which ranks are forked, or no process before the first launch."""
 
-    def is_one(process):
+    def is_warm(process):
         try:
             return any("from parawrap" in argument for argument in process.cmdline())
         except psutil.NoSuchProcess:
             return False
 
-    return [process for process in psutil.Process().children() if is_one(process)]
+    return [process for process in psutil.Process().children() if is_warm(process)]
 
 
-def below():
-    """The process ids of all processes below this one, but for those of scripts, which come and go by themselves."""
-    others = {
+def descendant_pids():
+    """Return the process ids of all descendants of this process, except those of the script server."""
+    of_scripts = {
         each.pid for child in psutil.Process().children() if child.pid == scripts.pid for each in child.children(True)
     }
-    return {each.pid for each in psutil.Process().children(recursive=True)} - others
+    return {each.pid for each in psutil.Process().children(recursive=True)} - of_scripts
 
 
 def processes_in(folder):
-    """The processes that have this folder among their arguments."""
+    """Return the processes with this folder in their command line."""
 
     def has(process):
         try:
@@ -82,30 +82,30 @@ def processes_in(folder):
 
 
 def failure_of(function, *args, platform=None, patience_s=PATIENCE_S):
-    """What a launch of this function raises, and after how many seconds; one that hangs fails the test with its stacks."""
+    """Return the exception of a launch and the seconds until it; a launch that hangs fails the test with its stacks."""
     launch = wrapper(platform or ranks())(function).submit(*args)
     began = time.monotonic()
     try:
         results = launch.results(timeout=patience_s)
     except TimeoutError:
         stacks = launch.stacks()
-        msg = f"the launch hangs: {stacks}"
+        msg = f"the launch did not end within {patience_s} seconds: {stacks}"
         raise AssertionError(msg) from None
     except BaseException as error:
         return error, time.monotonic() - began
     finally:
         launch.cancel()
-    msg = f"the launch did not fail, and gave {results}"
+    msg = f"the launch did not fail and returned {results}"
     raise AssertionError(msg)
 
 
 def notes_of(error):
-    """All that was noted on an exception."""
+    """Return the notes of an exception as one text."""
     return "\n".join(getattr(error, "__notes__", []))
 
 
-def said_in(folder, count, patience_s=PATIENCE_S):
-    """The whole numbers that `count` processes wrote into this folder, a file each; written by ``say(folder)``."""
+def pids_in(folder, count, patience_s=PATIENCE_S):
+    """Wait for `count` process ids that ``report_pid(folder)`` wrote into a folder, and return them."""
 
     def written():
         found = [path.read_text() for path in sorted(Path(folder).glob("*.pid"))]
@@ -114,42 +114,42 @@ def said_in(folder, count, patience_s=PATIENCE_S):
     return [int(text) for text in eventually(written, f"{count} files in {folder}", patience_s)]
 
 
-SAY = '''
+REPORT_PID = '''
 import os, pathlib
 
-def say(folder, pid=None):
-    """Tell the test a process id, in a file that is there only once it is complete."""
+def report_pid(folder, pid=None):
+    """Report a process id to the test, in a file that appears only once it is complete."""
     pid = os.getpid() if pid is None else pid
     begun = pathlib.Path(folder, f"{pid}.begun")
     begun.write_text(str(pid))
     begun.rename(begun.with_suffix(".pid"))
 '''
-"""Source of ``say``: in a string, so that ranks need not import this module."""
+"""Source of ``report_pid``, as a string, so that ranks do not need to import this module."""
 
 
-def say_function():
-    """`say`, as a function that travels by value."""
-    place = {}
-    exec(SAY, place)
-    return place["say"]
+def report_pid_function():
+    """Return `report_pid` as a function that is pickled by value."""
+    namespace = {}
+    exec(REPORT_PID, namespace)
+    return namespace["report_pid"]
 
 
 def write_script(folder, text, name="parent.py"):
-    """A Python file in this folder."""
+    """Write a Python file that defines ``report_pid`` and return its path."""
     path = Path(folder) / name
-    path.write_text(SAY + textwrap.dedent(text))
+    path.write_text(REPORT_PID + textwrap.dedent(text))
     return path
 
 
 scripts = Scripts()
-"""Starts scripts without loading torch for each."""
+"""Starts scripts in processes that already have torch loaded."""
 
 
 def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s=2 * PATIENCE_S):
-    """Run a script to its end in a process of its own; it must succeed. Gives what it printed.
+    """Run a script in its own process and return its standard output; fail if its exit code is not 0.
 
-    With `fresh`, and with the `env` or the command `prefix` that it is started with, it is a new interpreter; otherwise a
-    fork of one that has torch loaded.
+    With `fresh`, `env`, or a command `prefix`, the process is a new interpreter. Otherwise it is a fork of an interpreter
+    that already has torch loaded.
     """
     path = write_script(folder, text)
     if fresh or prefix or env is not None:
@@ -169,7 +169,7 @@ def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s
 
 @contextmanager
 def running_script(folder, text, *args):
-    """A script that runs in a process and a session of its own; killed at the end, if it still lives."""
+    """Run a script in its own process and session, and kill it at the end of the block."""
     with closing(scripts.start(write_script(folder, text), args, folder, streams=1)) as script:
         try:
             yield script
@@ -179,11 +179,11 @@ def running_script(folder, text, *args):
 
 @contextmanager
 def running_scripts(root, cases):
-    """Several scripts as from `running_script`, started at the same time; by key, each with a folder of its own.
+    """Start several scripts at the same time, as `running_script` does; yield each script with its own folder, by key.
 
     Args:
-        root: where the folders are made.
-        cases: by key, a function that is given the folder, and gives the script's text and arguments.
+        root: The parent of the new folders.
+        cases: Maps each key to a function that takes the folder and returns the script's text and arguments.
     """
     with ExitStack() as stack:
         started = {}

@@ -1,7 +1,7 @@
-"""Runs scripts in forks of a process that has torch and parawrap loaded: a new interpreter loads them for two seconds.
+"""Run scripts in forks of a process that has torch and parawrap loaded, because a new interpreter needs two seconds.
 
-`Scripts` is for the tests; the file itself is what the process runs. A script is the program of its fork: ``__main__`` is
-the script's, uncaught exceptions end it with a traceback and exit code 1, and the interpreter ends as usual.
+Tests use `Scripts`, whose server process runs this file. A forked script behaves like ``python script.py``: it has its own
+``__main__``, an uncaught exception gives a traceback and exit code 1, and the interpreter exits as usual.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _LONGEST = 1 << 20
 
 
 class Script:
-    """A script that runs, with the part of subprocess.Popen that tests use."""
+    """A running script, with the subset of the subprocess.Popen interface that tests use."""
 
     def __init__(self, args, pid, status, streams):
         self.args, self.pid, self.returncode = args, pid, None
         self._status, self._streams = status, streams
 
     def poll(self):
-        """The exit code, or minus the signal's number; None while it runs."""
+        """Return the exit code, the negative signal number, or None while the script runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)
         return self.returncode
 
     def wait(self, timeout=None):
-        """Wait for its end."""
+        """Wait for the end of the script and return its exit code."""
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout)
@@ -47,7 +47,7 @@ class Script:
         return self.returncode
 
     def communicate(self, timeout=None):
-        """Wait for the ends of its streams and of itself; give what it wrote to each."""
+        """Wait for the end of the script and return the output of each stream."""
         until = None if timeout is None else time.monotonic() + timeout
         written = dict.fromkeys(self._streams, b"")
         reading = set(written)
@@ -66,22 +66,22 @@ class Script:
         return out, err
 
     def kill(self):
-        """Kill it, if it still runs."""
+        """Kill the script if it still runs."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def close(self):
-        """Close what was opened for it."""
+        """Close the pipes of the script."""
         for file in (self._status, *self._streams):
             os.close(file)
 
 
 class Scripts:
-    """The process that forks scripts, started with the first one. For one thread.
+    """A server process that forks scripts. It starts with the first script. Not thread-safe.
 
     Attributes:
-        pid: the process; None before it is started.
+        pid: The process id of the server; None before the first script.
     """
 
     def __init__(self):
@@ -91,16 +91,16 @@ class Scripts:
         """Run a script.
 
         Args:
-            path: of the script.
-            args: its arguments.
-            cwd: the folder that it starts in.
-            streams: 2 keeps what it writes to standard output and error for `communicate`, 1 both together, 0 nothing.
-            environ: its environment.
+            path: The path of the script.
+            args: The arguments of the script.
+            cwd: The working directory.
+            streams: How many pipes `communicate` reads: 2 for stdout and stderr, 1 for both together, 0 for none.
+            environ: The environment of the script.
         """
         if self._line is None:
-            self._line, its = socket.socketpair()
-            with its:
-                process = subprocess.Popen([sys.executable, __file__], stdin=its, start_new_session=True)
+            self._line, server_end = socket.socketpair()
+            with server_end:
+                process = subprocess.Popen([sys.executable, __file__], stdin=server_end, start_new_session=True)
             self.pid = process.pid
             atexit.register(process.wait)
             atexit.register(self._line.close)
@@ -114,12 +114,12 @@ class Scripts:
         return Script([str(path), *request["args"]], pid, status, [each for each, _ in pipes])
 
 
-# -- in the process
+# -- in the server process
 
 
 def serve(line):
-    """Fork for each request; returns in a script's process, with the request, or exits when the tests have ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for scripts
+    """Fork once per request; return the request in the fork, and exit when the tests have ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the processes that wait for scripts
     while True:
         data, files, *_ = socket.recv_fds(line, _LONGEST, 3)
         if not data:
@@ -134,7 +134,7 @@ def serve(line):
 
 
 def fork_script(status, *streams):
-    """True in the script's process. The one between waits for it, and tells how it ended."""
+    """Fork the script and return True in its process; this process reports the exit code and exits."""
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -151,12 +151,12 @@ def fork_script(status, *streams):
 
 
 def become(request):
-    """Take over what a new interpreter would be given; gives the program and its place."""
+    """Set up this process like a new interpreter, and return the compiled script and its namespace."""
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
     tempfile.tempdir = None
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115 (the server's went elsewhere)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # noqa: SIM115 (the server's streams are not the script's)
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     path = Path(request["path"])
     sys.argv[:] = [str(path), *request["args"]]
@@ -168,7 +168,7 @@ def become(request):
 
 
 if __name__ == "__main__":
-    import psutil  # noqa: F401 (what scripts import)
+    import psutil  # noqa: F401 (scripts import it)
 
     import parawrap  # noqa: F401
 

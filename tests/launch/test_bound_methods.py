@@ -1,4 +1,4 @@
-"""Class methods and static methods above and below ``@wrapper``, also as Python 3.13 and later bind them."""
+"""Class methods and static methods above and below ``@wrapper``, including the binding rules of Python 3.13."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ launched = wrapper(ranks(1))
 
 
 class UnchainedClassmethod(classmethod):
-    """Binds as classmethod does from Python 3.13 on: the function within is not asked how it binds itself."""
+    """Binds like classmethod in Python 3.13 and later, which does not call the wrapped function's ``__get__``."""
 
     def __get__(self, instance, owner=None):
         return types.MethodType(self.__func__, type(instance) if owner is None else owner)
 
 
 class Model:
-    """Has a class method and a static method in each order."""
+    """Has a class method and a static method in each decorator order."""
 
     bias = 10
 
@@ -59,7 +59,7 @@ class Model:
 
 
 class Small(Model):
-    """Inherits all of them."""
+    """Inherits all methods."""
 
     bias = 0
 
@@ -68,49 +68,49 @@ KINDS = ["above", "unchained", "below", "unchained_below", "static_above", "stat
 
 
 def expected(kind, bias):
-    """What the rank gives for 1."""
+    """Return the expected results for the argument 1."""
     return (1,) if kind.startswith("static") else (bias + 1,)
 
 
-def sent(method):
-    """The same method after a way through pickle."""
+def pickled(method):
+    """Return the method after a round trip through pickle."""
     return pickle.loads(pickle.dumps(method))
 
 
-def sent_by_cloudpickle(method):
-    """The same method after a way through cloudpickle."""
+def cloudpickled(method):
+    """Return the method after a round trip through cloudpickle."""
     return cloudpickle.loads(cloudpickle.dumps(method))
 
 
-def as_it_is(method):
-    """The method itself."""
+def unchanged(method):
+    """Return the method."""
     return method
 
 
-@pytest.mark.parametrize("way", [as_it_is, sent, sent_by_cloudpickle])
+@pytest.mark.parametrize("transfer", [unchanged, pickled, cloudpickled])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_method_is_called_on_its_class(kind, way):
-    """Through an object or a subclass, and after it was pickled, a call runs the method on the right class."""
-    if way is as_it_is:
+def test_a_method_is_called_on_its_class(kind, transfer):
+    """A call through an object or a subclass, also after pickling, runs the method on the right class."""
+    if transfer is unchanged:
         assert getattr(Model(), kind)(1) == expected(kind, 10)
-    assert way(getattr(Small, kind))(1) == expected(kind, 0)
+    assert transfer(getattr(Small, kind))(1) == expected(kind, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_method_is_submitted_on_its_class(kind):
-    """``submit`` starts the ranks. If Python leaves the class out, the error says how to order the decorators."""
+    """``submit`` passes the class. If Python does not pass it, the error explains the order of the decorators."""
     method = getattr(Small, kind)
     try:
-        ending = method.submit(1).results(timeout=PATIENCE_S)
+        outcome = method.submit(1).results(timeout=PATIENCE_S)
     except TypeError as error:
-        ending = str(error)
-    names_the_order = isinstance(method, types.MethodType) and "@wrapper" in str(ending) and "@classmethod" in str(ending)
-    assert ending == expected(kind, 0) or names_the_order
+        outcome = str(error)
+    names_the_order = isinstance(method, types.MethodType) and "@wrapper" in str(outcome) and "@classmethod" in str(outcome)
+    assert outcome == expected(kind, 0) or names_the_order
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_argument_of_a_method_is_named_as_the_caller_wrote_it(kind):
-    """The class is not counted among the arguments."""
+def test_argument_addresses_do_not_count_the_class(kind):
+    """UnsendableError names ``args[0]`` for the first argument that the caller wrote."""
     with pytest.raises(UnsendableError) as caught:
         getattr(Model, kind)([0, threading.Lock()])
     assert str(caught.value).startswith("args[0][1] cannot be sent to another process: lock")

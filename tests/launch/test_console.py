@@ -1,4 +1,4 @@
-"""What a launch shows and writes: the lines of chosen ranks, and a new folder of log files for each launch."""
+"""The output that a launch shows and the log files that it writes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parawrap import PlatformError, current_rank, wrapper
 from tests.launch.processes import PATIENCE_S, ranks
 
 
-def speaks():
+def write_lines():
     rank = current_rank().global_rank
     print("out", rank, flush=True)
     print("err", rank, file=sys.stderr, flush=True)
 
 
-def kept(launch, rank):
-    """What a launch has of a rank's lines, in no order of the two streams."""
+def logged_lines(launch, rank):
+    """Return a rank's log lines, sorted, because the order of stdout and stderr is not fixed."""
     return sorted(launch.logs(rank).splitlines())
 
 
@@ -32,23 +32,23 @@ def kept(launch, rank):
     ("given", "shown"), [((0,), [0]), ((1,), [1]), ([0, 1], [0, 1]), ((), []), (None, [0, 1])], ids=repr
 )
 def test_only_the_lines_of_chosen_ranks_are_shown(given, shown, capfd):
-    """``print_ranks`` names the ranks whose lines are shown; ``logs`` keeps the lines of all ranks."""
-    launch = wrapper(ranks(verbose=True, print_ranks=given))(speaks).submit()
+    """``print_ranks`` selects the ranks to show; ``logs`` keeps the lines of all ranks."""
+    launch = wrapper(ranks(verbose=True, print_ranks=given))(write_lines).submit()
     launch.results(timeout=PATIENCE_S)
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == [f"[rank {rank}] out {rank}" for rank in shown]
     assert sorted(err.splitlines()) == [f"[rank {rank}] err {rank}" for rank in shown]
-    assert [kept(launch, rank) for rank in range(2)] == [[f"err {rank}", f"out {rank}"] for rank in range(2)]
+    assert [logged_lines(launch, rank) for rank in range(2)] == [[f"err {rank}", f"out {rank}"] for rank in range(2)]
 
 
 def test_a_quiet_launch_shows_no_rank(capfd):
     """With ``verbose=False``, ``print_ranks`` shows nothing."""
-    wrapper(ranks(verbose=False, print_ranks=(0,)))(speaks)()
+    wrapper(ranks(verbose=False, print_ranks=(0,)))(write_lines)()
     assert tuple(capfd.readouterr()) == ("", "")
 
 
 @pytest.mark.parametrize("given", [(2,), (-1,), ("0",), (0.5,), "0", 0, (True,)], ids=repr)
-def test_print_ranks_that_do_not_exist_are_refused(given):
+def test_invalid_print_ranks_raise(given):
     """PlatformError names the field and its value."""
     with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
         ranks(print_ranks=given)
@@ -58,13 +58,13 @@ def test_print_ranks_that_do_not_exist_are_refused(given):
 
 
 def logs_below(folder):
-    """The text of every log file, by its launch's folder and its name."""
+    """Return the text of every log file, by launch folder and file name."""
     launches = [each for each in folder.iterdir() if each.is_dir()]
     return {each.name: {path.name: path.read_text() for path in sorted(each.iterdir())} for each in launches}
 
 
-def test_two_launches_at_once_do_not_mix_their_logs(tmp_path):
-    """Each writes into its own folder while both run."""
+def test_concurrent_launches_have_separate_logs(tmp_path):
+    """Two launches that run at the same time write to different log folders."""
 
     def writes(word, folder):
         (folder / f"{word} {current_rank().global_rank}").touch()
@@ -85,8 +85,8 @@ def test_two_launches_at_once_do_not_mix_their_logs(tmp_path):
 
 
 @contextmanager
-def files_of_at_most(size):
-    """Files of this process grow no further: a limit stands in for a full disk."""
+def file_size_limit(size):
+    """Limit the size of files that this process writes, to simulate a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -95,15 +95,15 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_costs_a_log_file_and_not_the_launch(tmp_path, caplog):
-    """The launch goes on and keeps everything, and a warning says where the file ends."""
-    wrapper(ranks(1))(os.getpid)()  # the warm process is there, and not bound by the limit
+def test_a_full_disk_truncates_only_the_log_file(tmp_path, caplog):
+    """The launch continues, `logs` keeps all output, and a warning names the truncated file."""
+    wrapper(ranks(1))(os.getpid)()  # start the warm process before the limit applies
 
     def floods():
         print("x" * (300 << 10) if current_rank().global_rank == 0 else "text")
 
     launch = wrapper(ranks(console_logs=tmp_path))(floods)
-    with files_of_at_most(200 << 10):
+    with file_size_limit(200 << 10):
         launch = launch.submit()
         assert launch.results(timeout=PATIENCE_S) == (None, None)
     assert launch.logs(0) == "x" * (300 << 10) + "\n"

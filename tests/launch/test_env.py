@@ -1,7 +1,7 @@
-"""The env launcher: a decorated function joins the world that torchrun, srun or mpirun put its process in.
+"""The env launcher: a decorated function joins the world of torchrun, srun, or mpirun.
 
-This file is also what runs in such a world: started as a script, it plays every scenario below, in order, and writes how
-each of them ended for the tests to read.
+The ranks of such a world run this file as their script. As a script, it runs the scenarios in order and writes their
+results for the tests.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PATIENCE_S = 80
 CPU = Platform(device="cpu", timeout_min=0.1)
 
 SCENARIOS = {}
-APART = {}
+ISOLATED_SCENARIOS = {}
 
 
 class MyError(Exception):
-    """Cannot be pickled as it is: its arguments are not what it keeps."""
+    """An exception that pickle cannot rebuild: ``__init__`` has a required keyword argument."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}")
@@ -49,24 +49,24 @@ class MyError(Exception):
 
 
 def scenario(function):
-    """Have it played, after those above it, in both ranks of one world that torchrun starts."""
+    """Register a scenario. All scenarios run in the order of this file, in both ranks of one torchrun world."""
     SCENARIOS[function.__name__] = function
     return function
 
 
-def apart(function):
-    """Have it played in a world of its own."""
-    APART[function.__name__] = function
+def isolated_scenario(function):
+    """Register a scenario that runs in a separate world."""
+    ISOLATED_SCENARIOS[function.__name__] = function
     return function
 
 
-def play(folder, names):
-    """In a rank: play, and write how each scenario ended."""
+def run_scenarios(folder, names):
+    """Run scenarios in a rank and write their results and exceptions."""
     endings = {}
     for name in names or SCENARIOS:
         try:
-            endings[name] = ("returned", (SCENARIOS | APART)[name]())
-        except BaseException as error:  # whatever it is, the tests are to see it
+            endings[name] = ("returned", (SCENARIOS | ISOLATED_SCENARIOS)[name]())
+        except BaseException as error:  # the tests check it
             endings[name] = ("raised", type(error).__name__, str(error), list(getattr(error, "__notes__", ())))
         new = folder / f"{surrounding_world().global_rank}.new"
         new.write_bytes(pickle.dumps(endings))
@@ -74,12 +74,12 @@ def play(folder, names):
 
 
 def endings_in(folder):
-    """What each rank wrote."""
+    """Read the results of each rank."""
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(2)]
 
 
 def environment(**added):
-    """This process's variables without those of any world, and these."""
+    """Return this process's variables, without any world's variables, plus `added`."""
     worlds = ("SLURM", "OMPI", "PMI", "PMIX", "MPI_", "TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(worlds)}
     return kept | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in added.items()}
@@ -89,28 +89,28 @@ TORCHRUN = "from torch.distributed.run import main; main()"
 
 
 def torchrun(folder, *names, script=HERE, options=(), **added):
-    """Play the scenarios of a script in a world that torchrun starts; its exit code."""
+    """Run the scenarios of a script in a torchrun world and return torchrun's exit code."""
     launcher = folder / "torchrun.py"
     launcher.write_text(TORCHRUN)
     args = ["--standalone", "--nproc-per-node", "2", *options, script, folder, *names]
-    return finished([started(launcher, args, folder, environment(**added))])[0]
+    return exit_codes([start_script(launcher, args, folder, environment(**added))])[0]
 
 
-def started_with(variables, folder, *names):
-    """Play scenarios in processes that are told of their world by variables alone; their exit codes."""
-    return finished([started(HERE, [folder, *names], folder, environment(**each)) for each in variables])
+def run_with_variables(variables, folder, *names):
+    """Run scenarios in processes that find their world only in variables, and return the exit codes."""
+    return exit_codes([start_script(HERE, [folder, *names], folder, environment(**each)) for each in variables])
 
 
-def started(*place):
-    """A script that runs. The scenarios themselves, which run as a script too, find no tests to import."""
+def start_script(*request):
+    """Start a script. The import is local because this file also runs as a script, which cannot import tests."""
     from tests.launch.processes import scripts
 
-    path, args, folder, environ = place
+    path, args, folder, environ = request
     return scripts.start(path, args, folder, environ=environ)
 
 
-def finished(processes):
-    """The exit codes; whoever takes too long is killed, with all that it started."""
+def exit_codes(processes):
+    """Wait for processes and return their exit codes; kill late processes and their children."""
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -124,21 +124,21 @@ def finished(processes):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """How every scenario ended in each of the two ranks of a world of torchrun's."""
+    """The results of every scenario in each of the two ranks of a torchrun world."""
     folder = tmp_path_factory.mktemp("world")
     assert torchrun(folder) == 0
     return endings_in(folder)
 
 
 def returned(world, name):
-    """What a scenario returned in each rank."""
+    """Return the return value of a scenario in each rank."""
     endings = [rank[name] for rank in world]
     assert [ending[0] for ending in endings] == ["returned", "returned"], endings
     return [ending[1] for ending in endings]
 
 
 def outcome_of(call):
-    """What a call returned, or the type, message and notes of what it raised."""
+    """Return the return value of a call, or the type, message, and notes of its exception."""
     try:
         return call()
     except BaseException as error:
@@ -163,7 +163,7 @@ def joining():
 
 
 def test_a_decorated_function_joins_the_world_of_torchrun(world):
-    """It runs in the processes that are there, as their ranks, and every process gets the results of all, each time."""
+    """The function runs in the existing processes, and every process gets the results of all ranks at every call."""
     answers = returned(world, "joining")
     pids = [pid for pid, *_ in answers]
     expected = tuple((pids[rank], (rank, rank, 0, 2, 0, "cpu", 21)) for rank in range(2))
@@ -172,7 +172,7 @@ def test_a_decorated_function_joins_the_world_of_torchrun(world):
 
 
 def test_nothing_is_left_in_the_process_after_the_call(world):
-    """After the call the process is no rank, and in no process group, as before it."""
+    """After the call, the process has no current rank and no process group."""
     for _, _, _, is_results, is_initialized, no_rank in returned(world, "joining"):
         assert (is_results, is_initialized, no_rank) == (True, False, "LaunchError")
 
@@ -184,7 +184,7 @@ def a_platform_that_fits():
 
 
 def test_counts_are_those_of_the_world(world):
-    """A platform that asks for as many ranks as there are, and one that leaves the count out, both get the world."""
+    """A platform with the world's number of ranks and a platform without a number both use all ranks of the world."""
     assert returned(world, "a_platform_that_fits") == [((2, 2), (2, 2))] * 2
 
 
@@ -195,7 +195,7 @@ def a_platform_that_does_not_fit():
 
 
 def test_another_number_of_ranks_is_refused(world):
-    """A platform that asks for more or fewer ranks than there are is refused in every rank, with both numbers."""
+    """If the platform's number of ranks differs, every rank raises PlatformError with both numbers."""
     for refused, after in returned(world, "a_platform_that_does_not_fit"):
         assert after == ("after", "after")
         for count, (kind, message, _) in zip((3, 4), refused, strict=True):
@@ -215,7 +215,7 @@ def groups():
 
 
 def test_groups_are_those_of_the_platform(world):
-    """No group, one, and lists make the groups that they make everywhere."""
+    """`ipc_groups` makes the same groups as under other launchers."""
     none, one, listed, single, partial = zip(*returned(world, "groups"), strict=True)
     assert set(none) == {((None, False), (None, False))}
     assert set(one) == set(listed) == {((2, True), (2, True))}
@@ -224,13 +224,13 @@ def test_groups_are_those_of_the_platform(world):
 
 
 @scenario
-def groups_of_a_world_that_is_left_open():
+def groups_without_a_count():
     return wrapper(Platform(device="cpu", ipc_groups=[[0], [1]]))(group_size)()
 
 
 def test_groups_may_name_the_ranks_of_the_world(world):
-    """Where the platform leaves the count to the world, groups name that world's ranks."""
-    assert returned(world, "groups_of_a_world_that_is_left_open") == [((1, True), (1, True))] * 2
+    """If the platform has no number of ranks, groups can name any rank of the world."""
+    assert returned(world, "groups_without_a_count") == [((1, True), (1, True))] * 2
 
 
 @scenario
@@ -239,7 +239,7 @@ def a_task():
 
 
 def test_a_task_joins_the_world(world):
-    """Wrapper.start runs its task in the ranks that are there."""
+    """Wrapper.start runs its task in the existing ranks."""
     assert returned(world, "a_task") == [((0, 0, 2, ("example",)), (1, 1, 2, ("example",)))] * 2
 
 
@@ -250,12 +250,12 @@ def ways_to_call():
     launch = function.submit()
     shown = launch.state, launch.done(), len(launch.results()), launch.stacks(), outcome_of(lambda: launch.logs(2))[0]
     preview = function.dry_run()
-    told = preview.launcher, len(preview.ranks), "torchrun" in str(preview)
-    return shown, [*calls], told, function.inline()[0][-1]
+    described = preview.launcher, len(preview.ranks), "torchrun" in str(preview)
+    return shown, [*calls], described, function.inline()[0][-1]
 
 
 def test_every_way_to_call_works_in_a_world(world):
-    """Submit gives a launch that is done, upon_finish is called, dry_run tells of the world, inline stays alone."""
+    """`submit` returns a finished launch, `upon_finish` is called, `dry_run` shows the world, `inline` runs alone."""
     for shown, calls, preview, alone in returned(world, "ways_to_call"):
         assert (shown, calls) == (("finished", True, 2, {}, "IndexError"), ["finished"])
         assert preview == ("env", 2, True)
@@ -274,22 +274,22 @@ def helpers():
     return wrapper(CPU)(train)()
 
 
-def test_helpers_know_the_world(world):
-    """Within the call functional averages, shares and wraps over the ranks of the world."""
+def test_functional_helpers_use_the_world(world):
+    """In a rank, `functional` averages gradients, divides rows, and wraps models over the ranks of the world."""
     expected = ((0.5, [0, 1, 2], "DistributedDataParallel"), (0.5, [3, 4], "DistributedDataParallel"))
     assert returned(world, "helpers") == [expected] * 2
 
 
 @scenario
-def starting_others():
+def starting_local_ranks():
     platform = Platform(device="cpu", n_cpus=2, launcher="local", spawn_method="fork", verbose=False)
     return os.getpid(), wrapper(platform)(lambda: (os.getpid(), total()[0], total()[-1]))()
 
 
-def test_the_local_launcher_may_be_asked_for(world):
-    """With launcher="local" each process of the world starts ranks of its own, which meet each other only."""
+def test_the_local_launcher_works_within_a_world(world):
+    """With launcher="local", each process of the world starts its own ranks, which form a separate world."""
     pids = set()
-    for parent, results in returned(world, "starting_others"):
+    for parent, results in returned(world, "starting_local_ranks"):
         assert [place for _, *place in results] == [[0, 21], [1, 21]]
         pids |= {parent, *(pid for pid, *_ in results)}
     assert len(pids) == 6
@@ -300,23 +300,23 @@ def recursion():
     return outcome_of(wrapper(CPU)(lambda: wrapper(CPU)(total)()))
 
 
-def test_a_rank_of_a_world_launches_nothing(world):
-    """A decorated function that is called within one is refused, as everywhere."""
+def test_a_launch_within_a_rank_of_a_world_raises(world):
+    """Calling a decorated function within a decorated function raises LaunchError."""
     for kind, message, _ in returned(world, "recursion"):
         assert kind == "LaunchError"
         assert "a rank starts no ranks" in message
 
 
-# --- a process group that is there already ---
+# --- an existing process group ---
 
 
 @scenario
-def a_group_that_is_there():
+def an_existing_group():
     dist.init_process_group("gloo")
-    there = dist.group.WORLD
+    existing = dist.group.WORLD
     try:
         same = wrapper(CPU)(lambda: (current_rank().group is dist.group.WORLD, total()[-1]))()
-        kept = dist.is_initialized() and dist.group.WORLD is there
+        kept = dist.is_initialized() and dist.group.WORLD is existing
         value = torch.tensor(1)
         dist.all_reduce(value)
         none = wrapper(Platform(device="cpu", ipc_groups=None))(lambda: current_rank().group)()
@@ -328,23 +328,23 @@ def a_group_that_is_there():
         dist.destroy_process_group()
 
 
-def test_a_process_group_that_is_there_is_used_and_left_alone(world):
-    """The function's group is the user's own, which still works after the call."""
-    for same, kept, value, *_ in returned(world, "a_group_that_is_there"):
+def test_an_existing_process_group_is_used_and_kept(world):
+    """The function uses the user's process group, which still works after the call."""
+    for same, kept, value, *_ in returned(world, "an_existing_group"):
         assert same == ((True, 21), (True, 21))
         assert (kept, value) == (True, 2)
 
 
-def test_groups_are_made_beside_a_process_group_that_is_there(world):
-    """None and lists of ranks mean what they mean where no group is there."""
-    for *_, none, listed in returned(world, "a_group_that_is_there"):
+def test_ipc_groups_work_with_an_existing_process_group(world):
+    """None and lists in `ipc_groups` have the same effect with and without an existing group."""
+    for *_, none, listed in returned(world, "an_existing_group"):
         assert none == (None, None)
         assert listed == (1, 1)
 
 
-def test_helpers_know_a_process_group_of_the_users_own(world):
-    """Outside of any decorated function, helpers agree on the world: the ranks that train together share the rows too."""
-    outside = [answer[3] for answer in returned(world, "a_group_that_is_there")]
+def test_functional_helpers_use_an_existing_process_group(world):
+    """Outside a decorated function, `functional` wraps models and divides rows over the user's process group."""
+    outside = [answer[3] for answer in returned(world, "an_existing_group")]
     assert outside == [("DistributedDataParallel", [0, 1, 2]), ("DistributedDataParallel", [3, 4])]
 
 
@@ -360,21 +360,21 @@ def tensors():
 
 
 def test_every_rank_gets_the_tensors_of_all(world):
-    """Tensors within results arrive in every process."""
+    """Every process gets the tensors of all ranks."""
     assert returned(world, "tensors") == [[(0, [0, 0, 0]), (1, [1, 1, 1])]] * 2
 
 
 @scenario
-def nothing_to_send():
+def unsendable_result():
     def lock_of(rank):
         return threading.Lock() if current_rank().global_rank == rank else None
 
     return outcome_of(lambda: wrapper(CPU)(lock_of)(1)), wrapper(CPU)(lambda: "after")()
 
 
-def test_a_result_that_cannot_be_sent_is_told_to_all(world):
-    """Every process raises the error that names the result, and the next call works."""
-    for (kind, message, _), after in returned(world, "nothing_to_send"):
+def test_an_unsendable_result_raises_in_every_process(world):
+    """Every process raises UnsendableError with the address of the value, and the next call works."""
+    for (kind, message, _), after in returned(world, "unsendable_result"):
         assert (kind, after) == ("UnsendableError", ("after", "after"))
         assert message.startswith("the result cannot be sent to another process: lock")
 
@@ -396,7 +396,7 @@ def failing():
 
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_an_error_of_one_rank_is_raised_in_all(world, failing_rank):
-    """Every process raises it with its own type, while the others wait in a collective; notes name the rank."""
+    """Every process raises an error of the same type although other ranks wait in a collective; notes name the rank."""
     for rank, (blocked, *_) in enumerate(returned(world, "failing")):
         kind, message, notes = blocked[failing_rank]
         assert (kind, message) == ("MyError", f"code {failing_rank}")
@@ -406,7 +406,7 @@ def test_an_error_of_one_rank_is_raised_in_all(world, failing_rank):
 
 
 def test_a_failed_call_is_a_failed_launch_and_the_next_one_works(world):
-    """A launch in a world tells that it failed, its results raise, and the processes go on together."""
+    """The launch has state "failed", its results raise, and the next call works."""
     for _, launch, after in returned(world, "failing"):
         assert launch == ("failed", "MyError")
         assert after == ("after", "after")
@@ -422,8 +422,8 @@ def failing_late():
     return outcome_of(wrapper(Platform(device="cpu", ipc_groups=None, timeout_min=0.1))(fail))
 
 
-def test_a_rank_that_has_returned_hears_of_the_error_too(world):
-    """The call of a rank that returned raises what another one raised."""
+def test_an_error_is_raised_in_ranks_that_have_returned(world):
+    """If one rank returns and a later rank fails, both processes raise the error."""
     for kind, message, _ in returned(world, "failing_late"):
         assert (kind, message) == ("KeyError", "'late'")
 
@@ -438,8 +438,8 @@ def leaving():
     return outcome_of(wrapper(platform)(leave)), wrapper(CPU)(lambda: "after")()
 
 
-def test_leaving_by_sys_exit_is_the_error_that_it_is_everywhere(world):
-    """A rank that calls sys.exit(3) is told to all as one that left without a result; no process waits for it."""
+def test_sys_exit_raises_in_every_process(world):
+    """If a rank calls `sys.exit(3)`, every process raises RankDiedError, and no process waits."""
     for (kind, message, _), _ in returned(world, "leaving"):
         assert kind == "RankDiedError"
         assert "sys.exit(3)" in message
@@ -453,7 +453,7 @@ def missing_the_deadline():
 
     def wait():
         if current_rank().global_rank == 1:
-            gate.read_text()  # until the other rank, whose time is up, opens it too
+            gate.read_text()  # blocks until the other rank opens the pipe after its timeout
 
     ending = outcome_of(wrapper(Platform(device="cpu", ipc_groups=None, timeout_min=0.005))(wait))
     if os.environ["RANK"] == "0":
@@ -461,8 +461,8 @@ def missing_the_deadline():
     return ending
 
 
-def test_a_rank_that_takes_too_long_is_told(world):
-    """The process that waits for another one longer than timeout_min says so."""
+def test_a_slow_rank_raises_launch_timeout_error(world):
+    """A process that waits for another rank longer than timeout_min raises LaunchTimeoutError."""
     kind, message, _ = returned(world, "missing_the_deadline")[0]
     assert kind == "LaunchTimeoutError"
     assert "rank 1 of 2" in message
@@ -476,7 +476,7 @@ def large_results():
 
 
 def test_results_of_many_megabytes_reach_every_rank(world):
-    """Results of 3, 9 and 20 MB per rank arrive whole."""
+    """Results of 3, 9, and 20 MB per rank arrive complete."""
     sizes = [3 << 20, 9 << 20, 20 << 20]
     assert returned(world, "large_results") == [[[(size, 7 * size)] * 2 for size in sizes]] * 2
 
@@ -484,9 +484,9 @@ def test_results_of_many_megabytes_reach_every_rank(world):
 # --- the end of a world ---
 
 
-@apart
+@isolated_scenario
 def being_killed_twice():
-    """Torchrun restarts the processes once."""
+    """Die in the first start and in the second start; torchrun restarts the processes once."""
 
     def die_at(restart):
         rank = current_rank()
@@ -503,17 +503,17 @@ def being_killed_twice():
     wrapper(Platform(device="cpu"))(die_at)(1)
 
 
-def test_a_world_starts_anew_after_a_death_and_ends_with_the_last(tmp_path):
-    """Restarted by torchrun, calls meet no leftovers and ranks know of it; then torchrun fails, and no rank waits."""
+def test_a_world_restarts_after_a_death(tmp_path):
+    """After a restart by torchrun, calls work and ranks read restart 1. After the second death, no rank survives."""
     assert torchrun(tmp_path, "being_killed_twice", options=["--max-restarts", "1"]) != 0
-    told = [pickle.loads((tmp_path / f"{rank}.survived").read_bytes()) for rank in range(2)]
-    assert told == [(21, (1, 1))] * 2
+    survived = [pickle.loads((tmp_path / f"{rank}.survived").read_bytes()) for rank in range(2)]
+    assert survived == [(21, (1, 1))] * 2
     pids = [int(path.read_text()) for path in tmp_path.glob("*-*.pid")]
     assert len(pids) == 4
     assert not any(map(psutil.pid_exists, pids))
 
 
-# --- worlds that are variables only ---
+# --- worlds of srun and mpirun, simulated by their variables ---
 
 
 def slurm_variables(rank):
@@ -525,7 +525,7 @@ def slurm_variables(rank):
 
 
 def mpi_variables(rank):
-    """As Open MPI documents them: the node rank counts the processes of a node, over all jobs."""
+    """Return the variables of Open MPI. The node rank counts the processes of a node over all jobs."""
     return {
         "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 2, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
         "OMPI_COMM_WORLD_LOCAL_SIZE": 2, "OMPI_COMM_WORLD_NODE_RANK": rank, "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
@@ -534,17 +534,17 @@ def mpi_variables(rank):
 
 @pytest.mark.parametrize("variables", [slurm_variables, mpi_variables], ids=["srun", "mpirun"])
 def test_a_decorated_function_joins_the_world_of_srun_and_mpirun(variables, tmp_path):
-    """Processes that a cluster's variables make a world meet by themselves, get all results, and share errors."""
+    """Processes with the variables of srun or mpirun form a world, get all results, and raise the same errors."""
     names = ["joining", "groups", "failing"]
-    assert started_with(map(variables, range(2)), tmp_path, *names) == [0, 0]
+    assert run_with_variables(map(variables, range(2)), tmp_path, *names) == [0, 0]
     world = endings_in(tmp_path)
     test_a_decorated_function_joins_the_world_of_torchrun(world)
     test_groups_are_those_of_the_platform(world)
     test_an_error_of_one_rank_is_raised_in_all(world, 1)
 
 
-def test_a_process_alone_joins_nothing(monkeypatch):
-    """launcher="env" in a process that nothing started as a rank is refused, with what to do, before anything runs."""
+def test_the_env_launcher_raises_outside_a_world(monkeypatch):
+    """launcher="env" in a process without a world raises LaunchError, and the function does not run."""
     for name in set(os.environ) - set(environment()):
         monkeypatch.delenv(name)
     ran = []
@@ -556,4 +556,4 @@ def test_a_process_alone_joins_nothing(monkeypatch):
 
 
 if __name__ == "__main__":
-    play(Path(sys.argv[1]), sys.argv[2:])
+    run_scenarios(Path(sys.argv[1]), sys.argv[2:])

@@ -1,4 +1,4 @@
-"""Promise 4: processes that left their rank's process group end with the launch, and no other process does."""
+"""Promise 4: a launch ends processes that left their rank's process group, but no unrelated process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
 from tests.launch.processes import (
     PATIENCE_S,
-    SAY,
+    REPORT_PID,
     assert_gone,
     is_gone,
+    pids_in,
     ranks,
     running_scripts,
-    said_in,
 )
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -30,25 +30,25 @@ ESCAPING = '''
 import os, pathlib, signal, subprocess, sys, time
 
 def escape(folder):
-    """Start three processes that leave this one's process group, and wait until each has told its process id."""
-    say(folder, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
-    if os.fork() == 0:  # a daemon: its parent is gone, and it is the same program
+    """Start three processes outside this process group, and wait until each has reported its process id."""
+    report_pid(folder, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+    if os.fork() == 0:  # a daemon that runs this program, and whose parent exits
         os.setsid()
         if os.fork() == 0:
-            say(folder)
+            report_pid(folder)
             while True:
                 time.sleep(600)
         os._exit(0)
     os.wait()
     child = subprocess.Popen(["sh", "-c", "setsid sleep 600 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
-    say(folder, int(child.stdout.readline()))
+    report_pid(folder, int(child.stdout.readline()))
     child.kill()
     child.wait()
     while len(list(pathlib.Path(folder).glob("*.pid"))) < 3:
         time.sleep(0.01)
 
 def run(folder, end):
-    """Escape, and end in this way."""
+    """Call `escape`, then end in the given way."""
     escape(folder)
     if end == "raises":
         raise ValueError
@@ -57,19 +57,19 @@ def run(folder, end):
     if end in ("cancelled", "parent"):
         time.sleep(600)
 '''
-"""Source of ``run(folder, end)``: in a string, so that ranks need not import this module."""
+"""Source of ``run(folder, end)``, as a string, so that ranks do not need to import this module."""
 
 
-def escaping():
-    """`run`, as a function that travels by value."""
-    place = {}
-    exec(SAY + ESCAPING, place)
-    return place["run"]
+def run_function():
+    """Return `run` as a function that is pickled by value."""
+    namespace = {}
+    exec(REPORT_PID + ESCAPING, namespace)
+    return namespace["run"]
 
 
 @contextlib.contextmanager
-def cleaned_up(folder):
-    """Kill whatever is left of the processes that told of themselves in this folder or below."""
+def killing_survivors(folder):
+    """At the end of the block, kill the processes that reported their ids in this folder or its subfolders."""
     try:
         yield
     finally:
@@ -79,8 +79,8 @@ def cleaned_up(folder):
 
 
 @contextlib.contextmanager
-def users_own_processes():
-    """A process in a session of its own, and a daemon, that this script started; both must outlive the block."""
+def unrelated_processes():
+    """Start a process in a new session and a daemon; fail if either ends within the block."""
     daemon = "setsid sleep 600 > /dev/null & echo $!"
     (orphan,) = map(int, subprocess.run(["sh", "-c", daemon], stdout=subprocess.PIPE, check=True).stdout.split())
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as child:
@@ -95,23 +95,23 @@ def users_own_processes():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_process_that_left_the_group_outlives_the_launch(method, tmp_path):
-    """A new session, a daemon, and the child of a killed child: gone when the results are there, however ranks end."""
-    run, survivors = escaping(), {}
+    """All processes that a rank started have ended once the results arrive, however the rank ends."""
+    run, survivors = run_function(), {}
     expected = {"returns": (), "raises": ValueError, "killed": RankDiedError, "cancelled": LaunchCancelledError}
     with contextlib.ExitStack() as around:
-        around.enter_context(cleaned_up(tmp_path))
-        around.enter_context(users_own_processes())
+        around.enter_context(killing_survivors(tmp_path))
+        around.enter_context(unrelated_processes())
         for end in expected:
             (tmp_path / end).mkdir()
         launches = {end: wrapper(ranks(1, spawn_method=method))(run).submit(tmp_path / end, end) for end in expected}
-        around.enter_context(users_own_processes())
+        around.enter_context(unrelated_processes())
         for end, launch in launches.items():
-            said = said_in(tmp_path / end, ESCAPES)
+            escaped = pids_in(tmp_path / end, ESCAPES)
             if end == "cancelled":
                 launch.cancel()
             with contextlib.suppress(expected[end]):
                 launch.results(timeout=PATIENCE_S)
-            survivors[end] = sum(not is_gone(pid) for pid in said)
+            survivors[end] = sum(not is_gone(pid) for pid in escaped)
     assert survivors == dict.fromkeys(expected, 0)
 
 
@@ -120,14 +120,14 @@ PARENT = f"""
 from parawrap import Platform, wrapper
 
 method, folder, own = sys.argv[1:]
-say(own, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+report_pid(own, subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
 wrapper(Platform(device="cpu", n_cpus=1, spawn_method=method, grace_s=0.5))(run)(folder, "parent")
 """
 
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory):
-    """Parents of ranks with such processes, by spawn method."""
+    """Running parents of such ranks, by spawn method."""
 
     def parent(folder, method):
         own, launched = folder / "own", folder / "launched"
@@ -137,33 +137,33 @@ def parents(tmp_path_factory):
 
     root = tmp_path_factory.mktemp("parents")
     cases = {method: lambda folder, method=method: parent(folder, method) for method in METHODS}
-    with cleaned_up(root), running_scripts(root, cases) as started:
+    with killing_survivors(root), running_scripts(root, cases) as started:
         yield started
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_process_that_left_the_group_outlives_a_killed_parent(method, parents):
-    """The parent is killed by SIGKILL: nothing of its launch lives soon after; what it had started itself lives on."""
+    """After SIGKILL to the parent, all processes of its launch end; processes that the parent itself started survive."""
     parent, folder = parents[method]
-    said = said_in(folder / "launched", ESCAPES)
-    (users,) = said_in(folder / "own", 1)
+    escaped = pids_in(folder / "launched", ESCAPES)
+    (unrelated,) = pids_in(folder / "own", 1)
     parent.kill()
     parent.wait()
-    assert_gone(said)
-    assert not is_gone(users)
+    assert_gone(escaped)
+    assert not is_gone(unrelated)
 
 
-def test_a_launch_that_ends_leaves_the_processes_of_another_one_alone(tmp_path):
-    """Two launches at once: what a rank of one has started lives as long as that launch."""
-    run = escaping()
+def test_a_launch_does_not_end_processes_of_another_launch(tmp_path):
+    """When one of two concurrent launches ends, only its own processes end."""
+    run = run_function()
     (tmp_path / "ends").mkdir()
     (tmp_path / "runs").mkdir()
-    with cleaned_up(tmp_path), users_own_processes():
+    with killing_survivors(tmp_path), unrelated_processes():
         running = wrapper(ranks(1))(run).submit(tmp_path / "runs", "cancelled")
         try:
-            others = said_in(tmp_path / "runs", ESCAPES)
+            others = pids_in(tmp_path / "runs", ESCAPES)
             wrapper(ranks(1))(run)(tmp_path / "ends", "returns")
-            ended = said_in(tmp_path / "ends", ESCAPES)
+            ended = pids_in(tmp_path / "ends", ESCAPES)
             survivors = [pid for pid in ended if not is_gone(pid)]
             assert not any(map(is_gone, others))
         finally:
@@ -175,14 +175,14 @@ def test_a_launch_that_ends_leaves_the_processes_of_another_one_alone(tmp_path):
 STUBBORN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-memory = bytearray(400 << 20)  # takes the kernel a moment to free
+memory = bytearray(400 << 20)  # the kernel needs a moment to free it
 print("up", flush=True)
 time.sleep(600)
 """
 
 
-def test_a_process_that_had_to_be_killed_is_gone_when_the_results_are_there(monkeypatch):
-    """One that ignores SIGTERM gets SIGKILL, and the launch waits until it has ended."""
+def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
+    """A process that ignores SIGTERM gets SIGKILL, and has ended once the results arrive."""
     monkeypatch.setattr("parawrap.launch._leftovers._PATIENCE_S", 0.5)
 
     def starts():
@@ -190,12 +190,12 @@ def test_a_process_that_had_to_be_killed_is_gone_when_the_results_are_there(monk
         child.stdout.readline()
         return child.pid
 
-    (pid,) = wrapper(ranks(1, spawn_method="fork"))(starts)()  # where this process itself ends what ranks have left
+    (pid,) = wrapper(ranks(1, spawn_method="fork"))(starts)()  # with fork, this process itself ends the ranks' leftovers
     assert is_gone(pid)
 
 
-def test_a_launch_does_not_wait_for_what_an_earlier_one_left():
-    """A process that ignores SIGTERM delays the end of its own launch only."""
+def test_a_launch_does_not_wait_for_leftovers_of_another_launch():
+    """A process that ignores SIGTERM delays only the end of its own launch."""
 
     def leaves():
         script = "trap '' TERM; while :; do sleep 0.1; done"

@@ -1,4 +1,4 @@
-"""Exceptions that travel: type, args, attributes and notes arrive, whatever the class does."""
+"""Exceptions from ranks keep their type, args, attributes, and notes, even if the class does not pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOCK = threading.Lock()
 
 
 def sent(error: BaseException) -> BaseException:
-    """What the parent gets."""
+    """Return the exception after it was packed and unpacked."""
     file = pack_exception(error)
     try:
         return unpack(file)
@@ -137,13 +137,13 @@ ALL = [
 
 @pytest.mark.parametrize("error", ALL, ids=lambda error: type(error).__name__)
 def test_the_type_of_an_exception_arrives(error):
-    """So that `except` catches in the parent what it would catch in the rank."""
+    """`except` works in the parent as in the rank."""
     assert type(sent(error)) is type(error)
 
 
 @pytest.mark.parametrize("error", [each for each in ALL if LOCK not in each.args], ids=lambda error: type(error).__name__)
-def test_what_an_exception_says_arrives(error):
-    """Its args and, where it has one, its text are those that it had."""
+def test_the_args_and_text_of_an_exception_arrive(error):
+    """The exception has the same args and the same summary."""
     got = sent(error)
     assert repr(got.args) == repr(error.args)
     assert summary_of(got) == summary_of(error)
@@ -173,7 +173,7 @@ def test_what_an_exception_says_arrives(error):
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
 def test_the_attributes_of_an_exception_arrive(error, names):
-    """Those that its class keeps, and those that cannot be sent cost no other."""
+    """Attributes arrive, and an attribute that cannot be sent does not affect the others."""
     got = sent(error)
     missing = object()
     assert [getattr(got, name, missing) for name in names] == [getattr(error, name) for name in names]
@@ -192,14 +192,14 @@ def test_the_attributes_of_an_exception_arrive(error, names):
     ids=["plain", "other args", "with a lock", "lock in args", "unreducible", "own reduce"],
 )
 def test_the_notes_of_an_exception_arrive(make):
-    """What was added on its way up."""
+    """Notes arrive for every kind of class."""
     error = make()
     error.add_note("in epoch 3")
     assert sent(error).__notes__ == ["in epoch 3"]
 
 
-def test_the_members_of_a_group_arrive_each_with_its_type():
-    """One that cannot be sent whole is rebuilt; the others are not touched."""
+def test_the_members_of_an_exception_group_keep_their_types():
+    """A member that pickle cannot rebuild keeps its type and its place in the group."""
     group = sent(ExceptionGroup("several", [WithLock("busy"), ExceptionGroup("inner", [KeywordOnly(code=1)])]))
     assert isinstance(group, ExceptionGroup)
     assert [type(each) for each in group.exceptions] == [WithLock, ExceptionGroup]
@@ -207,15 +207,15 @@ def test_the_members_of_a_group_arrive_each_with_its_type():
 
 
 def test_an_exception_with_a_tensor_arrives_with_it():
-    """Values and dtype, detached from what they were computed from."""
+    """A tensor attribute keeps its values and dtype, without its autograd graph."""
     error = ValueError("nan in loss")
     error.loss = 2 * torch.ones(2, dtype=torch.float64, requires_grad=True)
     got = sent(error)
     assert (got.loss.tolist(), got.loss.dtype) == ([2, 2], torch.float64)
 
 
-def test_a_local_class_arrives():
-    """An exception that was defined where it is raised."""
+def test_an_exception_of_a_local_class_arrives():
+    """A class defined in a function keeps its name and bases."""
 
     class LocalError(KeyError):
         def __init__(self, *, code):
@@ -225,8 +225,8 @@ def test_a_local_class_arrives():
     assert (type(got).__qualname__, got.args, isinstance(got, KeyError)) == (LocalError.__qualname__, (3,), True)
 
 
-def test_an_exception_whose_class_cannot_be_sent_is_told_in_words():
-    """The stand-in names type and text."""
+def test_an_unsendable_exception_class_becomes_a_launch_error():
+    """LaunchError contains the type and text of the original exception."""
 
     class LockedError(Exception):
         lock = LOCK
@@ -236,15 +236,15 @@ def test_an_exception_whose_class_cannot_be_sent_is_told_in_words():
     assert "LockedError: no space" in str(got)
 
 
-def test_no_descriptor_is_left_behind():
-    """Neither of the forms that were tried and given up, nor of what arrived."""
-    taken = os.open(os.devnull, os.O_RDONLY)
-    os.close(taken)
+def test_packing_exceptions_leaks_no_descriptors():
+    """Every file that packing opens is closed, also after failed attempts."""
+    before = os.open(os.devnull, os.O_RDONLY)
+    os.close(before)
     for error in ALL:
         sent(error)
-    again = os.open(os.devnull, os.O_RDONLY)
-    os.close(again)
-    assert again == taken
+    after = os.open(os.devnull, os.O_RDONLY)
+    os.close(after)
+    assert after == before
 
 
 # -- texts
@@ -261,7 +261,7 @@ def failing(error: BaseException) -> BaseException:
 
 
 def test_a_summary_is_the_last_line_of_the_traceback():
-    """Type and text."""
+    """The summary has the type and the text."""
     assert summary_of(KeyError("k")) == "KeyError: 'k'"
 
 
@@ -269,12 +269,12 @@ def test_a_summary_is_the_last_line_of_the_traceback():
     "error", [Unreadable("odd"), ValueError("two\nlines"), SyntaxError("bad", ("f.py", 1, 2, "x =", 1, 3))]
 )
 def test_every_exception_has_a_summary_that_names_it(error):
-    """Also one without a readable text."""
+    """The summary names the type, even if the exception has no readable text."""
     assert type(error).__name__ in summary_of(error)
 
 
-def test_a_traceback_tells_where_and_why():
-    """The user's frames, the cause, and what was raised."""
+def test_a_traceback_has_frames_and_cause():
+    """The text has the user's frames, the cause, and the exception."""
     cause = failing(KeyError("cause"))
     error = ValueError("effect")
     error.__cause__ = cause
@@ -285,8 +285,8 @@ def test_a_traceback_tells_where_and_why():
     assert "direct cause" in text
 
 
-def test_a_traceback_leaves_out_what_led_to_the_users_code():
-    """Frames at its beginning that lie in the named files; if all do, the last one stays."""
+def test_a_traceback_omits_leading_frames_of_the_given_files():
+    """Leading frames from the given files are left out; if all frames are, the last frame stays."""
     error = failing(ValueError("v"))
     assert "in failing" not in traceback_of(error, __file__)
     assert "in inner" in traceback_of(error, __file__)
@@ -327,13 +327,13 @@ ECHOES = [
 
 
 @pytest.mark.parametrize("error", ECHOES, ids=lambda error: str(error)[:40])
-def test_what_a_backend_says_of_a_rank_that_is_gone_is_an_echo(error):
-    """The texts of gloo, NCCL and the store."""
+def test_a_backend_error_about_a_lost_rank_is_an_echo(error):
+    """Errors of gloo, NCCL, and the store about a lost connection are echoes."""
     assert is_echo(error)
 
 
-def test_what_is_raised_from_an_echo_is_an_echo():
-    """Frameworks wrap a broken collective into an error of their own."""
+def test_an_error_caused_by_an_echo_is_an_echo():
+    """Frameworks wrap the error of a broken collective in their own errors."""
     error = RuntimeError("training failed in step 5")
     error.__cause__ = ECHOES[0]
     assert is_echo(error)
@@ -359,6 +359,6 @@ def test_what_is_raised_from_an_echo_is_an_echo():
     ],
     ids=lambda error: repr(error.args)[:40],
 )
-def test_what_the_user_did_is_no_echo(error):
-    """Whatever its text, an exception of another kind is a failure of its own."""
+def test_a_user_error_is_not_an_echo(error):
+    """Other exceptions are failures, even if their text resembles an echo."""
     assert not is_echo(error)

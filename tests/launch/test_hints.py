@@ -1,4 +1,4 @@
-"""The hint that says where ranks are when one of them makes no progress."""
+"""The hint that shows the position of every rank when a rank makes no progress."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.launch.processes import eventually
 
 
 @pytest.fixture
-def _soon(monkeypatch):
-    """Ranks report after half a second that they stand still."""
+def _short_delays(monkeypatch):
+    """Shorten the delay before a hint to half a second."""
     monkeypatch.setattr(_hints, "STILL_S", 0.5)
     monkeypatch.setattr(_hints, "_ANSWER_S", 0.5)
 
@@ -27,9 +27,9 @@ def ranks(n_cpus=2):
     return wrapper(Platform(device="cpu", n_cpus=n_cpus, verbose=False))
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("_short_delays")
 def test_a_hint_names_the_lines_at_which_ranks_wait(caplog, tmp_path):
-    """It shows file, function, and source line of each rank, once, and the launch goes on."""
+    """The hint appears once, shows file, function, and source line of each rank, and does not end the launch."""
 
     def lopsided(go):
         if current_rank().global_rank == 1:
@@ -50,9 +50,9 @@ def test_a_hint_names_the_lines_at_which_ranks_wait(caplog, tmp_path):
     assert "time.sleep(0.01)" in hint or "while not go.exists()" in hint
 
 
-@pytest.mark.usefixtures("_soon")
+@pytest.mark.usefixtures("_short_delays")
 def test_a_rank_that_cannot_answer_is_named(caplog, tmp_path):
-    """A rank that keeps Python's lock is reported as such."""
+    """The hint names a rank that holds the GIL and cannot answer."""
 
     def locked(go):
         if current_rank().global_rank == 1:
@@ -69,9 +69,9 @@ def test_a_rank_that_cannot_answer_is_named(caplog, tmp_path):
     assert "rank 1 does not answer" in hint
 
 
-@pytest.mark.usefixtures("_soon")
-def test_ranks_that_work_get_no_hint(caplog):
-    """A rank that computes makes progress."""
+@pytest.mark.usefixtures("_short_delays")
+def test_a_busy_rank_gets_no_hint(caplog):
+    """Computing in Python counts as progress."""
 
     def works():
         until = time.monotonic() + 1.5

@@ -1,4 +1,4 @@
-"""inline: a decorated function runs here and now, as rank 0 of 1, and leaves this process as it was."""
+"""`inline` runs a decorated function in this process as rank 0 of 1, and restores the process afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def alone(**fields) -> Platform:
 
 
 def inline(function, *args, **fields):
-    """What the function returns as the only rank."""
+    """Run the function as the only rank and return its result."""
     (value,) = wrapper(alone(**fields))(function).inline(*args)
     return value
 
@@ -32,7 +32,7 @@ def draws() -> tuple[float, float, float]:
 
 @pytest.fixture
 def lone_group():
-    """A process group that the user made himself."""
+    """A process group that the user created."""
     hook = sys.excepthook
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
@@ -42,7 +42,7 @@ def lone_group():
 
 
 def test_one_result_comes_back():
-    """As RankResults of length one, whatever the platform's world; arguments arrive as they were given."""
+    """`inline` returns RankResults of length one, whatever the platform's world size, and passes the arguments."""
 
     @wrapper(alone())
     def train(a, b=1):
@@ -53,7 +53,7 @@ def test_one_result_comes_back():
 
 
 def test_the_function_is_rank_0_of_1():
-    """On the platform that it was decorated with."""
+    """`current_rank()` is rank 0 of 1 on the decorated function's platform."""
     platform = alone(name="mine")
     rank = wrapper(platform)(current_rank).inline()[0]
     assert (rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart) == (0, 0, 0, 1, 0)
@@ -62,19 +62,19 @@ def test_the_function_is_rank_0_of_1():
 
 
 def test_it_runs_in_this_thread():
-    """Where a debugger can follow it."""
+    """The function runs in the calling thread, where a debugger can follow it."""
     assert inline(threading.get_ident) == threading.get_ident()
 
 
 def test_nothing_is_pickled():
-    """What no process could send to another goes in and comes out, as the same object."""
+    """An object that cannot be pickled passes through as the same object."""
     lock = threading.Lock()
     assert inline(lambda each: each, lock) is lock
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_afterwards_this_process_is_no_rank(fails):
-    """Also when the function raised."""
+def test_this_process_is_not_a_rank_after_the_call(fails):
+    """`current_rank()` raises after the call, also if the function raised."""
 
     def train():
         assert inside_a_rank()
@@ -92,7 +92,7 @@ def test_afterwards_this_process_is_no_rank(fails):
 
 
 def test_collectives_work_in_a_world_of_one():
-    """A process group is there, and is the rank's own."""
+    """The rank has a process group of size 1."""
 
     def train():
         value = torch.ones(2)
@@ -104,8 +104,8 @@ def test_collectives_work_in_a_world_of_one():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_process_group_is_gone_afterwards(fails):
-    """And a later call makes another one."""
+def test_the_process_group_ends_with_the_call(fails):
+    """The process group is destroyed after the call, and a later call creates another group."""
 
     def train():
         assert dist.is_initialized()
@@ -122,20 +122,20 @@ def test_the_process_group_is_gone_afterwards(fails):
 
 
 def test_without_ipc_there_is_no_process_group():
-    """ipc_groups=None."""
+    """With ipc_groups=None, torch.distributed is not initialised."""
     assert inline(lambda: (dist.is_initialized(), current_rank().group), ipc_groups=None) == (False, None)
 
 
-def test_a_process_group_that_is_there_is_used_and_left(lone_group):
-    """The user's own group is not replaced, and not ended."""
+def test_an_existing_process_group_is_used_and_kept(lone_group):
+    """The user's process group is neither replaced nor destroyed."""
     assert inline(lambda: current_rank().group) is lone_group
     assert dist.group.WORLD is lone_group
     assert inline(lambda: current_rank().group, ipc_groups=None) is None
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_excepthook_is_put_back(monkeypatch, fails):
-    """torch.distributed replaces it and leaves it so."""
+def test_the_excepthook_is_restored(monkeypatch, fails):
+    """`sys.excepthook` is restored, although torch.distributed replaces it."""
 
     def hook(*_):
         raise AssertionError
@@ -150,8 +150,8 @@ def test_the_excepthook_is_put_back(monkeypatch, fails):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_generators_are_put_back(fails):
-    """What python, numpy and torch draw afterwards is what they would have drawn without the call."""
+def test_random_generators_are_restored(fails):
+    """After the call, Python, numpy, and torch draw the same numbers as without the call."""
 
     def train():
         draws()
@@ -172,26 +172,26 @@ def test_generators_are_put_back(fails):
 
 
 def test_equal_seeds_draw_equal_numbers():
-    """Python, numpy and torch alike, and other ones for other seeds."""
+    """Python, numpy, and torch draw equal numbers for equal seeds and other numbers for other seeds."""
     assert inline(draws, seed=3) == inline(draws, seed=3)
     assert all(a != b for a, b in zip(inline(draws, seed=3), inline(draws, seed=4), strict=True))
 
 
-def test_the_largest_seed_is_taken():
-    """By numpy too, which takes none above it."""
+def test_the_largest_seed_works():
+    """The largest seed of numpy, 2**32 - 1, works."""
     assert inline(draws, seed=2**32 - 1) == inline(draws, seed=2**32 - 1)
 
 
 def test_without_a_seed_every_call_draws_other_numbers():
-    """seed=None is another seed each time, as in ranks."""
+    """With seed=None, every call uses a new seed."""
     assert all(a != b for a, b in zip(inline(draws, seed=None), inline(draws, seed=None), strict=True))
 
 
 @pytest.mark.parametrize(
     "error", [ValueError("v"), KeyboardInterrupt(), SystemExit(3), GeneratorExit(), LaunchError("own")]
 )
-def test_an_exception_passes_as_it_is(error):
-    """The same object, without notes, with the traceback of a plain call."""
+def test_an_exception_passes_unchanged(error):
+    """The caller gets the same exception object, without notes, with a traceback like that of a plain call."""
 
     def failing():
         raise error
@@ -203,34 +203,34 @@ def test_an_exception_passes_as_it_is(error):
     assert error.__cause__ is None
     assert error.__context__ is None
     frames = traceback.extract_tb(error.__traceback__)
-    assert frames[0].name == "test_an_exception_passes_as_it_is"
+    assert frames[0].name == "test_an_exception_passes_unchanged"
     assert frames[-1].name == "failing"
 
 
 def test_upon_finish_is_called_after_the_function():
-    """Once, with nothing, when this process is no rank any more."""
+    """`upon_finish` is called once, without arguments, after this process stopped being a rank."""
     calls = []
     inline(lambda: calls.append("function"), upon_finish=lambda: calls.append(("finish", inside_a_rank())))
     assert calls == ["function", ("finish", False)]
 
 
 def test_upon_finish_is_not_called_after_a_failure():
-    """It tells that the ranks have finished without an error."""
+    """If the function raises, `upon_finish` is not called."""
     calls = []
     with pytest.raises(ZeroDivisionError):
         inline(lambda: 1 / 0, upon_finish=lambda: calls.append(1))
     assert calls == []
 
 
-def test_what_upon_finish_raises_is_told_and_costs_nobody_the_results(caplog):
-    """It is logged, as it is by every launcher."""
+def test_an_error_in_upon_finish_is_logged(caplog):
+    """The results are returned, and the error of `upon_finish` is logged."""
     assert inline(lambda: 1, upon_finish=lambda: 1 / 0) == 1
     assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["inline", "submit", "__call__"])
-def test_a_rank_starts_no_ranks(how):
-    """Not even when it is played here: the message names the function to call instead."""
+def test_a_launch_within_an_inline_rank_raises(how):
+    """LaunchError names the function to call instead."""
 
     @wrapper(alone())
     def inner():
@@ -242,7 +242,7 @@ def test_a_rank_starts_no_ranks(how):
 
 
 def test_a_method_runs_inline_on_its_own_object():
-    """Not on a copy: what it changes is changed."""
+    """A method changes the caller's object, not a copy."""
 
     class Trainer:
         steps = 0
@@ -257,7 +257,7 @@ def test_a_method_runs_inline_on_its_own_object():
     assert trainer.steps == 3
 
 
-def test_modes_of_the_caller_are_in_force():
-    """As in any plain call."""
+def test_torch_modes_of_the_caller_apply():
+    """`no_grad` and autocast around the call apply in the function."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert inline(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))) == (False, True)

@@ -1,7 +1,7 @@
-"""Promise 4: two Ctrl-C in a row, at any moment of a launch's start, leave no process behind and hang nothing.
+"""Promise 4: two Ctrl-C during the start of a launch leave no process behind and cause no hang.
 
-A moment is a call or return within parawrap. A profile function counts them and sends the first SIGINT at one of them, so
-that no moment is too short to be hit; the second one follows after GAP_S.
+A moment is a call or return within parawrap. A profile function counts the moments and sends the first SIGINT at a chosen
+moment, so even very short moments are tested. The second SIGINT follows after GAP_S seconds.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ class Moments:
     '''A profile function that counts moments, and sends SIGINT at one of them.'''
 
     def __init__(self, at=None):
-        self.at, self.count, self.seen = at, 0, {}
+        self.at, self.count, self.last_count = at, 0, {}
 
     def __call__(self, frame, event, _):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return
         self.count += 1
         place = (os.path.basename(frame.f_code.co_filename), frame.f_lineno, event)
-        self.seen[place] = self.count  # the last time that the place is passed
+        self.last_count[place] = self.count
         if self.count == self.at:
             signal.setitimer(signal.ITIMER_REAL, GAP_S)
             os.kill(os.getpid(), signal.SIGINT)
 
 def moments():
-    '''A moment and its place for each place in the code that the start of a launch passes, the last one first.'''
-    returns()  # the warm process is there
+    '''Return a moment for each place in the code that the start of a launch passes, latest first.'''
+    returns()  # starts the warm process
     counted = Moments()
     sys.setprofile(counted)
     launch = launchable.submit()
     sys.setprofile(None)
     launch.cancel()
-    return sorted(((count, place) for place, count in counted.seen.items()), reverse=True)
+    return sorted(((count, place) for place, count in counted.last_count.items()), reverse=True)
 
 def interrupt(at):
-    '''Launch, with two Ctrl-C from this moment on.'''
+    '''Launch with two Ctrl-C, the first at this moment.'''
     sys.setprofile(Moments(at))
     try:
         launchable()
@@ -62,7 +62,7 @@ def interrupt(at):
         sys.setprofile(None)
 
 def interrupt_first_launch(delay_s):
-    '''Launch where no warm process is, with two Ctrl-C from so many seconds on.'''
+    '''Launch without a warm process, with two Ctrl-C, the first after `delay_s` seconds.'''
     def first(*_):
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, GAP_S)
@@ -72,15 +72,15 @@ def interrupt_first_launch(delay_s):
     launchable()
 
 def bounded(step, began):
-    '''True if `step` returns something true within BOUND_S of `began`.'''
-    while not (is_so := step()) and time.monotonic() < began + BOUND_S:
+    '''Return the value of `step()` once it is true, or its last value after BOUND_S seconds.'''
+    while not (value := step()) and time.monotonic() < began + BOUND_S:
         time.sleep(0.01)
-    return is_so
+    return value
 """
 
-GOES_ON = """
-def nobody_runs():
-    '''True if no process runs below this one but for one warm process.'''
+CONTINUES = """
+def only_the_warm_process_runs():
+    '''True if this process has no running descendant except one warm process.'''
     others = psutil.Process().children(recursive=True)
     with contextlib.suppress(psutil.NoSuchProcess):
         running = [each for each in others if each.status() != psutil.STATUS_ZOMBIE]
@@ -88,7 +88,7 @@ def nobody_runs():
         return len(running) == len(warm) <= 1
     return False
 
-told, kept = [], []
+reports, kept = [], []
 for at, place in moments()[::5][:int(sys.argv[1])]:
     faulthandler.dump_traceback_later(4 * BOUND_S, exit=True)
     began = time.monotonic()
@@ -97,24 +97,24 @@ for at, place in moments()[::5][:int(sys.argv[1])]:
             interrupt(at)
         except KeyboardInterrupt as error:
             kept.append(error)
-        time.sleep(2 * GAP_S)  # the second one comes here, if it has not come yet
+        time.sleep(2 * GAP_S)  # the second Ctrl-C arrives here at the latest
     except KeyboardInterrupt as error:
         kept.append(error)
     seconds = time.monotonic() - began
-    is_over = bounded(nobody_runs, began)
+    is_over = bounded(only_the_warm_process_runs, began)
     began = time.monotonic()
     results = list(returns())
     seconds = max(seconds, time.monotonic() - began)
-    told.append({"place": place, "seconds": seconds, "is_over": is_over, "next": results})
+    reports.append({"place": place, "seconds": seconds, "is_over": is_over, "next": results})
     if seconds > BOUND_S or not is_over or results != [1, 1]:
         break
-print(json.dumps(told), flush=True)
-faulthandler.dump_traceback_later(2 * BOUND_S, exit=True)  # and the interpreter ends
+print(json.dumps(reports), flush=True)
+faulthandler.dump_traceback_later(2 * BOUND_S, exit=True)  # fail if the interpreter does not exit
 """
 
 EXITS = """
 def survivors(mark):
-    '''The processes that were started with this mark in their environment.'''
+    '''Return the processes that have this mark in their environment.'''
     found = []
     for each in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
@@ -127,7 +127,7 @@ scripts = {}
 for index in (2, 5, 9, 13, None):
     reader, writer = os.pipe()
     pid = os.fork()
-    if pid == 0:  # a script that ends with the exception
+    if pid == 0:  # a script that ends with KeyboardInterrupt
         os.environ["PARAWRAP_TEST_MARK"] = str(os.getpid())
         os.close(opener)
         at, place = (None, "first launch") if index is None else moments()[index]
@@ -140,30 +140,30 @@ for index in (2, 5, 9, 13, None):
     scripts[pid] = reader
 
 places = {pid: json.loads(pathlib.Path(f"/proc/self/fd/{reader}").read_bytes()) for pid, reader in scripts.items()}
-os.close(opener)  # all are ready
-began, told = time.monotonic(), []
+os.close(opener)  # starts all scripts at once
+began, reports = time.monotonic(), []
 for pid, place in places.items():
     has_ended = bounded(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), began)
     is_over = bounded(lambda: not survivors(str(pid)), began)
-    told.append({"place": place, "has_ended": has_ended, "is_over": is_over})
+    reports.append({"place": place, "has_ended": has_ended, "is_over": is_over})
     for each in survivors(str(pid)):
         each.kill()
     if not has_ended:
         os.kill(pid, signal.SIGKILL)
-print(json.dumps(told))
+print(json.dumps(reports))
 """
 
 
-def test_a_script_that_catches_two_interrupts_goes_on(tmp_path):
-    """Its ranks end though the exceptions are kept, the next launch works, and the interpreter ends."""
-    for told in json.loads(run_script(tmp_path, SCRIPT + GOES_ON, ROUNDS)):
-        assert told["is_over"], told
-        assert told["seconds"] < 8.5, told
-        assert told["next"] == [1, 1]
+def test_a_script_that_catches_two_interrupts_can_launch_again(tmp_path):
+    """The ranks end although the script keeps the exceptions, the next launch works, and the interpreter exits."""
+    for report in json.loads(run_script(tmp_path, SCRIPT + CONTINUES, ROUNDS)):
+        assert report["is_over"], report
+        assert report["seconds"] < 8.5, report
+        assert report["next"] == [1, 1]
 
 
 def test_a_script_that_is_interrupted_twice_ends_soon(tmp_path):
-    """The second Ctrl-C may come while the interpreter ends: no process of the launch survives."""
-    for told in json.loads(run_script(tmp_path, SCRIPT + EXITS)):
-        assert told["has_ended"], told
-        assert told["is_over"], told
+    """Even if the second Ctrl-C arrives while the interpreter exits, no process of the launch survives."""
+    for report in json.loads(run_script(tmp_path, SCRIPT + EXITS)):
+        assert report["has_ended"], report
+        assert report["is_over"], report

@@ -1,4 +1,4 @@
-"""The folder of a launch on a cluster, its journal, and the send queue of a line: all data arrives once and in order."""
+"""The launch folder on a cluster, its journal, and the send queue: all data arrives once and in order."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
-def test_a_launch_has_a_folder_of_its_own(folder):
-    """Other users may not enter it, launches of the same name have different ones, and it is removed as a whole."""
+def test_each_launch_has_a_private_folder(folder):
+    """Other users cannot enter a launch folder, equal names give different folders, and `remove` removes the folder."""
     (other,) = Folder.new("my job", 1)
     assert other.path != folder.path
     assert folder.path.parent.name.startswith("my-job-")
@@ -48,29 +48,29 @@ def test_a_launch_has_a_folder_of_its_own(folder):
     assert other.path.exists()
 
 
-def test_the_launches_of_an_array_share_what_the_last_one_removes(folder):
-    """Each has its own folder, and their tasks' logs stay until no launch is left."""
+def test_the_last_launch_of_an_array_removes_the_shared_logs(folder):
+    """Each launch of an array has its own folder; the task logs stay until the last launch is removed."""
     first, second = Folder.new("array", 2)
     assert first.submitit == second.submitit
     first.submitit.mkdir()
     for number in ("7_1", "7_11"):
-        (first.submitit / f"{number}_0_log.err").write_text(f"said by {number}")
+        (first.submitit / f"{number}_0_log.err").write_text(f"output of {number}")
     first.remove()
-    assert _batch.log_ends(second, "7_1", 100) == "7_1_0_log.err:\nsaid by 7_1"
+    assert _batch.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
     second.remove()
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
-def test_a_folder_that_cannot_be_made_raises_with_advice(tmp_path, monkeypatch):
-    """The message names the folder and the variable that sets another."""
+def test_an_unwritable_folder_raises(tmp_path, monkeypatch):
+    """LaunchError names the folder and the variable that selects another folder."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(tmp_path / "file"))
     with pytest.raises(LaunchError, match=r"file cannot be written to: .*PARAWRAP_LAUNCH_DIR"):
         Folder.new("job", 1)
 
 
-def test_folders_that_cannot_all_be_made_are_removed(folder, monkeypatch):
-    """A file system that is full in the middle of an array keeps none of its folders."""
+def test_a_failed_array_leaves_no_folders(folder, monkeypatch):
+    """If the disk is full before all folders of an array exist, all of them are removed."""
     mkdir = Path.mkdir
 
     def full(self, **options):
@@ -84,8 +84,8 @@ def test_folders_that_cannot_all_be_made_are_removed(folder, monkeypatch):
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
 
-def test_what_is_written_is_read(folder):
-    """The plan, requests, signs of life, addresses, troubles, and counts have their last values."""
+def test_folder_contents_are_read_as_written(folder):
+    """The plan, requests, signs of life, addresses, troubles, and counts have the last written values."""
     plan = Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0)
     folder.write_plan(plan)
     assert folder.read_plan() == plan
@@ -110,18 +110,18 @@ def test_what_is_written_is_read(folder):
     assert not folder.was_preempted(1)
 
 
-def reads(folder):
-    """Every function that unpickles something from a folder."""
+def unpickling_functions(folder):
+    """Return every function that unpickles from a launch folder."""
     Journal(folder.journal(0)).close()
     folder.write_plan(Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0))
     parcel = Parcel(packed(1, "result", "it")).put(folder.parcel(0, 0))
     return [folder.read_plan, JournalReader(folder.journal(0)).new_entries, parcel.open]
 
 
-def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
-    """Another user could have put a pickle there."""
+def test_nothing_is_unpickled_from_a_folder_that_others_can_write(folder):
+    """If other users can write to the folder, reading raises LaunchError, because they could have written a pickle."""
     for mode in (0o770, 0o702):
-        for read in reads(folder):
+        for read in unpickling_functions(folder):
             folder.path.chmod(mode)
             with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
                 read()
@@ -129,9 +129,9 @@ def test_nothing_is_loaded_from_a_folder_that_others_may_write_to(folder):
 
 
 @pytest.mark.parametrize("replaced_by", ["another user's folder", "a link"])
-def test_nothing_is_loaded_from_a_folder_that_took_its_place(replaced_by, folder, monkeypatch, tmp_path):
-    """A user who may rename the launch folder could have put another one in its place."""
-    for read in reads(folder):
+def test_nothing_is_unpickled_from_a_replaced_folder(replaced_by, folder, monkeypatch, tmp_path):
+    """Reading raises if another user's folder or a link has replaced the launch folder."""
+    for read in unpickling_functions(folder):
         if replaced_by == "a link":
             folder.path.rename(tmp_path / "moved")
             folder.path.symlink_to(tmp_path / "moved")
@@ -146,8 +146,8 @@ def test_nothing_is_loaded_from_a_folder_that_took_its_place(replaced_by, folder
                     read()
 
 
-def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
-    """It would unpickle files from there."""
+def test_submitit_does_not_run_in_a_folder_that_others_can_write(folder):
+    """The job exits before submitit unpickles files from such a folder."""
     command = [*shlex.split(_batch._python()), "-c", "print('ran')", str(folder.submitit)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
     folder.submitit.parent.chmod(0o777)
@@ -156,8 +156,8 @@ def test_submitit_is_not_run_in_a_folder_that_others_may_write_to(folder):
     assert refused.stderr == f"other users may write to {folder.submitit.parent}\n"
 
 
-def test_a_journal_is_read_while_it_is_written(tmp_path):
-    """Each entry is read once and in order; after close, all of them are there."""
+def test_a_journal_can_be_read_while_it_is_written(tmp_path):
+    """Each entry is read once and in order; after `close`, all entries can be read."""
     path = tmp_path / "journal"
     journal, reader = Journal(path), JournalReader(path)
     for number in range(2000):
@@ -170,8 +170,8 @@ def test_a_journal_is_read_while_it_is_written(tmp_path):
     assert all(len(entry[2]) == entry[1] % 700 for entry in read)
 
 
-def test_half_an_entry_is_not_read(tmp_path):
-    """An entry is read once it is complete."""
+def test_an_incomplete_entry_is_not_read(tmp_path):
+    """A reader returns an entry only once the entry is complete."""
     journal = Journal(tmp_path / "whole")
     journal.add("first")
     journal.add("second", b"y" * 1000)
@@ -186,8 +186,8 @@ def test_half_an_entry_is_not_read(tmp_path):
     assert seen == [("first",), ("second", b"y" * 1000)]
 
 
-def test_a_journal_that_cannot_be_written_says_so(tmp_path, monkeypatch):
-    """The next `add` raises, and `close` returns."""
+def test_a_full_disk_makes_the_journal_raise(tmp_path, monkeypatch):
+    """After a failed write, the next `add` raises LaunchError, and `close` returns."""
 
     def full(_file):
         raise OSError(28, "No space left on device")
@@ -196,32 +196,32 @@ def test_a_journal_that_cannot_be_written_says_so(tmp_path, monkeypatch):
     journal = Journal(tmp_path / "journal")
     journal.add("first")
 
-    def added():
+    def error_of_add():
         try:
             journal.add("more")
         except LaunchError as error:
             return str(error)
         return None
 
-    assert "cannot be written: [Errno 28]" in eventually(added, "the error")
+    assert "cannot be written: [Errno 28]" in eventually(error_of_add, "the error")
     journal.close()
 
 
-def test_a_journal_that_cannot_be_created_raises_at_once(tmp_path):
-    """Its constructor raises."""
+def test_a_journal_in_a_missing_folder_raises(tmp_path):
+    """The constructor raises FileNotFoundError."""
     with pytest.raises(FileNotFoundError):
         Journal(tmp_path / "nowhere" / "journal")
 
 
-def test_two_threads_may_write_the_same_request(folder):
-    """Any number of threads may make the same request at once."""
-    asking = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
+def test_several_threads_can_write_the_same_request(folder):
+    """Four threads that write the same request at once get no errors."""
+    threads = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
     errors = []
     hook, threading.excepthook = threading.excepthook, errors.append
     try:
-        for thread in asking:
+        for thread in threads:
             thread.start()
-        for thread in asking:
+        for thread in threads:
             thread.join()
     finally:
         threading.excepthook = hook
@@ -230,7 +230,7 @@ def test_two_threads_may_write_the_same_request(folder):
 
 
 def test_output_and_log_records_go_into_the_journal(tmp_path):
-    """Entries have the rank, the stream, and the level; the end of the output is kept for last words."""
+    """Entries have the rank, stream, and log level; `last_words` returns the end of the output."""
     journal = Journal(tmp_path / "journal")
     record, handler = JournalRecord(journal, 3), LogsIntoJournal(journal)
     record.write(1, b"one\n")
@@ -247,8 +247,8 @@ def test_output_and_log_records_go_into_the_journal(tmp_path):
     ]
 
 
-def test_a_parcel_in_a_file_outlives_the_file_once_it_is_open(tmp_path):
-    """An opened value does not need the file any more."""
+def test_an_opened_parcel_outlives_its_file(tmp_path):
+    """A value that was read from a parcel stays valid after the file is removed."""
     parcel = Parcel(packed(torch.ones(1 << 20), "result", "it")).put(tmp_path / "parcel")
     assert parcel.put(tmp_path / "elsewhere") is parcel
     value = parcel.open()
@@ -263,29 +263,29 @@ def line():
         yield here, there
 
 
-def test_no_more_is_sent_than_the_other_end_reads(line):
-    """A message with a size waits for room, later messages wait behind it, and all arrive in the end."""
+def test_the_send_queue_limits_unread_bytes(line):
+    """A message with a size waits for room, later messages wait behind it, and all messages arrive."""
     here, there = line
     queue = SendQueue(here)
     for number in range(40):
         queue.send("output", (0, 1, bytes([number]) * 16384), 16384)
     queue.send("end", (0, 0))
     assert queue.is_full
-    come = []
-    while len(come) < 41:
+    received = []
+    while len(received) < 41:
         read = 0
         while is_readable(there, 0):
-            come.append(there.receive())
+            received.append(there.receive())
             read += 16384
         assert 0 < read <= 10 * 16384
         queue.acknowledge(read)
-    assert [message.body[2][0] for message in come[:40]] == list(range(40))
-    assert come[40].word == "end"
+    assert [message.body[2][0] for message in received[:40]] == list(range(40))
+    assert received[40].word == "end"
     assert not queue.is_full
 
 
-def test_a_file_goes_in_pieces_before_its_word(line):
-    """So does an empty file."""
+def test_a_file_is_sent_in_pieces_before_the_next_message(line):
+    """Files of any size, including 0, arrive complete before the message that follows them."""
     here, there = line
     queue = SendQueue(here)
     for size in (0, 1, 65536, 300_000):
@@ -302,8 +302,8 @@ def test_a_file_goes_in_pieces_before_its_word(line):
         assert (got, message.word) == (data, "word")
 
 
-def test_a_queue_to_a_closed_line_drops_its_messages(line):
-    """The queue is broken, its files are closed, and later messages are dropped."""
+def test_a_queue_on_a_closed_connection_drops_messages(line):
+    """The queue is broken, closes its files, and drops later messages."""
     here, there = line
     queue = SendQueue(here)
     there.close()

@@ -1,4 +1,4 @@
-"""Too few descriptors, processes, or threads: a launch gives its results, or its error names the limit and its value."""
+"""Launches with few free descriptors, processes, or threads return results or name the limit and its value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(size):
 platform = Platform(device="cpu", n_cpus=3, ipc_protocol="file", verbose=False, timeout_min=0.2, grace_s=1)
 launchable = wrapper(platform)(make)
 
-def ending(size):
+def outcome_of(size):
     began = time.monotonic()
     try:
         results = launchable(size)
@@ -34,16 +34,16 @@ def ending(size):
         return {"error": text, "seconds": time.monotonic() - began}
     return {"results": [float(each.sum()) / size for each in results]}
 
-def endings(size):
-    told = [ending(size)]  # starts the warm process, and imports what is imported late
-    for limit in rooms():
-        told.append(ending(size) | {"limit": limit})
-    return told
+def outcomes(size):
+    found = [outcome_of(size)]  # starts the warm process and runs late imports
+    for limit in limits():
+        found.append(outcome_of(size) | {"limit": limit})
+    return found
 """
 
 FILES = """
-def rooms():
-    '''Leave 1, 3, 5, and so on descriptors free; then enough of them.'''
+def limits():
+    '''Leave 1, 3, 5, and so on descriptors free, and finally enough.'''
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = 200
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
@@ -62,8 +62,8 @@ def rooms():
 """
 
 PROCESSES = """
-def rooms():
-    '''Leave room for 0, 1, 2, and so on more processes and threads; then for enough.'''
+def limits():
+    '''Allow 0, 1, 2, and so on more processes and threads, and finally enough.'''
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     for free in (*range(8), 1000):
         limit = running() + free
@@ -71,12 +71,12 @@ def rooms():
         yield limit
 
 def running():
-    '''The processes and threads of this user.'''
+    '''Return the number of processes and threads of this user.'''
     found = 0
     for path in pathlib.Path("/proc").glob("[0-9]*/status"):
         try:
             lines = dict(line.split(":", 1) for line in path.read_text().splitlines() if ":" in line)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         found += int(lines["Threads"]) if int(lines["Uid"].split()[0]) == os.getuid() else 0
     return found
@@ -84,26 +84,26 @@ def running():
 
 
 def another_user():
-    """The command that starts a program as an unused user, where this one is root, whom no limit of processes binds."""
-    rights = "-all,+dac_override"  # it is to read the interpreter and the folders of this user
+    """Return a command prefix that runs a program as an unused user, because root has no process limit."""
+    rights = "-all,+dac_override"  # lets the user read the interpreter and the folders of this user
     options = ["--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     return [] if os.getuid() else ["setpriv", "--reuid", str(60_000 + os.getpid() % 5_000), *options]
 
 
 @pytest.mark.parametrize(
-    ("rooms", "limit"), [(FILES, "RLIMIT_NOFILE"), (PROCESSES, "RLIMIT_NPROC")], ids=["descriptors", "processes"]
+    ("limits", "name"), [(FILES, "RLIMIT_NOFILE"), (PROCESSES, "RLIMIT_NPROC")], ids=["descriptors", "processes"]
 )
-def test_a_parent_that_may_have_too_few_names_the_limit(rooms, limit, tmp_path):
-    """However few are left, a launch gives all results, or soon raises an error that names the limit and its value."""
-    text = SCRIPT + rooms + "\nprint(json.dumps(endings(1 << 18)))\n"
-    options = {"prefix": another_user(), "env": os.environ | {"OMP_NUM_THREADS": "1"}} if rooms == PROCESSES else {}
+def test_a_parent_at_its_limit_names_the_limit(limits, name, tmp_path):
+    """With any number left, a launch returns all results, or soon raises an error with the limit and its value."""
+    text = SCRIPT + limits + "\nprint(json.dumps(outcomes(1 << 18)))\n"
+    options = {"prefix": another_user(), "env": os.environ | {"OMP_NUM_THREADS": "1"}} if limits == PROCESSES else {}
     first, *others = json.loads(run_script(tmp_path, text, **options))
     assert first["results"] == others[-1]["results"] == [0.0, 1.0, 2.0]
     failed = [each for each in others if "results" not in each]
     assert failed
     for each in failed:
         assert "returned nothing" not in each["error"]
-        assert limit in each["error"], each
+        assert name in each["error"], each
         assert str(each["limit"]) in each["error"], each
         assert each["seconds"] < 10
 
@@ -112,9 +112,9 @@ def test_a_parent_that_may_have_too_few_names_the_limit(rooms, limit, tmp_path):
 
 
 def exhausting(then):
-    """A function that takes every descriptor that its rank may have, and ends in this way."""
+    """Return a function that uses up its rank's descriptors and then ends in the given way."""
 
-    def takes_all(limit):
+    def use_all_descriptors(limit):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         try:
@@ -126,13 +126,13 @@ def exhausting(then):
             raise KeyError("the user's")
         return torch.ones(1 << 18) if then == "returns a tensor" else "small"
 
-    return takes_all
+    return use_all_descriptors
 
 
 @pytest.mark.parametrize("then", ["returns", "returns a tensor", "raises"])
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
-def test_a_rank_that_has_used_up_its_descriptors_is_understood(method, then):
-    """Its result or exception arrives, or the error names RLIMIT_NOFILE: not a rank that returned nothing."""
+def test_a_rank_without_free_descriptors_is_reported(method, then):
+    """The result or exception arrives, or the error names RLIMIT_NOFILE; it never says "returned nothing"."""
     limit = 150
     arrived = {"returns": ("small",), "returns a tensor": (1 << 18,), "raises": "the user's"}[then]
     try:

@@ -1,4 +1,4 @@
-"""A loader that shuffles gives every rank the same rows: parawrap warns once, and names the helper."""
+"""parawrap warns once if a plain shuffling loader in a rank would give every rank the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS = TensorDataset(torch.arange(8))
 
 
 def warned(*loaders):
-    """The warnings that are shown while each loader is iterated, one list per loader."""
+    """Iterate each loader and return the warnings, one list per loader."""
     found = []
     for loader in loaders:
         with warnings.catch_warnings(record=True) as caught:
@@ -25,17 +25,17 @@ def warned(*loaders):
     return found
 
 
-def raw(rows):
-    """A loader as in a script for one process."""
+def plain_loader(rows):
+    """Return a loader as in a single-process script."""
     return DataLoader(rows, batch_size=2, shuffle=True)
 
 
-def test_a_raw_loader_that_shuffles_is_named_once_in_each_rank():
-    """UserWarning names functional.shard_loader, at the user's line; a second pass and a second loader add none."""
+def test_a_shuffling_loader_warns_once_per_rank():
+    """UserWarning names functional.shard_loader and points to the user's file; later passes and loaders do not warn."""
 
     def iterates(rows):
-        first = raw(rows)
-        return warned(first, first, raw(rows))
+        first = plain_loader(rows)
+        return warned(first, first, plain_loader(rows))
 
     for first, *others in wrapper(ranks())(iterates)(ROWS):
         ((category, message, file),) = first
@@ -45,8 +45,8 @@ def test_a_raw_loader_that_shuffles_is_named_once_in_each_rank():
         assert others == [[], []]
 
 
-def test_loaders_that_are_right_in_a_rank_do_not_warn():
-    """A sampler of the rank's own, and a loader in the order of its rows, are what they seem."""
+def test_loaders_without_shuffling_do_not_warn():
+    """A DistributedSampler and a loader without shuffling do not warn."""
 
     def iterates(rows):
         rank = current_rank()
@@ -61,11 +61,11 @@ def test_loaders_that_are_right_in_a_rank_do_not_warn():
 
 
 @pytest.mark.parametrize("call", ["one rank", "inline", "plain"])
-def test_a_loader_that_shuffles_outside_a_world_does_not_warn(call):
-    """One rank, an inline run, and the script itself see all rows once."""
+def test_a_shuffling_loader_outside_a_world_does_not_warn(call):
+    """A single rank, an inline run, and the script itself use all rows, so they do not warn."""
 
     def iterates(rows):
-        return warned(raw(rows))
+        return warned(plain_loader(rows))
 
     launchable = wrapper(ranks(1))(iterates)
     call = {"one rank": launchable, "inline": launchable.inline, "plain": lambda rows: (iterates(rows),)}[call]

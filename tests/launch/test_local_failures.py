@@ -35,10 +35,10 @@ from tests.launch.processes import (
     failure_of,
     is_gone,
     notes_of,
+    pids_in,
     ranks,
+    report_pid_function,
     running_scripts,
-    said_in,
-    say_function,
 )
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -266,12 +266,12 @@ def test_an_exception_that_cannot_be_sent_at_all_is_told_as_text():
 
 def test_what_the_other_ranks_met_is_noted(tmp_path):
     """With the failure of one comes a line on each other that failed by itself before it was ended."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def fails(folder):
         if current_rank().global_rank == 0:
             try:
-                say(folder)
+                report_pid(folder)
                 time.sleep(600)
             finally:
                 raise LookupError("while cleaning up")
@@ -523,16 +523,16 @@ def test_a_rank_that_goes_on_is_not_silent():
 
 def test_stacks_tell_what_a_running_launch_does(tmp_path):
     """Each running rank's threads, by global rank, beginning at the user's function; the launch goes on."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def waits(folder):
-        say(folder)
+        report_pid(folder)
         while not Path(folder, "go").exists():  # the user's line, this one or the next
             time.sleep(0.01)  # the user's line
         return current_rank().global_rank
 
     launch = wrapper(ranks())(waits).submit(tmp_path)
-    said_in(tmp_path, 2)
+    pids_in(tmp_path, 2)
     stacks = launch.stacks()
     (tmp_path / "go").touch()
     assert sorted(stacks) == [0, 1]
@@ -544,16 +544,16 @@ def test_stacks_tell_what_a_running_launch_does(tmp_path):
 
 def test_stacks_of_a_rank_that_cannot_answer_say_so(tmp_path):
     """A rank that lets no Python run is told as such, in bounded time, and does not keep the others from answering."""
-    say, hold = say_function(), blocking("hold_gil")
+    report_pid, hold = report_pid_function(), blocking("hold_gil")
 
     def holds(folder):
-        say(folder)
+        report_pid(folder)
         if current_rank().global_rank == 1:
             hold()
         time.sleep(600)
 
     launch = wrapper(ranks(grace_s=0.5))(holds).submit(tmp_path)
-    said_in(tmp_path, 2)
+    pids_in(tmp_path, 2)
     began = time.monotonic()
     stacks = launch.stacks()
     seconds = time.monotonic() - began
@@ -652,7 +652,7 @@ def test_a_result_that_cannot_be_unpacked_says_so():
 @pytest.mark.parametrize("how", ["sleep", "event", "lock", "child", "socket", "compute", "all_reduce"])
 def test_the_other_ranks_clean_up(how, tmp_path):
     """Told to end, a rank runs its ``finally`` blocks, and no ``except Exception`` gets in the way."""
-    blocked, say = blocking(how), say_function()
+    blocked, report_pid = blocking(how), report_pid_function()
 
     def fails(folder):
         if current_rank().global_rank == 1:
@@ -661,7 +661,7 @@ def test_the_other_ranks_clean_up(how, tmp_path):
             time.sleep(0.2)  # until the other rank is blocked
             raise ValueError
         try:
-            say(folder)
+            report_pid(folder)
             blocked()
         except Exception:
             if how != "all_reduce":
@@ -677,7 +677,7 @@ def test_the_other_ranks_clean_up(how, tmp_path):
 @pytest.mark.parametrize("how", ["stubborn", "deaf", "hold_gil", "stopped"])
 def test_a_rank_that_ignores_everything_is_killed(how, tmp_path):
     """After ``grace_s`` it goes the hard way, whether it catches everything, takes no signal, or is stopped."""
-    say, hold = say_function(), blocking("hold_gil")
+    report_pid, hold = report_pid_function(), blocking("hold_gil")
 
     def ignores(folder):
         if current_rank().global_rank == 1:
@@ -686,7 +686,7 @@ def test_a_rank_that_ignores_everything_is_killed(how, tmp_path):
             raise ValueError
         if how == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        say(folder)
+        report_pid(folder)
         while True:
             try:
                 if how == "hold_gil":
@@ -699,18 +699,18 @@ def test_a_rank_that_ignores_everything_is_killed(how, tmp_path):
 
     error, seconds = failure_of(ignores, tmp_path, platform=ranks(grace_s=0.5))
     assert type(error) is ValueError
-    assert_gone(said_in(tmp_path, 1))
+    assert_gone(pids_in(tmp_path, 1))
     assert seconds < SOON_S
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "dies", "cancelled"])
 def test_what_a_rank_started_ends_with_it(end, tmp_path):
     """A process that a rank leaves running does not outlive the launch, however the rank ends."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def starts(folder):
         process = subprocess.Popen(["sleep", "600"])
-        say(folder, process.pid)
+        report_pid(folder, process.pid)
         if end == "raises":
             raise ValueError
         if end == "dies":
@@ -719,7 +719,7 @@ def test_what_a_rank_started_ends_with_it(end, tmp_path):
             time.sleep(600)
 
     launch = wrapper(ranks())(starts).submit(tmp_path)
-    children = said_in(tmp_path, 2) if end == "cancelled" else None
+    children = pids_in(tmp_path, 2) if end == "cancelled" else None
     if end == "cancelled":
         launch.cancel()
     try:
@@ -797,16 +797,16 @@ def test_fork_is_refused_once_cuda_runs(monkeypatch):
 @pytest.mark.parametrize("how", ["sleep", "all_reduce", "hold_gil"])
 def test_cancel_ends_the_ranks_and_waits_for_them(how, tmp_path):
     """When it returns, no rank is left, the state says so, and the results are an error; again, it does nothing."""
-    say, blocked = say_function(), blocking(how)
+    report_pid, blocked = report_pid_function(), blocking(how)
 
     def waits(folder):
-        say(folder)
+        report_pid(folder)
         if current_rank().global_rank == 0 or how == "hold_gil":
             blocked()
         time.sleep(600)
 
     launch = wrapper(ranks(grace_s=0.5))(waits).submit(tmp_path)
-    pids = said_in(tmp_path, 2)
+    pids = pids_in(tmp_path, 2)
     assert (launch.state, launch.done()) == ("running", False)
     launch.cancel()
     assert all(map(is_gone, pids))
@@ -845,8 +845,8 @@ method, folder, how = sys.argv[1:]
 
 @wrapper(Platform(device="cpu", n_cpus=2, spawn_method=method, grace_s=1))
 def works():
-    say(folder, subprocess.Popen(["sleep", "600"]).pid)
-    say(folder)
+    report_pid(folder, subprocess.Popen(["sleep", "600"]).pid)
+    report_pid(folder)
     if current_rank().global_rank == 0:
         dist.all_reduce(torch.ones(1))
     if how == "hold_gil":
@@ -884,7 +884,7 @@ def parents(tmp_path_factory):
 def test_ctrl_c_ends_the_ranks_and_is_raised(who, parents):
     """KeyboardInterrupt comes out of the call once the ranks have cleaned up and gone; what they started goes too."""
     parent, folder = parents[who]
-    pids = said_in(folder, 4)
+    pids = pids_in(folder, 4)
     (os.killpg if who == "group" else os.kill)(parent.pid, signal.SIGINT)
     said, _ = parent.communicate(timeout=PATIENCE_S)
     assert said.splitlines() == ["[rank 1] cleaned up", "interrupted"]
@@ -896,7 +896,7 @@ def test_ctrl_c_ends_the_ranks_and_is_raised(who, parents):
 def test_nobody_survives_the_parent(case, parents):
     """Ranks and what they started are gone soon after the parent was killed, also a rank that lets no Python run."""
     parent, folder = parents[case]
-    pids = said_in(folder, 4)
+    pids = pids_in(folder, 4)
     family = {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
     assert family >= set(pids)
     os.kill(parent.pid, case[0])
@@ -912,7 +912,7 @@ def test_nobody_survives_the_parent(case, parents):
 def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(parents):
     """The parent's own end, with ranks still running, is not held up and leaves nobody."""
     parent, folder = parents["leaving"]
-    pids = said_in(folder, 4)
+    pids = pids_in(folder, 4)
     parent.communicate(timeout=PATIENCE_S)
     assert parent.returncode == 0
     assert_gone(pids)
@@ -920,14 +920,14 @@ def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(parents):
 
 def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tmp_path):
     """It is asked once, until it answers: a line that nobody reads fills up."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def stops(folder):
-        say(folder, os.getpid())
+        report_pid(folder, os.getpid())
         os.kill(os.getpid(), signal.SIGSTOP)
 
     launch = wrapper(ranks(1, grace_s=0.2))(stops).submit(tmp_path)
-    (pid,) = said_in(tmp_path, 1)
+    (pid,) = pids_in(tmp_path, 1)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
     for _ in range(1000):
         launch._run_of_ranks._loop.call_soon(launch._run_of_ranks._attempt._request_stacks)
@@ -938,11 +938,11 @@ def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tm
 
 def test_a_rank_that_died_before_another_raised_is_told(tmp_path):
     """The error names the rank that died first, itself or in a note."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def fails(folder):
         if current_rank().global_rank == 0:
-            say(folder)
+            report_pid(folder)
             os.kill(os.getpid(), signal.SIGKILL)
         while not list(Path(folder).glob("*.pid")):
             time.sleep(0.001)

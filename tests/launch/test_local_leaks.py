@@ -18,10 +18,10 @@ from tests.launch.processes import (
     assert_gone,
     eventually,
     is_gone,
+    pids_in,
     ranks,
     run_script,
     running_scripts,
-    said_in,
 )
 
 COUNT = int(os.environ.get("PARAWRAP_LAUNCHES", "80"))
@@ -179,7 +179,7 @@ method, folder, end = sys.argv[1:]
 
 @wrapper(Platform(device="cpu", n_cpus=2, spawn_method=method, grace_s=1))
 def waits():
-    say(folder)
+    report_pid(folder)
     while not os.path.exists(folder + "/go"):
         time.sleep(0.01)
     return 1
@@ -190,7 +190,7 @@ while len([name for name in os.listdir(folder) if name.endswith(".pid")]) < 2:
 if os.fork() == 0:
     if end == "exit":
         sys.exit()
-    say(folder)
+    report_pid(folder)
     time.sleep(600)
 if end == "exit":
     os.wait()
@@ -213,7 +213,7 @@ def forking(tmp_path_factory):
 def test_a_fork_of_the_parent_keeps_no_rank_alive(method, forking):
     """The parent forks while a launch runs, and is killed: its ranks end, though the fork lives on."""
     parent, place = forking[method, "kill"]
-    said_in(place, 3)
+    pids_in(place, 3)
     family = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
     forks = [pid for pid in family if (place / f"{pid}.pid").exists()]
     fork = max(forks, key=lambda pid: psutil.Process(pid).create_time())

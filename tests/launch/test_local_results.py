@@ -28,13 +28,13 @@ from tests.launch.processes import (
     PATIENCE_S,
     SOON_S,
     assert_gone,
-    below,
+    descendant_pids,
     eventually,
+    pids_in,
     ranks,
+    report_pid_function,
     run_script,
     running_scripts,
-    said_in,
-    say_function,
 )
 
 METHODS = ["forkserver", "spawn", "fork"]
@@ -387,16 +387,16 @@ def test_ranks_can_meet_in_a_file(groups, tmp_path, monkeypatch):
 @pytest.mark.parametrize("protocol", ["tcp", "file"])
 def test_nothing_listens_but_on_loopback(protocol, tmp_path):
     """Neither the parent nor a rank can be reached from another machine while a launch runs."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def waits(folder):
         dist.barrier()
-        say(folder)
+        report_pid(folder)
         while not Path(folder, "go").exists():
             time.sleep(0.01)
 
     launch = wrapper(ranks(ipc_protocol=protocol))(waits).submit(tmp_path)
-    processes = [psutil.Process(), *map(psutil.Process, said_in(tmp_path, 2))]
+    processes = [psutil.Process(), *map(psutil.Process, pids_in(tmp_path, 2))]
     listening = {
         (each.pid, connection.laddr.ip)
         for each in processes
@@ -683,7 +683,7 @@ def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
 
 def test_dry_run_starts_nothing():
     """It tells launcher, ranks, groups and size, finds what cannot be sent, and leaves no process."""
-    before = below()
+    before = descendant_pids()
     preview = wrapper(ranks(4, ipc_groups=[[0, 1], [2, 3]]))(lambda data: data).dry_run(torch.zeros(1 << 18))
     assert preview.launcher == "local"
     assert len(preview.ranks) == 4
@@ -691,7 +691,7 @@ def test_dry_run_starts_nothing():
     assert "[0, 1], [2, 3]" in str(preview)
     assert "in a new private folder" in str(preview)
     # The process that an earlier launch gave up before it had started may still come and go.
-    eventually(lambda: below() <= before, "no new process")
+    eventually(lambda: descendant_pids() <= before, "no new process")
     with pytest.raises(TypeError, match=r"args\[0\] cannot be sent"):
         wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
 
@@ -980,7 +980,7 @@ def many_descriptors():
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
     """With more than 1,024 descriptors in use, launches run, ranks are told to end, and what they forked is ended."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def fails(folder):
         if current_rank().global_rank == 1:
@@ -988,7 +988,7 @@ def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
             if pid == 0:
                 while True:
                     time.sleep(600)
-            say(folder, pid)
+            report_pid(folder, pid)
             os._exit(3)
         try:
             time.sleep(600)
@@ -1000,7 +1000,7 @@ def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
         with pytest.raises(LaunchError, match="rank 1 of 2 left with exit code 3"):
             wrapper(ranks(spawn_method=method))(fails)(tmp_path)
     assert (tmp_path / "cleaned").exists()
-    assert_gone(said_in(tmp_path, 1))
+    assert_gone(pids_in(tmp_path, 1))
 
 
 def test_a_platform_may_be_shared_by_threads_and_functions():

@@ -34,7 +34,7 @@ from parawrap.launch.watch._loop import Loop
 from parawrap.launch.watch._run import Run
 from parawrap.launch.watch._starters import starter_named
 from parawrap.launch.watch._transcript import Transcript
-from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, said_in, say_function
+from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, pids_in, report_pid_function
 
 LOOPBACK = "127.0.0.1"
 TOKEN = b"t" * 32
@@ -171,10 +171,10 @@ def test_an_exception_of_another_node_names_the_node():
 
 def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
     """The error names the first of them, all other ranks end, and the node ends its own ranks."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def waits():
-        say(tmp_path)
+        report_pid(tmp_path)
         threading.Event().wait()
 
     with nodes_for(waits, grace_s=0.5) as nodes:
@@ -183,7 +183,7 @@ def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
         watching = threading.Thread(target=lambda: endings.append(run.run()))
         endings = []
         watching.start()
-        pids = said_in(tmp_path, 4)
+        pids = pids_in(tmp_path, 4)
         nodes.wires[1][0]._socket.shutdown(socket.SHUT_RDWR)
         watching.join(PATIENCE_S)
         assert_gone(pids, PATIENCE_S)
@@ -193,10 +193,10 @@ def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
 
 def test_ranks_end_when_the_watching_process_hangs_up(tmp_path):
     """The agent ends its ranks, and kills those that do not end in time."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def stays():
-        say(tmp_path)
+        report_pid(tmp_path)
         while True:
             with suppress(BaseException):
                 threading.Event().wait()
@@ -204,7 +204,7 @@ def test_ranks_end_when_the_watching_process_hangs_up(tmp_path):
     with nodes_for(stays, grace_s=0.2) as nodes:
         run = nodes.run()
         run.begin()
-        pids = said_in(tmp_path, 4)
+        pids = pids_in(tmp_path, 4)
         run.close()
         assert_gone(pids, PATIENCE_S)
 
@@ -496,8 +496,8 @@ def test_own_addresses_are_those_of_interfaces():
 
 def test_no_process_outlives_a_launch_on_nodes(tmp_path):
     """The ranks have ended when the launch has."""
-    say = say_function()
+    report_pid = report_pid_function()
 
-    with nodes_for(lambda: say(tmp_path)) as nodes:
+    with nodes_for(lambda: report_pid(tmp_path)) as nodes:
         ended(nodes)
-    assert all(map(is_gone, said_in(tmp_path, 4)))
+    assert all(map(is_gone, pids_in(tmp_path, 4)))

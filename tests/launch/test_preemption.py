@@ -385,17 +385,17 @@ def world(tmp_path_factory):
 
 def test_a_signal_to_one_rank_of_a_world_preempts_all_at_the_same_turn(world):
     """Each of them turned at its own pace; they start anew in place, and finally blocks run."""
-    pids = [pid for pid, *_ in world["a_signal_to_one"]]
-    first, second = world["a_signal_to_one"][0][1]
+    pids = [pid for pid, *_ in world["a_signal_to_one_rank"]]
+    first, second = world["a_signal_to_one_rank"][0][1]
     assert first == (pids[0], 1, [first[2][0], True, "left"])
     assert second == (pids[1], 1, first[2])
     assert first[2][0] >= 2
-    assert world["a_signal_to_one"][1][1] == (first, second)
+    assert world["a_signal_to_one_rank"][1][1] == (first, second)
 
 
 def test_nothing_of_a_preemption_is_left_in_a_world(world):
     """Neither the thread that looks out for it, nor the handler of the signal."""
-    for _, _, has_own_handler, threads in world["a_signal_to_one"]:
+    for _, _, has_own_handler, threads in world["a_signal_to_one_rank"]:
         assert has_own_handler
         assert not [name for name in threads if name.startswith("parawrap")]
 
@@ -407,12 +407,12 @@ def test_a_rank_of_a_world_that_ended_early_holds_up_no_agreement(world):
 
 def test_a_failure_in_a_world_goes_before_a_requeue(world):
     """Every process raises it, also the one that asked to be started anew."""
-    assert world["a_failure_beside_a_requeue"] == ["ValueError('own')"] * 2
+    assert world["a_failure_during_a_requeue"] == ["ValueError('own')"] * 2
 
 
 def test_one_rank_of_a_world_that_leaves_has_all_started_anew(world):
     """The other one's collective breaks, which is no failure."""
-    assert world["a_rank_that_leaves_alone"] == [[(1, 2.0)] * 2] * 2
+    assert world["a_rank_that_requeues_alone"] == [[(1, 2.0)] * 2] * 2
 
 
 # --- the parts ---

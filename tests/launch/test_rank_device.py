@@ -1,4 +1,4 @@
-"""The device of a rank on a node that lacks what the platform asks for."""
+"""The device of a rank on a node without the requested device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parawrap.launch.ranks._setup import Place, set_up
 
 
 def test_a_node_without_cuda_is_named_with_what_to_install(monkeypatch):
-    """A GPU rank raises PlatformError where torch was built for CPUs: what the node lacks, and what to install."""
+    """A GPU rank on a node with a CPU build of torch raises PlatformError, which names CUDA and the package to install."""
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
@@ -18,7 +18,7 @@ def test_a_node_without_cuda_is_named_with_what_to_install(monkeypatch):
     place = Place(global_rank=0, local_rank=0, node=0, world_size=1, ranks_per_node=1)
     with pytest.raises(PlatformError) as caught:
         set_up(place, platform, None)
-    said = str(caught.value)
-    assert "CUDA" in said
-    assert "torch" in said
-    assert "install" in said
+    message = str(caught.value)
+    assert "CUDA" in message
+    assert "torch" in message
+    assert "install" in message

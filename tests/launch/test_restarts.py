@@ -1,4 +1,4 @@
-"""Restarts: the whole group is started anew when a rank fails, as often as the platform allows."""
+"""Restarts: if a rank fails, all ranks start again, at most `max_restarts` times."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from tests.launch.processes import PATIENCE_S, eventually
 
 
 def restarting(**fields):
-    """A platform of two ranks that are started anew once."""
+    """Return a platform of two ranks with `max_restarts=1`."""
     return Platform(**{"device": "cpu", "n_cpus": 2, "max_restarts": 1} | fields)
 
 
-@pytest.mark.parametrize(("spawn_method", "count"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])  # an interpreter each
-def test_a_group_that_fails_once_is_started_anew_and_returns(spawn_method, count):
-    """The second attempt has fresh process groups, and its rank says that it is a restart."""
+@pytest.mark.parametrize(
+    ("spawn_method", "count"), [("fork", 2), ("forkserver", 2), ("spawn", 1)]
+)  # spawn: each rank is a slow new interpreter
+def test_a_launch_that_fails_once_restarts_and_returns(spawn_method, count):
+    """The second attempt has new process groups, and its ranks read `restart == 1`."""
 
     @wrapper(restarting(n_cpus=count, spawn_method=spawn_method))
     def train():
@@ -40,8 +42,8 @@ def test_a_group_that_fails_once_is_started_anew_and_returns(spawn_method, count
     assert train() == ((1, float(count**2)),) * count
 
 
-def test_a_killed_rank_is_told_by_its_signal_when_no_restart_is_left():
-    """After the last attempt comes the error, with how the attempts before it ended as notes."""
+def test_a_killed_rank_raises_after_the_last_restart():
+    """RankDiedError has the signal of the last attempt and a note about each earlier attempt."""
 
     @wrapper(restarting())
     def train():
@@ -56,13 +58,13 @@ def test_a_killed_rank_is_told_by_its_signal_when_no_restart_is_left():
     assert any("attempt 0 failed: rank 1" in note for note in caught.value.__notes__)
 
 
-def test_what_all_attempts_wrote_is_in_the_logs(tmp_path):
-    """Logs, shown and in files, go on over restarts."""
+def test_logs_have_the_output_of_all_attempts(tmp_path):
+    """`launch.logs` and log files keep the output of earlier attempts."""
 
     @wrapper(restarting(console_logs=tmp_path / "logs", verbose=False))
     def train():
         print(f"attempt {current_rank().restart}", flush=True)
-        dist.barrier()  # a rank that fails ends the others, also before they have written
+        dist.barrier()  # a failing rank ends the others, so wait until they have written
         if current_rank().restart == 0:
             raise ValueError
 
@@ -73,8 +75,8 @@ def test_what_all_attempts_wrote_is_in_the_logs(tmp_path):
     assert (launch.log_folder / "rank-1.log").read_text() == launch.logs(1)
 
 
-def test_a_cancelled_launch_that_would_restart_leaves_nothing_behind(tmp_path, monkeypatch):
-    """Ranks are gone when cancel returns, and so is the folder they met in."""
+def test_cancel_of_a_restarting_launch_leaves_nothing_behind(tmp_path, monkeypatch):
+    """When `cancel` returns, the ranks have ended and their temporary folder is removed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     begun = tmp_path / "begun"
@@ -98,8 +100,8 @@ def test_a_cancelled_launch_that_would_restart_leaves_nothing_behind(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == ["begun"]
 
 
-def test_a_launch_that_is_cancelled_between_two_attempts_starts_none_anew(tmp_path):
-    """While ranks of a failed attempt are still cleaning up, cancel waits for them, and that is the end."""
+def test_cancel_between_two_attempts_prevents_the_restart(tmp_path):
+    """A cancel while ranks of a failed attempt clean up waits for these ranks and prevents the next attempt."""
 
     @wrapper(restarting(verbose=False, grace_s=PATIENCE_S))
     def train():
@@ -117,8 +119,8 @@ def test_a_launch_that_is_cancelled_between_two_attempts_starts_none_anew(tmp_pa
                 time.sleep(0.01)
 
     launch: Any = train.submit()
-    eventually((tmp_path / "cleaning").exists, "the end of the rank that is not at fault")
-    launch._request_cancel()  # which does not wait for the ranks, as `cancel` does
+    eventually((tmp_path / "cleaning").exists, "the clean-up of rank 1")
+    launch._request_cancel()  # unlike `cancel`, does not wait for the ranks
     (tmp_path / "cancelled").touch()
     launch.cancel()
     with pytest.raises(LaunchCancelledError):
@@ -127,8 +129,8 @@ def test_a_launch_that_is_cancelled_between_two_attempts_starts_none_anew(tmp_pa
     assert not (tmp_path / "begun-1-0").exists()
 
 
-def test_how_earlier_attempts_ended_is_told_with_the_last_failure():
-    """One note an attempt, in their order."""
+def test_the_last_failure_has_a_note_per_earlier_attempt():
+    """The notes list the failures of earlier attempts in order."""
 
     @wrapper(restarting(max_restarts=2, verbose=False))
     def train():
@@ -145,7 +147,7 @@ def test_how_earlier_attempts_ended_is_told_with_the_last_failure():
 
 
 def test_the_time_limit_spans_all_attempts():
-    """A group that would fail and be started anew for ever is ended when the time is up."""
+    """`timeout_min` also ends a launch that would fail and restart forever."""
 
     @wrapper(restarting(max_restarts=10**6, timeout_min=1 / 60, ipc_groups=None, verbose=False))
     def train():

@@ -1,4 +1,4 @@
-"""What is read from Slurm's commands; here they are scripts that answer as Slurm does."""
+"""Parsing of the output of Slurm commands. Scripts with fixed output replace the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUNNING = "JobId=9 ArrayJobId=7 ArrayTaskId=4 JobState=RUNNING Reason=None Resta
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Makes a command of Slurm answer with a text and an exit code, and note its arguments in a file of its name."""
+    """A function that replaces a Slurm command by a script and returns the file with the arguments of the last call."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def answer(command, text, code=0):
@@ -34,11 +34,11 @@ def slurm(tmp_path, monkeypatch):
     ],
     ids=["pending", "running"],
 )
-def test_the_state_of_a_job_is_that_of_its_record(text, state, slurm):
-    """An element of an array that is pending has the record of all pending ones."""
-    asked = slurm("scontrol", text)
+def test_job_state_is_parsed_from_its_record(text, state, slurm):
+    """A pending array element uses the shared record of all pending elements."""
+    arguments = slurm("scontrol", text)
     assert job_state("7_4") == state
-    assert asked.read_text() == "--oneliner show job 7_4\n"
+    assert arguments.read_text() == "--oneliner show job 7_4\n"
 
 
 @pytest.mark.parametrize("unknown", ["slurm_load_jobs error: Invalid job id specified", "Job 7_4 not found"])
@@ -46,8 +46,8 @@ def test_the_state_of_a_job_is_that_of_its_record(text, state, slurm):
     ("accounts", "code", "name"),
     [("Slurm accounting storage is disabled", 1, "FORGOTTEN"), ("", 0, "FORGOTTEN"), ("CANCELLED by 0", 0, "CANCELLED")],
 )
-def test_a_job_that_the_controller_has_forgotten_is_over(unknown, accounts, code, name, slurm):
-    """The accounts may still know it; a cluster without accounts knows nothing of it."""
+def test_a_job_unknown_to_the_controller_is_over(unknown, accounts, code, name, slurm):
+    """The state comes from `sacct`, or is FORGOTTEN if `sacct` has no record."""
     slurm("scontrol", unknown, 1)
     slurm("sacct", accounts, code)
     state = job_state("7_4")
@@ -55,8 +55,8 @@ def test_a_job_that_the_controller_has_forgotten_is_over(unknown, accounts, code
     assert state.is_over
 
 
-def test_a_controller_that_does_not_answer_says_nothing_of_a_job(slurm):
-    """The job may well run."""
+def test_without_an_answer_the_job_state_is_unknown(slurm):
+    """If the controller does not answer, the job does not count as over."""
     slurm("scontrol", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)", 1)
     state = job_state("7_4")
     assert state.name == "UNKNOWN"
@@ -64,14 +64,14 @@ def test_a_controller_that_does_not_answer_says_nothing_of_a_job(slurm):
 
 
 def test_an_element_of_an_array_is_requeued_alone(slurm, monkeypatch):
-    """The SLURM_JOB_ID of one of them is the number of the whole array."""
-    asked = slurm("scontrol", "")
+    """The requeue command names the element, because the SLURM_JOB_ID of one element is the number of the whole array."""
+    arguments = slurm("scontrol", "")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert requeue_job("7") is None
-    assert asked.read_text() == "requeue 7\n"
+    assert arguments.read_text() == "requeue 7\n"
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "9")
     assert requeue_job("7") is None
-    assert asked.read_text() == "requeue 7_9\n"
+    assert arguments.read_text() == "requeue 7_9\n"
     slurm("scontrol", "Requested operation is presently disabled", 1)
     assert requeue_job("7") == "Requested operation is presently disabled"

@@ -1,4 +1,4 @@
-"""Tracebacks from ranks show the source lines of functions that no file holds: notebook cells, doctests, exec."""
+"""Tracebacks from ranks show source lines of functions without a file: notebook cells, doctests, exec."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ def sleeper():
 
 @pytest.fixture
 def cells():
-    """The names that these cells define, as a notebook runs them: their source is in linecache, and in no file."""
-    place, names = {}, []
+    """The namespace of executed notebook cells. Their source is in linecache, not in a file."""
+    namespace, names = {}, []
     for number, source in enumerate((HELPER, FUNCTION, "import time", SLEEPER)):
         name = f"<ipython-input-{number}-of-test-source-lines>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
-        exec(compile(source, name, "exec"), place)
+        exec(compile(source, name, "exec"), namespace)
         names.append(name)
-    yield place
+    yield namespace
     for name in names:
         del linecache.cache[name]
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_lines_of_cells_stand_in_the_traceback_of_a_rank(method, cells):
-    """The note on an exception has each frame's line, also of a helper from another cell."""
+def test_a_traceback_shows_lines_of_notebook_cells(method, cells):
+    """The note on an exception has the source line of each frame, including a helper from another cell."""
     with pytest.raises(KeyError) as caught:
         wrapper(ranks(1, spawn_method=method))(cells["function"])("value")
     assert "return helper(value)  # the line of the second cell" in notes_of(caught.value)
     assert "raise KeyError(value)  # the line of the first cell" in notes_of(caught.value)
 
 
-def test_lines_of_cells_stand_in_stacks(cells):
-    """What ranks were doing when their time was up is told with its source line."""
+def test_stacks_show_lines_of_notebook_cells(cells):
+    """The stacks of LaunchTimeoutError have source lines."""
     with pytest.raises(LaunchTimeoutError) as caught:
         wrapper(ranks(1, hang_timeout_s=0.3))(cells["sleeper"]).submit().results(timeout=PATIENCE_S)
     assert "time.sleep(600)  # the line of the sleeper's cell" in caught.value.stacks[0]
 
 
-def test_lines_of_a_doctest_stand_in_the_traceback_of_a_rank():
-    """An example's source is known to doctest's linecache alone."""
+def test_a_traceback_shows_lines_of_a_doctest():
+    """The traceback has the source line of a doctest example, which only doctest's patched linecache has."""
     example = """
     >>> def function():
     ...     raise KeyError("x")  # the example's line
@@ -64,8 +64,8 @@ def test_lines_of_a_doctest_stand_in_the_traceback_of_a_rank():
     ... except KeyError as error:
     ...     notes = "".join(error.__notes__)
     """
-    place = {"launched": wrapper(ranks(1))}
-    test = doctest.DocTestParser().get_doctest(example, place, "example", None, None)
+    namespace = {"launched": wrapper(ranks(1))}
+    test = doctest.DocTestParser().get_doctest(example, namespace, "example", None, None)
     runner = doctest.DocTestRunner(verbose=False)
     assert runner.run(test, clear_globs=False).failed == 0
     assert 'raise KeyError("x")  # the example\'s line' in test.globs["notes"]

@@ -18,10 +18,10 @@ from tests.launch.processes import (
     assert_gone,
     is_gone,
     notes_of,
+    pids_in,
     ranks,
+    report_pid_function,
     running_scripts,
-    said_in,
-    say_function,
     warm_processes,
 )
 
@@ -55,10 +55,10 @@ def rescued(pid):
 
 def sleeping():
     """A function that says that its rank runs, and takes long."""
-    say = say_function()
+    report_pid = report_pid_function()
 
     def sleeps(folder):
-        say(folder)
+        report_pid(folder)
         time.sleep(600)
 
     return sleeps
@@ -106,7 +106,7 @@ def test_a_stopped_warm_process_keeps_no_launch_from_ending(moment, end, tmp_pat
     def submit(**limit):
         launch = wrapper(ranks(grace_s=0.3, **limit))(sleeps).submit(tmp_path)
         if not before:
-            said_in(tmp_path, 2)
+            pids_in(tmp_path, 2)
             os.kill(warm, signal.SIGSTOP)
         return launch
 
@@ -126,7 +126,7 @@ from parawrap import Platform, wrapper
 
 (warm,) = wrapper(Platform(device="cpu", n_cpus=1, verbose=False))(os.getppid)()
 os.kill(warm, signal.SIGSTOP)
-say(sys.argv[1], warm)
+report_pid(sys.argv[1], warm)
 time.sleep(600 if sys.argv[2] == "killed" else 0)
 """
 
@@ -143,7 +143,7 @@ def stopping(tmp_path_factory):
 def test_a_stopped_warm_process_does_not_survive_its_parent(end, stopping):
     """The interpreter's end is not held up, and the stopped process is gone after it, also if the parent was killed."""
     parent, folder = stopping[end]
-    (warm,) = said_in(folder, 1)
+    (warm,) = pids_in(folder, 1)
     try:
         if end == "killed":
             parent.kill()
