@@ -70,7 +70,7 @@ def a_signal_to_one_rank():
     signal.signal(signal.SIGUSR2, own_handler)
     saved = []
 
-    def turn():
+    def train():
         rank = current_rank()
         if rank.restart:
             return os.getpid(), rank.restart, saved
@@ -84,7 +84,7 @@ def a_signal_to_one_rank():
         finally:
             saved.append("left")
 
-    results = wrapper(CPU)(turn)()
+    results = wrapper(CPU)(train)()
     kept = signal.getsignal(signal.SIGUSR2) is own_handler
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     return os.getpid(), results, kept, [thread.name for thread in threading.enumerate()]
@@ -98,7 +98,7 @@ def own_handler(*_):
 def a_rank_that_ends_early():
     """Rank 0 returns early. Rank 1 is preempted alone, and both ranks start again."""
 
-    def turn():
+    def train():
         rank = current_rank()
         if rank.restart == 0 and rank.global_rank == 0:
             return TouchesFileWhenPickled("returned")
@@ -111,25 +111,25 @@ def a_rank_that_ends_early():
             rank.requeue()
         return "again"
 
-    return list(wrapper(CPU)(turn)())
+    return list(wrapper(CPU)(train)())
 
 
 @scenario
 def a_failure_during_a_requeue():
-    def turn():
+    def train():
         rank = current_rank()
         if rank.global_rank == 1:
             raise ValueError("own")
         rank.requeue()
 
-    return wrapper(CPU)(turn)()
+    return wrapper(CPU)(train)()
 
 
 @scenario
 def a_rank_that_requeues_alone():
     """Rank 0 requeues while rank 1 waits for it in a collective."""
 
-    def turn():
+    def train():
         rank = current_rank()
         if rank.restart == 0 and rank.global_rank == 0:
             rank.requeue()
@@ -137,7 +137,7 @@ def a_rank_that_requeues_alone():
         dist.all_reduce(value)
         return rank.restart, value.item()
 
-    return list(wrapper(CPU)(turn)())
+    return list(wrapper(CPU)(train)())
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def assert_gone(pids, patience_s=SOON_S):
 
 
 def warm_processes():
-    """Return the warm process of this process, from which ranks are forked, or no process before the first launch."""
+    """Return the warm process that forks this process's ranks, as a list; empty before the first launch."""
 
     def is_warm(process):
         try:

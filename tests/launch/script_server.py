@@ -1,6 +1,6 @@
 """Run scripts in forks of a process that has torch and parawrap loaded, because a new interpreter needs two seconds.
 
-Tests use `Scripts`, whose server process runs this file. A forked script behaves like ``python script.py``: it has its own
+Tests use `Scripts`; its server process runs this file. A forked script behaves like ``python script.py``: it has its own
 ``__main__``, an uncaught exception gives a traceback and exit code 1, and the interpreter exits as usual.
 """
 

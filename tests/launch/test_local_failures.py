@@ -1,4 +1,4 @@
-"""Promises 3 and 4: how launches fail, how soon, what they say, and that nobody survives them."""
+"""Promises 3 and 4: failed launches raise the right error soon, and no process survives them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WAITS = ["store", "sleep", "event", "lock", "child", "socket", "compute"]
 
 
 def blocking(how):
-    """A function that does not come back by itself in a rank that is alone with it."""
+    """Return a function that never returns if only one rank calls it."""
 
     def all_reduce():
         dist.all_reduce(torch.ones(3))
@@ -112,7 +112,7 @@ def blocking(how):
 @pytest.mark.parametrize("how", [*COLLECTIVES, *WAITS])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_exception_arrives_while_the_other_rank_is_blocked(how, failing):
-    """The type is the user's, a note has rank, place and the traceback from there, and nobody waits for the blocked one."""
+    """The exception keeps its type, and a note has rank, host, and traceback. The launch ends although a rank is stuck."""
     blocked = blocking(how)
 
     def fails():
@@ -146,7 +146,7 @@ def test_an_exception_arrives_however_ranks_start(method):
 
 
 def test_the_cause_of_an_exception_is_in_the_note():
-    """What it was raised from is told with the traceback."""
+    """The traceback in the note includes the exception's cause."""
 
     def fails():
         try:
@@ -161,7 +161,7 @@ def test_the_cause_of_an_exception_is_in_the_note():
 
 
 class Strict(Exception):
-    """Takes other arguments than it keeps, so that pickle cannot make it again."""
+    """An exception that pickle cannot rebuild: its arguments differ from its args."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"{code}: {detail}")
@@ -169,7 +169,7 @@ class Strict(Exception):
 
 
 class Locked(Exception):
-    """Holds what cannot be pickled."""
+    """An exception with an attribute that cannot be pickled."""
 
     def __init__(self, text):
         super().__init__(text)
@@ -177,7 +177,7 @@ class Locked(Exception):
 
 
 class Refusing(Exception):
-    """Fails when it is pickled."""
+    """An exception that raises when it is pickled."""
 
     def __reduce__(self):
         raise TypeError("never")
@@ -199,7 +199,7 @@ class Refusing(Exception):
     ids=["strict", "locked", "refusing", "group", "unicode", "os", "system", "interrupt", "stop"],
 )
 def test_exceptions_of_every_kind_keep_type_and_text(make, kept):
-    """One that pickle cannot carry is rebuilt: same class, same text, and the attributes that can be sent."""
+    """An exception that pickle cannot rebuild keeps its class, its text, and the attributes that can be sent."""
 
     def fails():
         raise make()
@@ -211,8 +211,8 @@ def test_exceptions_of_every_kind_keep_type_and_text(make, kept):
     assert "rank 0 of 1" in notes_of(error)
 
 
-def test_a_class_of_exception_that_travels_by_value_can_be_caught():
-    """A class that no module holds is the same class when it comes back."""
+def test_an_exception_of_a_local_class_can_be_caught():
+    """An exception of a class that is pickled by value has the same class in the parent."""
 
     class Local(Exception):
         pass
@@ -224,8 +224,8 @@ def test_a_class_of_exception_that_travels_by_value_can_be_caught():
     assert type(error) is Local
 
 
-def test_an_exception_that_cannot_be_made_again_keeps_type_and_text():
-    """Neither its ``__new__`` nor its ``__init__`` takes what it keeps."""
+def test_an_exception_that_cannot_be_rebuilt_keeps_type_and_text():
+    """Neither ``__new__`` nor ``__init__`` of the class accepts the exception's args."""
 
     def fails():
         class Unmakeable(Exception):
@@ -247,8 +247,8 @@ def test_an_exception_that_cannot_be_made_again_keeps_type_and_text():
     assert str(error) == "its text"
 
 
-def test_an_exception_that_cannot_be_sent_at_all_is_told_as_text():
-    """A class that only the rank has, and that cannot leave it, arrives as a LaunchError with its last line."""
+def test_an_unsendable_exception_becomes_a_launch_error():
+    """An exception of a class that cannot be pickled arrives as a LaunchError with its type and text."""
 
     def fails():
         held = threading.Lock()
@@ -264,8 +264,8 @@ def test_an_exception_that_cannot_be_sent_at_all_is_told_as_text():
     assert "rank 0 of 1" in notes_of(error)
 
 
-def test_what_the_other_ranks_met_is_noted(tmp_path):
-    """With the failure of one comes a line on each other that failed by itself before it was ended."""
+def test_failures_of_other_ranks_are_noted(tmp_path):
+    """The notes of the first failure list later failures of other ranks."""
     report_pid = report_pid_function()
 
     def fails(folder):
@@ -288,7 +288,7 @@ def test_what_the_other_ranks_met_is_noted(tmp_path):
 
 
 def dying(how):
-    """A function that ends its process in this way."""
+    """Return a function that ends its process in the given way."""
 
     def sigkill():
         os.kill(os.getpid(), signal.SIGKILL)
@@ -340,8 +340,8 @@ DEATHS = [
 
 
 @pytest.mark.parametrize(("how", "number", "code", "text"), DEATHS, ids=[each[0] for each in DEATHS])
-def test_a_rank_that_dies_is_named_with_how(how, number, code, text):
-    """RankDiedError has rank, signal and exit code, and says them, while another rank is blocked in a collective."""
+def test_a_dead_rank_raises_rank_died_error(how, number, code, text):
+    """RankDiedError has the rank, signal, and exit code, although another rank is blocked in a collective."""
     die = dying(how)
 
     def dies():
@@ -359,7 +359,7 @@ def test_a_rank_that_dies_is_named_with_how(how, number, code, text):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_killed_rank_is_named_however_ranks_start(method):
-    """Every spawn method tells the signal that killed a rank."""
+    """Every spawn method reports the signal that killed a rank."""
 
     def dies():
         dist.barrier()
@@ -373,8 +373,8 @@ def test_a_killed_rank_is_named_however_ranks_start(method):
     assert seconds < SOON_S
 
 
-def test_a_crash_in_c_comes_with_the_python_stack():
-    """What faulthandler wrote, and what the rank wrote before, are in the notes."""
+def test_a_crash_in_c_has_the_python_stack():
+    """The notes have faulthandler's stack and the last output of the rank."""
     crash = dying("sigsegv")
     error, _ = failure_of(crash, platform=ranks(1))
     assert "Fatal Python error: Segmentation fault" in notes_of(error)
@@ -382,8 +382,8 @@ def test_a_crash_in_c_comes_with_the_python_stack():
     assert "before the crash" in notes_of(error)
 
 
-def test_the_text_of_sys_exit_is_told():
-    """``sys.exit("text")`` is an error that has the text."""
+def test_the_text_of_sys_exit_is_in_the_error():
+    """``sys.exit("text")`` in a rank raises an error that contains the text."""
     error, _ = failure_of(dying("exit_text"), platform=ranks(1))
     assert "out of patience" in str(error) + notes_of(error)
 
@@ -392,8 +392,8 @@ def test_the_text_of_sys_exit_is_told():
 
 
 @pytest.mark.parametrize(("early", "how"), [(0, "all_reduce"), (1, "barrier"), (0, "recv")])
-def test_a_rank_that_returns_while_the_other_is_in_a_collective_is_an_error(early, how):
-    """The launch ends, and says which rank had returned and that every rank has to take part."""
+def test_a_rank_that_returns_before_a_collective_raises(early, how):
+    """The error names the rank that had returned and says that every rank has to take part."""
     blocked = blocking(how)
 
     def returns():
@@ -407,8 +407,8 @@ def test_a_rank_that_returns_while_the_other_is_in_a_collective_is_an_error(earl
     assert f"rank {early} had returned already: in a collective, every rank of the group has to take part" in str(error)
 
 
-def test_a_rank_that_waits_for_one_that_has_returned_is_told(monkeypatch):
-    """Where no connection breaks, the launch ends after a while, says who had returned, and what the others do."""
+def test_waiting_for_a_returned_rank_raises(monkeypatch):
+    """If no connection breaks, LaunchError names the returned rank and has the stack of the waiting rank."""
     monkeypatch.setattr("parawrap.launch.watch._launch.STUCK_S", 0.5)
     blocked = blocking("new_group")
 
@@ -424,8 +424,8 @@ def test_a_rank_that_waits_for_one_that_has_returned_is_told(monkeypatch):
     assert seconds < SOON_S
 
 
-def test_a_rank_may_wait_for_one_that_computes(monkeypatch):
-    """With a rank gone, another may wait for a third as long as that one is busy."""
+def test_a_rank_may_wait_for_a_busy_rank(monkeypatch):
+    """After one rank has returned, a second rank can wait for a third rank that is busy."""
     monkeypatch.setattr("parawrap.launch.watch._launch.STUCK_S", 0.3)
 
     def waits():
@@ -443,13 +443,13 @@ def test_a_rank_may_wait_for_one_that_computes(monkeypatch):
 
 
 def test_a_rank_may_return_long_before_the_others():
-    """Ranks that need one another no longer end when they like."""
+    """After the last collective, ranks can return at different times."""
 
     def returns():
         rank = current_rank().global_rank
         dist.barrier()
         if rank == 1:
-            time.sleep(1.5)  # longer than a rank that has returned stays
+            time.sleep(1.5)  # longer than a returned rank's process stays
         return rank
 
     assert wrapper(ranks())(returns)() == (0, 1)
@@ -468,8 +468,8 @@ def test_a_rank_may_return_long_before_the_others():
         ("timeout_min", 0.5 / 60, "compute"),
     ],
 )
-def test_time_that_is_up_ends_in_the_stacks_of_every_rank(field, limit, how):
-    """LaunchTimeoutError names the limit and has each rank's stack, or that the rank could not answer."""
+def test_a_time_limit_raises_with_the_stacks_of_every_rank(field, limit, how):
+    """LaunchTimeoutError names the limit and has a stack, or "no answer", for each rank."""
     blocked = blocking(how)
 
     def hangs():
@@ -486,8 +486,8 @@ def test_time_that_is_up_ends_in_the_stacks_of_every_rank(field, limit, how):
     assert seconds < SOON_S
 
 
-def test_a_rank_had_returned_when_time_was_up():
-    """Only ranks that ran have a stack; the others are named as ended."""
+def test_a_time_limit_after_a_rank_has_returned():
+    """LaunchTimeoutError has stacks of running ranks only; a note names the ranks that had ended."""
 
     def hangs():
         if current_rank().global_rank == 0:
@@ -499,10 +499,10 @@ def test_a_rank_had_returned_when_time_was_up():
     assert "these ranks had ended before: 1" in notes_of(error)
 
 
-def test_a_rank_that_goes_on_is_not_silent():
-    """Neither one that goes from step to step of a loop, nor one that writes, nor one that computes in Python, is ended."""
+def test_an_active_rank_is_not_silent():
+    """`hang_timeout_s` does not end a rank that loops, prints, or computes in Python."""
 
-    def goes_on(kind):
+    def stay_active(kind):
         end = time.monotonic() + 1.5
         while time.monotonic() < end:
             if kind == "computes":
@@ -512,7 +512,7 @@ def test_a_rank_that_goes_on_is_not_silent():
             time.sleep(0.05)
         return kind
 
-    launchable = wrapper(ranks(1, hang_timeout_s=0.6))(goes_on)
+    launchable = wrapper(ranks(1, hang_timeout_s=0.6))(stay_active)
     launches = {kind: launchable.submit(kind) for kind in ("steps", "prints", "computes")}
     for kind, launch in launches.items():
         assert launch.results(timeout=PATIENCE_S) == (kind,)
@@ -521,8 +521,8 @@ def test_a_rank_that_goes_on_is_not_silent():
 # -- stacks on demand
 
 
-def test_stacks_tell_what_a_running_launch_does(tmp_path):
-    """Each running rank's threads, by global rank, beginning at the user's function; the launch goes on."""
+def test_stacks_of_a_running_launch(tmp_path):
+    """`stacks` has each running rank's threads, starting at the user's function, and the launch continues."""
     report_pid = report_pid_function()
 
     def waits(folder):
@@ -542,8 +542,8 @@ def test_stacks_tell_what_a_running_launch_does(tmp_path):
     assert launch.stacks() == {}
 
 
-def test_stacks_of_a_rank_that_cannot_answer_say_so(tmp_path):
-    """A rank that lets no Python run is told as such, in bounded time, and does not keep the others from answering."""
+def test_stacks_of_a_rank_that_cannot_answer(tmp_path):
+    """A rank that holds the GIL gets "no answer" in bounded time, and the other ranks have stacks."""
     report_pid, hold = report_pid_function(), blocking("hold_gil")
 
     def holds(folder):
@@ -563,7 +563,7 @@ def test_stacks_of_a_rank_that_cannot_answer_say_so(tmp_path):
     assert seconds < SOON_S
 
 
-# -- what cannot be sent
+# -- unsendable values
 
 
 @pytest.mark.parametrize(
@@ -578,7 +578,7 @@ def test_stacks_of_a_rank_that_cannot_answer_say_so(tmp_path):
     ids=["positional", "nested", "keyword", "stream", "generator"],
 )
 def test_an_argument_that_cannot_be_sent_is_named_by_its_address(args, kwargs, address):
-    """UnsendableError says which part it is, before any rank starts."""
+    """UnsendableError names the part of the argument, before any rank starts."""
     if address is None:
         args, address = (args,), "args[0]"
     before = {child.pid for child in psutil.Process().children()}
@@ -589,8 +589,8 @@ def test_an_argument_that_cannot_be_sent_is_named_by_its_address(args, kwargs, a
     assert len({child.pid for child in psutil.Process().children()} - before) <= 1  # the warm process
 
 
-def test_a_variable_that_cannot_be_sent_is_named():
-    """What a closure captures has an address too."""
+def test_a_captured_variable_that_cannot_be_sent_is_named():
+    """UnsendableError names a variable that the function captures."""
     lock = threading.Lock()
 
     def uses():
@@ -601,7 +601,7 @@ def test_a_variable_that_cannot_be_sent_is_named():
 
 
 def test_a_result_that_cannot_be_sent_is_named_by_its_address():
-    """UnsendableError says which part of the result it is, and which rank's; the others are ended."""
+    """UnsendableError names the part of the result and the rank, and the other ranks are ended."""
 
     def returns():
         if current_rank().global_rank == 1:
@@ -610,8 +610,8 @@ def test_a_result_that_cannot_be_sent_is_named_by_its_address():
 
     error, seconds = failure_of(returns)
     assert type(error) is UnsendableError
-    address, said, reason = str(error).partition(" cannot be sent to another process: ")
-    assert said
+    address, separator, reason = str(error).partition(" cannot be sent to another process: ")
+    assert separator
     assert "the result['history']" in address
     assert "[1]" in address
     assert reason.startswith("lock")
@@ -619,8 +619,8 @@ def test_a_result_that_cannot_be_sent_is_named_by_its_address():
     assert seconds < SOON_S
 
 
-def test_an_argument_that_cannot_be_unpacked_says_so():
-    """What goes wrong while the rank makes the arguments is raised with a note on when it happened."""
+def test_an_argument_that_cannot_be_unpickled_raises():
+    """An exception while a rank unpickles its arguments is raised with a note that says so."""
 
     class Cursed:
         def __reduce__(self):
@@ -631,8 +631,8 @@ def test_an_argument_that_cannot_be_unpacked_says_so():
     assert "unpacking the function and its arguments" in notes_of(error)
 
 
-def test_a_result_that_cannot_be_unpacked_says_so():
-    """What goes wrong while the parent makes the result is raised with a note on whose it was."""
+def test_a_result_that_cannot_be_unpickled_raises():
+    """An exception while the parent unpickles a result is raised with a note that names the rank."""
 
     class Cursed:
         def __reduce__(self):
@@ -651,7 +651,7 @@ def test_a_result_that_cannot_be_unpacked_says_so():
 
 @pytest.mark.parametrize("how", ["sleep", "event", "lock", "child", "socket", "compute", "all_reduce"])
 def test_the_other_ranks_clean_up(how, tmp_path):
-    """Told to end, a rank runs its ``finally`` blocks, and no ``except Exception`` gets in the way."""
+    """When another rank fails, a rank runs its ``finally`` blocks; ``except Exception`` does not stop its end."""
     blocked, report_pid = blocking(how), report_pid_function()
 
     def fails(folder):
@@ -675,8 +675,8 @@ def test_the_other_ranks_clean_up(how, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["stubborn", "deaf", "hold_gil", "stopped"])
-def test_a_rank_that_ignores_everything_is_killed(how, tmp_path):
-    """After ``grace_s`` it goes the hard way, whether it catches everything, takes no signal, or is stopped."""
+def test_a_rank_that_does_not_end_is_killed(how, tmp_path):
+    """A rank that catches every exception, ignores signals, or is stopped is killed after ``grace_s``."""
     report_pid, hold = report_pid_function(), blocking("hold_gil")
 
     def ignores(folder):
@@ -704,8 +704,8 @@ def test_a_rank_that_ignores_everything_is_killed(how, tmp_path):
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "dies", "cancelled"])
-def test_what_a_rank_started_ends_with_it(end, tmp_path):
-    """A process that a rank leaves running does not outlive the launch, however the rank ends."""
+def test_processes_started_by_a_rank_end_with_it(end, tmp_path):
+    """A process that a rank started does not outlive the launch, however the rank ends."""
     report_pid = report_pid_function()
 
     def starts(folder):
@@ -729,8 +729,8 @@ def test_what_a_rank_started_ends_with_it(end, tmp_path):
     assert_gone(children or [int(path.stem) for path in tmp_path.glob("*.pid")])
 
 
-def test_what_a_rank_started_has_time_to_clean_up(tmp_path):
-    """A process that ignores being told, as Python's resource tracker does, is not killed while it may still be at work."""
+def test_processes_started_by_a_rank_have_time_to_clean_up(tmp_path):
+    """A process that ignores SIGTERM, as Python's resource tracker does, has time to finish its work."""
     cleans = f"""
 import pathlib, time
 time.sleep(1)
@@ -747,7 +747,7 @@ pathlib.Path({str(tmp_path)!r}, "clean").touch()
 
 
 def test_a_warm_process_that_was_killed_is_replaced():
-    """The next launch starts another."""
+    """The next launch starts another warm process."""
     launchable = wrapper(ranks())(lambda: os.getppid())
     (old, _) = launchable()
     os.kill(old, signal.SIGKILL)
@@ -757,8 +757,8 @@ def test_a_warm_process_that_was_killed_is_replaced():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_parent_that_ignores_its_children_hears_how_ranks_end(method):
-    """With SIGCHLD ignored, a killed rank is not taken for one that left with exit code 0."""
+def test_a_killed_rank_is_reported_with_sigchld_ignored(method):
+    """If the parent ignores SIGCHLD, RankDiedError still has the signal."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
         error, _ = failure_of(dying("sigkill"), platform=ranks(1, spawn_method=method))
@@ -770,7 +770,7 @@ def test_a_parent_that_ignores_its_children_hears_how_ranks_end(method):
 
 
 def test_a_launch_whose_warm_process_is_killed_fails():
-    """Its ranks go with it, the launch says that they are gone, and the next one works."""
+    """The ranks end with the warm process, the launch raises RankDiedError, and the next launch works."""
 
     def kills():
         if current_rank().global_rank == 0:
@@ -783,8 +783,8 @@ def test_a_launch_whose_warm_process_is_killed_fails():
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_fork_is_refused_once_cuda_runs(monkeypatch):
-    """The reason and the cure are in the message, and the other ways stay open."""
+def test_fork_raises_after_cuda_is_initialized(monkeypatch):
+    """PlatformError says why and names another spawn method, which still works."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(PlatformError, match=r"spawn_method='fork': CUDA runs in this process already.*give 'forkserver'"):
         wrapper(ranks(spawn_method="fork"))(lambda: None)()
@@ -796,7 +796,7 @@ def test_fork_is_refused_once_cuda_runs(monkeypatch):
 
 @pytest.mark.parametrize("how", ["sleep", "all_reduce", "hold_gil"])
 def test_cancel_ends_the_ranks_and_waits_for_them(how, tmp_path):
-    """When it returns, no rank is left, the state says so, and the results are an error; again, it does nothing."""
+    """After `cancel`, all ranks have ended, the state is "cancelled", results raise, and a second `cancel` does nothing."""
     report_pid, blocked = report_pid_function(), blocking(how)
 
     def waits(folder):
@@ -818,7 +818,7 @@ def test_cancel_ends_the_ranks_and_waits_for_them(how, tmp_path):
 
 
 def test_cancel_while_ranks_are_starting():
-    """A launch may be cancelled at once."""
+    """A launch can be cancelled before its ranks run."""
     launch = wrapper(ranks())(lambda: time.sleep(600)).submit()
     launch.cancel()
     with pytest.raises(LaunchCancelledError):
@@ -826,7 +826,7 @@ def test_cancel_while_ranks_are_starting():
 
 
 def test_cancel_after_the_end_changes_nothing():
-    """Results that are there stay there."""
+    """The results and the state stay the same."""
     launch = wrapper(ranks())(lambda: 5).submit()
     assert launch.results(timeout=PATIENCE_S) == (5, 5)
     launch.cancel()
@@ -834,7 +834,7 @@ def test_cancel_after_the_end_changes_nothing():
     assert launch.state == "finished"
 
 
-# -- the parent's end
+# -- end of the parent
 
 PARENT = """
 import ctypes, json, os, signal, subprocess, sys, time
@@ -868,7 +868,7 @@ KILLED = [(signal.SIGTERM, "forkserver", "waits"), *((signal.SIGKILL, method, "h
 
 @pytest.fixture(scope="module")
 def parents(tmp_path_factory):
-    """Parents of running ranks, by what becomes of them; started together, for each loads torch again."""
+    """Parents of running ranks, by the way they end; started together, because each of them loads torch."""
 
     def leaving(folder):
         waits = f"while len(os.listdir({str(folder)!r})) < 5: time.sleep(0.01)"
@@ -882,19 +882,19 @@ def parents(tmp_path_factory):
 
 @pytest.mark.parametrize("who", ["parent", "group"])
 def test_ctrl_c_ends_the_ranks_and_is_raised(who, parents):
-    """KeyboardInterrupt comes out of the call once the ranks have cleaned up and gone; what they started goes too."""
+    """The call raises KeyboardInterrupt after the ranks have cleaned up; the ranks and their processes end."""
     parent, folder = parents[who]
     pids = pids_in(folder, 4)
     (os.killpg if who == "group" else os.kill)(parent.pid, signal.SIGINT)
-    said, _ = parent.communicate(timeout=PATIENCE_S)
-    assert said.splitlines() == ["[rank 1] cleaned up", "interrupted"]
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output.splitlines() == ["[rank 1] cleaned up", "interrupted"]
     assert parent.returncode == 0
     assert_gone(pids)
 
 
 @pytest.mark.parametrize("case", KILLED, ids=lambda case: f"{case[0].name}-{case[1]}-{case[2]}")
-def test_nobody_survives_the_parent(case, parents):
-    """Ranks and what they started are gone soon after the parent was killed, also a rank that lets no Python run."""
+def test_no_process_survives_a_killed_parent(case, parents):
+    """Ranks, even ranks that hold the GIL, and their processes end soon after the parent was killed."""
     parent, folder = parents[case]
     pids = pids_in(folder, 4)
     family = {each.pid for each in psutil.Process(parent.pid).children(recursive=True)}
@@ -909,8 +909,8 @@ def test_nobody_survives_the_parent(case, parents):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(parents):
-    """The parent's own end, with ranks still running, is not held up and leaves nobody."""
+def test_a_running_launch_ends_with_the_interpreter(parents):
+    """A parent that exits while ranks run exits without delay, and no process survives."""
     parent, folder = parents["leaving"]
     pids = pids_in(folder, 4)
     parent.communicate(timeout=PATIENCE_S)
@@ -918,8 +918,8 @@ def test_a_launch_that_nobody_waits_for_ends_with_the_interpreter(parents):
     assert_gone(pids)
 
 
-def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tmp_path):
-    """It is asked once, until it answers: a line that nobody reads fills up."""
+def test_a_stopped_rank_does_not_block_cancel(tmp_path):
+    """Many requests for stacks send a stopped rank only one message, so the pipe does not fill up."""
     report_pid = report_pid_function()
 
     def stops(folder):
@@ -928,7 +928,7 @@ def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tm
 
     launch = wrapper(ranks(1, grace_s=0.2))(stops).submit(tmp_path)
     (pid,) = pids_in(tmp_path, 1)
-    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop of the rank")
     for _ in range(1000):
         launch._run_of_ranks._loop.call_soon(launch._run_of_ranks._attempt._request_stacks)
     launch.cancel()
@@ -936,8 +936,8 @@ def test_a_stopped_rank_that_is_asked_many_times_keeps_nobody_from_cancelling(tm
     assert_gone([pid])
 
 
-def test_a_rank_that_died_before_another_raised_is_told(tmp_path):
-    """The error names the rank that died first, itself or in a note."""
+def test_a_death_before_an_exception_is_reported(tmp_path):
+    """The error, or one of its notes, names the rank that died first."""
     report_pid = report_pid_function()
 
     def fails(folder):

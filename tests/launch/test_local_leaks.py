@@ -1,4 +1,4 @@
-"""Promise 4 in the long run: nothing stays behind, however many launches there were and however they ended."""
+"""Promise 4 in the long run: many launches leave no processes, files, threads, or memory behind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.launch.processes import (
 )
 
 COUNT = int(os.environ.get("PARAWRAP_LAUNCHES", "80"))
-"""Launches of every kind. With PARAWRAP_LAUNCHES=200, the memory that they leave may be compared over a longer time."""
+"""Number of launches. A higher PARAWRAP_LAUNCHES, such as 200, compares memory over a longer time."""
 
 LAUNCHES = """
 import contextlib, gc, json, os, sys, tempfile, threading, time
@@ -37,7 +37,7 @@ me = psutil.Process()
 folder = tempfile.gettempdir()
 fields = dict(device="cpu", verbose=False, grace_s=0.5)
 
-def found():
+def resources():
     gc.collect()
     return {
         "processes": sorted(each.pid for each in me.children(recursive=True)),
@@ -82,15 +82,15 @@ def launch(count, at_once=4):
             finish(*submitted)
 
 launch(16)
-before = found()
+before = resources()
 launch(int(sys.argv[1]))
-print(json.dumps([before, found()]))
+print(json.dumps([before, resources()]))
 """
 
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory):
-    """What a parent held before and after many launches: some returned, some raised, some died, some were cancelled."""
+    """A parent's resources before and after many launches that return, raise, die, or are cancelled."""
     folder = tmp_path_factory.mktemp("launches")
     private = tmp_path_factory.mktemp("private")
     environment = {**os.environ, "TMPDIR": str(private)}
@@ -98,43 +98,43 @@ def many(tmp_path_factory):
     return before, after
 
 
-def of_many(test):
-    """Whichever comes first waits for them: half a minute, and several on a crowded machine."""
+def uses_many_launches(test):
+    """Raise the timeout: the first test to run waits for all launches, half a minute or more."""
     return pytest.mark.stress(pytest.mark.timeout(7 * PATIENCE_S)(test))
 
 
-@of_many
-@pytest.mark.parametrize("what", ["processes", "threads", "temporary", "maps"])
-def test_nothing_stays_of_many_launches(what, many):
-    """Processes, threads, temporary files and mapped files are those from before."""
+@uses_many_launches
+@pytest.mark.parametrize("resource", ["processes", "threads", "temporary", "maps"])
+def test_many_launches_leave_no_resources(resource, many):
+    """Processes, threads, temporary files, and mapped files are the same as before."""
     before, after = many
-    assert after[what] == before[what]
+    assert after[resource] == before[resource]
 
 
-@of_many
-def test_no_shared_memory_stays_of_many_launches(many):
-    """What other programs have there for a moment goes by itself."""
+@uses_many_launches
+def test_many_launches_leave_no_shared_memory(many):
+    """/dev/shm has no new files. Files of other programs may exist for a moment."""
     before, after = many
     new = [Path("/dev/shm", name) for name in set(after["shared"]) - set(before["shared"])]
-    eventually(lambda: not any(map(Path.exists, new)), f"the end of {new}", SOON_S)
+    eventually(lambda: not any(map(Path.exists, new)), f"the removal of {new}", SOON_S)
 
 
-@of_many
-def test_no_descriptor_stays_of_many_launches(many):
-    """As many files are open as before."""
+@uses_many_launches
+def test_many_launches_leave_no_descriptors(many):
+    """The number of open files is the same as before."""
     before, after = many
     assert len(after["descriptors"]) == len(before["descriptors"]), after["descriptors"]
 
 
-@of_many
+@uses_many_launches
 def test_memory_stays_flat_over_many_launches(many):
-    """What launches leave in memory is little: 60 KB each, or the noise of an allocator."""
+    """Memory grows by at most 60 KB per launch, or by 12 MB of allocator noise."""
     before, after = many
     assert after["memory"] - before["memory"] < max(COUNT * 60 << 10, 12 << 20)
 
 
-def test_warm_processes_that_are_of_no_use_any_more_are_reaped(monkeypatch):
-    """Another environment needs another warm process; those from before do not add up, not even as zombies."""
+def test_outdated_warm_processes_are_reaped(monkeypatch):
+    """A changed environment needs a new warm process; old warm processes do not accumulate, not even as zombies."""
     launchable = wrapper(ranks(1))(lambda: 1)
     launchable()
     before = len(psutil.Process().children())
@@ -142,33 +142,33 @@ def test_warm_processes_that_are_of_no_use_any_more_are_reaped(monkeypatch):
     launchable()
     monkeypatch.undo()
 
-    def children():
-        launchable()  # a launch may tidy up
+    def is_alone():
+        launchable()  # a launch may reap old processes
         return len(psutil.Process().children()) == before
 
-    eventually(children, "only one warm process", SOON_S)
+    eventually(is_alone, "only one warm process", SOON_S)
 
 
 @pytest.mark.parametrize("end", ["returns", "dies"])
-def test_shared_memory_that_a_rank_forgot_is_freed(end):
-    """Python's resource tracker does that at the end of a process, and ranks let it."""
+def test_leaked_shared_memory_of_a_rank_is_freed(end):
+    """Python's resource tracker frees the memory at the end of a rank."""
 
     def forgets():
         from multiprocessing import shared_memory
 
         names = [shared_memory.SharedMemory(create=True, size=100).name for _ in range(3)]
         print(*names, flush=True)
-        dist.barrier()  # the first to die ends the other, whose tracker must know of its memory by then
+        dist.barrier()  # the first rank to die ends the other, after its tracker has registered the memory
         if end == "dies":
             os._exit(3)
 
     shared = Path("/dev/shm")
-    before = set(shared.glob("psm_*"))  # as Python calls it; other programs have theirs there too
+    before = set(shared.glob("psm_*"))  # Python's prefix; other programs also use this folder
     for _ in range(3):
         launch = wrapper(ranks())(forgets).submit()
-        eventually(launch.done, "the end")
+        eventually(launch.done, "the end of the launch")
         assert all(len(launch.logs(rank).split()) >= 3 for rank in range(2))
-    eventually(lambda: set(shared.glob("psm_*")) <= before, "the end of the shared memory", SOON_S)
+    eventually(lambda: set(shared.glob("psm_*")) <= before, "the removal of the shared memory", SOON_S)
 
 
 FORKING = """
@@ -202,7 +202,7 @@ time.sleep(600 if end == "kill" else 0)
 
 @pytest.fixture(scope="module")
 def forking(tmp_path_factory):
-    """Parents that fork while a launch runs, by its spawn method and the fork's end."""
+    """Parents that fork while a launch runs, by spawn method and by the way they end."""
     cases = [("forkserver", "kill"), ("fork", "kill"), ("forkserver", "exit")]
     scripts = {case: lambda folder, case=case: (FORKING, case[0], folder, case[1]) for case in cases}
     with running_scripts(tmp_path_factory.mktemp("forking"), scripts) as started:
@@ -211,7 +211,7 @@ def forking(tmp_path_factory):
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_fork_of_the_parent_keeps_no_rank_alive(method, forking):
-    """The parent forks while a launch runs, and is killed: its ranks end, though the fork lives on."""
+    """After a killed parent, its ranks end, although a fork of the parent still runs."""
     parent, place = forking[method, "kill"]
     pids_in(place, 3)
     family = [each.pid for each in psutil.Process(parent.pid).children(recursive=True)]
@@ -228,8 +228,8 @@ def test_a_fork_of_the_parent_keeps_no_rank_alive(method, forking):
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_a_fork_of_the_parent_that_ends_ends_no_rank(forking):
-    """What the parent does at its end, a fork of it does not do."""
+def test_the_exit_of_a_fork_ends_no_rank(forking):
+    """A fork of the parent that exits does not run the parent's exit handlers."""
     parent, _ = forking["forkserver", "exit"]
-    said, _ = parent.communicate(timeout=PATIENCE_S)
-    assert said == "RankResults(1, 1)\n"
+    output, _ = parent.communicate(timeout=PATIENCE_S)
+    assert output == "RankResults(1, 1)\n"

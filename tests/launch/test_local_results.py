@@ -1,4 +1,4 @@
-"""Promises 1, 2, 4, 7, 8 and 9 on this machine: what launches, what comes back, and what ranks find and write."""
+"""Promises 1, 2, 4, 7, and 8 on this machine: functions, results, groups, the ranks' environment, and output."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ LOCK = threading.Lock()
 OFFSET = 5
 
 
-def summed(value):
-    """The sum over all ranks."""
+def sum_over_ranks(value):
+    """Return the sum of a value over all ranks."""
     total = torch.tensor(float(value))
     dist.all_reduce(total)
     return total.item()
 
 
-# -- what launches
+# -- functions
 
 
 @wrapper(ranks())
@@ -113,19 +113,19 @@ def generic(number, /, bias=0, *more, scale=1, **rest):
     ids=["lambda", "closure", "recursive", "global_lock", "method", "callable", "bound", "static", "positional", "keyword"],
 )
 def test_any_function_launches(launch):
-    """It runs once per rank with the arguments of the call, and what each rank returned comes back in rank order."""
+    """The function runs once per rank with the arguments of the call, and results have the order of ranks."""
     results = launch()
     assert type(results) is RankResults
     assert results == (6, 7)
 
 
 def test_a_classmethod_launches():
-    """It gets its class."""
+    """A classmethod receives its class."""
     assert Model.of_class(1) == (("Model", 1), ("Model", 2))
 
 
 def test_results_come_in_rank_order(tmp_path):
-    """Whichever rank returns first."""
+    """Results have the order of ranks, even if the last rank returns first."""
 
     def returns(folder):
         rank = current_rank().global_rank
@@ -169,7 +169,7 @@ DEFINED = ["script", "True 6 True text", "True 7 True text"]
 
 @pytest.fixture(scope="module")
 def defining(tmp_path_factory):
-    """Scripts that define and launch functions and classes, by spawn method."""
+    """Running scripts that define and launch functions and classes, by spawn method."""
     scripts = {method: lambda _, method=method: (DEFINING.format(method=method, guard=""),) for method in METHODS}
     with running_scripts(tmp_path_factory.mktemp("defining"), scripts) as started:
         yield started
@@ -177,27 +177,34 @@ def defining(tmp_path_factory):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_functions_and_classes_of_a_script_launch(method, defining):
-    """What ``__main__`` defines goes to the ranks and back, and the script runs once."""
+    """Functions and classes of ``__main__`` work in ranks and in results, and the script's own code runs once."""
     script, _ = defining[method]
-    said, _ = script.communicate(PATIENCE_S)
-    assert said.splitlines() == DEFINED
+    output, _ = script.communicate(PATIENCE_S)
+    assert output.splitlines() == DEFINED
 
 
 def test_functions_and_classes_of_a_guarded_script_launch(tmp_path):
-    """Also in an interpreter that has loaded nothing before."""
+    """A script with a ``__main__`` guard works in a new interpreter."""
     text = DEFINING.format(method="forkserver", guard=GUARD)
     assert run_script(tmp_path, text, fresh=True).splitlines() == DEFINED
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_spawn_method_forms_a_world(method):
-    """Ranks have their number, and a group in which collectives work."""
+    """Ranks have their numbers, and collectives work."""
 
     def place():
         rank = current_rank()
-        return rank.global_rank, rank.local_rank, rank.node, rank.world_size, rank.restart, summed(rank.global_rank + 1)
+        return (
+            rank.global_rank,
+            rank.local_rank,
+            rank.node,
+            rank.world_size,
+            rank.restart,
+            sum_over_ranks(rank.global_rank + 1),
+        )
 
-    count, total = (2, 3.0) if method == "spawn" else (3, 6.0)  # an interpreter each
+    count, total = (2, 3.0) if method == "spawn" else (3, 6.0)  # spawn: each rank is a slow new interpreter
     assert wrapper(ranks(count, spawn_method=method))(place)() == tuple((r, r, 0, count, 0, total) for r in range(count))
 
 
@@ -213,11 +220,11 @@ def test_a_task_gets_its_ranks_and_arguments():
     assert Wrapper(ranks(ipc_groups=None)).start(lambda *given: given) == ((0, 0, None, None), (1, 1, None, None))
 
 
-# -- what comes back
+# -- results
 
 
 def test_values_of_every_kind_come_back():
-    """Scalars, nested containers, arrays and tensors of many kinds are what they were."""
+    """Scalars, nested containers, arrays, and tensors of many kinds come back unchanged."""
 
     def values():
         base = torch.arange(12.0).reshape(3, 4)
@@ -261,7 +268,7 @@ def test_values_of_every_kind_come_back():
 
 @pytest.mark.parametrize("size", [4, 1 << 20], ids=["small", "big"])
 def test_tensors_that_share_memory_still_do(size):
-    """A tensor and its view are one memory on both ways, and may be written to."""
+    """A tensor and its view share writable memory in arguments and in results."""
 
     def shares(both):
         whole, part = both
@@ -277,8 +284,8 @@ def test_tensors_that_share_memory_still_do(size):
     assert not whole.any()
 
 
-def test_results_of_two_ranks_are_apart():
-    """Writing into one rank's result changes no other's."""
+def test_results_of_ranks_share_no_memory():
+    """Writing into one rank's result does not change another rank's result."""
     first, second = wrapper(ranks())(torch.zeros)(1 << 20)
     first.fill_(1)
     assert not second.any()
@@ -288,7 +295,7 @@ BIG = 64 << 20
 
 
 def test_big_results_come_back():
-    """64 MB per rank arrive whole."""
+    """Results of 64 MB per rank arrive complete."""
 
     def big():
         return torch.full((BIG // 4,), current_rank().global_rank + 1.0)
@@ -299,7 +306,7 @@ def test_big_results_come_back():
 
 
 def test_big_results_and_many_small_ones_come_back_with_few_descriptors(tmp_path):
-    """Under ``ulimit -n 1024``: 64 MB per rank, then 2,000 tensors per rank, kept, while nothing stays open for them."""
+    """Under ``ulimit -n 1024``, 64 MB per rank and 2,000 tensors per rank arrive, and few files stay open."""
     text = f"""
     import os, resource, torch
     from parawrap import Platform, current_rank, wrapper
@@ -323,8 +330,8 @@ def test_big_results_and_many_small_ones_come_back_with_few_descriptors(tmp_path
     assert run_script(tmp_path, text).splitlines() == ["[(1.0, 1.0), (2.0, 2.0)]", "True", "True"]
 
 
-def test_big_arguments_reach_every_rank_unshared():
-    """What one rank writes into its argument, no other rank sees, nor the parent."""
+def test_each_rank_has_its_own_copy_of_big_arguments():
+    """A write to an argument in one rank does not change the other ranks' or the parent's copy."""
 
     def writes(array):
         array += current_rank().global_rank
@@ -336,7 +343,7 @@ def test_big_arguments_reach_every_rank_unshared():
     assert array.sum() == 1 << 21
 
 
-# -- groups, and where ranks meet
+# -- groups and rendezvous
 
 
 @pytest.mark.parametrize(
@@ -350,11 +357,11 @@ def test_big_arguments_reach_every_rank_unshared():
     ],
 )
 def test_groups_are_those_of_the_platform(groups, sums, members):
-    """Each rank's group is its own list, a collective in it sees that list alone, and a rank in no list has None."""
+    """Each rank's group has the ranks of its list; the group of a rank in no list is None."""
 
     def total():
         rank = current_rank()
-        world = summed(1)
+        world = sum_over_ranks(1)
         if rank.group is None:
             return None, None, world
         value = torch.tensor(float(rank.global_rank))
@@ -365,19 +372,19 @@ def test_groups_are_those_of_the_platform(groups, sums, members):
     assert list(wrapper(ranks(4, ipc_groups=groups))(total)()) == expected
 
 
-def test_no_group_is_made_where_none_is_wanted():
-    """With ``ipc_groups=None`` torch.distributed is not initialised."""
+def test_without_ipc_groups_there_is_no_process_group():
+    """With ``ipc_groups=None``, torch.distributed is not initialised."""
     assert wrapper(ranks(ipc_groups=None))(lambda: (current_rank().group, dist.is_initialized()))() == ((None, False),) * 2
 
 
 @pytest.mark.parametrize("groups", [[], [[0], [1]]])
 def test_ranks_can_meet_in_a_file(groups, tmp_path, monkeypatch):
-    """``ipc_protocol="file"`` makes the same world, in a private folder that is gone afterwards."""
+    """``ipc_protocol="file"`` makes the same world in a private folder and removes the folder afterwards."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     def looks(folder):
         (place,) = Path(folder).glob("parawrap-*")
-        return place.stat().st_mode & 0o777, summed(1)
+        return place.stat().st_mode & 0o777, sum_over_ranks(1)
 
     platform = ranks(ipc_protocol="file", ipc_groups=groups)
     assert wrapper(platform)(looks)(str(tmp_path)) == ((0o700, 2.0),) * 2
@@ -385,8 +392,8 @@ def test_ranks_can_meet_in_a_file(groups, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "file"])
-def test_nothing_listens_but_on_loopback(protocol, tmp_path):
-    """Neither the parent nor a rank can be reached from another machine while a launch runs."""
+def test_processes_listen_only_on_loopback(protocol, tmp_path):
+    """Neither the parent nor a rank is reachable from another machine while a launch runs."""
     report_pid = report_pid_function()
 
     def waits(folder):
@@ -416,8 +423,8 @@ def test_nothing_listens_but_on_loopback(protocol, tmp_path):
     assert protocol == "file" or os.getpid() in {pid for pid, _ in listening}
 
 
-def test_a_port_in_use_is_told():
-    """The message has the address, why, and the cure; nothing stays of the attempt."""
+def test_a_port_in_use_raises():
+    """LaunchError has the address, the reason, and the fields to leave out."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -426,16 +433,16 @@ def test_a_port_in_use_is_told():
             wrapper(ranks(master_port=port))(lambda: None)()
 
 
-def test_a_port_of_the_users_is_used_again_and_again():
-    """A named port may be taken by one launch after the other, at once."""
+def test_a_fixed_port_can_be_reused():
+    """Consecutive launches can use the same `master_port` without a pause."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    launchable = wrapper(ranks(master_port=port))(lambda: (os.environ["MASTER_PORT"], summed(1)))
+    launchable = wrapper(ranks(master_port=port))(lambda: (os.environ["MASTER_PORT"], sum_over_ranks(1)))
     for _ in range(3):
         assert launchable() == ((str(port), 2.0),) * 2
 
 
-# -- what ranks find
+# -- the environment of ranks
 
 
 def drawn():
@@ -443,7 +450,7 @@ def drawn():
 
 
 def test_seeds_are_equal_across_ranks_and_launches():
-    """With a seed, every rank draws what a process with that seed draws."""
+    """With a seed, every rank draws the same numbers as a plain process with that seed."""
     random.seed(3)
     torch.manual_seed(3)
     np.random.seed(3)
@@ -454,7 +461,7 @@ def test_seeds_are_equal_across_ranks_and_launches():
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_without_a_seed_every_rank_draws_its_own(method):
-    """``seed=None``: no generator draws the same in two ranks, nor in two launches."""
+    """With ``seed=None``, no generator draws the same numbers in two ranks or two launches."""
     launchable = wrapper(ranks(seed=None, spawn_method=method))(drawn)
     draws = [*launchable(), *launchable()]
     for generator in zip(*draws, strict=True):
@@ -462,14 +469,14 @@ def test_without_a_seed_every_rank_draws_its_own(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_ranks_find_the_surroundings_of_the_call(method, tmp_path, monkeypatch):
-    """Environment, folder, import path and command line are the parent's, as they are when the call is made."""
-    (tmp_path / "beside.py").write_text("VALUE = 'imported'")
+def test_ranks_have_the_surroundings_of_the_call(method, tmp_path, monkeypatch):
+    """Environment, working directory, import path, and `sys.argv` are those of the parent at the call."""
+    (tmp_path / "user_module.py").write_text("VALUE = 'imported'")
 
     def looks():
-        import beside
+        import user_module
 
-        return beside.VALUE, os.environ.get("MINE"), os.environ.get("GONE"), Path.cwd(), sys.argv, Path.cwd().exists()
+        return user_module.VALUE, os.environ.get("MINE"), os.environ.get("GONE"), Path.cwd(), sys.argv, Path.cwd().exists()
 
     launchable = wrapper(ranks(1, spawn_method=method))(looks)
     monkeypatch.setenv("GONE", "not yet")
@@ -486,7 +493,7 @@ def test_ranks_find_the_surroundings_of_the_call(method, tmp_path, monkeypatch):
 
 
 def test_ranks_see_modules_as_they_are_now(tmp_path, monkeypatch):
-    """A module that was edited between two launches is imported anew."""
+    """A module that was edited between two launches is imported again."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def looks():
@@ -499,8 +506,8 @@ def test_ranks_see_modules_as_they_are_now(tmp_path, monkeypatch):
         assert wrapper(ranks())(looks)() == (value, value)
 
 
-def test_a_folder_that_is_gone_does_not_matter(tmp_path, monkeypatch):
-    """A parent whose folder was removed can still launch."""
+def test_a_parent_in_a_removed_folder_can_launch(tmp_path, monkeypatch):
+    """A parent can launch after its working directory was removed."""
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -508,8 +515,8 @@ def test_a_folder_that_is_gone_does_not_matter(tmp_path, monkeypatch):
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_variables_tell_libraries_of_the_world():
-    """Ranks find the variables that torchrun sets."""
+def test_ranks_have_the_variables_of_torchrun():
+    """RANK, LOCAL_RANK, WORLD_SIZE, and so on are set in ranks, but not in the parent."""
 
     def looks():
         return [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")]
@@ -520,7 +527,7 @@ def test_variables_tell_libraries_of_the_world():
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_torch_threads_of_ranks_share_the_cores(method, monkeypatch):
-    """Each rank computes with its share, at least one thread, and can: a parallel sum does not hang after the fork."""
+    """Each rank has its share of the cores, at least one thread, and a parallel sum does not hang after the fork."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0))
     torch.rand(1 << 22).sum()  # starts this process's own threads
@@ -539,14 +546,14 @@ def test_torch_threads_of_ranks_share_the_cores(method, monkeypatch):
         assert found == ((share, float(1 << 22)),) * count
 
 
-def test_the_users_number_of_threads_wins(monkeypatch):
-    """OMP_NUM_THREADS is kept, also when it changes between launches."""
+def test_omp_num_threads_is_kept(monkeypatch):
+    """Ranks use the user's OMP_NUM_THREADS, even if it changes between launches."""
     for number in ("3", "1"):
         monkeypatch.setenv("OMP_NUM_THREADS", number)
         assert wrapper(ranks())(torch.get_num_threads)() == (int(number),) * 2
 
 
-def test_a_rank_may_start_workers():
+def test_a_rank_can_start_loader_workers():
     """A DataLoader with worker processes works in a rank."""
 
     def loads():
@@ -557,8 +564,8 @@ def test_a_rank_may_start_workers():
     assert wrapper(ranks())(loads)() == ([6.0, 22.0],) * 2
 
 
-def test_a_rank_launches_nothing():
-    """The decorated function, called within a rank, is a LaunchError that names the way out, and ``__wrapped__`` works."""
+def test_a_launch_within_a_rank_raises():
+    """LaunchError names ``__wrapped__``, which runs the function in the rank."""
 
     def recurses(bare):
         inner = wrapper(ranks())(lambda: "inner")
@@ -579,8 +586,8 @@ def test_a_rank_launches_nothing():
 # -- the handle
 
 
-def test_submit_gives_a_handle(tmp_path):
-    """It does not wait; state, done, logs and results follow the launch, as often as they are asked."""
+def test_submit_returns_a_handle(tmp_path):
+    """`submit` does not wait; `state`, `done`, `logs`, and `results` follow the launch."""
 
     def waits(folder):
         print("in rank", current_rank().global_rank, flush=True)
@@ -604,10 +611,10 @@ def test_submit_gives_a_handle(tmp_path):
             launch.logs(rank)
 
 
-def test_a_failed_launch_says_so_before_it_is_asked():
-    """Its state is "failed", whether its results were asked for or not, and each time they are, it raises."""
+def test_a_failed_launch_has_state_failed():
+    """The state is "failed" before and after `results`, which raises at every call."""
     launch = wrapper(ranks())(lambda: 1 / 0).submit()
-    eventually(launch.done, "the end")
+    eventually(launch.done, "the end of the launch")
     assert launch.state == "failed"
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
@@ -615,11 +622,11 @@ def test_a_failed_launch_says_so_before_it_is_asked():
     assert launch.state == "failed"
 
 
-def test_launches_at_once_do_not_collide():
-    """Eight launches, from eight threads: each has its own world, and its own results."""
+def test_concurrent_launches_do_not_collide():
+    """Eight launches from eight threads each have their own world and results."""
 
     def total(number):
-        return number, summed(number)
+        return number, sum_over_ranks(number)
 
     launchable = wrapper(ranks())(total)
     with ThreadPoolExecutor(8) as pool:
@@ -628,7 +635,7 @@ def test_launches_at_once_do_not_collide():
 
 
 def test_launches_overlap():
-    """Submitted launches run side by side: each waits for the other to have begun."""
+    """Two submitted launches run at the same time: each waits for the other to start."""
 
     def meets(mine, other):
         Path(mine).touch()
@@ -643,7 +650,7 @@ def test_launches_overlap():
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
-    """Threads of servers often block all signals: ranks still run, are told to end, clean up, and are reaped."""
+    """If the launching thread blocks all signals, as in many servers, ranks still run, clean up, and end."""
     text = f"""
     import os, signal, threading, time
     from parawrap import LaunchCancelledError, Platform, wrapper
@@ -682,7 +689,7 @@ def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
 
 
 def test_dry_run_starts_nothing():
-    """It tells launcher, ranks, groups and size, finds what cannot be sent, and leaves no process."""
+    """`dry_run` shows launcher, ranks, groups, and payload size, finds unsendable arguments, and starts no process."""
     before = descendant_pids()
     preview = wrapper(ranks(4, ipc_groups=[[0, 1], [2, 3]]))(lambda data: data).dry_run(torch.zeros(1 << 18))
     assert preview.launcher == "local"
@@ -690,7 +697,7 @@ def test_dry_run_starts_nothing():
     assert preview.payload > 1 << 20
     assert "[0, 1], [2, 3]" in str(preview)
     assert "in a new private folder" in str(preview)
-    # The process that an earlier launch gave up before it had started may still come and go.
+    # A process of an earlier, cancelled launch may still start and end.
     eventually(lambda: descendant_pids() <= before, "no new process")
     with pytest.raises(TypeError, match=r"args\[0\] cannot be sent"):
         wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
@@ -700,7 +707,7 @@ def test_dry_run_starts_nothing():
 
 
 def test_upon_finish_is_called_once():
-    """In the parent, after the ranks have finished, and before the results are there."""
+    """The parent calls `upon_finish` once, after all ranks have finished."""
     calls = []
     launch = wrapper(ranks(upon_finish=lambda: calls.append(os.getpid())))(lambda: 1).submit()
     assert launch.results(timeout=PATIENCE_S) == (1, 1)
@@ -710,7 +717,7 @@ def test_upon_finish_is_called_once():
 
 @pytest.mark.parametrize("end", ["raises", "exits", "cancelled", "hangs"])
 def test_upon_finish_is_not_called_after_a_failure(end):
-    """Nor after an exception, a death, a cancel or a time limit."""
+    """`upon_finish` is not called after an exception, a death, a cancel, or a timeout."""
     calls = []
 
     def fails():
@@ -729,8 +736,8 @@ def test_upon_finish_is_not_called_after_a_failure(end):
     assert calls == []
 
 
-def test_the_error_of_upon_finish_is_told_and_costs_nobody_the_results(caplog):
-    """It is logged, with its traceback, and the launch counts as finished."""
+def test_an_error_in_upon_finish_is_logged(caplog):
+    """The error is logged, the results are returned, and the launch counts as finished."""
 
     def fails():
         raise LookupError("in upon_finish")
@@ -741,8 +748,8 @@ def test_the_error_of_upon_finish_is_told_and_costs_nobody_the_results(caplog):
     assert "LookupError: in upon_finish" in caplog.text
 
 
-def test_upon_finish_may_use_launches(tmp_path):
-    """It can ask its own launch for the results, cancel it to no effect, or launch the next."""
+def test_upon_finish_can_use_launches(tmp_path):
+    """`upon_finish` can get the results of its launch, cancel it without effect, or start another launch."""
     text = """
     import os, threading
     from parawrap import Platform, wrapper
@@ -788,8 +795,8 @@ def writes():
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_lines_are_shown_behind_their_rank(method, capfd):
-    """On the stream that they were written to, also what C code writes."""
+def test_lines_are_shown_with_a_rank_prefix(method, capfd):
+    """Lines appear on the same stream as in the rank, including output of C code."""
     wrapper(ranks(verbose=True, spawn_method=method))(writes)()
     out, err = lines_of(capfd)
     assert out == ["[rank 0] out 0", "[rank 0] raw", "[rank 1] out 1", "[rank 1] raw"]
@@ -803,7 +810,7 @@ def test_one_rank_needs_no_prefix(capfd):
 
 
 def test_quiet_launches_show_nothing(capfd):
-    """With ``verbose=False`` nothing is shown, and everything is kept."""
+    """With ``verbose=False``, no output is shown, but `logs` keeps it."""
     launch = wrapper(ranks())(writes).submit()
     launch.results(timeout=PATIENCE_S)
     assert lines_of(capfd) == ([], [])
@@ -812,14 +819,14 @@ def test_quiet_launches_show_nothing(capfd):
 
 @pytest.mark.parametrize("text", ["a\u2028b", "a\x0cb", "a\x1cb", "a\x85b", "é €", "a\tb"])
 def test_only_newlines_end_lines(text, capfd):
-    """A line of a rank gets its prefix once, whatever stands in it."""
+    """A line with other Unicode line separators gets its prefix once."""
     wrapper(ranks(verbose=True))(print)(text)
     out, _ = capfd.readouterr()
     assert sorted(out.split("\n")) == ["", f"[rank 0] {text}", f"[rank 1] {text}"]
 
 
-def test_a_progress_bar_is_shown_as_it_goes(capfd):
-    """What ends in a carriage return is shown at once, and a last line without a newline is not lost."""
+def test_a_progress_bar_is_shown(capfd):
+    """Text that ends in a carriage return is shown, and a last line without a newline is not lost."""
 
     def draws():
         sys.stdout.write("50%\r")
@@ -832,7 +839,7 @@ def test_a_progress_bar_is_shown_as_it_goes(capfd):
 
 
 def test_lines_of_ranks_never_mix(capfd):
-    """2,000 lines of each of two ranks, written in pieces, are each whole."""
+    """2,000 lines from each of two ranks, written in pieces, are shown complete."""
 
     def pours():
         rank = current_rank().global_rank
@@ -849,14 +856,14 @@ def test_lines_of_ranks_never_mix(capfd):
 
 
 def test_output_beyond_memory_is_kept():
-    """8 MB of output come back whole from ``logs``."""
+    """``logs`` returns 8 MB of output complete."""
     launch = wrapper(ranks(1))(lambda: print("x" * (8 << 20))).submit()
     launch.results(timeout=PATIENCE_S)
     assert launch.logs(0) == "x" * (8 << 20) + "\n"
 
 
 def test_the_first_rank_logs_more_than_the_others(capfd):
-    """Rank 0 logs from INFO on, the others from WARNING on."""
+    """Rank 0 logs from INFO, the other ranks from WARNING."""
 
     def logs():
         logger = logging.getLogger("mine")
@@ -872,8 +879,8 @@ def test_the_first_rank_logs_more_than_the_others(capfd):
     ]
 
 
-def test_console_logs_get_a_file_per_rank(tmp_path):
-    """Each launch has a new folder, with a file per rank that has all that the rank wrote."""
+def test_console_logs_has_a_file_per_rank(tmp_path):
+    """Each launch makes a new folder with one file per rank, which has all output of the rank."""
     logs = tmp_path / "deep" / "logs"
     launchable = wrapper(ranks(console_logs=logs))(lambda text: print(text, current_rank().global_rank))
     launches = {text: launchable.submit(text) for text in ("first", "second")}
@@ -888,8 +895,8 @@ def test_console_logs_get_a_file_per_rank(tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["file", "below_a_file"])
-def test_a_log_folder_that_cannot_be_written_to_is_told(obstacle, tmp_path):
-    """LaunchError names the folder and the reason, before any rank runs the function."""
+def test_an_unwritable_log_folder_raises(obstacle, tmp_path):
+    """LaunchError names the folder before any rank runs the function."""
     (tmp_path / "file").touch()
     folder = {"file": "file", "below_a_file": "file/logs"}[obstacle]
     ran = tmp_path / "ran"
@@ -898,8 +905,8 @@ def test_a_log_folder_that_cannot_be_written_to_is_told(obstacle, tmp_path):
     assert not ran.exists()
 
 
-def test_a_parent_that_cannot_show_a_character_shows_the_rest(tmp_path):
-    """Its encoding lacks a character: that one is shown otherwise, and no line is lost."""
+def test_an_unencodable_character_does_not_lose_the_line(tmp_path):
+    """If the parent's encoding lacks a character, the character is replaced, and all lines are shown."""
     text = """
     import sys
     from parawrap import Platform, wrapper
@@ -914,10 +921,10 @@ def test_a_parent_that_cannot_show_a_character_shows_the_rest(tmp_path):
 
     writes()
     """
-    said = run_script(tmp_path, text).splitlines()
-    assert said[0] == "before"
-    assert said[1].startswith("caf")
-    assert said[2:] == ["after"]
+    lines = run_script(tmp_path, text).splitlines()
+    assert lines[0] == "before"
+    assert lines[1].startswith("caf")
+    assert lines[2:] == ["after"]
 
 
 CLOSING = """
@@ -939,14 +946,14 @@ CLOSING = """
     results = launch.results(timeout=20)
     with open("found", "w") as file:
         json.dump([results, sorted(launch.logs(1).split())], file)
-    os._exit(0)  # the interpreter itself could not flush what it has shown
+    os._exit(0)  # the interpreter could not flush its output
 """
 CLOSED = [((0,), "forkserver"), ((0, 1, 2), "spawn"), ((1, 2), "fork"), ((0, 1, 2), "fork")]
 
 
 @pytest.fixture(scope="module")
 def closing(tmp_path_factory):
-    """Scripts that close some of their standard streams and launch, by these and the spawn method."""
+    """Running scripts that close some standard streams and launch, by streams and spawn method."""
     scripts = {case: lambda _, case=case: (CLOSING.format(closed=case[0], method=case[1]),) for case in CLOSED}
     with running_scripts(tmp_path_factory.mktemp("closing"), scripts) as started:
         yield started
@@ -954,10 +961,10 @@ def closing(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CLOSED, ids=["stdin-forkserver", "all-spawn", "outputs-fork", "all-fork"])
 def test_a_parent_with_closed_streams_can_launch(case, closing):
-    """Whichever of its standard streams are closed, ranks run, write, are heard and talk to each other."""
+    """With any standard streams closed, ranks run, their output is kept, and collectives work."""
     script, folder = closing[case]
-    said = script.communicate(PATIENCE_S)
-    assert script.returncode == 0, said
+    output = script.communicate(PATIENCE_S)
+    assert script.returncode == 0, output
     results, words = json.loads((folder / "found").read_text())
     assert [total for total, _ in results] == [2.0, 2.0]
     assert sorted("".join(words)) == sorted("outerr")
@@ -979,7 +986,7 @@ def many_descriptors():
 
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
-    """With more than 1,024 descriptors in use, launches run, ranks are told to end, and what they forked is ended."""
+    """With more than 1,024 open descriptors, launches run, ranks clean up, and forks of ranks are ended."""
     report_pid = report_pid_function()
 
     def fails(folder):
@@ -996,21 +1003,21 @@ def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
             Path(folder, "cleaned").touch()
 
     with many_descriptors():
-        assert wrapper(ranks(spawn_method=method))(lambda: summed(1))() == (2.0, 2.0)
+        assert wrapper(ranks(spawn_method=method))(lambda: sum_over_ranks(1))() == (2.0, 2.0)
         with pytest.raises(LaunchError, match="rank 1 of 2 left with exit code 3"):
             wrapper(ranks(spawn_method=method))(fails)(tmp_path)
     assert (tmp_path / "cleaned").exists()
     assert_gone(pids_in(tmp_path, 1))
 
 
-def test_a_platform_may_be_shared_by_threads_and_functions():
-    """One platform object serves any number of functions."""
+def test_functions_can_share_a_platform():
+    """One platform object works for several functions."""
     platform = Platform(device="cpu", n_cpus=2, verbose=False)
     assert wrapper(platform)(lambda: 1)() == wrapper(platform)(lambda: 1)() == (1, 1)
 
 
-def test_the_scripts_own_classes_can_be_pickled_by_name_in_a_rank(tmp_path):
-    """What `__main__` defines stands in a rank's `__main__`: torch.save and all_gather_object find it there."""
+def test_classes_of_a_script_can_be_pickled_by_name_in_a_rank(tmp_path):
+    """A rank's `__main__` has the script's classes, so torch.save and all_gather_object can pickle them."""
     text = """
     import dataclasses, io, warnings
     import torch
@@ -1038,26 +1045,26 @@ def test_the_scripts_own_classes_can_be_pickled_by_name_in_a_rank(tmp_path):
     assert run_script(tmp_path, text) == "True\n"
 
 
-def test_a_process_that_a_rank_starts_launches_nothing():
-    """It inherits the variables of the rank's world, and is told that it is no part of that."""
+def test_a_launch_in_a_process_started_by_a_rank_raises():
+    """Such a process inherits the variables of the rank's world but is not a rank of it."""
 
     def starts_another():
         code = "from parawrap import *; wrapper(Platform(device='cpu'))(len)([])"
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
 
-    (told,) = wrapper(ranks(1))(starts_another)()
-    assert "LaunchError: len was launched in a process that a rank had started" in told
-    assert "__main__" in told
+    (stderr,) = wrapper(ranks(1))(starts_another)()
+    assert "LaunchError: len was launched in a process that a rank had started" in stderr
+    assert "__main__" in stderr
 
 
-def test_a_model_that_belongs_to_a_process_group_is_not_sent():
-    """The error says what to return instead."""
+def test_a_distributed_model_cannot_be_returned():
+    """UnsendableError says to send ``model.module`` instead."""
     with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
 
 
-def test_an_idle_thread_pool_keeps_no_rank_from_returning():
-    """Its workers are woken, as at the end of any program."""
+def test_an_idle_thread_pool_does_not_block_the_return_of_a_rank():
+    """Idle pool threads are ended, as at the exit of any program."""
 
     def works():
         import concurrent.futures

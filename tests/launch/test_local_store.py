@@ -1,4 +1,4 @@
-"""Promise 4 on one machine: no port of a launch is open to other users, and a port stays free for the ranks' own stores."""
+"""Promise 4 on one machine: a launch opens no port to other users, and MASTER_PORT stays free for the user's own store."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ LOOPBACK = "127.0.0.1"
 
 
 def listening():
-    """The TCP ports that this process and the warm process listen on."""
+    """Return the TCP ports that this process and the warm process listen on."""
     found = [each for process in (psutil.Process(), *warm_processes()) for each in process.net_connections(kind="inet")]
     return {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
 
 
 @contextmanager
-def looked_at(look):
-    """Call `look` in a thread again and again until the block ends; gives the list of what it returned."""
-    seen, is_over = [], threading.Event()
+def sampled(sample):
+    """Call `sample` repeatedly in a thread until the block ends, and yield the growing list of samples."""
+    samples, is_over = [], threading.Event()
 
     def watch():
         while not is_over.is_set():
-            seen.append(look())
+            samples.append(sample())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        yield seen
+        yield samples
     finally:
         is_over.set()
         watcher.join()
 
 
-def waiting():
-    """A function whose ranks add up, and wait until a file is there."""
+def waiting_function():
+    """Return a function that runs an all_reduce and then waits for a file."""
 
     def waits(go):
         total = torch.ones(1)
@@ -56,35 +56,35 @@ def waiting():
     return waits
 
 
-def test_no_port_of_the_parent_is_open_while_ranks_start_and_run(tmp_path):
-    """A launch on one machine listens on no port, so no other user can disturb it; ranks are still told an address."""
-    launchable = wrapper(ranks())(waiting())
+def test_the_parent_opens_no_port(tmp_path):
+    """A launch on one machine listens on no port, so no other user can disturb it; ranks still have a master address."""
+    launchable = wrapper(ranks())(waiting_function())
     (tmp_path / "first").touch()
     launchable(tmp_path / "first")  # starts the warm process
     before = listening()
-    with looked_at(listening) as seen:
+    with sampled(listening) as samples:
         launch = launchable.submit(tmp_path / "go")
-        eventually(lambda: len(seen) > 20, "looks at the ports")
+        eventually(lambda: len(samples) > 20, "20 samples of the ports")
         (tmp_path / "go").touch()
         results = launch.results(timeout=PATIENCE_S)
-    assert set().union(*seen) <= before
+    assert set().union(*samples) <= before
     assert [(total, host) for total, host, _ in results] == [(2.0, LOOPBACK)] * 2
     assert len({port for *_, port in results}) == 1
 
 
 @pytest.mark.parametrize("fields", [{"ipc_protocol": "tcp"}, {"master_addr": LOOPBACK}], ids=["protocol", "address"])
-def test_a_port_that_was_asked_for_is_opened(fields, tmp_path):
-    """With ``ipc_protocol="tcp"`` or a master address, the ranks meet at a store that listens where they are told."""
-    launch = wrapper(ranks(**fields))(waiting()).submit(tmp_path / "go")
-    eventually(listening, "a port")
+def test_a_requested_port_is_opened(fields, tmp_path):
+    """With ``ipc_protocol="tcp"`` or a master address, a store listens on MASTER_PORT."""
+    launch = wrapper(ranks(**fields))(waiting_function()).submit(tmp_path / "go")
+    eventually(listening, "an open port")
     open_now = listening()
     (tmp_path / "go").touch()
     (_, _, port), *_ = launch.results(timeout=PATIENCE_S)
     assert port in open_now
 
 
-def test_user_code_may_open_a_store_of_its_own(tmp_path):
-    """MASTER_ADDR and MASTER_PORT are free for the ranks' own store and process group, in two launches at once."""
+def test_user_code_can_open_its_own_store(tmp_path):
+    """MASTER_ADDR and MASTER_PORT are free for the user's own store and process group, even in two launches at once."""
 
     def meets(folder):
         rank, size = current_rank().global_rank, current_rank().world_size
@@ -93,12 +93,12 @@ def test_user_code_may_open_a_store_of_its_own(tmp_path):
             time.sleep(0.01)
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(host, port, size, is_master=rank == 0)
-        store.set(f"rank {rank}", f"said by {rank}")
-        said = store.get(f"rank {1 - rank}").decode()
+        store.set(f"rank {rank}", f"value of {rank}")
+        value = store.get(f"rank {1 - rank}").decode()
         dist.barrier()
         dist.destroy_process_group()
         del store
-        return said, port
+        return value, port
 
     def initializes(folder):
         dist.destroy_process_group()
@@ -108,14 +108,14 @@ def test_user_code_may_open_a_store_of_its_own(tmp_path):
         return total.item()
 
     first, second = (wrapper(ranks(timeout_min=0.2))(meets).submit(tmp_path) for _ in range(2))
-    told = [*first.results(timeout=PATIENCE_S), *second.results(timeout=PATIENCE_S)]
-    assert [said for said, _ in told] == ["said by 1", "said by 0"] * 2
-    ports = [port for _, port in told]
+    found = [*first.results(timeout=PATIENCE_S), *second.results(timeout=PATIENCE_S)]
+    assert [value for value, _ in found] == ["value of 1", "value of 0"] * 2
+    ports = [port for _, port in found]
     assert ports[0] == ports[1] != ports[2] == ports[3]
     assert wrapper(ranks(timeout_min=0.2))(initializes)(tmp_path) == (2.0, 2.0)
 
 
-# -- strangers at a port that was asked for
+# -- strangers at a requested port
 
 
 def free_port():
@@ -125,7 +125,7 @@ def free_port():
 
 
 def connected(port):
-    """A connection to this port, as soon as it is open."""
+    """Connect to a port as soon as it is open."""
 
     def connection():
         try:
@@ -137,14 +137,14 @@ def connected(port):
 
 
 def send_bytes(port, is_over):
-    """Bytes that are no message of a store, and connections that say nothing."""
+    """Send bytes that are not a message of the store, and open a connection that sends nothing."""
     with connected(port) as line, connected(port):
         line.sendall(bytes(range(256)) * 64)
         is_over.wait()
 
 
 def overwrite_keys(port, is_over):
-    """What a client of the store can do: replace every value that is there."""
+    """Connect as a client of the store and replace all its values."""
     connected(port).close()
     try:
         store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
@@ -157,7 +157,7 @@ def overwrite_keys(port, is_over):
 
 @pytest.mark.parametrize("disturb", [send_bytes, overwrite_keys])
 def test_a_stranger_at_the_store_is_named_or_harmless(disturb):
-    """A launch whose store was asked to listen gives right results; or its error names the store and its address."""
+    """A launch with a listening store returns right results, or its error names the store and its address."""
 
     def adds():
         total = torch.ones(1)
@@ -172,8 +172,8 @@ def test_a_stranger_at_the_store_is_named_or_harmless(disturb):
     try:
         assert launch.results(timeout=PATIENCE_S) == (2.0, 2.0)
     except Exception as error:
-        said = [str(error), *getattr(error, "__notes__", ())]
-        assert any("store" in each and f"{LOOPBACK}:{port}" in each for each in said), said
+        texts = [str(error), *getattr(error, "__notes__", ())]
+        assert any("store" in each and f"{LOOPBACK}:{port}" in each for each in texts), texts
     finally:
         is_over.set()
         stranger.join()

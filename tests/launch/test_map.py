@@ -1,4 +1,4 @@
-"""`map` of a decorated function: one launch per item, results in order, exceptions in their places."""
+"""`map` of a decorated function: one launch per item, with results and exceptions in the order of the items."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.launch.processes import SOON_S, eventually, run_script
 
 
 def train(**options):
-    """A decorator for launches of one quiet rank."""
+    """Return a decorator for launches of one rank without output."""
     return wrapper(Platform(device="cpu", **({"n_cpus": 1, "verbose": False} | options)))
 
 
 def test_results_come_in_order_and_errors_in_their_places():
-    """An item that fails does not end the others."""
+    """An item that fails yields its exception and does not end the others."""
 
     @train(n_cpus=2)
     def inverse(x):
@@ -37,8 +37,8 @@ def test_no_items_give_no_launches():
     assert list(train()(lambda x: x).map([])) == []
 
 
-def test_an_item_that_cannot_be_sent_is_an_error_in_its_place():
-    """The address is that of the item as the argument."""
+def test_an_unsendable_item_yields_an_error():
+    """UnsendableError names the item as ``args[0]``, and the other items have results."""
     first, second = train()(lambda x: 1).map([threading.Lock(), 2])
     assert type(first) is UnsendableError
     assert str(first).startswith("args[0] cannot be sent")
@@ -46,8 +46,8 @@ def test_an_item_that_cannot_be_sent_is_an_error_in_its_place():
 
 
 @pytest.mark.parametrize("max_parallel", [1, 2, 5])
-def test_no_more_launches_run_than_asked_for(max_parallel, tmp_path):
-    """Launches overlap up to the limit, and results still come in the order of the items."""
+def test_max_parallel_limits_the_running_launches(max_parallel, tmp_path):
+    """Launches overlap up to the limit, and results have the order of the items."""
 
     def overlapping(number):
         here = tmp_path / str(number)
@@ -65,8 +65,8 @@ def test_no_more_launches_run_than_asked_for(max_parallel, tmp_path):
 
 
 @pytest.mark.parametrize("max_parallel", [1, 3])
-def test_an_iterator_that_is_left_early_cancels_its_launches(max_parallel, tmp_path):
-    """No rank runs on, and the items after it are never launched."""
+def test_closing_the_iterator_cancels_its_launches(max_parallel, tmp_path):
+    """After `close`, no rank runs, and later items are never launched."""
 
     def waits(number):
         (tmp_path / f"{number}-{os.getpid()}").touch()
@@ -76,7 +76,7 @@ def test_an_iterator_that_is_left_early_cancels_its_launches(max_parallel, tmp_p
     outcomes = train()(waits).map(range(10), max_parallel=max_parallel)
     assert next(outcomes) == (0,)
     if max_parallel > 1:
-        eventually(lambda: len(list(tmp_path.iterdir())) >= max_parallel, "the launches that overlap")
+        eventually(lambda: len(list(tmp_path.iterdir())) >= max_parallel, "overlapping launches")
     began = time.monotonic()
     outcomes.close()
     assert time.monotonic() - began < SOON_S
@@ -85,22 +85,22 @@ def test_an_iterator_that_is_left_early_cancels_its_launches(max_parallel, tmp_p
     assert not any(psutil.pid_exists(int(name.partition("-")[2])) for name in begun)
 
 
-def test_an_item_that_does_not_fit_is_refused_before_any_launch(tmp_path):
-    """The function must take one argument."""
+def test_a_function_with_two_arguments_raises(tmp_path):
+    """`map` raises TypeError before any launch if the function does not take one argument."""
     with pytest.raises(TypeError, match="missing a required argument"):
         train()(lambda a, b: (tmp_path / "ran").touch()).map([1])
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("max_parallel", [0, -1])
-def test_a_limit_below_one_is_refused(max_parallel):
-    """The message has the value and the cure."""
+def test_max_parallel_below_one_raises(max_parallel):
+    """ValueError names the value and the allowed values."""
     with pytest.raises(ValueError, match=f"max_parallel={max_parallel}: give a number"):
         train()(lambda x: x).map([1], max_parallel=max_parallel)
 
 
 def test_a_method_maps_over_its_object():
-    """The object goes along with each item."""
+    """`map` of a bound method calls the method on its object."""
 
     class Model:
         scale = 3
@@ -112,8 +112,8 @@ def test_a_method_maps_over_its_object():
     assert [outcome[0] for outcome in Model().times.map([1, 2])] == [3, 6]
 
 
-def test_cancelled_launches_are_errors_in_their_places(tmp_path):
-    """A launch that was cancelled before its turn says so."""
+def test_cancelled_launches_yield_errors(tmp_path):
+    """Running and pending launches of a cancelled queue have LaunchCancelledError."""
     from parawrap.faces._launch_map import _Queue
     from parawrap.launch import Job
 
@@ -124,8 +124,8 @@ def test_cancelled_launches_are_errors_in_their_places(tmp_path):
     assert all(type(future.exception()) is LaunchCancelledError for future in queue.futures[1:])
 
 
-def test_launches_that_overlap_are_cancelled_at_once(tmp_path):
-    """The time that each rank takes to clean up is not added up."""
+def test_overlapping_launches_are_cancelled_in_parallel(tmp_path):
+    """The clean-up times of the ranks do not add up."""
 
     def cleans_up(number):
         try:
@@ -142,8 +142,8 @@ def test_launches_that_overlap_are_cancelled_at_once(tmp_path):
     assert time.monotonic() - began < 3
 
 
-def test_an_interpreter_that_ends_does_not_run_the_launches_that_are_left(tmp_path):
-    """Neither if the iterator was never used, nor if an exception left its loop."""
+def test_the_interpreter_exits_without_running_pending_launches(tmp_path):
+    """Pending launches do not run at exit, whether the iterator was unused or partly used."""
     run_script(
         tmp_path,
         """

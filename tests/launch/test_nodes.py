@@ -1,4 +1,4 @@
-"""Nodes on other machines: the results of their ranks, lines that break, and strangers on the network."""
+"""Nodes on other machines: results of their ranks, broken connections, and attackers on the network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TOKEN = b"t" * 32
 
 
 def cluster(**fields):
-    """A platform of two nodes with two ranks each, without a process group."""
+    """Return a platform of two nodes with two ranks each, without a process group."""
     return Platform(launcher="slurm", device="cpu", n_nodes=2, n_cpus=2, ipc_groups=None, **fields)
 
 
@@ -50,14 +50,14 @@ def quiet_transcripts():
 
 
 class Nodes:
-    """Two node agents in threads of this process, and the front that they connect to."""
+    """Two node agents in threads of this process, connected to a front."""
 
     def __init__(self, job, cleanup):
         self.job = job
         self._payload = job.packed()
         cleanup.callback(os.close, self._payload)
         self.front = cleanup.enter_context(closing(Front([LOOPBACK], TOKEN)))
-        self.wires = [dial_meanwhile(self.front) for _ in range(2)]
+        self.wires = [connect(self.front) for _ in range(2)]
         self._agents = [threading.Thread(target=self._run_agent, args=(number,)) for number in range(2)]
         cleanup.callback(self._end)
 
@@ -73,7 +73,7 @@ class Nodes:
             assert not agent.is_alive()
 
     def run(self, transcripts=None):
-        """A run of the job on the nodes, not started."""
+        """Return a run of the job on the nodes, not yet started."""
         for agent in self._agents:
             agent.start()
         lines = iter([ours for _, ours in self.wires])
@@ -88,7 +88,7 @@ class Nodes:
 
 
 class Lines:
-    """A front with callers that are authenticated already."""
+    """A front with callers that are already authenticated."""
 
     def __init__(self, lines):
         self._lines = lines
@@ -97,22 +97,22 @@ class Lines:
         return next(self._lines, None)
 
 
-def dial_meanwhile(front):
-    """Connect to this front. Return the caller's end of the line and the front's."""
-    theirs = eventually_called(front.address)
-    ours = eventually(lambda: front.accept(0.1), "a call")
+def connect(front):
+    """Connect to a front, and return the caller's end and the front's end of the line."""
+    theirs = dial_in_thread(front.address)
+    ours = eventually(lambda: front.accept(0.1), "a caller")
     return theirs.result(PATIENCE_S), ours
 
 
-def eventually_called(address):
-    """A caller of this address in a thread; its result is the caller's end of the line."""
+def dial_in_thread(address):
+    """Dial an address in a thread, and return a future of the caller's end of the line."""
     called = Future()
     threading.Thread(target=lambda: called.set_result(dial(address))).start()
     return called
 
 
-def hung_up(line):
-    """Whether the other end has closed this line."""
+def is_closed_by_peer(line):
+    """Wait until the other end has closed a line, and return True."""
     line.settimeout(PATIENCE_S)
     try:
         while line.recv(1024):
@@ -128,15 +128,15 @@ def nodes_for(function, *args, **fields):
         yield Nodes(Job(cluster(**fields), function, args), cleanup)
 
 
-def ended(nodes, transcripts=None):
-    """The results of the launch, or its error."""
+def outcome_of(nodes, transcripts=None):
+    """Run the launch and return its results or its error."""
     run = nodes.run(transcripts)
     run.begin()
     return verdict(nodes.job.name, nodes.job.platform, run.run())
 
 
 def test_ranks_of_other_nodes_run_and_return():
-    """Each knows its node and its local rank, and its output and results arrive, however large they are."""
+    """Each rank has its node and local rank, and its output and large results arrive."""
 
     def place(big):
         from parawrap import current_rank
@@ -147,13 +147,13 @@ def test_ranks_of_other_nodes_run_and_return():
 
     transcripts = quiet_transcripts()
     with nodes_for(place, torch.zeros(1_000_000)) as nodes:
-        results = ended(nodes, transcripts)
+        results = outcome_of(nodes, transcripts)
     assert [result[0] for result in results] == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     assert all(torch.equal(result[1], torch.full((1_000_000,), float(rank))) for rank, result in enumerate(results))
     assert [transcript.text() for transcript in transcripts] == [f"in rank {rank}\n" for rank in range(4)]
 
 
-def test_an_exception_of_another_node_names_the_node():
+def test_an_exception_on_another_node_names_the_node():
     """The other ranks end, and a note names the node."""
 
     def fails():
@@ -164,13 +164,13 @@ def test_an_exception_of_another_node_names_the_node():
         threading.Event().wait()
 
     with nodes_for(fails) as nodes:
-        error = ended(nodes)
+        error = outcome_of(nodes)
     assert repr(error) == "KeyError('three')"
     assert f"raised in rank 3 of 4 (node 1, {socket.gethostname()})" in error.__notes__[0]
 
 
-def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
-    """The error names the first of them, all other ranks end, and the node ends its own ranks."""
+def test_a_broken_connection_loses_the_ranks_of_its_node(tmp_path):
+    """The error names the node's first rank, all other ranks end, and the node ends its own ranks."""
     report_pid = report_pid_function()
 
     def waits():
@@ -192,7 +192,7 @@ def test_the_ranks_of_a_node_whose_line_breaks_are_lost(tmp_path):
 
 
 def test_ranks_end_when_the_watching_process_hangs_up(tmp_path):
-    """The agent ends its ranks, and kills those that do not end in time."""
+    """The agent ends its ranks and kills the ranks that do not end within ``grace_s``."""
     report_pid = report_pid_function()
 
     def stays():
@@ -209,8 +209,8 @@ def test_ranks_end_when_the_watching_process_hangs_up(tmp_path):
         assert_gone(pids, PATIENCE_S)
 
 
-def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
-    """The error names the reason and the node."""
+def test_a_rank_that_cannot_start_ends_the_launch(monkeypatch):
+    """The error names the node and the reason."""
 
     def refuse(*_):
         msg = "no more processes"
@@ -226,60 +226,60 @@ def test_a_rank_that_a_node_cannot_start_ends_the_launch(monkeypatch):
 
 
 def test_a_caller_without_the_token_is_dropped():
-    """A wrong answer, an answer that ends early, and silence open no line; the next caller is served."""
+    """A wrong answer, a short answer, and silence are rejected, and the next caller is accepted."""
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
-        for said in (b"x" * 64, b"short", b""):
+        for answer in (b"x" * 64, b"short", b""):
             stranger = strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
-            stranger.sendall(said)
-            if said == b"short":
+            stranger.sendall(answer)
+            if answer == b"short":
                 stranger.shutdown(socket.SHUT_WR)
-        ignorant = eventually_called(replace(front.address, token=b"x" * 32))
+        wrong_token = dial_in_thread(replace(front.address, token=b"x" * 32))
         assert front.accept(0.5) is None
-        assert ignorant.result(PATIENCE_S) is None
-        theirs, ours = dial_meanwhile(front)
+        assert wrong_token.result(PATIENCE_S) is None
+        theirs, ours = connect(front)
         theirs.close()
         ours.close()
 
 
 @contextmanager
 def impostor(act):
-    """A listener that runs `act(line)` for its first caller. Gives its port and the bytes that `act` returns."""
+    """Start a listener that runs `act(line)` for its first caller; yield its port and a future of the result of `act`."""
     with socket.create_server((LOOPBACK, 0)) as listener:
-        said = Future()
+        result = Future()
 
         def serve():
             line, _ = listener.accept()
             with line:
                 line.settimeout(PATIENCE_S)
-                said.set_result(act(line))
+                result.set_result(act(line))
 
         thread = threading.Thread(target=serve)
         thread.start()
-        yield listener.getsockname()[1], said
+        yield listener.getsockname()[1], result
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
 
 def test_an_impostor_learns_nothing_from_a_caller():
-    """A process at another host's address sees neither the token nor anything that opens a line to the front."""
+    """A process at the front's address gets neither the token nor an answer that the front would accept."""
 
     def record(line):
         line.sendall(bytes(64))
-        said = receive_exactly(line, 64)
+        answer = receive_exactly(line, 64)
         line.sendall(bytes(64))
-        return said
+        return answer
 
-    with impostor(record) as (port, said), closing(Front([LOOPBACK], TOKEN)) as front:
+    with impostor(record) as (port, answer), closing(Front([LOOPBACK], TOKEN)) as front:
         assert dial(replace(front.address, port=port)) is None
-        assert TOKEN not in said.result(PATIENCE_S)
+        assert TOKEN not in answer.result(PATIENCE_S)
         with socket.create_connection((LOOPBACK, front.address.port)) as stranger:
-            stranger.sendall(said.result())
+            stranger.sendall(answer.result())
             assert front.accept(0.5) is None
-            assert hung_up(stranger)
+            assert is_closed_by_peer(stranger)
 
 
-def test_a_pickle_of_an_impostor_is_not_loaded(tmp_path):
-    """A caller that reaches an impostor drops the line before it reads a message."""
+def test_a_pickle_from_an_impostor_is_not_loaded(tmp_path):
+    """A caller that reaches an impostor closes the line before it reads a message."""
     message = pickle.dumps(("start", Touch(tmp_path / "touched")))
 
     def pose(line):
@@ -305,11 +305,11 @@ class Touch:
 
 
 class Relay:
-    """A process between a caller and the front: it passes on the handshake, and then only what the test lets it."""
+    """A man in the middle between a caller and the front: it relays the handshake; the test controls all later messages."""
 
     def __init__(self, front, cleanup):
         self._listener = cleanup.enter_context(socket.create_server((LOOPBACK, 0)))
-        called = eventually_called(replace(front.address, port=self._listener.getsockname()[1]))
+        called = dial_in_thread(replace(front.address, port=self._listener.getsockname()[1]))
         self.caller_side, _ = self._listener.accept()
         self.front_side = socket.create_connection((LOOPBACK, front.address.port))
         for side in (self.caller_side, self.front_side):
@@ -323,11 +323,11 @@ class Relay:
         self.theirs = cleanup.enter_context(closing(called.result(PATIENCE_S)))
 
     def from_caller(self):
-        """The bytes of the caller's next message."""
+        """Return the bytes of the caller's next message."""
         return self._read(self.caller_side)
 
     def from_front(self):
-        """The bytes of the front's next message."""
+        """Return the bytes of the front's next message."""
         return self._read(self.front_side)
 
     def _read(self, side):
@@ -342,7 +342,7 @@ def relay():
 
 
 def test_messages_pass_a_relay_unchanged(relay):
-    """A relay that changes nothing is part of the network."""
+    """Messages arrive through a relay that changes nothing."""
     for number in range(3):
         relay.theirs.send("hello", number)
         relay.front_side.sendall(relay.from_caller())
@@ -352,8 +352,8 @@ def test_messages_pass_a_relay_unchanged(relay):
         assert relay.theirs.receive()[:2] == ("tell", number)
 
 
-def test_a_message_that_was_changed_is_refused(relay, caplog):
-    """A changed byte, wherever it is, ends the line with a logged error."""
+def test_a_changed_message_is_refused(relay, caplog):
+    """A changed byte closes the line, and an error is logged."""
     relay.theirs.send("hello", 0)
     message = bytearray(relay.from_caller())
     message[len(message) // 2] ^= 1
@@ -363,15 +363,15 @@ def test_a_message_that_was_changed_is_refused(relay, caplog):
 
 
 def test_the_length_of_a_message_is_checked_first(relay, caplog):
-    """A relay cannot make the front wait for a message of any size."""
+    """A changed length closes the line; the front does not wait for a message of that size."""
     relay.theirs.send("hello", 0)
     relay.front_side.sendall(struct.pack("<QB", 1 << 60, 0) + relay.from_caller()[9:])
     assert relay.ours.receive() is None
     assert "wrong authentication code" in caplog.text
 
 
-def test_a_pickle_of_a_relay_is_not_loaded(relay, tmp_path, caplog):
-    """A relay cannot add a message of its own to a line that is authenticated."""
+def test_a_pickle_from_a_relay_is_not_loaded(relay, tmp_path, caplog):
+    """A relay cannot add a message to an authenticated line."""
     data = pickle.dumps(("word", Touch(tmp_path / "touched")))
     relay.front_side.sendall(struct.pack("<QB", len(data), 0) + data + bytes(64))
     assert relay.ours.receive() is None
@@ -379,8 +379,8 @@ def test_a_pickle_of_a_relay_is_not_loaded(relay, tmp_path, caplog):
     assert not (tmp_path / "touched").exists()
 
 
-def test_a_message_is_taken_once_and_one_way(relay):
-    """A message that a relay repeats, or sends back to its sender, is refused."""
+def test_repeated_and_reflected_messages_are_refused(relay):
+    """A message that a relay repeats or sends back to its sender closes the line."""
     relay.theirs.send("hello", 0)
     message = relay.from_caller()
     relay.front_side.sendall(2 * message)
@@ -390,13 +390,13 @@ def test_a_message_is_taken_once_and_one_way(relay):
     assert relay.theirs.receive() is None
 
 
-def test_silent_callers_delay_no_other(monkeypatch):
-    """A node connects at once while 20 strangers are connected and say nothing."""
+def test_silent_callers_do_not_delay_a_node(monkeypatch):
+    """A node connects at once, although 20 connected strangers send nothing."""
     monkeypatch.setattr(_network, "_DIAL_S", PATIENCE_S)
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
-        theirs = eventually_called(front.address)
+        theirs = dial_in_thread(front.address)
         began = time.monotonic()
         ours = front.accept(PATIENCE_S)
         took_s = time.monotonic() - began
@@ -405,8 +405,8 @@ def test_silent_callers_delay_no_other(monkeypatch):
     assert took_s < 1.0
 
 
-def test_a_flood_of_callers_takes_a_bounded_number_of_descriptors(monkeypatch):
-    """The front drops the oldest of too many callers, and all of them after a while; a node still gets through."""
+def test_a_flood_of_callers_uses_few_descriptors(monkeypatch):
+    """The front drops the oldest callers above a limit, and all callers after a timeout; a node can still connect."""
     monkeypatch.setattr(_network, "_MOST_CALLERS", 8)
     monkeypatch.setattr(_network, "_DIAL_S", 1.0)
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
@@ -415,38 +415,38 @@ def test_a_flood_of_callers_takes_a_bounded_number_of_descriptors(monkeypatch):
         before = psutil.Process().num_fds()
         assert front.accept(0.2) is None
         assert psutil.Process().num_fds() - before <= 8
-        theirs, ours = dial_meanwhile(front)
+        theirs, ours = connect(front)
         theirs.close()
         ours.close()
         assert front.accept(1.5) is None
         assert psutil.Process().num_fds() <= before
         for stranger in flood:
-            assert hung_up(stranger)
+            assert is_closed_by_peer(stranger)
 
 
 def test_a_caller_uses_the_first_address_that_works():
-    """Addresses where no process or another process answers are skipped; if none works, there is no line."""
+    """Addresses without a front are skipped; if no address works, `dial` returns None."""
     with closing(Front([LOOPBACK], TOKEN)) as front, socket.create_server((LOOPBACK, 0)) as other:
         port = front.address.port
         assert dial(Address((LOOPBACK,), other.getsockname()[1], TOKEN)) is None
         called = []
-        hosts = ("127.0.0.2", LOOPBACK)  # the front listens on the second alone
+        hosts = ("127.0.0.2", LOOPBACK)  # the front listens only on the second
         caller = threading.Thread(target=lambda: called.append(dial(Address(hosts, port, TOKEN))))
         caller.start()
-        ours = eventually(lambda: front.accept(0.1), "a call")
+        ours = eventually(lambda: front.accept(0.1), "a caller")
         caller.join()
         assert called[0].addresses()[1] == LOOPBACK
         called[0].close()
         ours.close()
 
 
-def test_a_line_that_is_not_read_for_long_is_not_broken(monkeypatch):
-    """Unacknowledged bytes fit into its buffers: a process stopped for longer than the limit for silence loses nothing."""
+def test_an_unread_line_stays_open(monkeypatch):
+    """Unread bytes fit into the buffers, so a reader that stops for longer than the silence limit loses nothing."""
     monkeypatch.setattr(_network, "_SILENCE_S", 1)
     monkeypatch.setattr(_network, "_PROBE_S", 1)
     monkeypatch.setattr(_network, "_PROBES", 1)
     with closing(Front([LOOPBACK], TOKEN)) as front:
-        theirs, ours = dial_meanwhile(front)
+        theirs, ours = connect(front)
     queue = SendQueue(theirs)
     while not queue.is_full:
         queue.send("output", bytes(65536), 65536)
@@ -462,11 +462,11 @@ def test_a_line_that_is_not_read_for_long_is_not_broken(monkeypatch):
     ours.close()
 
 
-def test_the_wait_for_nodes_ends_with_the_error_of_its_check(monkeypatch):
-    """The wait closes the lines that were open. When the time is up, the error names the missing nodes."""
+def test_waiting_for_nodes_raises_the_error_of_its_check(monkeypatch):
+    """An error of `check` closes the open lines. After the timeout, LaunchError names the missing nodes."""
     loop = Loop()
     with closing(Front([LOOPBACK], TOKEN)) as front:
-        theirs, ours = dial_meanwhile(front)
+        theirs, ours = connect(front)
         theirs.send("hello", (0, "here"))
         calls = iter([None, KeyError("in the way")])
 
@@ -486,7 +486,7 @@ def test_the_wait_for_nodes_ends_with_the_error_of_its_check(monkeypatch):
 
 
 def test_own_addresses_are_those_of_interfaces():
-    """The loopback address is among them only if there is no other, and each belongs to an interface."""
+    """Each address belongs to an interface; loopback is included only if it is the only address."""
     addresses = own_addresses()
     assert addresses
     assert all(interface_of(address) is not None for address in addresses)
@@ -495,9 +495,9 @@ def test_own_addresses_are_those_of_interfaces():
 
 
 def test_no_process_outlives_a_launch_on_nodes(tmp_path):
-    """The ranks have ended when the launch has."""
+    """All ranks have ended when the launch ends."""
     report_pid = report_pid_function()
 
     with nodes_for(lambda: report_pid(tmp_path)) as nodes:
-        ended(nodes)
+        outcome_of(nodes)
     assert all(map(is_gone, pids_in(tmp_path, 4)))

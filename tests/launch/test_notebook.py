@@ -1,4 +1,4 @@
-"""Promise 2 in a notebook: what a cell defines launches."""
+"""Promise 2 in a notebook: functions and classes of cells can be launched."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ except Failure as error:
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
-    """What each cell of an executed notebook printed."""
+    """The output lines of each cell of an executed notebook, sorted."""
     folder = tmp_path_factory.mktemp("notebook")
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
     path = folder / "launches.ipynb"
@@ -77,15 +77,15 @@ def outputs(tmp_path_factory):
 
 
 def test_a_function_of_a_cell_launches(outputs):
-    """Its results come back, of classes of the cell too, and what ranks print is shown under the cell."""
+    """Results, including instances of a cell's class, come back, and output of ranks is shown under the cell."""
     assert outputs[1] == ["[True, True] [70, 70]", "[rank 0] in rank 0", "[rank 1] in rank 1"]
 
 
-def test_a_cell_sees_what_later_cells_changed(outputs):
-    """A global that was changed reaches the next launch."""
+def test_a_launch_uses_changed_globals(outputs):
+    """A global that a later cell changed has its new value in the next launch."""
     assert "[100, 100]" in outputs[2]
 
 
 def test_an_exception_of_a_cell_can_be_caught(outputs):
-    """Its class is the notebook's own, and its traceback from the rank shows the cell's line."""
+    """The exception has the notebook's class, and its traceback from the rank shows the line of the cell."""
     assert outputs[3] == ["True", "caught in the cell"]

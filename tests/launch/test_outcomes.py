@@ -1,4 +1,4 @@
-"""Which of several failures is told, and what the exception that tells it says."""
+"""The choice of the failure to raise, and the text of its exception."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def died(at=1.0, **how) -> Died:
     return Died(at, 4711, **how)
 
 
-def error_told(rank, outcomes, world_size) -> BaseException:
+def error_for(rank, outcomes, world_size) -> BaseException:
     return error_of(rank, outcomes, world_size, PLACE)
 
 
@@ -63,7 +63,7 @@ class Unmakable:
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "told"),
+    ("outcomes", "rank"),
     [
         ({}, None),
         ({0: returned(), 1: returned()}, None),
@@ -84,45 +84,45 @@ class Unmakable:
         ({0: Requeued(1), 1: raised(ECHO, 2), 2: died(3, signal=signal.SIGKILL)}, 2),
     ],
 )
-def test_the_earliest_failure_that_is_no_echo_is_told(outcomes, told):
-    """Of failures at the same moment the one of the lowest rank; of only echoes the earliest, but for a requeue's."""
-    assert first_failure(outcomes) == told
+def test_the_earliest_failure_that_is_not_an_echo_is_raised(outcomes, rank):
+    """Ties go to the lowest rank. Without other failures, the earliest echo is raised, but not after a requeue."""
+    assert first_failure(outcomes) == rank
 
 
 def test_results_are_in_the_order_of_ranks():
-    """Whatever the order in which they came in."""
+    """Results have the order of ranks, not of arrival."""
     values = values_of({1: returned("b"), 2: returned("c"), 0: returned("a")}, 3)
     assert values == ("a", "b", "c")
     assert isinstance(values, RankResults)
 
 
-def test_a_result_that_cannot_be_made_here_is_told_with_its_rank():
-    """What its class raised, and where it came from."""
+def test_a_result_that_cannot_be_unpickled_names_its_rank():
+    """The error of unpickling is returned, with a note that names the rank."""
     error = values_of({0: returned(), 1: returned(Unmakable())}, 2)
     assert isinstance(error, FileNotFoundError)
     assert "result of rank 1 of 2" in notes_of(error)
 
 
-def test_what_a_rank_raised_is_raised():
-    """Its own type and args, with a note on rank, node, host, and its traceback there."""
+def test_an_exception_of_a_rank_is_raised():
+    """The exception keeps its type and args and gets a note with rank, node, host, and traceback."""
     try:
         raise KeyError("k")
     except KeyError as caught:
-        error = error_told(1, {1: raised(caught)}, 2)
+        error = error_for(1, {1: raised(caught)}, 2)
     assert (type(error), error.args) == (KeyError, ("k",))
     assert f"rank 1 of 2 ({PLACE})" in error.__notes__[0]
-    assert "test_what_a_rank_raised_is_raised" in error.__notes__[0]
+    assert "test_an_exception_of_a_rank_is_raised" in error.__notes__[0]
 
 
 def test_notes_of_the_user_come_first():
-    """What the launch adds stands behind them."""
+    """Notes of the launch follow the user's notes."""
     own = ValueError("v")
     own.add_note("in epoch 3")
-    assert error_told(0, {0: raised(own)}, 1).__notes__[0] == "in epoch 3"
+    assert error_for(0, {0: raised(own)}, 1).__notes__[0] == "in epoch 3"
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "text"),
     [
         ({"signal": signal.SIGKILL}, "was killed by SIGKILL"),
         ({"signal": signal.SIGSEGV}, "was killed by SIGSEGV"),
@@ -133,12 +133,12 @@ def test_notes_of_the_user_come_first():
         ({"lost_with": "node 3, a-host"}, "was lost with node 3, a-host"),
     ],
 )
-def test_a_rank_that_died_is_told_with_how(how, told):
-    """RankDiedError carries rank, signal and exit code, and says them, with the place and the process."""
-    error = error_told(1, {1: died(**how)}, 4)
+def test_a_dead_rank_raises_rank_died_error(how, text):
+    """RankDiedError has rank, signal, and exit code; its message also has the place and the process id."""
+    error = error_for(1, {1: died(**how)}, 4)
     assert isinstance(error, RankDiedError)
     assert (error.rank, error.signal, error.exit_code) == (1, how.get("signal"), how.get("exit_code"))
-    assert told in str(error)
+    assert text in str(error)
     assert "rank 1 of 4" in str(error)
     assert "4711" in str(error)
     assert PLACE in str(error)
@@ -148,36 +148,36 @@ def test_a_rank_that_died_is_told_with_how(how, told):
     ("code", "number"), [(-9, 9), (-11, 11), (-int(signal.SIGRTMIN) - 1, int(signal.SIGRTMIN) + 1), (-64, 64)]
 )
 def test_every_signal_can_kill(code, number):
-    """Real-time signals too, most of which have no name."""
+    """Real-time signals, most of them without a name, are reported too."""
     death = Died.of(code, at=1.0, pid=4711, last_words="")
     assert death.signal == number
     assert str(number) in death.summary or signal.Signals(number).name in death.summary
 
 
 @pytest.mark.parametrize("code", [0, 3, None])
-def test_an_exit_code_is_no_signal(code):
-    """What is not below zero is what the process left with."""
+def test_a_non_negative_code_is_an_exit_code(code):
+    """Codes of at least 0, and None, are exit codes, not signals."""
     assert (Died.of(code, at=1.0, pid=1, last_words="").exit_code, Died.of(code, at=1.0, pid=1, last_words="").signal) == (
         code, None
     )  # fmt: skip
 
 
-def test_a_rank_that_was_killed_by_sigkill_is_told_who_does_that():
-    """Users think of the kernel's memory last."""
-    assert "memory" in notes_of(error_told(0, {0: died(signal=signal.SIGKILL)}, 1))
-    assert not hasattr(error_told(0, {0: died(signal=signal.SIGSEGV)}, 1), "__notes__")
+def test_sigkill_has_a_note_about_memory():
+    """A note on SIGKILL mentions memory, because the kernel sends SIGKILL when memory runs out."""
+    assert "memory" in notes_of(error_for(0, {0: died(signal=signal.SIGKILL)}, 1))
+    assert not hasattr(error_for(0, {0: died(signal=signal.SIGSEGV)}, 1), "__notes__")
 
 
-def test_the_last_words_of_a_dead_rank_are_told():
-    """Each line indented; of very many, the end."""
+def test_the_last_output_of_a_dead_rank_is_noted():
+    """The note has the last lines of the rank's output, indented."""
     words = "\n".join(f"line {i}" for i in range(10_000))
-    note = notes_of(error_told(0, {0: died(exit_code=1, last_words=words)}, 1))
+    note = notes_of(error_for(0, {0: died(exit_code=1, last_words=words)}, 1))
     assert note.endswith("\n  | line 9999")
     assert len(note) < 4000
 
 
-def test_what_the_others_did_is_told_in_one_note():
-    """Whoever raised or died, in rank order; not who returned or was ended."""
+def test_failures_of_other_ranks_are_in_one_note():
+    """The note lists the ranks that raised or died, in rank order, without ranks that returned or were ended."""
     outcomes = {
         4: died(4, signal=signal.SIGABRT),
         3: raised(KeyError("k"), 3),
@@ -185,50 +185,50 @@ def test_what_the_others_did_is_told_in_one_note():
         1: returned(),
         2: Ended(2),
     }
-    (_, note) = error_told(0, outcomes, 5).__notes__
+    (_, note) = error_for(0, outcomes, 5).__notes__
     assert note == "then: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
 
 
-def test_of_very_many_others_only_some_are_told():
-    """A thousand ranks fail at once; nobody wants a thousand lines."""
-    note = error_told(0, {rank: raised(ECHO, rank) for rank in range(20)}, 20).__notes__[1]
+def test_the_note_about_other_ranks_is_limited():
+    """If many ranks fail, the note lists eight of them and the number of the others."""
+    note = error_for(0, {rank: raised(ECHO, rank) for rank in range(20)}, 20).__notes__[1]
     assert note.count("raised") == 8
     assert note.endswith("; and 11 more")
 
 
 @pytest.mark.parametrize(
-    ("done", "told"), [([1], "rank 1 had returned already"), ([1, 2], "ranks 1, 2 had returned already")]
+    ("done", "text"), [([1], "rank 1 had returned already"), ([1, 2], "ranks 1, 2 had returned already")]
 )
-def test_an_echo_tells_who_had_returned_already(done, told):
-    """The usual reason of an echo without a failure: some ranks take no part in a collective."""
+def test_an_echo_names_the_ranks_that_had_returned(done, text):
+    """An echo without another failure usually means that some ranks skipped a collective."""
     outcomes = {0: raised(ECHO)} | {rank: returned() for rank in done}
-    error = error_told(0, outcomes, len(done) + 1)
-    assert str(error).startswith(told)
+    error = error_for(0, outcomes, len(done) + 1)
+    assert str(error).startswith(text)
     assert type(error) is LaunchError
     assert type(error.__cause__) is type(ECHO)
 
 
-def test_a_failure_that_is_no_echo_does_not_tell_who_had_returned():
-    """It needs no such explanation."""
-    assert "returned already" not in notes_of(error_told(0, {0: raised(ValueError()), 1: returned()}, 2))
+def test_other_failures_do_not_name_the_ranks_that_had_returned():
+    """A failure that is not an echo has no note about returned ranks."""
+    assert "returned already" not in notes_of(error_for(0, {0: raised(ValueError()), 1: returned()}, 2))
 
 
-def test_an_exception_that_cannot_be_made_here_is_told_in_words():
-    """Its summary, its traceback there, and why it cannot be made."""
+def test_an_exception_that_cannot_be_unpickled_becomes_a_launch_error():
+    """LaunchError has the exception's summary, its traceback, and the reason."""
     file = memory_file("test")
     pack(Unmakable("odd"), file, "value")
-    error = error_told(1, {1: Raised(1.0, Parcel(file), "Unmakable: odd", "the traceback", False)}, 2)
+    error = error_for(1, {1: Raised(1.0, Parcel(file), "Unmakable: odd", "the traceback", False)}, 2)
     assert isinstance(error, LaunchError)
     assert "rank 1 raised Unmakable: odd" in str(error)
     assert "No such file" in str(error)
     assert "the traceback" in notes_of(error)
 
 
-def test_an_exception_that_takes_no_notes_is_raised_all_the_same():
-    """Its type is worth more than what there is to add."""
+def test_an_exception_that_refuses_notes_is_raised():
+    """An exception that does not allow notes is raised without notes."""
     file = memory_file("test")
     pack(Frozen("odd"), file, "value")
-    error = error_told(0, {0: Raised(1.0, Parcel(file), "Frozen: odd", "the traceback", False), 1: raised(ECHO)}, 2)
+    error = error_for(0, {0: Raised(1.0, Parcel(file), "Frozen: odd", "the traceback", False), 1: raised(ECHO)}, 2)
     assert (type(error), error.args) == (Frozen, ("odd",))
 
 
@@ -242,7 +242,7 @@ def is_open(file: int) -> bool:
 
 @pytest.mark.parametrize("how", ["opened", "closed", "forgotten", "broken"])
 def test_a_parcel_closes_its_file(how):
-    """Closed or forgotten, unopened or opened, also if its value cannot be made. Until then it can be opened again."""
+    """`close` or garbage collection closes the file, even if unpickling failed. Until then, `open` works again."""
     file = memory_file("test")
     pack(Unmakable() if how == "broken" else 3, file, "value")
     parcel = Parcel(file)

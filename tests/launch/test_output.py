@@ -1,4 +1,4 @@
-"""Transcripts: what ranks write is kept whole, shown line by line, and costs no launch whatever becomes of its readers."""
+"""Transcripts keep the complete output of ranks, show it line by line, and never fail a launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def a_transcript(prefix=PREFIX, shown=True, folder=None) -> Transcript:
 
 
 def shown(chunks: list[bytes], prefix=PREFIX) -> str:
-    """What standard output shows of these chunks."""
+    """Return the text that a transcript of these chunks shows on standard output."""
     stream, before = io.StringIO(), sys.stdout
     sys.stdout = stream
     try:
@@ -55,20 +55,20 @@ def shown(chunks: list[bytes], prefix=PREFIX) -> str:
         ([b""], ""),
     ],
 )
-def test_each_line_stands_behind_its_rank(chunks, lines):
-    """Lines end at a newline or a carriage return; the last one is ended where the rank did not."""
+def test_each_line_has_a_rank_prefix(chunks, lines):
+    """Lines end at a newline or carriage return. An unfinished last line gets a newline."""
     assert shown(chunks) == lines
 
 
 def test_a_lone_rank_has_no_prefix():
-    """What it writes is shown as it is."""
+    """The output of a single rank is shown unchanged."""
     assert shown([b"one\ntwo\n"], prefix="") == "one\ntwo\n"
 
 
 @given(text=st.text("aé€🏖\n\r ", max_size=30), data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_it_does_not_matter_how_the_output_is_cut(text, data):
-    """Between the bytes of a character, or within the end of a line."""
+def test_chunk_boundaries_do_not_change_the_output(text, data):
+    """Chunks may end within a character or within a line end."""
     raw = text.encode()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(raw)), max_size=5)))
     chunks = [raw[i:j] for i, j in zip([0, *cuts], [*cuts, len(raw)], strict=True)]
@@ -76,34 +76,34 @@ def test_it_does_not_matter_how_the_output_is_cut(text, data):
 
 
 def test_only_newlines_and_carriage_returns_end_a_line():
-    """What Python calls a line besides is a character like any other."""
+    """Other line separators of Python's `splitlines` do not end a line."""
     line = "a\x0bb\x0cc\x1cd\x85e\u2028f\u2029g\n"
     assert shown([line.encode()]) == f"{PREFIX}{line}"
 
 
-def test_a_character_that_is_cut_off_at_the_end_is_shown_as_such():
-    """As in the transcript."""
+def test_an_incomplete_last_character_is_replaced():
+    """An incomplete UTF-8 character at the end is shown as a replacement character."""
     assert shown([b"caf\xc3"]) == f"{PREFIX}caf�\n"
 
 
-def test_a_line_without_an_end_is_shown_before_it_fills_the_memory():
-    """It is cut, and nothing of it is lost."""
+def test_a_very_long_line_is_shown_in_parts():
+    """A line without an end is shown in parts, and no text is lost."""
     chunk = b"x" * 10_000
     got = shown([chunk] * 20)
     assert got.replace(PREFIX, "").replace("\n", "") == "x" * 200_000
     assert max(map(len, got.splitlines())) < 100_000
 
 
-def test_a_line_is_shown_as_soon_as_it_is_there(capsys):
-    """Not only at the end."""
+def test_a_line_is_shown_as_soon_as_it_is_complete(capsys):
+    """A complete line is shown while the transcript is open."""
     transcript = a_transcript()
     transcript.write(OUT, b"one\ntw")
     assert capsys.readouterr().out == f"{PREFIX}one\n"
     transcript.finish()
 
 
-def test_both_streams_are_shown_where_they_belong(capsys):
-    """Standard error to standard error; a line of one is not cut by the other."""
+def test_both_streams_are_shown_separately(capsys):
+    """Standard error is shown on standard error, and lines of the two streams do not mix."""
     transcript = a_transcript()
     for stream, data in ((OUT, b"ou"), (ERR, b"er"), (OUT, b"t\n"), (ERR, b"r\n")):
         transcript.write(stream, data)
@@ -112,8 +112,8 @@ def test_both_streams_are_shown_where_they_belong(capsys):
     assert transcript.text() == "ouert\nr\n"
 
 
-def test_a_silent_transcript_keeps_all_and_shows_nothing(capsys):
-    """verbose=False."""
+def test_a_hidden_transcript_keeps_all_output(capsys):
+    """A transcript with ``shown=False`` keeps its output and shows nothing."""
     transcript = a_transcript(shown=False)
     transcript.write(OUT, b"one\n")
     transcript.write(ERR, b"two\n")
@@ -122,8 +122,8 @@ def test_a_silent_transcript_keeps_all_and_shows_nothing(capsys):
     assert transcript.text() == "one\ntwo\n"
 
 
-def test_what_stands_at_standard_output_later_is_written_to(monkeypatch):
-    """Notebooks and tests put other streams there while ranks run."""
+def test_a_replaced_sys_stdout_is_used(monkeypatch):
+    """Output goes to the current `sys.stdout`, which notebooks and tests replace while ranks run."""
     transcript = a_transcript()
     first, second = io.StringIO(), io.StringIO()
     for stream in (first, second):
@@ -150,8 +150,8 @@ def closed() -> io.StringIO:
 
 
 @pytest.mark.parametrize("stream", [None, closed(), BrokenPipe(), Unflushable()], ids=["none", "closed", "pipe", "full"])
-def test_an_output_that_nobody_reads_costs_no_launch(monkeypatch, stream):
-    """The transcript has it all."""
+def test_a_broken_stdout_does_not_fail_the_transcript(monkeypatch, stream):
+    """If standard output is missing, closed, or full, the transcript still keeps all output."""
     monkeypatch.setattr(sys, "stdout", stream)
     transcript = a_transcript()
     transcript.write(OUT, b"one\n")
@@ -160,8 +160,8 @@ def test_an_output_that_nobody_reads_costs_no_launch(monkeypatch, stream):
     assert transcript.text() == "one\ntwo"
 
 
-def test_an_output_that_has_not_every_character_shows_the_line_nevertheless(monkeypatch):
-    """Under LANG=C a line is not lost for one letter."""
+def test_an_unencodable_character_does_not_lose_the_line(monkeypatch):
+    """With an ASCII output, a line with another character is still shown."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii", write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -177,16 +177,16 @@ def test_an_output_that_has_not_every_character_shows_the_line_nevertheless(monk
     ("data", "text"),
     [(b"a\r\nb\rc", "a\r\nb\rc"), ("µ€".encode(), "µ€"), (b"\xff!", "�!"), (b"", "")],
 )
-def test_the_text_is_what_was_written(data, text):
-    """Line ends as they were; what is no UTF-8 is marked."""
+def test_text_keeps_line_ends(data, text):
+    """`text` keeps line ends and replaces invalid UTF-8."""
     transcript = a_transcript(shown=False)
     for i in range(len(data)):
         transcript.write(OUT, data[i : i + 1])
     assert transcript.text() == text
 
 
-def test_the_text_may_be_read_at_any_time():
-    """While the rank writes on, and after it has ended."""
+def test_text_can_be_read_at_any_time():
+    """`text` works while the rank writes and after `finish`."""
     transcript = a_transcript(shown=False)
     transcript.write(OUT, b"one\n")
     assert transcript.text() == "one\n"
@@ -195,8 +195,8 @@ def test_the_text_may_be_read_at_any_time():
     assert [transcript.text(), transcript.text()] == ["one\ntwo\n"] * 2
 
 
-def test_text_that_outgrows_memory_is_kept_whole():
-    """Megabytes go to the disk, and nobody sees a difference."""
+def test_large_output_is_kept_complete():
+    """Megabytes of output, which go to the disk, are read back complete."""
     transcript = a_transcript(shown=False)
     for i in range(300):
         transcript.write(OUT, b"%05d" % i + b"x" * 9_994 + b"\n")
@@ -207,8 +207,8 @@ def test_text_that_outgrows_memory_is_kept_whole():
     assert [line[:5] for line in text.splitlines()] == [f"{i:05d}" for i in range(300)]
 
 
-def test_the_text_may_be_read_by_another_thread_while_a_rank_writes():
-    """Every reading is a beginning of the whole."""
+def test_text_can_be_read_by_another_thread():
+    """While a rank writes, each reading in another thread is a prefix of the full text."""
     transcript, done, readings = a_transcript(shown=False), threading.Event(), []
 
     def read() -> None:
@@ -239,15 +239,15 @@ def test_the_text_may_be_read_by_another_thread_while_a_rank_writes():
         ("", 5, ""),
     ],
 )
-def test_the_last_words_are_whole_lines_where_that_can_be(text, at_most, words):
-    """Of a line that is longer than allowed, its end."""
+def test_last_words_are_whole_lines_if_possible(text, at_most, words):
+    """`last_words` returns whole lines, or the end of a line that is too long."""
     transcript = a_transcript(shown=False)
     transcript.write(OUT, text.encode())
     assert transcript.last_words(at_most) == words
 
 
-def test_the_last_words_of_a_crash_include_what_it_was():
-    """Stacks of many threads, which faulthandler writes after its first line, push out neither it nor what was before."""
+def test_last_words_of_a_crash_include_its_first_line():
+    """Long faulthandler stacks displace neither the line that names the crash nor the line before it."""
     transcript = a_transcript(shown=False)
     transcript.write(OUT, b"long ago\n" * 50 + b"just before\n")
     transcript.write(ERR, b"Fatal Python error: Aborted\n\n" + b"  File one\n" * 50 + b"  File last\n")
@@ -260,8 +260,8 @@ def test_the_last_words_of_a_crash_include_what_it_was():
 # -- files
 
 
-def test_a_log_file_has_all_that_the_rank_wrote(tmp_path):
-    """Both streams, without prefixes, while the rank runs."""
+def test_a_log_file_has_all_output_of_its_rank(tmp_path):
+    """The file has both streams, without prefixes, while the rank runs."""
     transcript = a_transcript(shown=False, folder=tmp_path)
     transcript.write(OUT, b"out\n\xff")
     transcript.write(ERR, b"err\r\n")
@@ -270,7 +270,7 @@ def test_a_log_file_has_all_that_the_rank_wrote(tmp_path):
 
 
 def test_an_older_log_is_replaced(tmp_path):
-    """The file is that of the last launch."""
+    """A new transcript replaces an existing log file."""
     (tmp_path / "rank-3.log").write_text("old\n")
     transcript = a_transcript(shown=False, folder=tmp_path)
     transcript.write(OUT, b"new\n")
@@ -278,8 +278,8 @@ def test_an_older_log_is_replaced(tmp_path):
     assert (tmp_path / "rank-3.log").read_text() == "new\n"
 
 
-def test_a_full_disk_costs_the_log_file_and_not_the_launch(tmp_path, capsys, caplog):
-    """It is told once, in parawrap's log; the rest is kept and shown."""
+def test_a_full_disk_truncates_only_the_log_file(tmp_path, capsys, caplog):
+    """One warning is logged, and all output is kept and shown."""
     (tmp_path / "rank-3.log").symlink_to("/dev/full")
     transcript = a_transcript(folder=tmp_path)
     with caplog.at_level(logging.WARNING, "parawrap.launch"):
@@ -293,9 +293,9 @@ def test_a_full_disk_costs_the_log_file_and_not_the_launch(tmp_path, capsys, cap
     assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a limit on the size of files stands in for a full disk")
-def test_a_full_temporary_folder_costs_no_launch(capsys):
-    """What is kept of very long outputs goes there; where it is full, all is shown nevertheless."""
+@pytest.mark.skipif(sys.platform != "linux", reason="the test limits the file size to simulate a full disk")
+def test_a_full_temporary_folder_does_not_stop_output(capsys):
+    """Very long output is kept in the temporary folder; if the folder is full, all output is still shown."""
     transcript = a_transcript()
     line = b"x" * 9_999 + b"\n"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -311,14 +311,14 @@ def test_a_full_temporary_folder_costs_no_launch(capsys):
     assert text.startswith("x" * 9_999)
 
 
-def test_no_log_folder_is_made_where_none_is_named():
-    """console_logs=None."""
+def test_without_console_logs_there_is_no_log_folder():
+    """With ``console_logs=None``, no folder is created."""
     assert new_log_folder(Platform(device="cpu"), "train") is None
 
 
 @pytest.mark.parametrize("relative", [True, False])
-def test_the_log_folder_is_made_with_all_above_it(tmp_path, relative):
-    """Absolute, however it was written: the process may go to another folder."""
+def test_the_log_folder_is_created_with_its_parents(tmp_path, relative):
+    """The path is absolute, so the process can change its working directory."""
     given = "a/b" if relative else str(tmp_path / "a/b")
     folder = new_log_folder(Platform(device="cpu", console_logs=given), "train")
     assert folder.parent == tmp_path / "a/b"
@@ -327,14 +327,14 @@ def test_the_log_folder_is_made_with_all_above_it(tmp_path, relative):
 
 
 def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
-    """As in a shell."""
+    """``~`` in ``console_logs`` is expanded."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert new_log_folder(Platform(device="cpu", console_logs="~/logs"), "train").parent == tmp_path / "logs"
 
 
 @pytest.mark.parametrize("path", ["file", "file/below", "/proc/logs"])
-def test_a_log_folder_that_cannot_be_written_to_is_told(tmp_path, path):
-    """The message names console_logs and its value, and what to do."""
+def test_an_unwritable_log_folder_raises(tmp_path, path):
+    """LaunchError names `console_logs`, its value, and what to do."""
     (tmp_path / "file").touch()
     with pytest.raises(LaunchError) as caught:
         new_log_folder(Platform(device="cpu", console_logs=path), "train")
@@ -342,8 +342,8 @@ def test_a_log_folder_that_cannot_be_written_to_is_told(tmp_path, path):
     assert "another folder" in str(caught.value)
 
 
-def test_a_log_file_that_cannot_be_opened_is_told(tmp_path):
-    """A folder stands in its place."""
+def test_a_log_file_that_cannot_be_opened_raises(tmp_path):
+    """If the path of the log file is a folder, LaunchError names the file."""
     (tmp_path / "rank-3.log").mkdir()
     with pytest.raises(LaunchError, match=r"rank-3\.log"):
         a_transcript(folder=tmp_path)

@@ -1,4 +1,4 @@
-"""Packing: what arrives is what was sent, and what cannot be sent is named by its address."""
+"""Packing: values arrive unchanged, and UnsendableError names the address of an unsendable part."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from torch import nn
 from parawrap.errors import LaunchError, UnsendableError
 from parawrap.launch.parcels._packing import memory_file, pack, unpack
 
-LOCK = threading.Lock()  # what no process can send to another
-BIG = 1 << 21  # bytes: large enough to be mapped
+LOCK = threading.Lock()  # cannot be sent to another process
+BIG = 1 << 21  # bytes; large enough to be memory-mapped
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.uint16,
@@ -33,7 +33,7 @@ DTYPES = [
 
 
 def sent(value: Any) -> Any:
-    """What the other side gets."""
+    """Return the value after it was packed and unpacked."""
     file = memory_file("test")
     try:
         pack(value, file, "value")
@@ -65,7 +65,7 @@ def open_files() -> int:
 
 
 def assert_same(got: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Like `torch.equal`, and alike in all that describes a tensor."""
+    """Check that values, dtype, shape, strides, and requires_grad are equal."""
     assert (got.dtype, got.shape, got.stride(), got.requires_grad) == (
         tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
     )  # fmt: skip
@@ -77,7 +77,7 @@ def assert_same(got: torch.Tensor, tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_every_dtype_arrive(dtype):
-    """Values and dtype, in one dimension, none, and with no element."""
+    """1-d, 0-d, and empty tensors keep their values and dtype."""
     tensor = torch.tensor([0, 1, 3]).to(dtype)
     for each in (tensor, tensor[2], tensor[:0], torch.empty(0, 3, dtype=dtype)):
         assert_same(sent(each), each)
@@ -91,8 +91,8 @@ base = torch.arange(24.0).reshape(4, 6)
     [base.T, base[:, ::2], base[1:3, 2:5], base[0].expand(3, 6), base.permute(1, 0)[2:], base.reshape(2, 2, 6)[1]],
     ids=["transposed", "strided", "window", "expanded", "permuted", "second half"],
 )
-def test_tensors_that_are_not_contiguous_keep_their_strides(tensor):
-    """The layout in memory is part of what arrives."""
+def test_non_contiguous_tensors_keep_their_strides(tensor):
+    """The memory layout of a tensor is kept."""
     assert_same(sent(tensor), tensor)
 
 
@@ -103,7 +103,7 @@ def test_tensors_that_are_not_contiguous_keep_their_strides(tensor):
 )
 @settings(max_examples=40, deadline=None)
 def test_any_view_of_any_tensor_arrives(shape, dtype, data):
-    """Whatever its shape, dtype, order of dimensions and offset."""
+    """Views of any shape, dtype, order of dimensions, and offset arrive."""
     tensor = torch.arange(int(np.prod(shape))).to(dtype).reshape(shape)
     tensor = tensor.permute(data.draw(st.permutations(range(tensor.ndim))))
     for dim in range(tensor.ndim):
@@ -113,8 +113,8 @@ def test_any_view_of_any_tensor_arrives(shape, dtype, data):
 
 
 @pytest.mark.parametrize("size", [8, BIG], ids=["small", "mapped"])
-def test_views_that_share_memory_share_it_on_the_other_side(size):
-    """A write to one is seen in the other; the original is not touched."""
+def test_views_that_share_memory_still_share_it(size):
+    """A write to one unpacked view is visible in the other, but not in the original."""
     whole = torch.zeros(size)
     got = sent({"whole": whole, "part": whole[2:4]})
     got["part"].fill_(7)
@@ -123,14 +123,14 @@ def test_views_that_share_memory_share_it_on_the_other_side(size):
 
 
 def test_one_tensor_sent_twice_is_one_tensor():
-    """Identity within a value is kept."""
+    """Two references to one tensor stay references to one tensor."""
     tensor = torch.ones(3)
     first, second = sent([tensor, tensor])
     assert first is second
 
 
 def test_tied_parameters_stay_tied():
-    """One Parameter in two places of a module is one there too, and trains as one."""
+    """A Parameter in two places of a module is still one Parameter."""
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     got = sent(model)
@@ -140,7 +140,7 @@ def test_tied_parameters_stay_tied():
 
 
 def test_a_module_and_its_optimizer_hold_the_same_parameters():
-    """What is sent together stays together: a step of the optimizer moves the module."""
+    """After a module and its optimizer are sent together, an optimizer step changes the module."""
     model = nn.Linear(2, 1)
     got, optimizer = sent((model, torch.optim.SGD(model.parameters(), lr=1.0)))
     got(torch.ones(1, 2)).sum().backward()
@@ -151,15 +151,15 @@ def test_a_module_and_its_optimizer_hold_the_same_parameters():
 
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_parameters_stay_parameters(requires_grad):
-    """With or without a gradient, also of integers."""
+    """Parameters with and without gradients, and integer parameters, stay parameters."""
     for data in (torch.ones(2), torch.empty(0)) if requires_grad else (torch.ones(2), torch.ones(2, dtype=torch.int64)):
         got = sent(nn.Parameter(data, requires_grad))
         assert type(got) is nn.Parameter
         assert_same(got, nn.Parameter(data, requires_grad))
 
 
-def test_a_tensor_that_was_computed_arrives_without_its_history():
-    """It still requires a gradient, and is a leaf."""
+def test_a_computed_tensor_arrives_as_a_leaf():
+    """The tensor still requires a gradient but has no autograd history."""
     got = sent(2 * torch.ones(2, requires_grad=True))
     assert got.requires_grad
     assert got.is_leaf
@@ -167,14 +167,14 @@ def test_a_tensor_that_was_computed_arrives_without_its_history():
 
 
 def test_a_tensor_from_inference_mode_arrives():
-    """Such tensors are refused by many of torch's functions."""
+    """Inference tensors arrive, although many torch functions refuse them."""
     with torch.inference_mode():
         tensor = torch.arange(3.0)
     assert sent(tensor).tolist() == [0, 1, 2]
 
 
 def test_a_buffer_stays_a_buffer():
-    """Whether it is saved in a state_dict is known on the other side."""
+    """A buffer keeps its type and its `persistent` flag."""
     got = sent(nn.Buffer(torch.ones(2), persistent=False))
     assert isinstance(got, nn.Buffer)
     assert got.persistent is False
@@ -186,7 +186,7 @@ def test_a_buffer_stays_a_buffer():
     ids=["conj", "neg"],
 )
 def test_lazily_computed_tensors_arrive(tensor):
-    """A bit says that it is still to be computed; the values are what counts."""
+    """Tensors with the conjugate or negative bit keep their values."""
     assert sent(tensor).tolist() == tensor.tolist()
 
 
@@ -198,7 +198,7 @@ def test_lazily_computed_tensors_arrive(tensor):
     ],
 )
 def test_sparse_tensors_arrive(tensor):
-    """As sparse as they were."""
+    """Sparse tensors keep their layout and values."""
     got = sent(tensor)
     assert got.layout is tensor.layout
     assert torch.equal(got.detach().to_dense(), tensor.detach().to_dense())
@@ -206,7 +206,7 @@ def test_sparse_tensors_arrive(tensor):
 
 @pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant):UserWarning")
 def test_compressed_sparse_tensors_arrive():
-    """In the same layout."""
+    """CSR tensors keep their layout and values."""
     got = sent(torch.eye(3).to_sparse_csr())
     assert got.layout is torch.sparse_csr
     assert torch.equal(got.to_dense(), torch.eye(3))
@@ -215,14 +215,14 @@ def test_compressed_sparse_tensors_arrive():
 @pytest.mark.filterwarnings("ignore:.*quantize.*")
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 def test_quantised_tensors_arrive():
-    """With their scale and zero point."""
+    """Quantised tensors keep their scale, zero point, and values."""
     tensor = torch.quantize_per_tensor(torch.tensor([0.0, 0.5, 1.0]), 0.5, 3, torch.quint8)
     got = sent(tensor)
     assert (got.q_scale(), got.q_zero_point(), got.int_repr().tolist()) == (0.5, 3, [3, 4, 5])
 
 
 def test_meta_tensors_arrive():
-    """A shape and a dtype, and no memory."""
+    """Meta tensors keep their shape and dtype and use no memory."""
     got = sent(torch.empty(1 << 20, 1 << 20, device="meta", dtype=torch.bfloat16))
     assert (got.device.type, got.shape, got.dtype) == ("meta", (1 << 20, 1 << 20), torch.bfloat16)
 
@@ -230,13 +230,13 @@ def test_meta_tensors_arrive():
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
 def test_nested_tensors_arrive(layout):
-    """Rows of different lengths."""
+    """Nested tensors keep rows of different lengths."""
     got = sent(torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=layout))
     assert [row.tolist() for row in got.unbind()] == [[1, 1], [0, 0, 0]]
 
 
 def test_attributes_of_a_tensor_arrive():
-    """What a user hung onto a tensor or a parameter."""
+    """Attributes that a user set on a tensor or parameter arrive."""
     tensor, parameter = torch.ones(2), nn.Parameter(torch.ones(2))
     tensor.origin, parameter.frozen = "weights", True
     got, got_parameter = sent((tensor, parameter))
@@ -248,8 +248,8 @@ class Image(torch.Tensor):
     """A tensor subclass such as torchvision's."""
 
 
-def test_tensor_subclasses_stay_what_they_are():
-    """Type, values and attributes."""
+def test_tensor_subclasses_keep_their_type():
+    """An instance of a subclass keeps its type, values, and attributes."""
     image = torch.arange(4.0).as_subclass(Image)
     image.format = "xyxy"
     got = sent(image)
@@ -257,12 +257,12 @@ def test_tensor_subclasses_stay_what_they_are():
 
 
 def test_storages_arrive():
-    """Also without a tensor around them."""
+    """A storage without a tensor arrives."""
     assert list(sent(torch.tensor([1, 2], dtype=torch.uint8).untyped_storage())) == [1, 2]
 
 
-def test_what_arrived_may_be_written_to():
-    """Small or mapped, it is private memory, and belongs to nobody else."""
+def test_unpacked_values_are_writable():
+    """Small and memory-mapped tensors and arrays are private, writable memory."""
     for size in (4, BIG):
         got = sent((torch.zeros(size), np.zeros(size)))
         got[0].add_(1)
@@ -289,21 +289,21 @@ def test_what_arrived_may_be_written_to():
     ids=["c", "fortran", "strided", "0-d", "empty", "objects", "records", "dates", "masked"],
 )
 def test_arrays_arrive(array):
-    """Values, dtype and order in memory."""
+    """Arrays keep their values, dtype, and memory order."""
     got = sent(array)
     assert (type(got), got.dtype, got.shape, got.tolist()) == (type(array), array.dtype, array.shape, array.tolist())
     assert got.flags.f_contiguous == array.flags.f_contiguous or not array.flags.contiguous
 
 
 def test_read_only_arrays_stay_read_only():
-    """What nobody may write to here, nobody may write to there."""
+    """The writeable flag of an array is kept."""
     array = np.arange(3)
     array.setflags(write=False)
     assert not sent(array).flags.writeable
 
 
-def test_many_big_values_take_one_descriptor_until_the_last_of_them_is_gone():
-    """However many tensors and arrays one value holds: a thousand results do not exhaust the process."""
+def test_one_value_uses_one_descriptor():
+    """A value with many tensors and arrays uses one descriptor, which is closed with the last of them."""
     before = open_files()
     got = sent([torch.zeros(BIG // 4), np.zeros(BIG // 8)] + [torch.zeros(100) for _ in range(50)])
     assert open_files() - before == 1
@@ -314,8 +314,8 @@ def test_many_big_values_take_one_descriptor_until_the_last_of_them_is_gone():
 
 
 @pytest.mark.parametrize("value", [[torch.ones(10)] * 3, {"lock": LOCK}, torch.zeros(BIG)], ids=["small", "refused", "big"])
-def test_no_descriptor_is_left_behind(value):
-    """Neither of what arrived and was let go, nor of what was refused."""
+def test_packing_leaks_no_descriptors(value):
+    """Descriptors are closed after values are deleted and after a refusal."""
     before = open_files()
     for _ in range(5):
         (refusal if isinstance(value, dict) else sent)(value)
@@ -323,8 +323,8 @@ def test_no_descriptor_is_left_behind(value):
 
 
 @pytest.mark.parametrize("size", [16, BIG], ids=["small", "mapped"])
-def test_two_may_read_one_file_at_the_same_time(size):
-    """As ranks do: each gets the whole value, and nobody sees what another writes into his."""
+def test_several_threads_can_read_one_file(size):
+    """Each reader gets the whole value, and writes by one reader are not visible to the others."""
     file = memory_file("test")
     pack([torch.arange(size), "text"], file, "value")
     gate, got = threading.Barrier(4), []
@@ -363,14 +363,14 @@ values = st.recursive(
 @given(value=values)
 @settings(max_examples=60, deadline=None)
 def test_any_nested_value_arrives(value):
-    """As what it was, down to the types."""
+    """Nested values keep their values and types."""
     got = sent(value)
     assert got == value
     assert repr(got) == repr(value)
 
 
 def test_lambdas_and_closures_arrive():
-    """With what they captured, and what they call."""
+    """Lambdas and closures keep their captured variables and defaults."""
     step = torch.tensor(3)
 
     def add(x, by=2):
@@ -380,8 +380,8 @@ def test_lambdas_and_closures_arrive():
     assert (double(4), got(1), got(1, by=0)) == (8, 6, 4)
 
 
-def test_classes_that_no_module_has_arrive():
-    """Local classes, with their methods, and instances of them."""
+def test_local_classes_arrive():
+    """Local classes, their methods, and their instances arrive."""
 
     class Counter:
         def __init__(self) -> None:
@@ -397,15 +397,15 @@ def test_classes_that_no_module_has_arrive():
 
 
 def test_a_cycle_arrives_as_a_cycle():
-    """A list that holds itself does."""
+    """A list that contains itself still contains itself."""
     ring: list[Any] = [1]
     ring.append(ring)
     got = sent(ring)
     assert got[1] is got
 
 
-def test_a_file_is_not_much_larger_than_the_tensors_in_it():
-    """Their memory is written once, beside a small pickle."""
+def test_a_file_is_only_slightly_larger_than_its_tensors():
+    """Tensor memory is written once, with a small pickle."""
     file = memory_file("test")
     pack(torch.zeros(BIG, dtype=torch.uint8), file, "value")
     written = os.fstat(file).st_size
@@ -413,7 +413,7 @@ def test_a_file_is_not_much_larger_than_the_tensors_in_it():
     os.close(file)
 
 
-# -- what cannot be sent
+# -- unsendable values
 
 
 class Holder:
@@ -516,25 +516,25 @@ def ring_with_lock() -> list[Any]:
         (types.SimpleNamespace(lock=LOCK), "value.lock"),
     ],
 )
-def test_what_cannot_be_sent_is_named_by_its_address(value, place):
-    """The innermost part, on the way that one would write to get there."""
+def test_an_unsendable_part_is_named_by_its_address(value, place):
+    """The address is the expression of the innermost part."""
     assert address_of(value) == place
 
 
-def test_arguments_are_named_as_such():
-    """In a call, the addresses begin with what the user knows."""
+def test_addresses_of_arguments_start_with_args_or_kwargs():
+    """In a call, addresses start with ``args``, ``kwargs``, or "the function"."""
     assert address_of({"args": ({"lock": LOCK},), "kwargs": {}}, "") == "args[0]['lock']"
     assert address_of({"args": (), "kwargs": {"out": LOCK}}, "") == "kwargs['out']"
     assert address_of({"the function": lambda: LOCK, "args": ()}, "") == "the global 'LOCK' used by the function"
 
 
-def test_the_message_says_what_it_is_and_why():
-    """Its type, and Python's own reason."""
+def test_the_message_has_type_and_reason():
+    """The message has the type of the part and the reason from pickle."""
     assert refusal([LOCK]) == "value[0] cannot be sent to another process: lock: cannot pickle '_thread.lock' object"
 
 
-def test_the_reason_of_a_class_that_refuses_is_told():
-    """In the words of its author."""
+def test_the_message_has_the_text_of_a_class_that_refuses():
+    """If a class raises when it is pickled, the message contains its text."""
 
     class Session:
         def __reduce__(self):
@@ -545,8 +545,8 @@ def test_the_reason_of_a_class_that_refuses_is_told():
     assert "Session" in refusal([Session()])
 
 
-def test_the_original_reason_is_the_cause():
-    """Whoever needs the whole traceback of the pickling has it."""
+def test_the_pickling_error_is_the_cause():
+    """``__cause__`` is the exception that pickle raised."""
     file = memory_file("test")
     with pytest.raises(UnsendableError) as caught:
         pack([LOCK], file, "value")
@@ -554,8 +554,8 @@ def test_the_original_reason_is_the_cause():
     assert isinstance(caught.value.__cause__, TypeError)
 
 
-def test_what_is_left_out_when_pickled_is_not_blamed():
-    """A class that leaves its lock out is fine; what it holds besides is not."""
+def test_attributes_omitted_by_getstate_are_not_named():
+    """The address does not name an attribute that ``__getstate__`` leaves out."""
 
     class Careful:
         def __init__(self) -> None:
@@ -569,7 +569,7 @@ def test_what_is_left_out_when_pickled_is_not_blamed():
 
 
 def test_a_class_with_a_part_that_cannot_be_sent_is_named():
-    """A class that goes by value goes with its attributes."""
+    """A class that is pickled by value is named if one of its attributes cannot be sent."""
 
     class Config:
         lock = LOCK
@@ -577,13 +577,13 @@ def test_a_class_with_a_part_that_cannot_be_sent_is_named():
     assert address_of({"args": (Config,)}, "").startswith("args[0]")
 
 
-def test_a_function_inside_a_function_is_looked_into():
-    """A global that only an inner function uses is sent along, and named."""
+def test_globals_of_an_inner_function_are_named():
+    """A global that only an inner function uses is named."""
     assert "'LOCK'" in address_of(lambda: [LOCK for _ in range(3)] and (lambda: LOCK))
 
 
-def test_a_function_that_refers_to_a_variable_without_a_value_is_looked_into():
-    """Python lets a function capture what is never assigned."""
+def test_a_captured_variable_without_a_value_is_skipped():
+    """The search skips a captured variable that was never assigned."""
 
     def outer():
         def inner():
@@ -598,7 +598,7 @@ def test_a_function_that_refers_to_a_variable_without_a_value_is_looked_into():
 
 
 def test_an_attribute_that_cannot_be_read_does_not_hide_the_address():
-    """Properties may raise anything."""
+    """The search continues if reading an attribute raises."""
 
     class Moody:
         __slots__ = ("lock",)
@@ -610,8 +610,8 @@ def test_an_attribute_that_cannot_be_read_does_not_hide_the_address():
     assert address_of([Moody()]) == "value[0]"
 
 
-def test_a_value_nested_too_deeply_is_refused():
-    """Python's own limit becomes the same error as all else that cannot be sent."""
+def test_a_value_nested_too_deeply_raises():
+    """A RecursionError while pickling becomes an UnsendableError."""
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]

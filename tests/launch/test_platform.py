@@ -1,4 +1,4 @@
-"""Platform: what is allowed, and what it says where something is not."""
+"""Platform: allowed values, and the errors for other values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INF, NAN = float("inf"), float("nan")
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """This process is in no world that something else started."""
+    """Remove the variables of a surrounding world."""
     for table in _TABLES:
         for name in (table.global_rank, table.world_size):
             monkeypatch.delenv(name, raising=False)
@@ -74,7 +74,7 @@ def refusal(**fields) -> str:
     ],
 )
 def test_an_allowed_value_is_kept(field, values):
-    """What is allowed stands in the field as it was given."""
+    """An allowed value is kept unchanged."""
     assert [getattr(on_cpu(**{field: value}), field) for value in values] == values
 
 
@@ -112,8 +112,8 @@ def test_an_allowed_value_is_kept(field, values):
         ("hang_timeout_s", [0, -1, NAN, True], "seconds above 0"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_by_field_value_and_cure(field, values, allowed):
-    """The message begins with the field and its value as they were written, and says what is allowed."""
+def test_an_invalid_value_raises(field, values, allowed):
+    """PlatformError starts with the field and its value and says which values are allowed."""
     for value in values:
         message = refusal(**{field: value})
         assert message.startswith(f"{field}={value!r}: ")
@@ -121,19 +121,19 @@ def test_a_value_that_is_not_allowed_is_refused_by_field_value_and_cure(field, v
 
 
 @pytest.mark.parametrize("field", ["timeout_min", "hang_timeout_s", "grace_s", "ram"])
-def test_a_number_that_no_clock_can_wait_for_is_refused(field):
-    """Found when the platform is made, and not by an OverflowError in the middle of a launch."""
+def test_a_huge_number_raises(field):
+    """Values that would overflow a timer raise when the platform is created."""
     for value in (1e300, 10**400):
         assert refusal(**{field: value}).startswith(f"{field}=")
 
 
-def test_an_endless_grace_is_refused():
-    """A rank that ends by itself at the latest after its grace would stay for ever."""
+def test_an_infinite_grace_raises():
+    """``grace_s`` must be finite, because ranks must end after it."""
     assert refusal(grace_s=INF).startswith("grace_s=inf: ")
 
 
-def test_a_port_written_as_digits_is_a_number():
-    """os.environ holds texts: those of digits are understood."""
+def test_a_port_may_be_a_string_of_digits():
+    """A port from `os.environ` is converted to an int."""
     assert on_cpu(master_port="29500").master_port == 29500
 
 
@@ -150,15 +150,15 @@ def test_a_port_written_as_digits_is_a_number():
         ("hang_timeout", "hang_timeout_s"),
     ],
 )
-def test_an_unknown_field_is_refused_with_the_nearest(mistaken, meant):
-    """What was meant stands in the message, beside what was written and its value."""
+def test_an_unknown_field_raises_with_the_nearest_field(mistaken, meant):
+    """PlatformError has the unknown field, its value, and the field with the nearest name."""
     message = refusal(**{mistaken: 7})
     assert message.startswith(f"{mistaken}=7: ")
     assert meant in message
 
 
-def test_an_unknown_field_like_no_other_is_refused_with_all_there_are():
-    """Where nothing is near, every field is listed."""
+def test_an_unknown_field_without_a_near_name_lists_all_fields():
+    """If no field has a similar name, PlatformError lists all fields."""
     message = refusal(zzzzzz=1)
     assert all(field.name in message for field in dataclasses.fields(Platform))
 
@@ -171,8 +171,8 @@ def test_an_unknown_field_like_no_other_is_refused_with_all_there_are():
     ],
 )
 @pytest.mark.usefixtures("four_gpus")
-def test_a_device_is_understood_in_whatever_case(kind, spellings):
-    """The field holds the kind, equal to its lower-case name; cuda is gpu, and auto the best there is."""
+def test_device_names_ignore_case(kind, spellings):
+    """`device` is a `Device`, which equals its lower-case name; "cuda" is gpu, and "auto" is the best device."""
     for given in spellings:
         platform = Platform(device=given)
         assert platform.device is kind
@@ -180,14 +180,14 @@ def test_a_device_is_understood_in_whatever_case(kind, spellings):
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_is_the_cpu_where_there_is_nothing_else():
-    """No accelerator: one CPU rank."""
+def test_auto_is_the_cpu_without_an_accelerator():
+    """Without an accelerator, "auto" is one CPU rank."""
     assert (Platform().device, Platform().world_size) == (Device.CPU, 1)
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_auto_is_mps_before_the_cpu(monkeypatch):
-    """A Mac's GPU is better than its CPU."""
+def test_auto_prefers_mps_to_the_cpu(monkeypatch):
+    """On a Mac, "auto" is its GPU."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert (Platform().device, Platform(n_cpus=4).world_size) == (Device.MPS, 1)
 
@@ -196,13 +196,13 @@ def test_auto_is_mps_before_the_cpu(monkeypatch):
 @pytest.mark.parametrize("also", [False, True])
 @pytest.mark.parametrize(("n_gpus", "device"), [(None, Device.CPU), (2, Device.GPU)])
 def test_a_launcher_may_be_named_as_the_device(name, also, n_gpus, device):
-    """Users write launchers where devices belong; the device is the GPU then where GPUs are asked for, else the CPU."""
+    """``device="slurm"`` sets the launcher; the device is the GPU if `n_gpus` is given, otherwise the CPU."""
     platform = Platform(device=name, launcher=name.lower() if also else None, n_gpus=n_gpus)
     assert (platform.launcher, platform.device) == (name.lower(), device)
 
 
-def test_a_launcher_named_as_the_device_is_not_another_one():
-    """The message names the field to leave out."""
+def test_two_different_launchers_raise():
+    """If `device` and `launcher` name different launchers, PlatformError says to leave one of them out."""
     message = refusal(device="slurm", launcher="local")
     assert message.startswith("launcher='local': device='slurm' names the launcher already")
     assert "leave one of them out" in message
@@ -210,25 +210,25 @@ def test_a_launcher_named_as_the_device_is_not_another_one():
 
 @pytest.mark.parametrize("device", ["gpu", "mps", "neuron"])
 @pytest.mark.usefixtures("no_gpu")
-def test_a_device_that_is_not_there_is_refused(device):
-    """Never an empty world: the message says what to give instead."""
+def test_a_missing_device_raises(device):
+    """PlatformError names the device and the alternative 'cpu'."""
     message = refusal(device=device)
     assert message.startswith(f"device={device!r}: ")
     assert "'cpu'" in message
 
 
-@pytest.mark.parametrize(("visible", "told"), [(1, "1 is visible"), (4, "4 are visible")])
-def test_more_gpus_than_are_visible_are_refused(monkeypatch, visible, told):
-    """Never a smaller world than asked for."""
+@pytest.mark.parametrize(("visible", "text"), [(1, "1 is visible"), (4, "4 are visible")])
+def test_more_gpus_than_visible_raise(monkeypatch, visible, text):
+    """PlatformError has the number of visible GPUs; the world never becomes smaller than requested."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     message = refusal(device="gpu", n_gpus=8)
     assert message.startswith("n_gpus=8: ")
-    assert told in message
+    assert text in message
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_gpus_of_other_machines_are_not_counted_here(monkeypatch):
-    """Inside a world that something else started, this machine need not show what the ranks will have."""
+def test_gpus_are_not_checked_within_a_world(monkeypatch):
+    """In a world of another launcher, this machine does not need to have the ranks' GPUs."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "8")
     assert Platform(device="gpu", n_gpus=4, n_nodes=2).world_size == 8
@@ -247,8 +247,8 @@ def test_gpus_of_other_machines_are_not_counted_here(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("four_gpus")
-def test_the_world_is_as_large_as_its_devices_on_all_nodes(fields, size):
-    """n_cpus counts ranks on the CPU only; None GPUs are all that are visible."""
+def test_world_size_is_the_number_of_devices_on_all_nodes(fields, size):
+    """`n_cpus` counts only CPU ranks; ``n_gpus=None`` means all visible GPUs."""
     platform = Platform(**fields)
     assert platform.world_size == size
     assert platform.ranks_per_node * platform.n_nodes == size
@@ -265,12 +265,12 @@ def test_the_world_is_as_large_as_its_devices_on_all_nodes(fields, size):
     ],
 )
 def test_groups_are_lists_of_ranks(groups, kept):
-    """They are kept as tuples, so that nobody changes them afterwards."""
+    """Groups are kept as tuples, so they cannot change later."""
     assert on_cpu(n_cpus=4, ipc_groups=groups).ipc_groups == kept
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "text"),
     [
         ([[0, 1], [1, 2]], "rank 1"),
         ([[0, 0]], "rank 0"),
@@ -291,15 +291,15 @@ def test_groups_are_lists_of_ranks(groups, kept):
         (0, "[[0, 1], [2, 3]]"),
     ],
 )
-def test_groups_that_make_no_sense_are_refused(groups, told):
-    """Overlaps, strangers and other shapes: the message names the rank or shows the shape."""
+def test_invalid_groups_raise(groups, text):
+    """For overlapping groups, unknown ranks, and other shapes, PlatformError names the rank or shows an example."""
     message = refusal(n_cpus=4, ipc_groups=groups)
     assert message.startswith("ipc_groups=")
-    assert told in message
+    assert text in message
 
 
-def test_groups_taken_from_a_list_do_not_change_with_it():
-    """What the user does to his list afterwards is nothing to the platform."""
+def test_groups_are_copied():
+    """Changing the user's list later does not change the platform."""
     groups = [[0], [1]]
     platform = on_cpu(n_cpus=2, ipc_groups=groups)
     groups[0].append(7)
@@ -307,53 +307,53 @@ def test_groups_taken_from_a_list_do_not_change_with_it():
 
 
 def test_a_platform_is_frozen():
-    """Launches and threads share it."""
+    """Assigning to a field raises FrozenInstanceError."""
     with pytest.raises(dataclasses.FrozenInstanceError):
         on_cpu().n_cpus = 2
 
 
 def test_a_platform_survives_pickling():
-    """The copy is equal to it."""
+    """The unpickled platform equals the original."""
     platform = on_cpu(n_cpus=4, ipc_groups=[[0, 1], [2, 3]], upon_finish=os.getpid, console_logs=Path("logs"))
     assert pickle.loads(pickle.dumps(platform)) == platform
 
 
 def test_replace_changes_one_field():
-    """dataclasses.replace gives a new platform, and leaves the old one."""
+    """`dataclasses.replace` returns a new platform and keeps the original unchanged."""
     platform = on_cpu(n_cpus=2, seed=7)
     larger = dataclasses.replace(platform, n_cpus=3)
     assert (larger.n_cpus, larger.seed, platform.n_cpus) == (3, 7, 2)
 
 
-def test_replace_refuses_as_the_platform_does():
-    """The new platform is validated."""
+def test_replace_validates_the_new_platform():
+    """`dataclasses.replace` raises PlatformError for an invalid value."""
     with pytest.raises(PlatformError, match=r"^n_cpus=0: "):
         dataclasses.replace(on_cpu(), n_cpus=0)
 
 
-def test_fields_may_be_given_in_order():
-    """The name first, then the device."""
+def test_fields_can_be_positional():
+    """The first field is `name`, the second is `device`."""
     assert (Platform("mine", "cpu").name, Platform("mine", "cpu").device) == ("mine", Device.CPU)
 
 
 def test_platforms_with_equal_fields_are_equal():
-    """A list or a tuple of groups, a name or a kind of device: what is written differently and means the same is equal."""
+    """Different spellings of the same value, such as a list and a tuple, are equal."""
     assert on_cpu(ipc_groups=[[0]]) == Platform(device=Device.CPU, ipc_groups=((0,),))
 
 
 @pytest.mark.parametrize(("groups", "needs"), [((), True), ([[0]], True), (None, False)])
-def test_only_none_makes_no_process_group(groups, needs):
-    """An empty list is one group of all."""
+def test_only_none_disables_the_process_group(groups, needs):
+    """An empty `ipc_groups` means one group of all ranks; None means no process group."""
     assert on_cpu(ipc_groups=groups).requires_ipc is needs
 
 
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("gpu", "cpu:gloo,cuda:nccl")])
 @pytest.mark.usefixtures("four_gpus")
 def test_the_backend_follows_the_device(device, backend):
-    """NCCL on GPUs, with gloo beside it; else gloo."""
+    """GPUs use NCCL, with gloo for CPU tensors; other devices use gloo."""
     assert Platform(device=device).process_group_backend == backend
 
 
-def test_a_backend_that_is_given_is_taken():
-    """Whatever the device would have made of it."""
+def test_a_given_backend_is_kept():
+    """The `backend` field overrides the device's default."""
     assert on_cpu(backend="cpu:gloo").process_group_backend == "cpu:gloo"

@@ -1,7 +1,7 @@
-"""What a run decides, with nodes that only play their ranks: attempts, agreements, ends. And the loop that it waits in.
+"""Attempts, agreements, and ends of a `Run` with simulated nodes, and the `Loop` that runs it.
 
-How a rank plays is said by a function, a word at a time: it gives True where the rank is not to do as it would by itself.
-Nothing here starts a process.
+A function simulates the ranks: it handles one message at a time and returns True if the rank must skip its default
+reaction. These tests start no processes.
 """
 
 from __future__ import annotations
@@ -31,74 +31,74 @@ from tests.launch.processes import notes_of, ranks
 GRACE_S = 30.0
 
 
-class PlayedRank:
-    """One rank of one attempt: says and does what it is told to by the functions below."""
+class SimulatedRank:
+    """One simulated rank of one attempt."""
 
     def __init__(self, node, orders, watcher):
         self._node, self._watcher = node, watcher
         self.number, self.restart = orders.place.global_rank, orders.place.restart
-        self.heard = []
+        self.received = []
 
-    def say(self, word, file=None, **body):
+    def send_outcome(self, word, file=None, **body):
         self._watcher.on_word(self.number, word, {"at": time.time(), **body}, file)
 
-    def tell(self, word, body):
-        """Say something that is no end."""
+    def send(self, word, body):
+        """Send a message that does not end the rank."""
         self._watcher.on_word(self.number, word, body, None)
 
     def ends(self, code=0, lost_with=""):
-        """Its process does."""
+        """End the rank's process."""
         if self._node.alive.get(self.number) is self:
             del self._node.alive[self.number]
             self._watcher.on_end(self.number, code, lost_with)
 
     def returns(self, value=None):
-        self.say("returned", packed(value, "result", "the result"))
+        self.send_outcome("returned", packed(value, "result", "the result"))
 
     def raises(self, error, *, is_echo=False):
         file = packed(error, "exception", "the exception")
-        self.say("raised", file, summary=repr(error), traceback="", is_echo=is_echo)
+        self.send_outcome("raised", file, summary=repr(error), traceback="", is_echo=is_echo)
         self.ends(1)
 
     def requeues(self):
-        self.say("requeued")
+        self.send_outcome("requeued")
 
 
-class PlayedNode:
-    """A node of such ranks. What is said to them reaches them in a later turn of the loop, as it would over a line."""
+class SimulatedNode:
+    """A node of simulated ranks. Messages to ranks arrive in a later turn of the loop, as over a connection."""
 
     host = "stage"
 
     def __init__(self, loop, play):
         self._loop, self._play = loop, play
-        self.alive, self.cast = {}, []
+        self.alive, self.started = {}, []
         self.is_lost = self.is_closed = False
 
     def start(self, orders, watcher):
-        rank = PlayedRank(self, orders, watcher)
-        self.cast.append(rank)
+        rank = SimulatedRank(self, orders, watcher)
+        self.started.append(rank)
         self.alive[rank.number] = rank
         watcher.on_start(rank.number, 1000 + rank.number)
-        self._hear(rank, "begin", None)
+        self._deliver(rank, "begin", None)
 
     def tell(self, rank, word, body=None):
         if rank in self.alive:
-            self._hear(self.alive[rank], word, body)
+            self._deliver(self.alive[rank], word, body)
 
     def lose(self):
-        """Break off, with all ranks."""
+        """Lose the node with all its ranks."""
         self.is_lost = True
         for rank in list(self.alive.values()):
             rank.ends(None, "its node")
 
-    def _hear(self, rank, word, body):
-        def hear():
+    def _deliver(self, rank, word, body):
+        def deliver():
             if self.alive.get(rank.number) is rank:
-                rank.heard.append(word if body is None else (word, body))
+                rank.received.append(word if body is None else (word, body))
                 if not self._play(rank, word, body):
-                    by_itself(rank, word)
+                    react_by_default(rank, word)
 
-        self._loop.call_soon(hear)
+        self._loop.call_soon(deliver)
 
     def kill(self, rank):
         if rank in self.alive:
@@ -112,40 +112,40 @@ class PlayedNode:
         return not self.alive
 
     def give_up(self):
-        """Played ranks always tell."""
+        """Do nothing: simulated ranks always report their end."""
 
     def close(self):
         self.is_closed = True
 
 
-def by_itself(rank, word):
-    """What a rank does of its own accord: it ends when told to."""
+def react_by_default(rank, word):
+    """End the rank if the message says so."""
     if word == "end":
-        rank.say("ended")
+        rank.send_outcome("ended")
         rank.ends(1)
     elif word == "bye":
         rank.ends()
 
 
-def play_out(play, **fields):
-    """The platform and the ending of a run of two such ranks."""
+def simulate(play, **fields):
+    """Run two simulated ranks and return the platform and the ending."""
     stage = Stage(play, **fields)
     return stage.platform, stage.ending()
 
 
 class Stage:
-    """A run of played ranks, and the node they play on."""
+    """A run of simulated ranks on one simulated node."""
 
     def __init__(self, play, count=2, *, failures=0, requeues=False, **fields):
         self.platform = ranks(count, **{"grace_s": GRACE_S} | fields)
         loop = Loop()
-        self.node = PlayedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
+        self.node = SimulatedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
         orders = assignments_of(self.platform, None, Surroundings.here())
         transcripts = [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(self.platform.world_size)]
         self.run = Run("play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues)
 
     def ending(self):
-        """How the run ends; it closes its node in any case."""
+        """Return the ending of the run, and check that the run closed its node."""
         try:
             self.run.begin()
             return self.run.run()
@@ -157,20 +157,20 @@ class Stage:
 
     @property
     def starts(self):
-        """Which start each rank was in, in the order of the starts."""
-        return [(rank.restart, rank.number) for rank in self.node.cast]
+        """Return the restart and number of each started rank, in the order of the starts."""
+        return [(rank.restart, rank.number) for rank in self.node.started]
 
-    def heard(self, restart=0):
-        """What each rank of an attempt was told, but for its begin and its end."""
-        parts = [rank for rank in self.node.cast if rank.restart == restart]
-        return [[word for word in rank.heard if word not in {"begin", "end", "bye", "left"}] for rank in parts]
+    def received(self, restart=0):
+        """Return the messages to each rank of an attempt, without those about its start and end."""
+        started = [rank for rank in self.node.started if rank.restart == restart]
+        return [[word for word in rank.received if word not in {"begin", "end", "bye", "left"}] for rank in started]
 
 
 # --- attempts ---
 
 
 def test_ranks_that_return_are_not_started_again():
-    """Their values are the results, whatever the platform would allow."""
+    """Returned values are the results, even if the platform allows restarts."""
 
     def play(_run, rank, word, _body):
         if word == "begin":
@@ -181,8 +181,8 @@ def test_ranks_that_return_are_not_started_again():
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_the_group_is_started_anew_as_often_as_the_platform_says():
-    """Then the last failure is told, with those before it, each by its attempt and its rank."""
+def test_failed_ranks_restart_max_restarts_times():
+    """Then the last failure is raised, with a note for each earlier attempt."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 1:
@@ -198,8 +198,8 @@ def test_the_group_is_started_anew_as_often_as_the_platform_says():
     ]
 
 
-def test_a_death_between_two_restarts_is_told_in_the_history():
-    """By its signal, as it would have been at the end."""
+def test_a_death_in_an_earlier_attempt_is_noted():
+    """The note on the last failure names the rank and the signal."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 0:
@@ -211,7 +211,7 @@ def test_a_death_between_two_restarts_is_told_in_the_history():
 
 
 def test_a_requeue_uses_up_no_restart():
-    """However often ranks ask to be started anew, a failure after that is followed by another attempt."""
+    """Requeues do not count: a failure after several requeues is still followed by a restart."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.restart < 3:
@@ -231,7 +231,7 @@ def test_a_requeue_uses_up_no_restart():
 
 
 def test_failures_before_the_run_count():
-    """Where somebody else has started the ranks before, they are not started anew more often for that."""
+    """Failures of earlier runs of the same launch count towards `max_restarts`."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 1:
@@ -243,8 +243,8 @@ def test_failures_before_the_run_count():
 
 
 @pytest.mark.parametrize("requeues", [True, False])
-def test_a_lost_node_is_the_end_of_a_run(requeues):
-    """Nothing can be started there: it is left to somebody else, or the loss is told; whatever the platform allows."""
+def test_a_lost_node_ends_the_run(requeues):
+    """A run cannot restart on a lost node: it ends as requeued if its cluster requeues, otherwise as a failure."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 1:
@@ -257,8 +257,8 @@ def test_a_lost_node_is_the_end_of_a_run(requeues):
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_a_lost_node_is_told_when_no_restart_is_left():
-    """Somebody else is not asked to start the ranks anew more often than the platform allows."""
+def test_a_lost_node_without_restarts_left_is_a_failure():
+    """A lost node is not requeued after `max_restarts` restarts."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 1:
@@ -268,36 +268,36 @@ def test_a_lost_node_is_told_when_no_restart_is_left():
     assert not stage.ending().requeued
 
 
-def test_the_time_limit_is_one_for_all_attempts():
-    """Attempts that fail, each of them soon, are no longer started anew when the time is up."""
-    going = []
+def test_the_time_limit_covers_all_attempts():
+    """After `timeout_min`, failed attempts do not restart."""
+    timers = []
 
     def play(run, rank, word, _body):
         if word == "begin" and rank.number == 0:
-            failing = threading.Timer(0.05, lambda: run._loop.call_soon(lambda: rank.ends(7)))
-            failing.start()
-            going.append(failing)
+            timer = threading.Timer(0.05, lambda: run._loop.call_soon(lambda: rank.ends(7)))
+            timer.start()
+            timers.append(timer)
         elif word == "stacks":
-            rank.tell("stacks", "playing")
+            rank.send("stacks", "playing")
             return True
         return False
 
     stage = Stage(play, max_restarts=10**6, timeout_min=0.3 / 60)
     error = stage.verdict()
-    for failing in going:
-        failing.join()
+    for timer in timers:
+        timer.join()
     assert isinstance(error, LaunchTimeoutError)
     assert stage.starts[-1][0] > 0
 
 
 def test_an_attempt_that_cannot_be_started_ends_the_run(monkeypatch):
-    """Those of its ranks that were started are ended, and why the others were not is raised."""
+    """If a rank cannot start, its LaunchError is raised, and the attempt's other ranks are ended."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.restart == 0:
             rank.raises(ValueError())
 
-    start = PlayedNode.start
+    start = SimulatedNode.start
 
     def refuse(node, orders, watcher):
         if (orders.place.restart, orders.place.global_rank) == (1, 1):
@@ -305,7 +305,7 @@ def test_an_attempt_that_cannot_be_started_ends_the_run(monkeypatch):
             raise LaunchError(msg)
         start(node, orders, watcher)
 
-    monkeypatch.setattr(PlayedNode, "start", refuse)
+    monkeypatch.setattr(SimulatedNode, "start", refuse)
     stage = Stage(play, max_restarts=1)
     with pytest.raises(LaunchError, match="no more processes"):
         stage.ending()
@@ -317,8 +317,8 @@ def test_an_attempt_that_cannot_be_started_ends_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("leaves", ["raises", "requeues"])
-def test_a_cancel_between_two_attempts_is_the_end(leaves):
-    """Ranks that are leaving to be started anew when it comes are not, and the launch is a cancelled one."""
+def test_a_cancel_between_two_attempts_prevents_the_next(leaves):
+    """If the cancel arrives while ranks end to restart, they do not restart, and the launch is cancelled."""
 
     def play(run, rank, word, _body):
         if word == "begin" and leaves == "requeues":
@@ -327,7 +327,7 @@ def test_a_cancel_between_two_attempts_is_the_end(leaves):
             rank.raises(ValueError())
         elif word in {"end", "bye"}:
             run.cancel()
-            run._loop.call_soon(lambda: by_itself(rank, word))
+            run._loop.call_soon(lambda: react_by_default(rank, word))
             return True
         return False
 
@@ -336,23 +336,23 @@ def test_a_cancel_between_two_attempts_is_the_end(leaves):
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_a_cancel_that_comes_when_the_last_attempt_has_failed_leaves_the_failure():
-    """Nothing more was going to be started, so there was nothing to cancel."""
+def test_a_cancel_after_the_last_failure_keeps_the_failure():
+    """If no restart is left, a cancel while ranks end does not replace the failure."""
 
     def play(run, rank, word, _body):
         if word == "begin" and rank.number == 1:
-            rank.raises(ValueError("told"))
+            rank.raises(ValueError("last"))
         elif word == "end":
             run.cancel()
-            run._loop.call_soon(lambda: by_itself(rank, word))
+            run._loop.call_soon(lambda: react_by_default(rank, word))
             return True
         return False
 
-    assert repr(Stage(play).verdict()) == "ValueError('told')"
+    assert repr(Stage(play).verdict()) == "ValueError('last')"
 
 
-def test_a_cancel_in_a_later_attempt_ends_that_one():
-    """It is the present attempt's ranks that are told to end."""
+def test_a_cancel_ends_the_current_attempt():
+    """A cancel in a later attempt ends the ranks of that attempt."""
 
     def play(run, rank, word, _body):
         if word == "begin" and rank.restart == 0:
@@ -369,15 +369,15 @@ def test_a_cancel_in_a_later_attempt_ends_that_one():
 
 
 def preempted(run, rank, word, counts):
-    """Rank 0 has the run preempted; all answer with their counts."""
+    """Simulate a preemption: rank 0 preempts the run, and all ranks answer with their counts."""
     if word == "begin" and rank.number == 0 and rank.restart == 0:
         run.preempt()
     elif word == "preempt":
-        rank.tell("answered", counts[rank.number])
+        rank.send("answered", counts[rank.number])
 
 
-def test_the_first_turn_that_none_has_begun_is_the_one_to_save_at():
-    """Every rank is told the highest count of all, once all have answered."""
+def test_ranks_save_at_the_highest_step():
+    """Once all ranks have answered, every rank receives the highest count."""
 
     def play(run, rank, word, body):
         preempted(run, rank, word, [3, 9, 5])
@@ -388,11 +388,11 @@ def test_the_first_turn_that_none_has_begun_is_the_one_to_save_at():
 
     stage = Stage(play, 3)
     assert stage.verdict() == ("again",) * 3
-    assert [set(words) for words in stage.heard()] == [{"preempt", ("checkpoint", 9)}] * 3
+    assert [set(words) for words in stage.received()] == [{"preempt", ("checkpoint", 9)}] * 3
 
 
-def test_the_turn_to_save_at_stays_when_the_rank_that_was_ahead_has_left():
-    """Those behind are told no earlier one then: they may not have come that far yet."""
+def test_the_step_to_save_at_stays_after_the_foremost_rank_has_left():
+    """After the foremost rank has left, the other ranks still receive its count, not an earlier count."""
 
     def play(run, rank, word, _body):
         preempted(run, rank, word, [7, 2, 3])
@@ -403,12 +403,12 @@ def test_the_turn_to_save_at_stays_when_the_rank_that_was_ahead_has_left():
 
     stage = Stage(play, 3)
     stage.ending()
-    told = [word for words in stage.heard() for word in words if word != "preempt"]
-    assert set(told) == {("checkpoint", 7)}
+    decisions = [word for words in stage.received() for word in words if word != "preempt"]
+    assert set(decisions) == {("checkpoint", 7)}
 
 
-def test_a_rank_that_leaves_before_it_answers_holds_up_nobody():
-    """The others agree among themselves."""
+def test_a_rank_that_returns_before_it_answers_blocks_no_agreement():
+    """The other ranks agree without the returned rank."""
 
     def play(run, rank, word, _body):
         if word == "preempt" and rank.number == 1:
@@ -423,11 +423,11 @@ def test_a_rank_that_leaves_before_it_answers_holds_up_nobody():
 
     stage = Stage(play)
     assert stage.verdict() == ("again", "again")
-    assert ("checkpoint", 4) in stage.heard()[0]
+    assert ("checkpoint", 4) in stage.received()[0]
 
 
-def test_nobody_is_told_to_save_before_all_have_answered():
-    """A rank that gives no answer is ended after grace_s, and so are those that wait for it."""
+def test_ranks_save_only_after_all_have_answered():
+    """A rank that does not answer, and the ranks that wait for it, are ended after grace_s."""
 
     def play(run, rank, word, _body):
         if word == "preempt" and rank.number == 1:
@@ -439,11 +439,11 @@ def test_nobody_is_told_to_save_before_all_have_answered():
 
     stage = Stage(play, grace_s=0.05)
     assert stage.verdict() == ("again", "again")
-    assert stage.heard() == [["preempt"], ["preempt"]]
+    assert stage.received() == [["preempt"], ["preempt"]]
 
 
 def test_two_preemptions_in_a_row_are_one():
-    """Ranks are asked once, and started anew once."""
+    """Two preemptions in a row send one request and cause one restart."""
 
     def play(run, rank, word, _body):
         preempted(run, rank, word, [0, 0])
@@ -456,11 +456,11 @@ def test_two_preemptions_in_a_row_are_one():
 
     stage = Stage(play)
     assert stage.verdict() == (1, 1)
-    assert [words.count("preempt") for words in stage.heard()] == [1, 1]
+    assert [words.count("preempt") for words in stage.received()] == [1, 1]
 
 
 def test_preempted_ranks_that_return_have_results():
-    """They are not started anew for having been preempted."""
+    """Preempted ranks that return do not start again."""
 
     def play(run, rank, word, _body):
         preempted(run, rank, word, [0, 0])
@@ -472,8 +472,8 @@ def test_preempted_ranks_that_return_have_results():
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_preempted_ranks_that_are_late_are_named_and_started_anew(caplog):
-    """Also where others have returned in time."""
+def test_late_preempted_ranks_are_named_and_restarted(caplog):
+    """A warning names the ranks that exceed grace_s; all ranks start again, even if another rank has returned."""
 
     def play(run, rank, word, _body):
         preempted(run, rank, word, [0, 0, 0])
@@ -487,26 +487,26 @@ def test_preempted_ranks_that_are_late_are_named_and_started_anew(caplog):
     assert "rank(s) 0, 2 of play had not called requeue() within grace_s=0.05" in caplog.text
 
 
-def test_late_ranks_are_left_alone_where_somebody_else_ends_them():
-    """Then grace_s is no limit of the run's: whoever is in time for the other clock has returned."""
-    going = []
+def test_late_ranks_are_not_ended_if_the_cluster_ends_them():
+    """With ``ends_late=False``, ranks may take longer than grace_s, because the cluster has its own limit."""
+    timers = []
 
     def play(run, rank, word, _body):
         if word == "begin" and rank.number == 0:
             run.preempt(ends_late=False)
         elif word == "preempt":
-            rank.tell("answered", 0)
-        elif word == "checkpoint" and len(going) < 2:
-            going.append(threading.Timer(0.2, lambda: run._loop.call_soon(lambda: rank.returns("late"))))
-            going[-1].start()
+            rank.send("answered", 0)
+        elif word == "checkpoint" and len(timers) < 2:
+            timers.append(threading.Timer(0.2, lambda: run._loop.call_soon(lambda: rank.returns("late"))))
+            timers[-1].start()
 
     assert Stage(play, grace_s=0.02).verdict() == ("late", "late")
-    for returning in going:
-        returning.join()
+    for timer in timers:
+        timer.join()
 
 
-def test_a_late_rank_beside_one_that_asked_is_started_anew_without_a_preemption(caplog):
-    """Nobody was preempted, so nobody is warned of that."""
+def test_a_late_rank_after_a_requeue_restarts_without_a_warning(caplog):
+    """A rank that stays after another rank's requeue is restarted. Without a preemption, no warning is logged."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.restart:
@@ -519,8 +519,8 @@ def test_a_late_rank_beside_one_that_asked_is_started_anew_without_a_preemption(
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
-def test_a_failure_beside_requeues_is_the_failure(is_preempted):
-    """What a rank raises of its own is told, whatever the others have asked for."""
+def test_a_failure_wins_over_requeues(is_preempted):
+    """If one rank raises while others requeue, its exception is raised."""
 
     def play(run, rank, word, _body):
         if is_preempted:
@@ -533,8 +533,8 @@ def test_a_failure_beside_requeues_is_the_failure(is_preempted):
     assert stage.starts == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_echoes_of_a_requeue_are_no_failures():
-    """A rank whose collective broke because another one has left to be started anew is started anew with it."""
+def test_echoes_of_a_requeue_are_not_failures():
+    """If a requeue breaks another rank's collective, both ranks start again."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.restart:
@@ -549,7 +549,7 @@ def test_echoes_of_a_requeue_are_no_failures():
 
 @pytest.mark.parametrize("is_preempted", [True, False])
 def test_an_echo_alone_is_a_failure_unless_ranks_were_preempted(is_preempted, monkeypatch):
-    """Preempted ranks that are ended break each other's collectives."""
+    """The end of preempted ranks breaks other ranks' collectives, so their echoes do not count."""
     monkeypatch.setattr(_supervisor, "_ECHO_WAIT_S", 0.01)
 
     def play(run, rank, word, _body):
@@ -560,33 +560,33 @@ def test_an_echo_alone_is_a_failure_unless_ranks_were_preempted(is_preempted, mo
         elif word == ("checkpoint" if is_preempted else "begin") and rank.number == 1:
             rank.raises(RuntimeError("Connection closed by peer"), is_echo=True)
 
-    told = Stage(play).verdict()
-    assert told == ("again", "again") if is_preempted else isinstance(told, RuntimeError)
+    outcome = Stage(play).verdict()
+    assert outcome == ("again", "again") if is_preempted else isinstance(outcome, RuntimeError)
 
 
-def test_a_preemption_after_the_time_was_up_is_too_late():
-    """Ranks that are being ended are asked nothing more."""
+def test_a_preemption_after_a_cancel_is_ignored():
+    """Ranks that are being ended receive no preemption."""
 
     def play(run, rank, word, _body):
         if word == "begin":
             run.cancel()
         elif word == "end":
             run.preempt()
-            run._loop.call_soon(lambda: by_itself(rank, word))
+            run._loop.call_soon(lambda: react_by_default(rank, word))
             return True
         return False
 
     stage = Stage(play)
     assert isinstance(stage.verdict(), LaunchCancelledError)
-    assert stage.heard() == [[], []]
+    assert stage.received() == [[], []]
 
 
-# --- where somebody else starts the ranks anew ---
+# --- clusters that requeue the run ---
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_run_ends_with_the_wish_where_somebody_else_grants_it(asks):
-    """Whether ranks asked, or were late when they were preempted; the outcomes say which."""
+def test_a_requeue_ends_the_run_on_a_cluster_that_requeues(asks):
+    """The ending is requeued, whether ranks called requeue or exceeded grace_s after a preemption."""
 
     def play(run, rank, word, _body):
         if asks and word == "begin":
@@ -602,8 +602,8 @@ def test_a_run_ends_with_the_wish_where_somebody_else_grants_it(asks):
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_failures_are_followed_by_restarts_in_place_all_the_same():
-    """Only what ranks ask for is left to somebody else."""
+def test_failures_restart_in_place_on_a_cluster_that_requeues():
+    """The run itself restarts after failures; the cluster only handles requeues."""
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.restart == 0:
@@ -618,15 +618,15 @@ def test_failures_are_followed_by_restarts_in_place_all_the_same():
     assert stage.starts[-1] == (1, 1)
 
 
-def test_a_cancel_of_ranks_that_leave_to_be_requeued_is_a_cancel():
-    """Nobody is to grant a wish of a launch that was called off."""
+def test_a_cancel_wins_over_a_requeue():
+    """If a cancel arrives while requeueing ranks end, the ending is cancelled, not requeued."""
 
     def play(run, rank, word, _body):
         if word == "begin":
             rank.requeues()
         elif word == "bye":
             run.cancel()
-            run._loop.call_soon(lambda: by_itself(rank, word))
+            run._loop.call_soon(lambda: react_by_default(rank, word))
             return True
         return False
 
@@ -635,8 +635,8 @@ def test_a_cancel_of_ranks_that_leave_to_be_requeued_is_a_cancel():
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
-def test_ranks_that_wait_for_one_that_asked_to_be_started_anew_are_not_stuck(is_preempted):
-    """They are ended at once, since they will never go on, and are started anew with it."""
+def test_ranks_that_wait_for_a_requeued_rank_restart(is_preempted):
+    """Ranks that wait for a requeued rank in a collective are ended and restarted, and do not count as stuck."""
 
     def play(run, rank, word, _body):
         if is_preempted:
@@ -646,14 +646,14 @@ def test_ranks_that_wait_for_one_that_asked_to_be_started_anew_are_not_stuck(is_
         elif word == ("checkpoint" if is_preempted else "begin") and rank.number == 0:
             rank.requeues()
         elif word == "left":
-            rank.tell("stuck", "waits in a collective")
+            rank.send("stuck", "waits in a collective")
 
     assert Stage(play).verdict() == ("again", "again")
 
 
 @pytest.mark.parametrize("loses", ["then fails", "fails"])
-def test_ranks_that_fail_on_machines_that_are_wanted_back_are_started_anew_elsewhere(loses):
-    """Not where they are: the next attempt there would know nothing of the preemption, and be lost with the machines."""
+def test_a_failure_during_a_preemption_is_requeued(loses):
+    """After a preemption, a failure does not restart in place, because the cluster takes the machines back."""
 
     def play(run, rank, word, _body):
         if loses == "then fails":
@@ -666,7 +666,7 @@ def test_ranks_that_fail_on_machines_that_are_wanted_back_are_started_anew_elsew
             rank.raises(ValueError())
         elif word == "end":
             run.preempt(ends_late=False)
-            run._loop.call_soon(lambda: by_itself(rank, word))
+            run._loop.call_soon(lambda: react_by_default(rank, word))
             return True
         return False
 
@@ -675,8 +675,8 @@ def test_ranks_that_fail_on_machines_that_are_wanted_back_are_started_anew_elsew
     assert stage.starts == [(0, 0), (0, 1)]
 
 
-def test_a_node_that_does_not_even_tell_of_the_dead_is_given_up(monkeypatch):
-    """So that a failure ends the launch in bounded time, also where a node's keeper is stopped."""
+def test_a_node_that_does_not_report_ended_ranks_is_given_up(monkeypatch):
+    """A failure ends the launch in bounded time, even if a node's agent is stopped."""
     monkeypatch.setattr(_supervisor, "_BURIAL_S", 0.1)
 
     def play(_run, rank, word, _body):
@@ -690,8 +690,8 @@ def test_a_node_that_does_not_even_tell_of_the_dead_is_given_up(monkeypatch):
     assert repr(verdict("play", stage.platform, stage.ending())) == "ValueError('three')"
 
 
-def test_silence_while_nobody_watched_is_none(monkeypatch):
-    """A process that was stopped, and then finds that much time is gone, hears first what its ranks have said since."""
+def test_time_while_the_watcher_was_stopped_is_not_silence(monkeypatch):
+    """A watcher that was stopped reads the messages of its ranks before it checks `hang_timeout_s`."""
     clock = time.monotonic
     ahead = 0.0
     monkeypatch.setattr(_supervisor.time, "monotonic", lambda: clock() + ahead)
@@ -704,7 +704,7 @@ def test_silence_while_nobody_watched_is_none(monkeypatch):
             return True
         return False
 
-    assert verdict("play", *play_out(play, hang_timeout_s=5)) == (None, None)
+    assert verdict("play", *simulate(play, hang_timeout_s=5)) == (None, None)
 
 
 # --- the loop ---
@@ -712,7 +712,7 @@ def test_silence_while_nobody_watched_is_none(monkeypatch):
 
 @contextmanager
 def pipe():
-    """The two ends of one, as files."""
+    """Open a pipe and yield its two ends as files."""
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb", buffering=0) as reading, os.fdopen(writer, "wb", buffering=0) as writing:
         yield reading, writing
@@ -724,48 +724,48 @@ def loop():
         yield made
 
 
-def test_a_wish_of_another_thread_ends_the_wait(loop):
-    """However long the loop was going to wait for; the wish is granted by the loop's own thread."""
-    granted = []
-    wishing = threading.Thread(target=lambda: loop.call_soon(lambda: granted.append(threading.get_ident())))
-    wishing.start()
+def test_call_soon_from_another_thread_wakes_the_loop(loop):
+    """The call ends the wait and runs in the loop's thread."""
+    called = []
+    thread = threading.Thread(target=lambda: loop.call_soon(lambda: called.append(threading.get_ident())))
+    thread.start()
     loop.turn(float("inf"))
-    wishing.join()
-    assert granted == [threading.get_ident()]
+    thread.join()
+    assert called == [threading.get_ident()]
 
 
-def test_wishes_are_granted_in_their_order_with_those_that_they_lead_to(loop):
-    """Also where one of them makes another."""
-    granted = []
-    loop.call_soon(lambda: (granted.append(1), loop.call_soon(lambda: granted.append(3))))
-    loop.call_soon(lambda: granted.append(2))
+def test_calls_run_in_order(loop):
+    """Calls run in the order of `call_soon`, including calls that other calls add."""
+    called = []
+    loop.call_soon(lambda: (called.append(1), loop.call_soon(lambda: called.append(3))))
+    loop.call_soon(lambda: called.append(2))
     loop.turn(0)
-    assert granted == [1, 2, 3]
+    assert called == [1, 2, 3]
 
 
-def test_a_signal_may_make_a_wish_while_one_is_made(loop):
-    """Its handler runs in the thread that it interrupts, and waits for nothing."""
-    granted = []
+def test_a_signal_handler_can_interrupt_call_soon(loop):
+    """A signal handler that interrupts `call_soon` can itself use `call_soon` without a deadlock."""
+    called = []
 
-    class Wishes(type(loop._wishes)):
-        def append(self, wish):
-            if not granted:
-                granted.append("signalled")
+    class SignallingQueue(type(loop._wishes)):
+        def append(self, call):
+            if not called:
+                called.append("signalled")
                 signal.raise_signal(signal.SIGUSR1)
-            super().append(wish)
+            super().append(call)
 
-    loop._wishes = Wishes()
-    before = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon(lambda: granted.append("handler")))
+    loop._wishes = SignallingQueue()
+    before = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon(lambda: called.append("handler")))
     try:
-        loop.call_soon(lambda: granted.append("main"))
+        loop.call_soon(lambda: called.append("main"))
     finally:
         signal.signal(signal.SIGUSR1, before)
     loop.turn(0)
-    assert sorted(granted) == ["handler", "main", "signalled"]
+    assert sorted(called) == ["handler", "main", "signalled"]
 
 
-def test_a_file_that_can_be_read_is_acted_upon_until_it_is_forgotten(loop):
-    """Each turn, as long as something is left to read."""
+def test_a_watched_file_is_handled_until_it_is_forgotten(loop):
+    """The handler runs once per turn while the file has data, and never after `forget`."""
     seen = []
     with pipe() as (reading, writing):
         loop.watch(reading, lambda: seen.append(reading.read(1)))
@@ -780,8 +780,8 @@ def test_a_file_that_can_be_read_is_acted_upon_until_it_is_forgotten(loop):
         assert seen == [b"a", b"b"]
 
 
-def test_what_was_forgotten_in_the_same_turn_is_not_acted_upon(loop):
-    """Of two files that can both be read, the first one's act may close the other."""
+def test_a_file_forgotten_in_the_same_turn_is_not_handled(loop):
+    """If the handler of one readable file forgets and closes another, the other's handler does not run."""
     seen = []
 
     def act(mine, other):
@@ -799,15 +799,15 @@ def test_what_was_forgotten_in_the_same_turn_is_not_acted_upon(loop):
         loop.forget(seen[0])
 
 
-def test_a_wish_after_the_end_is_nobodys():
-    """It may be made, at no cost."""
+def test_call_soon_after_close_does_nothing():
+    """A closed loop accepts calls and never runs them."""
     loop = Loop()
     loop.close()
-    loop.call_soon(lambda: pytest.fail("granted"))
+    loop.call_soon(lambda: pytest.fail("called"))
 
 
 def test_a_loop_leaves_no_file_open():
-    """Neither its own nor a claim on those of others."""
+    """`close` closes the loop's own files, also if it watched others."""
     before = psutil.Process().num_fds()
     loop = Loop()
     with pipe() as (reading, _):

@@ -1,4 +1,4 @@
-"""A fault of the warm process that ranks are forked from costs one launch at most, and the launch names it."""
+"""A fault of the warm process, which forks the ranks, fails at most one launch and is named in the error."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from tests.launch.processes import (
 )
 
 BOUND_S = 8.0
-"""Longer than a launch of these tests takes to end. A stopped process goes on after this time, so that no test hangs."""
+"""Longer than a launch of these tests takes to end. Stopped processes resume after this time, so no test hangs."""
 
 
-def warm_process():
-    """The process id of the warm process, which is started if there is none."""
+def warm_pid():
+    """Return the process id of the warm process; start a warm process if there is none."""
     (pid,) = wrapper(ranks(1))(os.getppid)()
     return pid
 
 
 @contextmanager
-def rescued(pid):
-    """Resume a process, if it was stopped, after BOUND_S or at the end of the block."""
+def resumed_later(pid):
+    """Resume a stopped process after BOUND_S seconds or at the end of the block."""
 
     def resume():
         if not is_gone(pid):
             os.kill(pid, signal.SIGCONT)
 
-    rescue = threading.Timer(BOUND_S, resume)
-    rescue.start()
+    timer = threading.Timer(BOUND_S, resume)
+    timer.start()
     try:
         yield
     finally:
-        rescue.cancel()
-        rescue.join()
+        timer.cancel()
+        timer.join()
         resume()
 
 
-def sleeping():
-    """A function that says that its rank runs, and takes long."""
+def sleeping_function():
+    """Return a function that reports its process id and then sleeps."""
     report_pid = report_pid_function()
 
     def sleeps(folder):
@@ -78,9 +78,9 @@ def cancel(submit):
 
 
 def interrupt(submit):
-    """Ctrl-C while the launch starts, or while the caller waits for its results."""
+    """Send Ctrl-C while the launch starts or while the caller waits for results."""
 
-    def called():
+    def wait_for_results():
         launch = submit()
         try:
             return launch.results(timeout=PATIENCE_S)
@@ -91,16 +91,16 @@ def interrupt(submit):
     timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            called()
+            wait_for_results()
     finally:
         timer.join()
 
 
 @pytest.mark.parametrize("end", [run_out_of_time, cancel, interrupt])
 @pytest.mark.parametrize("moment", ["before", "while_ranks_run"])
-def test_a_stopped_warm_process_keeps_no_launch_from_ending(moment, end, tmp_path):
-    """A time limit, ``cancel`` and Ctrl-C end the launch in seconds, and the next launch works."""
-    warm, sleeps = warm_process(), sleeping()
+def test_a_launch_with_a_stopped_warm_process_can_end(moment, end, tmp_path):
+    """A timeout, ``cancel``, or Ctrl-C ends the launch in seconds, and the next launch works."""
+    warm, sleeps = warm_pid(), sleeping_function()
     before = moment == "before"
 
     def submit(**limit):
@@ -110,7 +110,7 @@ def test_a_stopped_warm_process_keeps_no_launch_from_ending(moment, end, tmp_pat
             os.kill(warm, signal.SIGSTOP)
         return launch
 
-    with rescued(warm):
+    with resumed_later(warm):
         if before:
             os.kill(warm, signal.SIGSTOP)
         began = time.monotonic()
@@ -133,7 +133,7 @@ time.sleep(600 if sys.argv[2] == "killed" else 0)
 
 @pytest.fixture(scope="module")
 def stopping(tmp_path_factory):
-    """Parents of a stopped warm process, by how they end."""
+    """Parents of a stopped warm process, by the way they end."""
     cases = {end: lambda folder, end=end: (STOPPING, folder, end) for end in ("exits", "killed")}
     with running_scripts(tmp_path_factory.mktemp("stopping"), cases) as started:
         yield started
@@ -141,7 +141,7 @@ def stopping(tmp_path_factory):
 
 @pytest.mark.parametrize("end", ["exits", "killed"])
 def test_a_stopped_warm_process_does_not_survive_its_parent(end, stopping):
-    """The interpreter's end is not held up, and the stopped process is gone after it, also if the parent was killed."""
+    """The stopped process ends after its parent exits or is killed, and the parent's exit is not delayed."""
     parent, folder = stopping[end]
     (warm,) = pids_in(folder, 1)
     try:
@@ -156,7 +156,7 @@ def test_a_stopped_warm_process_does_not_survive_its_parent(end, stopping):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
 def test_a_warm_process_that_dies_while_ranks_run_is_named(number):
-    """The error says that the warm process has died, and of which signal; the next launch works."""
+    """The error names the warm process and the signal that killed it, and the next launch works."""
 
     def kills():
         if current_rank().global_rank == 0:
@@ -165,39 +165,39 @@ def test_a_warm_process_that_dies_while_ranks_run_is_named(number):
 
     with pytest.raises(LaunchError) as caught:
         wrapper(ranks(timeout_min=0.2))(kills)()
-    said = f"{caught.value}\n{notes_of(caught.value)}"
-    assert "warm process" in said
-    assert number.name in said
+    text = f"{caught.value}\n{notes_of(caught.value)}"
+    assert "warm process" in text
+    assert number.name in text
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_a_warm_process_that_dies_while_a_rank_is_asked_for_is_named():
-    """The launch starts another one, or its error says how the warm process ended; the next launch works."""
-    warm = warm_process()
-    with rescued(warm):
+def test_a_warm_process_that_dies_while_ranks_start_is_replaced_or_named():
+    """The launch starts another warm process, or its error names the signal; the next launch works."""
+    warm = warm_pid()
+    with resumed_later(warm):
         os.kill(warm, signal.SIGSTOP)
         death = threading.Timer(0.2, os.kill, [warm, signal.SIGKILL])
         death.start()
         try:
             assert wrapper(ranks())(lambda: 1)() == (1, 1)
         except LaunchError as error:
-            said = f"{error}\n{notes_of(error)}"
-            assert "warm process" in said
-            assert "SIGKILL" in said
+            text = f"{error}\n{notes_of(error)}"
+            assert "warm process" in text
+            assert "SIGKILL" in text
         finally:
             death.join()
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
 def end_warm_process():
-    """Kill the warm process, if there is one: the next launch starts another one, in the working folder of then."""
+    """Kill the warm process; the next launch starts another in the current working directory."""
     for process in warm_processes():
         process.kill()
         assert_gone([process.pid])
 
 
-def place():
-    """The working folder of a rank; None if it is gone."""
+def working_folder():
+    """Return the working directory of a rank, or None if it was removed."""
     try:
         return Path.cwd()
     except FileNotFoundError:
@@ -205,27 +205,27 @@ def place():
 
 
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_a_launch_from_a_folder_that_is_gone_works(method, tmp_path, monkeypatch):
-    """Ranks run though the working folder was deleted, also in the launch after that."""
+def test_a_launch_from_a_removed_folder_works(method, tmp_path, monkeypatch):
+    """Two launches run ranks although the working directory was removed."""
     folder = tmp_path / "folder"
     folder.mkdir()
     monkeypatch.chdir(folder)
     if method == "forkserver":
         end_warm_process()
     folder.rmdir()
-    launchable = wrapper(ranks(1, spawn_method=method))(lambda: (place(), "ran")[1])
+    launchable = wrapper(ranks(1, spawn_method=method))(lambda: (working_folder(), "ran")[1])
     for _ in range(2):
         assert launchable() == ("ran",)
 
 
-def test_a_folder_may_be_deleted_between_launches(tmp_path, monkeypatch):
-    """The warm process, which was started there, serves the next launch; ranks of a later one find the new folder."""
+def test_the_working_directory_can_be_removed_between_launches(tmp_path, monkeypatch):
+    """A warm process in a removed directory serves the next launch; later ranks use the parent's new directory."""
     folder, other = tmp_path / "folder", tmp_path / "other"
     folder.mkdir()
     other.mkdir()
     monkeypatch.chdir(folder)
     end_warm_process()
-    launchable = wrapper(ranks(1))(place)
+    launchable = wrapper(ranks(1))(working_folder)
     assert launchable() == (folder,)
     folder.rmdir()
     assert launchable() != (folder,)

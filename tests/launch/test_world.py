@@ -1,4 +1,4 @@
-"""The world that another launcher put this process in, read from what that launcher leaves in the environment."""
+"""`surrounding_world` reads the world of another launcher from its environment variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from parawrap.launch._world import World, surrounding_world
 
-# What each launcher sets in rank 3 of 4: two nodes, two ranks on each.
+# The variables of each launcher in rank 3 of 4, with two nodes of two ranks each.
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "ROLE_RANK": "3",
     "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "2",
@@ -34,7 +34,7 @@ MPICH = {
 
 
 def ranks_of(environ: dict[str, str]) -> list[World]:
-    """The worlds that all four ranks of this job read, each told its own numbers."""
+    """Return the worlds of all four ranks of a job, each read from the rank's own numbers."""
     worlds = []
     for rank in range(4):
         own = {"RANK": rank, "OMPI_COMM_WORLD_RANK": rank, "SLURM_PROCID": rank, "PMI_RANK": rank}
@@ -51,13 +51,13 @@ def ranks_of(environ: dict[str, str]) -> list[World]:
     ("environ", "name"), [(TORCHRUN, "torchrun"), (SRUN, "srun"), (OPEN_MPI, "mpirun"), (MPICH, "mpiexec")]
 )
 def test_each_launcher_is_recognised(environ, name):
-    """Its name is for messages."""
+    """The world has the name of its launcher."""
     assert [world.name for world in ranks_of(environ)] == [name] * 4
 
 
 @pytest.mark.parametrize("environ", [TORCHRUN, SRUN, OPEN_MPI], ids=["torchrun", "srun", "mpirun"])
 def test_every_rank_reads_its_place(environ):
-    """Two ranks on each of two nodes: the number in the world, on the node, and of the node."""
+    """Each of four ranks on two nodes reads its global rank, local rank, and node."""
     worlds = ranks_of(environ)
     assert [(world.global_rank, world.local_rank, world.node) for world in worlds] == [
         (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1)
@@ -66,7 +66,7 @@ def test_every_rank_reads_its_place(environ):
 
 
 def test_every_rank_of_mpich_on_one_machine_reads_its_place():
-    """One node: the local rank is the global one."""
+    """On one node, the local rank equals the global rank."""
     worlds = ranks_of(MPICH)
     assert [(world.global_rank, world.local_rank, world.node) for world in worlds] == [(i, i, 0) for i in range(4)]
     assert {(world.world_size, world.ranks_per_node) for world in worlds} == {(4, 4)}
@@ -89,25 +89,25 @@ def test_every_rank_of_mpich_on_one_machine_reads_its_place():
         MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1"},
     ],
 )
-def test_a_process_that_is_alone_is_in_no_world(environ):
-    """Half a table, an sbatch script without a step, salloc's shell, and worlds of one that nobody asked for."""
+def test_a_single_process_has_no_world(environ):
+    """Incomplete variables, an sbatch script, an salloc shell, and single-rank srun or mpirun jobs are not worlds."""
     assert surrounding_world(environ) is None
 
 
 def test_a_torchrun_of_one_is_a_world():
-    """Whoever starts torchrun means it."""
+    """A torchrun job with one rank is a world, because the user chose torchrun."""
     world = surrounding_world({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert world is not None
     assert (world.world_size, world.ranks_per_node) == (1, 1)
 
 
 def test_torchrun_within_a_slurm_step_is_torchrun():
-    """The innermost launcher is the one that counts."""
+    """The innermost launcher determines the world."""
     assert [world.name for world in ranks_of(SRUN | TORCHRUN)] == ["torchrun"] * 4
 
 
-def test_mpirun_within_an_allocation_meets_on_the_allocations_first_node():
-    """Open MPI tells no host; Slurm does."""
+def test_mpirun_uses_the_first_node_of_its_slurm_allocation():
+    """Open MPI sets no host variable, so the master address comes from Slurm."""
     assert {world.master_addr for world in ranks_of(BATCH_SCRIPT | OPEN_MPI)} == {"node07"}
 
 
@@ -128,26 +128,26 @@ def test_mpirun_within_an_allocation_meets_on_the_allocations_first_node():
         ("rack[2,4]node[08-09]-ib,x[1-2]", "rack2node08-ib"),
     ],
 )
-def test_slurms_ranks_meet_on_the_first_host(nodes, first):
-    """Whatever Slurm's short forms for lists of hosts are."""
+def test_the_first_host_of_a_slurm_node_list_is_the_master(nodes, first):
+    """The first host is read from each of Slurm's short forms of host lists."""
     assert {world.master_addr for world in ranks_of(SRUN | {"SLURM_STEP_NODELIST": nodes})} == {first}
 
 
-def test_the_steps_hosts_come_before_the_jobs():
-    """A step may run on some nodes of the job only."""
+def test_the_hosts_of_the_step_win_over_those_of_the_job():
+    """A step can run on only some nodes of its job."""
     assert ranks_of(SRUN | {"SLURM_JOB_NODELIST": "head,node[07-08]"})[0].master_addr == "node07"
 
 
 @pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH], ids=["srun", "mpirun", "mpiexec"])
-def test_a_named_master_is_taken(environ):
-    """MASTER_ADDR and MASTER_PORT are the user's word."""
+def test_master_addr_and_master_port_are_used(environ):
+    """MASTER_ADDR and MASTER_PORT override the computed address."""
     worlds = ranks_of(environ | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"})
     assert {(world.master_addr, world.master_port) for world in worlds} == {("head", 1234)}
 
 
 @pytest.mark.parametrize("environ", [SRUN, OPEN_MPI, MPICH], ids=["srun", "mpirun", "mpiexec"])
 def test_all_ranks_of_a_job_agree_on_a_port(environ):
-    """Nobody tells them one, so each computes it: alike, and where a user may listen."""
+    """Each rank computes the same port above 1024, because the launcher sets none."""
     (port,) = {world.master_port for world in ranks_of(environ)}
     assert 1024 < port < 65536
 
@@ -160,8 +160,8 @@ def test_all_ranks_of_a_job_agree_on_a_port(environ):
         (OPEN_MPI, "PMIX_NAMESPACE", [f"prterun-node07-{pid}@1" for pid in range(20)]),
     ],
 )
-def test_jobs_that_run_beside_each_other_get_other_ports(environ, variable, others):
-    """Two jobs, or two steps of one job, on one node do not meet."""
+def test_different_jobs_get_different_ports(environ, variable, others):
+    """Two jobs, or two steps of one job, on one node use different ports."""
     ports = {ranks_of(environ | {variable: str(other)})[0].master_port for other in others}
     assert len(ports) == 20
 
@@ -170,7 +170,7 @@ def test_jobs_that_run_beside_each_other_get_other_ports(environ, variable, othe
     ("per_node", "world_size", "ranks_per_node"), [("2(x2)", "4", 2), ("4", "4", 4), ("1(x4)", "4", 1)]
 )
 def test_slurms_counts_per_node_are_understood(per_node, world_size, ranks_per_node):
-    """Slurm writes 2(x3) for two tasks on each of three nodes."""
+    """Slurm's short form is parsed: 2(x3) means two tasks on each of three nodes."""
     world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": world_size})
     assert world is not None
     assert world.ranks_per_node == ranks_per_node
@@ -178,15 +178,15 @@ def test_slurms_counts_per_node_are_understood(per_node, world_size, ranks_per_n
 
 @pytest.mark.parametrize(("per_node", "world_size"), [("3,1", "4"), ("1,3", "4"), ("2(x2),1", "5")])
 def test_unequal_nodes_are_not_taken_for_one_machine(per_node, world_size):
-    """A world whose ranks were all on one node would talk over its loopback interface only."""
+    """With unequal nodes, ranks_per_node is below world_size, so the world does not use loopback only."""
     world = surrounding_world(SRUN | {"SLURM_STEP_TASKS_PER_NODE": per_node, "SLURM_STEP_NUM_TASKS": world_size})
     assert world is not None
     assert world.ranks_per_node < world.world_size
 
 
 @pytest.mark.parametrize(("environ", "restart"), [(TORCHRUN, 2), (SRUN, 1), (OPEN_MPI, 0), (MPICH, 0)])
-def test_restarts_are_counted_where_the_launcher_counts_them(environ, restart):
-    """Torchrun counts restarts, Slurm requeues."""
+def test_restart_is_read_from_the_launcher(environ, restart):
+    """Torchrun counts restarts, Slurm counts requeues, and MPI launchers count nothing."""
     assert {world.restart for world in ranks_of(environ)} == {restart}
 
 
@@ -199,13 +199,13 @@ def test_restarts_are_counted_where_the_launcher_counts_them(environ, restart):
         (OPEN_MPI, [True] + [False] * 3),
     ],
 )
-def test_rank_0_opens_the_store_unless_an_agent_has(environ, hosts):
-    """Torchrun's agent keeps a store already; else there has to be exactly one."""
+def test_rank_0_hosts_the_store_unless_an_agent_does(environ, hosts):
+    """If torchrun's agent hosts a store, no rank does; otherwise rank 0 does."""
     assert [world.hosts_store for world in ranks_of(environ)] == hosts
 
 
-def test_the_environment_of_this_process_is_what_counts(monkeypatch):
-    """Also when it was changed after the import."""
+def test_the_current_environment_is_read(monkeypatch):
+    """Variables that change after the import are read."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     world = surrounding_world()

@@ -1,4 +1,4 @@
-"""Odd days of a launch on this machine: forks, file systems without locks, odd texts, damaged keys."""
+"""Launches under odd conditions: forks, file systems without locks, non-Unicode texts, damaged keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.launch.processes import PATIENCE_S, SOON_S, notes_of, ranks
 
 
 def test_an_exception_whose_text_is_not_unicode_arrives():
-    """A file name that is not UTF-8 has lone surrogates, which no encoding takes."""
+    """The text of a non-UTF-8 file name has lone surrogates, which cannot be encoded, and arrives unchanged."""
 
     def fails():
         raise ValueError(os.fsdecode(b"caf\xe9"))
@@ -33,8 +33,8 @@ def test_an_exception_whose_text_is_not_unicode_arrives():
     assert "in fails" in notes_of(caught.value)
 
 
-def test_a_process_that_is_forked_during_a_start_does_not_hold_up_the_launch(monkeypatch):
-    """It does not keep the pipe open that reports the end of the rank."""
+def test_a_fork_during_the_start_does_not_delay_the_launch(monkeypatch):
+    """A process forked while ranks start does not keep the pipe open that reports a rank's end."""
     children, send = [], socket.send_fds
 
     def fork_and_send(*arguments):
@@ -56,8 +56,8 @@ def test_a_process_that_is_forked_during_a_start_does_not_hold_up_the_launch(mon
         os.waitpid(children[0], 0)
 
 
-def test_a_launch_is_refused_in_a_fork_of_its_process():
-    """Its thread does not run there, so waiting would never end."""
+def test_results_raises_in_a_fork_of_the_parent():
+    """LaunchError names the launch's process, because its thread does not run in the fork."""
     launch = wrapper(ranks(1))(lambda: 1).submit()
     reader, writer = os.pipe()
     pid = os.fork()
@@ -69,14 +69,14 @@ def test_a_launch_is_refused_in_a_fork_of_its_process():
         finally:
             os._exit(0)
     os.close(writer)
-    with os.fdopen(reader) as told:
-        assert f"belongs to process {os.getpid()}" in told.read()
+    with os.fdopen(reader) as message:
+        assert f"belongs to process {os.getpid()}" in message.read()
     os.waitpid(pid, 0)
     assert launch.results(timeout=PATIENCE_S) == (1,)
 
 
-def test_a_file_system_without_locks_keeps_no_launch_from_starting(monkeypatch):
-    """Locks only serve to find the folders of processes that were killed."""
+def test_a_file_system_without_locks_works(monkeypatch):
+    """A launch works without file locks, which only help to find folders of killed processes."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -85,16 +85,16 @@ def test_a_file_system_without_locks_keeps_no_launch_from_starting(monkeypatch):
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
-def test_a_checkpoint_does_not_wait_for_ranks():
-    """Code of torch.distributed.checkpoint may wait for a disk; other code of torch.distributed waits for ranks."""
+def test_checkpoint_code_does_not_count_as_waiting():
+    """Frames of torch.distributed count as waiting for ranks, but frames of torch.distributed.checkpoint do not."""
     assert _waits_in(dist.distributed_c10d.__file__)
     assert not _waits_in(dcp.__file__)
     assert not _waits_in(__file__)
 
 
 @pytest.mark.parametrize("size", [0, 31, 33])
-def test_a_damaged_key_is_refused(size, tmp_path, monkeypatch):
-    """A key of another size may be known to others; the error says what to do."""
+def test_a_damaged_key_raises(size, tmp_path, monkeypatch):
+    """A key file of the wrong size raises LaunchError, which says to delete the file."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("PARAWRAP_SECRET", raising=False)
     Signer()
@@ -103,8 +103,8 @@ def test_a_damaged_key_is_refused(size, tmp_path, monkeypatch):
         Signer()
 
 
-def test_a_latch_wakes_all_who_wait():
-    """Each waiting thread goes on, a later wait returns at once, and a wait with a limit ends without it."""
+def test_a_latch_wakes_all_waiting_threads():
+    """`set` wakes each waiting thread, later waits return at once, and a wait can time out before `set`."""
     latch = Latch()
     assert not latch.wait(0.01)
     waiting = [threading.Thread(target=latch.wait) for _ in range(5)]
