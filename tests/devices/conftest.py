@@ -13,18 +13,19 @@ from tests.conftest import require
 
 _missing = simdevice.available()
 if _missing is None:
-    # Now, since torch makes the worker threads of all devices at the first backward of the process.
+    # Install now: torch makes the worker threads of all devices at the first backward of the process.
     simdevice.install(4)
 
 
 @pytest.fixture(autouse=True)
 def races(monkeypatch):
-    """Skip or fail where the devices cannot be had; start every test from one seed; fail where they tell of a race.
+    """Seed every test, and fail it if the simulated devices report a race. Yield the races found so far.
 
-    The list is of the races told of until the test last reset the counters.
+    The list holds the races that the devices reported before the test last called `simdevice.reset_stats`. A machine
+    without simulated devices skips the test, or fails it if PARAWRAP_TEST_REQUIRE names them.
     """
     require("sim", _missing)
-    gc.collect()  # what earlier tests left has memory on the devices
+    gc.collect()  # garbage of earlier tests holds memory on the devices
     gc.freeze()
     torch.manual_seed(0)
     simdevice.reset_stats()
@@ -38,7 +39,7 @@ def races(monkeypatch):
     monkeypatch.setattr(simdevice, "reset_stats", keep_and_reset)
     yield found
     assert (*found, *simdevice.stats().races) == ()
-    # A lane's own thread may be the last to let go of its pool: it then ends a moment after the test.
+    # A lane's own thread may hold the last reference to its pool. Such a thread ends shortly after the test.
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
         gc.collect()
         thread.join(0.5)

@@ -1,4 +1,4 @@
-"""The tests of this folder see a broken engine: each breakage here makes an answer wrong."""
+"""The checks in this folder detect a broken engine: each test here breaks one part and expects a failed check."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 session_module = importlib.import_module(engine.Session.gather.__module__)
 
 
-def equals_plain() -> bool:
-    """Whether the common comparison passes."""
+def plain_comparison_passes() -> bool:
+    """True if a training step in a block equals a plain one."""
     try:
         assert_same_training_step(mlp().to("sim:0"), rows())
     except AssertionError:
@@ -26,8 +26,8 @@ def equals_plain() -> bool:
     return True
 
 
-def follows_a_change() -> bool:
-    """Whether a call after a change of the parameters has the plain answer."""
+def parameter_change_is_seen() -> bool:
+    """True if a call after an in-place parameter change equals the plain call."""
     model = mlp().to("sim:0")
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -36,15 +36,15 @@ def follows_a_change() -> bool:
         return torch.allclose(model(x), copy.deepcopy(model)(x.to("sim:0")))
 
 
-def test_the_checks_pass_on_the_engine_as_it_is():
-    """Unbroken, the engine passes both checks."""
-    assert equals_plain()
-    assert follows_a_change()
+def test_the_unmodified_engine_passes_the_checks():
+    """The unmodified engine passes both checks."""
+    assert plain_comparison_passes()
+    assert parameter_change_is_seen()
 
 
 @pytest.mark.parametrize("broken", ["refresh", "stale", "mirror"])
-def test_refresh_that_does_nothing(broken, monkeypatch):
-    """Replicas that are not refreshed answer with old parameters, and the check sees it."""
+def test_a_refresh_that_does_nothing_fails_the_check(broken, monkeypatch):
+    """Replicas that are never refreshed compute with stale parameters, and the check fails."""
     if broken == "refresh":
         refresh = ReplicaSet.refresh
         monkeypatch.setattr(ReplicaSet, "refresh", lambda self: None if self._replicas else refresh(self))
@@ -52,7 +52,7 @@ def test_refresh_that_does_nothing(broken, monkeypatch):
         monkeypatch.setattr(ReplicaSet, "stale", lambda self: not self._replicas)
     else:
         monkeypatch.setattr(Mirror, "write", lambda self, originals, parcel: None)
-    assert not follows_a_change()
+    assert not parameter_change_is_seen()
 
 
 @pytest.mark.parametrize(
@@ -64,8 +64,8 @@ def test_refresh_that_does_nothing(broken, monkeypatch):
     ],
     ids=["first call", "later call", "declared"],
 )
-def test_scatter_that_drops_a_row(options, calls, says, monkeypatch):
-    """A scatter that loses the last row of a shard is refused by the engine itself, when it joins the outputs."""
+def test_a_scatter_that_drops_a_row_raises(options, calls, says, monkeypatch):
+    """If scatter loses the last row of a shard, the engine raises when it joins the outputs."""
     cut = ShardPlan.cut
 
     def dropping(self, flat):
@@ -81,18 +81,18 @@ def test_scatter_that_drops_a_row(options, calls, says, monkeypatch):
             model(rows(8))
 
 
-def test_gather_in_swapped_order(monkeypatch):
-    """A gather that swaps two lanes' outputs gives the rows in another order, and the check sees it."""
+def test_a_gather_in_swapped_order_fails_the_check(monkeypatch):
+    """If gather swaps the outputs of two lanes, the rows are out of order, and the check fails."""
     join = session_module.join
 
     def swapped(outputs, *rest):
         return join([outputs[1], outputs[0], *outputs[2:]], *rest)
 
     monkeypatch.setattr(session_module, "join", swapped)
-    assert not equals_plain()
+    assert not plain_comparison_passes()
 
 
-def test_gradients_that_stay_on_a_device(monkeypatch):
-    """Replicas whose gradients do not come home learn too little, and the check sees it."""
+def test_gradients_that_stay_on_a_device_fail_the_check(monkeypatch):
+    """If replicas do not return their gradients to the model, the model's gradients are wrong, and the check fails."""
     monkeypatch.setattr(Mirror, "linked", lambda self, original: self._copies[id(original)])
-    assert not equals_plain()
+    assert not plain_comparison_passes()

@@ -1,4 +1,4 @@
-"""DataParallel, TupleParallel, tuple_fn and the rest over four devices."""
+"""DataParallel, TupleParallel, tuple_fn, ParallelWrapper, and recursive_to on four simulated devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.devices.zoo import SIMS, Masked, assert_same_gradients, devices_of, m
 
 @pytest.fixture
 def closing():
-    """Close the wrappers that a test makes."""
+    """Register a wrapper, return it, and close it after the test."""
     made = []
     yield lambda wrapper: (made.append(wrapper), wrapper)[1]
     for wrapper in made:
@@ -50,7 +50,7 @@ def closing():
     ids=str,
 )
 def test_data_parallel_step(device_ids, ids, closing):
-    """DataParallel has the plain output on its first device, the plain gradients, and torch's attributes."""
+    """The output lies on the first device; outputs and gradients are the plain ones; attributes are torch's."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     wrapped = closing(DataParallel(model, device_ids))
@@ -69,14 +69,14 @@ def test_data_parallel_step(device_ids, ids, closing):
 
 @pytest.mark.parametrize("output_device", [2, "sim:2", torch.device("sim", 2)], ids=str)
 def test_data_parallel_output_device(output_device, closing):
-    """The output is joined on output_device."""
+    """DataParallel joins the output on `output_device`."""
     wrapped = closing(DataParallel(mlp().to("sim:0"), output_device=output_device))
     assert str(wrapped(rows()).device) == "sim:2"
     assert wrapped.output_device == 2
 
 
-def test_data_parallel_begins_with_another_device(closing):
-    """The first device may be any; the module lies there."""
+def test_data_parallel_whose_first_device_is_not_device_0(closing):
+    """Any device can be first if the module's parameters are on it."""
     model = mlp().to("sim:2")
     wrapped = closing(DataParallel(model, [2, 0]))
     x = rows()
@@ -85,7 +85,7 @@ def test_data_parallel_begins_with_another_device(closing):
 
 @pytest.mark.parametrize("output_device", [None, -1, 3, "cpu"], ids=str)
 def test_data_parallel_function(output_device):
-    """data_parallel joins on its output device, -1 is the CPU, and leaves no memory behind."""
+    """data_parallel joins the output on `output_device` (-1 is the CPU) and frees its replicas."""
     model = mlp().to("sim:0")
     x = rows()
     expected = model(x.to("sim:0")).detach()
@@ -98,8 +98,8 @@ def test_data_parallel_function(output_device):
     assert simdevice.stats().live_bytes <= before + max(held, 512)
 
 
-def test_data_parallel_wants_the_module_on_its_first_device(closing):
-    """A module elsewhere is refused with torch's message."""
+def test_data_parallel_refuses_a_module_that_is_not_on_its_first_device(closing):
+    """The error has torch's message. After moving the module, the call works."""
     wrapped = closing(DataParallel(mlp()))
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device sim:0") as caught:
         wrapped(rows())
@@ -108,8 +108,8 @@ def test_data_parallel_wants_the_module_on_its_first_device(closing):
     assert str(wrapped(rows()).device) == "sim:0"
 
 
-def test_data_parallel_moves_a_module_of_one_lane(closing):
-    """With one device the module is moved there, as torch does."""
+def test_data_parallel_with_one_device_moves_the_module(closing):
+    """With one device, DataParallel moves the module to that device, as torch does."""
     wrapped = closing(DataParallel(mlp(), ["sim:1"]))
     assert next(wrapped.parameters()).device == torch.device("sim:1")
     assert str(wrapped(rows()).device) == "sim:1"
@@ -117,7 +117,7 @@ def test_data_parallel_moves_a_module_of_one_lane(closing):
 
 @pytest.mark.parametrize("verb", ["scatter", "replicate", "parallel_apply", "gather"])
 def test_data_parallel_verbs_can_be_overridden(verb, closing):
-    """Each verb, overridden, is used, and may call its parent."""
+    """A subclass can override each verb and call the parent's method from it."""
     calls = []
 
     def overridden(self, *args):
@@ -134,7 +134,7 @@ def test_data_parallel_verbs_can_be_overridden(verb, closing):
 
 @pytest.mark.parametrize("count", [8, 2, 1])
 def test_data_parallel_scalars_become_a_vector(count, closing):
-    """Scalars become a vector with one value a shard, with a warning, also when there is one shard."""
+    """Scalar outputs become a vector with one value per shard, also when there is only one shard."""
 
     class Loss(nn.Linear):
         def forward(self, x):
@@ -148,7 +148,7 @@ def test_data_parallel_scalars_become_a_vector(count, closing):
 
 
 def test_data_parallel_keyword_arguments(closing):
-    """Keyword arguments are cut like positional ones, and other values go to every lane."""
+    """Tensor keyword arguments are cut like positional ones; other values go to every lane."""
 
     class Named(nn.Linear):
         def forward(self, x, *, shift, factor):
@@ -161,7 +161,7 @@ def test_data_parallel_keyword_arguments(closing):
 
 
 def test_data_parallel_state_dict(closing):
-    """state_dict has module. before each key, before and after a call, and loads."""
+    """Every state_dict key starts with "module.", and load_state_dict accepts these keys."""
     model = Masked().to("sim:0")
     wrapped = closing(DataParallel(model))
     wrapped(rows())
@@ -176,7 +176,7 @@ def test_data_parallel_state_dict(closing):
     "duplicate", [copy.deepcopy, lambda wrapped: pickle.loads(pickle.dumps(wrapped))], ids=["deepcopy", "pickle"]
 )
 def test_data_parallel_copied_after_use(duplicate, closing):
-    """A copy of a used DataParallel is another one, with lanes and parameters of its own."""
+    """A copy of a used DataParallel has its own lanes and parameters."""
     wrapped = closing(DataParallel(mlp().to("sim:0")))
     x = rows()
     expected = wrapped(x).detach()
@@ -188,8 +188,8 @@ def test_data_parallel_copied_after_use(duplicate, closing):
         torch.testing.assert_close(wrapped(x), expected)
 
 
-def test_data_parallel_with_another_module(closing):
-    """A module put in the place of `module` after a call is the one that is called."""
+def test_data_parallel_uses_a_replaced_module(closing):
+    """If `module` is replaced after a call, the next call uses the new module."""
     wrapped = closing(DataParallel(mlp().to("sim:0")))
     x = rows()
     wrapped(x)
@@ -198,15 +198,15 @@ def test_data_parallel_with_another_module(closing):
 
 
 def test_data_parallel_inside_data_parallel(closing):
-    """A DataParallel inside another runs plainly in the lanes of the outer one."""
+    """An inner DataParallel runs its module plainly in the lanes of the outer one."""
     inner = closing(DataParallel(mlp().to("sim:0")))
     outer = closing(DataParallel(nn.Sequential(inner)))
     x = rows()
     torch.testing.assert_close(outer(x), inner.module(x.to("sim:0")))
 
 
-def test_data_parallel_devices_that_are_not_there():
-    """Absent, mixed and no devices are refused when the wrapper is made."""
+def test_data_parallel_refuses_invalid_device_lists():
+    """The constructor refuses absent devices, devices of two kinds, and an empty list."""
     with pytest.raises(DeviceUnavailableError, match="sim:7"):
         DataParallel(mlp(), [0, 7])
     with pytest.raises(DeviceListError, match="mixes the types"):
@@ -215,16 +215,16 @@ def test_data_parallel_devices_that_are_not_there():
         DataParallel(mlp(), [])
 
 
-def test_data_parallel_on_the_cpu_beside_an_accelerator(closing):
-    """device_ids that name the CPU make CPU lanes also where there is an accelerator."""
+def test_data_parallel_on_the_cpu_of_a_machine_with_accelerators(closing):
+    """If `device_ids` names the CPU, the lanes run on the CPU even though the machine has accelerators."""
     model = mlp()
     wrapped = closing(DataParallel(model, ["cpu", "cpu"]))
     x = rows()
     torch.testing.assert_close(wrapped(x), model(x))
 
 
-def test_data_parallel_memory_returns(closing):
-    """close() frees the replicas, and the next call makes them anew."""
+def test_data_parallel_close_frees_memory(closing):
+    """close() frees the replicas, and the next call makes new ones."""
     model = mlp().to("sim:0").requires_grad_(False)
     wrapped = closing(DataParallel(model))
     before = simdevice.stats().live_bytes
@@ -239,7 +239,7 @@ def test_data_parallel_memory_returns(closing):
 
 
 def test_tuple_parallel_leaves_outputs_on_their_devices(closing):
-    """Part i runs on device i and its output stays there; gradients sum into the module."""
+    """Part i runs on device i, and its output stays there. The module gets the sum of the gradients."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     wrapped = closing(TupleParallel(model))
@@ -253,14 +253,14 @@ def test_tuple_parallel_leaves_outputs_on_their_devices(closing):
 
 
 def test_tuple_parallel_transfers_output(closing):
-    """With transfer_output the outputs come to the output device."""
+    """With `transfer_output=True`, all outputs are moved to `output_device`."""
     wrapped = closing(TupleParallel(mlp().to("sim:0"), output_device=2, transfer_output=True))
     assert devices_of(wrapped(rows(8).chunk(4))) == ["sim:2"] * 4
 
 
 @pytest.mark.parametrize("transfer", [False, True])
 def test_tuple_parallel_reduction(transfer, closing):
-    """With reduction=cat the outputs are joined, on the first device."""
+    """With `reduction=cat`, the outputs are joined on the first device."""
     model = mlp().to("sim:0")
     wrapped = closing(TupleParallel(model, reduction=cat, transfer_output=transfer))
     x = rows(9)
@@ -268,7 +268,7 @@ def test_tuple_parallel_reduction(transfer, closing):
 
 
 def test_tuple_parallel_without_transfer(closing):
-    """With transfer_input=False parts are used where the caller put them: elsewhere is torch's error."""
+    """With `transfer_input=False`, no part is moved. A part on the wrong device raises torch's error."""
     model = mlp().to("sim:0")
     wrapped = closing(TupleParallel(model, transfer_input=False))
     parts = [part.to(device) for part, device in zip(rows(8).chunk(4), SIMS, strict=True)]
@@ -278,7 +278,7 @@ def test_tuple_parallel_without_transfer(closing):
 
 
 def test_tuple_parallel_tuples_of_outputs(closing):
-    """A module of two inputs and outputs takes and gives two tuples; fewer parts use fewer devices."""
+    """A module with two inputs and two outputs takes and returns two tuples. Two parts use two devices."""
 
     class Two(nn.Linear):
         def forward(self, x, y):
@@ -291,14 +291,14 @@ def test_tuple_parallel_tuples_of_outputs(closing):
 
 
 def test_tuple_parallel_more_parts_than_devices(closing):
-    """More parts than devices are refused."""
+    """TupleParallel refuses more parts than devices."""
     wrapped = closing(TupleParallel(mlp().to("sim:0")))
     with pytest.raises(ShardError, match="5 parts for 4 devices"):
         wrapped(rows(10).chunk(5))
 
 
 def test_tuple_parallel_collated(closing):
-    """tp_collate, TupleParallel and tuple_fn make a training step over four devices."""
+    """A training step with tp_collate, TupleParallel, and tuple_fn gives the plain gradients."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     wrapped = closing(TupleParallel(model))
@@ -316,8 +316,8 @@ def test_tuple_parallel_collated(closing):
 
 
 @pytest.mark.parametrize("devices", [SIMS, 4, "sim"], ids=str)
-def test_tuple_fn_brings_parts_to_its_devices(devices):
-    """tuple_fn(parallel=True, devices=...) runs part i on device i."""
+def test_tuple_fn_moves_parts_to_its_devices(devices):
+    """`tuple_fn(parallel=True, devices=...)` runs part i on device i."""
     double = tuple_fn(lambda x: x * 2, parallel=True, devices=devices)
     parts = rows(8).chunk(4)
     outputs = double(parts)
@@ -326,14 +326,14 @@ def test_tuple_fn_brings_parts_to_its_devices(devices):
     assert devices_of(double(parts[:2])) == SIMS[:2]
 
 
-def test_tuple_fn_brings_parts_to_the_default_devices():
-    """Without devices, the parts are brought to every visible accelerator, as the docstring says."""
+def test_tuple_fn_moves_parts_to_the_default_devices():
+    """Without `devices`, tuple_fn uses every visible accelerator."""
     places = devices_of(tuple_fn(lambda x: x * 2, parallel=True)(rows(8).chunk(4)))
     assert places == SIMS
 
 
 def test_tuple_fn_gradients():
-    """Gradients flow back through a parallel tuple_fn to parts on the CPU."""
+    """Gradients flow through a parallel tuple_fn back to parts on the CPU."""
     x = rows(8).requires_grad_()
     square = tuple_fn(lambda x: x.square().sum(), parallel=True, devices=SIMS)
     sum(loss.cpu() for loss in square(x.chunk(4))).backward()
@@ -341,7 +341,7 @@ def test_tuple_fn_gradients():
 
 
 def test_tuple_fn_errors_name_the_device():
-    """An error in a part notes the lane and its device; more parts than devices are refused."""
+    """An error in a part gains a note with the lane and its device. More parts than devices raise an error."""
 
     def fragile(x):
         if x == 2:
@@ -361,14 +361,14 @@ def test_tuple_fn_errors_name_the_device():
 
 @pytest.mark.parametrize(("device", "place"), [("sim:1", "sim:1"), ("auto", "sim:0"), ("sim", "sim:0"), ("cpu", "cpu")])
 def test_parallel_wrapper_places_the_model(device, place):
-    """ParallelWrapper moves the model to the device, "auto" to the best one, and answers there."""
+    """ParallelWrapper moves the model to the device ("auto": the first accelerator) and runs it there."""
     net = ParallelWrapper(mlp(), device=device)
     assert next(net.parameters()).device == torch.device(place)
     assert str(net(rows().to(place)).device) == place
 
 
-def test_parallel_wrapper_moves():
-    """to() moves the model, updates device and returns the wrapper; an absent device changes nothing."""
+def test_parallel_wrapper_to():
+    """to() moves the model, updates `device`, and returns the wrapper. An absent device raises and changes nothing."""
     net = ParallelWrapper(mlp(), device="sim:1")
     assert net.to("sim:2") is net
     assert net.device == "sim:2"
@@ -381,13 +381,13 @@ def test_parallel_wrapper_moves():
 
 @pytest.mark.parametrize("device", ["sim:7", "cuda"])
 def test_parallel_wrapper_absent_device(device):
-    """A device that is not there is refused with the way out."""
+    """The error for an absent device suggests "auto"."""
     with pytest.raises(DeviceUnavailableError, match=r'devices?="auto"'):
         ParallelWrapper(mlp(), device=device)
 
 
 def test_recursive_to():
-    """recursive_to moves every tensor of a nested value."""
+    """recursive_to moves every tensor of a nested value and keeps other values."""
     moved = recursive_to({"a": [torch.zeros(1)], "b": (torch.zeros(1, device="sim:0"), "text")}, "sim:3")
     assert devices_of([moved["a"][0], moved["b"][0]]) == ["sim:3", "sim:3"]
     assert moved["b"][1] == "text"

@@ -1,4 +1,4 @@
-"""The first call of each kind shows how later ones are joined, and whether their lanes draw random numbers in turns."""
+"""The first call of each kind decides how later calls of that kind are joined and whether their lanes run in turns."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LANES = pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:1", "sim:2"], ["s
 
 
 def plainly(model: nn.Module, *args: Tensor) -> Any:
-    """The plain output, also inside a block."""
+    """Return the plain output, also inside a block."""
     return type(model).forward(model, *args)
 
 
 def assert_same_output(output: dict, expected: dict) -> None:
-    """The outputs of a `Mixed` are equal."""
+    """Assert that two outputs of a `Mixed` are equal."""
     for name in ("names", "kind"):
         assert output[name] == expected[name]
     for name in ("rows", "tables"):
@@ -35,13 +35,13 @@ def assert_same_output(output: dict, expected: dict) -> None:
 
 
 def threads_of(seen: list[str]) -> set[str]:
-    """The names of the threads that ran a call's lanes, without those of the next call."""
+    """Return the names of the threads that ran a call's lanes, and clear the list for the next call."""
     names, seen[:] = set(seen), []
     return names
 
 
-def noting(seen: list[str]) -> Callable[[], None]:
-    """A function that notes the calling thread in a list, which is the same list in all lanes."""
+def thread_recorder(seen: list[str]) -> Callable[[], None]:
+    """Return a function that appends the calling thread's name to the list, which all lanes share."""
     return lambda: seen.append(threading.current_thread().name)
 
 
@@ -57,7 +57,7 @@ def dropout(home: str = "sim:0") -> nn.Module:
 @pytest.mark.parametrize("count", [2, 4, 8, 9, 16])
 @LANES
 def test_a_seed_gives_the_same_numbers_every_time(devices, count, home):
-    """Each call with a seed draws what the first call with it drew; another seed draws others."""
+    """Calls with the same seed have equal outputs; another seed gives another output."""
     model = dropout(home)
     x = rows(count)
     outputs = []
@@ -72,7 +72,7 @@ def test_a_seed_gives_the_same_numbers_every_time(devices, count, home):
 
 @pytest.mark.parametrize("devices", [TWICE, ["sim:1", "sim:1"], SIMS], ids=str)
 def test_lanes_that_share_a_generator_draw_in_lane_order(devices):
-    """Masks are those that the plain model draws for one shard after the other, in the first call and in later ones."""
+    """In every call, the masks are those that the plain model draws for one shard after the other."""
     model = dropout("sim:1")
     plain = copy.deepcopy(model)
     x = rows(7 if len(devices) == 4 else 9).to("sim:1")
@@ -85,8 +85,8 @@ def test_lanes_that_share_a_generator_draw_in_lane_order(devices):
             torch.testing.assert_close(output, expected)
 
 
-def test_a_call_draws_as_many_numbers_as_the_plain_one_per_shard():
-    """After a call the shared generator stands where the plain calls of the shards leave it."""
+def test_a_call_draws_as_many_numbers_as_plain_calls_of_its_shards():
+    """After a call, the shared generator is in the same state as after plain calls of the shards."""
     model = dropout()
     plain = copy.deepcopy(model)
     x = rows(9).to("sim:0")
@@ -104,7 +104,8 @@ def test_a_call_draws_as_many_numbers_as_the_plain_one_per_shard():
 def test_checkpointing_recomputes_the_same_masks(devices):
     """With and without checkpointing, a seed gives the same gradients.
 
-    On one device: backward runs a thread per device, and all simulated devices share the CPU's generator.
+    The lanes share one device because backward runs one thread per device, and all simulated devices share the CPU's
+    random generator.
     """
 
     class Checkpointed(nn.Module):
@@ -126,25 +127,25 @@ def test_checkpointing_recomputes_the_same_masks(devices):
     assert_same_gradients(model.body, plain)
 
 
-class Noted(nn.Module):
-    """Notes the thread of each lane, and drops out some of its input in train mode."""
+class Recording(nn.Module):
+    """Records the thread of each lane, and applies dropout in train mode."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
         self.dropout = nn.Dropout(0.5)
-        self.note = noting(seen := [])
+        self.record = thread_recorder(seen := [])
         self.threads = lambda: threads_of(seen)
 
     def forward(self, x):
-        self.note()
+        self.record()
         return self.dropout(x) * self.weight
 
 
 @pytest.mark.parametrize("devices", [TWICE, ["sim:2", "sim:1"]], ids=str)
-def test_only_calls_that_draw_keep_their_lanes_in_turns(devices):
-    """In train mode every call runs its lanes one after another in the caller's thread, in eval mode the first one only."""
-    model = Noted().to("sim:0")
+def test_lanes_run_in_turns_only_in_calls_that_draw(devices):
+    """Calls that draw run their lanes one after another in the caller's thread; in eval mode, only the first call does."""
+    model = Recording().to("sim:0")
     caller, lane = threading.current_thread().name, f"parawrap-lane 1 on {devices[1]}"
     x = rows(9)
     with torch.no_grad(), parallel(model, devices):
@@ -160,8 +161,8 @@ def test_only_calls_that_draw_keep_their_lanes_in_turns(devices):
             assert model.threads() == {caller}
 
 
-def test_a_kind_that_begins_to_draw_warns_and_is_reproducible_from_then_on():
-    """A call that draws though earlier ones of its kind did not warns; after it, a seed gives the same numbers."""
+def test_a_kind_that_starts_to_draw_warns_and_is_reproducible_afterwards():
+    """The first call of a known kind that draws random numbers warns. After it, a seed gives the same numbers."""
 
     class Late(nn.Module):
         def forward(self, x):
@@ -184,30 +185,30 @@ def test_a_kind_that_begins_to_draw_warns_and_is_reproducible_from_then_on():
 
 @pytest.fixture
 def generators(monkeypatch):
-    """Give each simulated device a random generator of its own, as GPUs have: the devices themselves share the CPU's."""
+    """Give each simulated device its own random generator, as GPUs have. By default they share the CPU's generator."""
     own = {torch.device(device): torch.Generator() for device in SIMS}
     monkeypatch.setattr(torch.sim, "get_rng_state", lambda device: own[torch.device(device)].get_state(), raising=False)
     return own
 
 
 class Noise(nn.Module):
-    """Adds numbers drawn from the generator of the input's device, and notes the thread."""
+    """Adds random numbers from the generator of the input's device, and records the thread."""
 
     def __init__(self, generators):
         super().__init__()
         self.draw = lambda x: torch.rand(x.shape, generator=generators[x.device]).to(x.device)
-        self.note = noting(seen := [])
+        self.record = thread_recorder(seen := [])
         self.threads = lambda: threads_of(seen)
 
     def forward(self, x):
-        self.note()
+        self.record()
         return x + self.draw(x)
 
 
 @pytest.mark.parametrize("count", [4, 8, 9, 16])
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:2", "sim:1"]], ids=str)
-def test_a_seed_reproduces_calls_that_draw_from_the_devices_own_generators(devices, count, generators):
-    """Where each device has its own generator, the first call of a kind draws what later calls with that seed draw."""
+def test_a_seed_reproduces_calls_with_one_generator_per_device(devices, count, generators):
+    """If each device has its own generator, the first and later calls with the same seed have equal outputs."""
     model, x = Noise(generators), torch.zeros(count, 3).to("sim:0")
     outputs = []
     with torch.no_grad(), parallel(model, devices, output_device="cpu"):
@@ -218,8 +219,8 @@ def test_a_seed_reproduces_calls_that_draw_from_the_devices_own_generators(devic
     torch.testing.assert_close(outputs, [outputs[0]] * 4, rtol=0, atol=0)
 
 
-def test_lanes_that_share_no_generator_run_at_the_same_time(generators):
-    """Calls that draw from generators that no two lanes share run each lane in its own thread from the second call on."""
+def test_lanes_with_separate_generators_run_at_the_same_time(generators):
+    """If no two lanes share a generator, each lane runs in its own thread from the second call on."""
     model, x = Noise(generators), torch.zeros(9, 3).to("sim:0")
     with torch.no_grad(), parallel(model, SIMS):
         model(x)
@@ -230,7 +231,7 @@ def test_lanes_that_share_no_generator_run_at_the_same_time(generators):
 
 @pytest.mark.parametrize("devices", [TWICE, SIMS], ids=str)
 def test_lanes_that_share_a_generator_of_the_module_draw_in_lane_order(devices):
-    """A generator that the module holds is one for all lanes: a seed gives the same numbers every time."""
+    """All lanes share a generator that the module holds, and a seed gives the same numbers every time."""
 
     class Own(nn.Module):
         def __init__(self):
@@ -249,11 +250,11 @@ def test_lanes_that_share_a_generator_of_the_module_draw_in_lane_order(devices):
     torch.testing.assert_close(outputs, [outputs[0]] * 20, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------- what is learned
+# ---------------------------------------------------------------- evidence from the first call
 
 
 class Mixed(nn.Module):
-    """Returns rows, values that are no rows but as many as some shard has, and lists."""
+    """Returns rows, tables with as many entries as a shard has rows, and a list with one item per row."""
 
     def __init__(self):
         super().__init__()
@@ -272,8 +273,8 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
 @pytest.mark.parametrize("count", [4, 8, 9, 12, 16])
-def test_what_follows_the_rows_is_learned_from_the_first_call(count, home):
-    """Tables as long as a shard are returned once, rows are concatenated, and lists have one item per row."""
+def test_the_first_call_shows_which_outputs_follow_the_rows(count, home):
+    """Rows and lists are concatenated; tables are returned once, even if they are as long as a shard."""
     model = Mixed().to(home)
     x = rows(count)
     expected = model(x.to(home))
@@ -294,10 +295,10 @@ def test_what_follows_the_rows_is_learned_from_the_first_call(count, home):
     ],
 )
 def test_later_calls_use_every_lane(count, first, later):
-    """The first call has shards of different sizes; every later one of its kind is balanced over all lanes."""
+    """The first call of a kind has shards of different sizes; later calls are balanced over all lanes."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
-        if count == 3:  # one row per lane never shows anything
+        if count == 3:  # shards of one row each give no evidence
             model(rows(9))
         else:
             model(rows(count))
@@ -307,8 +308,8 @@ def test_later_calls_use_every_lane(count, first, later):
             assert p.stats().shards == later
 
 
-def test_what_was_learned_holds_for_batches_of_other_sizes():
-    """After the first call, batches of any size are cut and joined alike, down to a short last one."""
+def test_the_evidence_holds_for_batches_of_other_sizes():
+    """After the first call, batches of any size are cut and joined in the same way, also a short last batch."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
         model(rows(16))
@@ -326,8 +327,8 @@ class Filtered(nn.Module):
 
 
 @pytest.mark.parametrize("count", [8, 10])
-def test_what_was_learned_is_checked_on_each_call(count):
-    """An output that followed the rows and does so no longer is refused, also if all lanes return equal values."""
+def test_the_evidence_is_checked_on_each_call(count):
+    """An output that no longer follows the rows is refused, even if all lanes return equal values."""
     ones = torch.ones(count, 5)
     few = -ones
     few[[0, 3, 6, 8] if count == 10 else [0, 2, 4, 6]] = 1  # one row per lane
@@ -338,16 +339,16 @@ def test_what_was_learned_is_checked_on_each_call(count):
 
 
 @pytest.mark.parametrize("count", [8, 10])
-def test_rows_whatever_their_number_are_declared(count):
-    """With out_dims="ragged" a filter returns its rows in order."""
+def test_ragged_outputs_are_declared(count):
+    """With out_dims="ragged", a filter returns its rows in order, whatever their number."""
     x = rows(count)
     with torch.no_grad(), parallel(Filtered(), SIMS, out_dims="ragged", output_device="cpu") as p:
         for _ in range(2):
             torch.testing.assert_close(p(x), x[x[:, 0] > 0])
 
 
-def test_a_place_that_no_call_has_proved_is_learned_again():
-    """An output that a known kind has not shown is refused with the option that settles it; the next call shows it."""
+def test_a_new_output_is_refused_once_and_then_joined():
+    """An output that earlier calls of the kind did not have raises and names `out_dims`. The next call gathers evidence."""
 
     class Growing(nn.Linear):
         more = False
@@ -371,7 +372,7 @@ def test_a_place_that_no_call_has_proved_is_learned_again():
 @pytest.mark.parametrize("home", ["sim:1", "sim:0", "cpu"])
 @pytest.mark.parametrize("counts", [(4, 2, 4), (2, 4, 2), (2, 2, 4), (1, 2, 4), (4, 4, 1, 2), (2, 8, 4)], ids=str)
 def test_two_lanes_and_few_rows(counts, home):
-    """Two lanes with two or four rows run the first call whole; it and all later calls have the plain answer."""
+    """With two lanes, a first call of two or four rows runs whole. All calls have the plain output."""
     model = mlp().to(home)
     with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
         for count in counts:
@@ -382,8 +383,8 @@ def test_two_lanes_and_few_rows(counts, home):
 
 
 @pytest.mark.parametrize("home", ["sim:0", "sim:3", "cpu"])
-def test_calls_of_one_row_and_of_none_are_plain(home):
-    """A call of one row or none has the plain output, tables included, before and after something was learned."""
+def test_calls_of_zero_and_one_rows_are_plain(home):
+    """A call of zero rows or one row has the plain output, including tables, before and after the first cut call."""
 
     class WithTable(nn.Linear):
         def forward(self, x):
@@ -398,7 +399,7 @@ def test_calls_of_one_row_and_of_none_are_plain(home):
 
 @pytest.mark.parametrize("devices", [TWICE, ["sim:1", "sim:2"]], ids=str)
 def test_evidence_from_a_call_on_another_stream(devices):
-    """What a whole call on one stream has shown serves a cut call on another one."""
+    """Evidence from a whole call on one stream is used by cut calls on other streams."""
     model = mlp().to("sim:0")
     x = rows(4).to("sim:0")
     expected = plainly(model, x)
@@ -412,7 +413,7 @@ def test_evidence_from_a_call_on_another_stream(devices):
 
 
 def test_the_output_of_a_whole_first_call_is_not_kept_after_close():
-    """The evidence that a block gathered holds no memory of a device once the block has ended."""
+    """After the block, its evidence holds no device memory."""
     model = nn.Linear(5, 1000).to("sim:0")
     gc.collect()
     before = simdevice.stats().live_bytes
@@ -423,11 +424,11 @@ def test_the_output_of_a_whole_first_call_is_not_kept_after_close():
     assert p.stats().calls == 1
 
 
-# ---------------------------------------------------------------- what is declared
+# ---------------------------------------------------------------- declared outputs
 
 
 def test_declared_outputs_are_balanced_from_the_first_call():
-    """With out_dims nothing is learned: every lane has its share at once."""
+    """With `out_dims`, the first call needs no evidence and uses every lane."""
     model = mlp().to("sim:0")
     x = rows(8)
     with torch.no_grad(), parallel(model, SIMS, out_dims=0) as p:
@@ -437,7 +438,7 @@ def test_declared_outputs_are_balanced_from_the_first_call():
 
 @pytest.mark.parametrize("count", [4, 8, 10])
 def test_declared_outputs_of_all_sorts(count):
-    """out_dims names the dim of each output: an LSTM's states lie on another one; None and "items" are taken too."""
+    """`out_dims` takes a dim per output (an LSTM's states have rows on dim 1), None, and "items"."""
 
     class Recurrent(nn.LSTM):
         def forward(self, x):
@@ -455,7 +456,7 @@ def test_declared_outputs_of_all_sorts(count):
 
 
 def test_padding_to_the_longest_lane():
-    """join="pad" pads outputs that differ beyond the rows, on the home device."""
+    """With join="pad", outputs with different sizes on other dims are padded to the longest lane."""
 
     class Generate(nn.Linear):
         def forward(self, x):
@@ -473,7 +474,7 @@ def test_padding_to_the_longest_lane():
 
 
 class Modal(nn.Module):
-    """Returns rows and a table in train mode, rows alone in eval mode."""
+    """Returns rows and a table in train mode, and only rows in eval mode."""
 
     def __init__(self):
         super().__init__()
@@ -485,8 +486,8 @@ class Modal(nn.Module):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_train_and_eval_mode_are_learned_once_each(grad):
-    """A model that returns something else in eval mode may be switched back and forth; each mode is learned once."""
+def test_train_and_eval_mode_are_two_kinds(grad):
+    """A model may return another structure in eval mode. Each mode has one first call."""
     model = Modal().to("sim:0")
     x = rows(8)
     shards = []
@@ -510,8 +511,8 @@ def test_train_and_eval_mode_are_learned_once_each(grad):
     ],
     ids=["a submodule in eval mode", "no_grad", "inference_mode", "autocast", "a keyword", "another value"],
 )
-def test_what_makes_another_kind(other):
-    """Each mode, structure of the arguments, and non-tensor value has a first call of its own, and no more than one."""
+def test_modes_argument_structures_and_values_make_another_kind(other):
+    """Each mode, argument structure, and non-tensor argument has exactly one first call."""
 
     class Scaled(Modal):
         def forward(self, x, factor=1):
@@ -533,8 +534,8 @@ def test_what_makes_another_kind(other):
         assert p.stats().shards == (2, 2, 2, 2)
 
 
-def test_methods_are_learned_apart():
-    """Each method of a block has a first call of its own."""
+def test_each_method_is_a_kind():
+    """Each method of a block has its own first call."""
 
     class Two(Modal):
         def encode(self, x):
@@ -550,8 +551,8 @@ def test_methods_are_learned_apart():
             assert table.shape == (2,)
 
 
-def test_a_first_call_trains_like_later_ones():
-    """The gradients of the first call, whose last lane runs two shards, are the plain ones, and add up with others."""
+def test_a_first_call_trains_like_later_calls():
+    """The last lane runs two shards in the first call. The gradients of all calls add up to the plain ones."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     with parallel(model, SIMS):

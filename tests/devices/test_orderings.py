@@ -1,7 +1,7 @@
-"""Whoever calls, from whichever thread and stream, after whatever change: the answer is the module's as it is then.
+"""Calls from any thread and stream have the module's current output, whatever changed before the call.
 
-Each test is one way in which that was once not so. The fixture of this folder fails any test in which the simulated devices
-told of a race; where a test asserts nothing else, that is what it is about.
+Each test reproduces a defect that was fixed. A fixture in conftest.py fails a test if the simulated devices report a
+race; some tests check only this.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from parawrap.replicas import _parcel
 from tests import simdevice
 from tests.devices.zoo import SIMS, Average, Holder, Masked, mlp, rows, side_stream
 
-PATIENCE_S = 30  # how long a thread waits for one that never comes
+PATIENCE_S = 30  # timeout of all waits
 
 
 def settle():
-    """Wait for all devices, so that only what comes after is looked at."""
+    """Wait for all devices, so that earlier work cannot affect the test."""
     for device in SIMS:
         torch.sim.synchronize(device)
 
 
 def in_a_thread(work):
-    """Run `work` in a new thread, to its end; what it raised."""
+    """Run `work` in a new thread to its end, and assert that it raises nothing."""
     raised = []
 
-    def noting():
+    def run():
         try:
             work()
         except Exception as error:
             raised.append(error)
 
-    thread = threading.Thread(target=noting)
+    thread = threading.Thread(target=run)
     thread.start()
     thread.join()
     assert raised == []
 
 
 def called(p, x):
-    """The answer of a call that is cut."""
+    """Return the output of a call that is cut."""
     return p(x)
 
 
 def submitted(p, x):
-    """The answer of a call that one lane runs whole."""
+    """Return the output of a call that one lane runs whole."""
     return p.submit(x).result()
 
 
@@ -63,14 +63,14 @@ WAYS = pytest.mark.parametrize("ask", [called, submitted])
 PLACES = pytest.mark.parametrize("devices", [["sim:1"], ["sim:2", "sim:1"], ["sim:0", "sim:1"]], ids=str)
 
 
-# ---------------------------------------------------------------- changes that lanes follow
+# ---------------------------------------------------------------- parameter changes
 
 
-def learning_turned_off(model):
+def all_frozen(model):
     model.requires_grad_(False)
 
 
-def learning_toggled_in_part(model):
+def bias_frozen(model):
     model.weight.requires_grad_(False)
     model.weight.requires_grad_(True)
     model.bias.requires_grad_(False)
@@ -93,11 +93,11 @@ def doubled(model):
 @PLACES
 @pytest.mark.parametrize(
     "change",
-    [learning_turned_off, learning_toggled_in_part, another_shape, halved, doubled],
+    [all_frozen, bias_frozen, another_shape, halved, doubled],
     ids=lambda each: each.__name__,
 )
-def test_parameters_that_took_another_form_are_followed(change, devices, ask):
-    """Without gradients, lanes see parameters take another form, and what is written into them after that."""
+def test_lanes_follow_changed_dtypes_shapes_and_requires_grad(change, devices, ask):
+    """Without gradients, lanes use the changed parameters and follow later in-place writes to them."""
     model = nn.Linear(4, 2).to("sim:0")
 
     def assert_followed():
@@ -116,8 +116,8 @@ def test_parameters_that_took_another_form_are_followed(change, devices, ask):
 
 
 @WAYS
-def test_data_that_comes_back_to_its_address(ask):
-    """Assigning ``.data`` twice between two calls is seen, also where the second lies at the address of the first."""
+def test_data_assigned_at_the_same_address(ask):
+    """Lanes see a new ``.data`` tensor, even if it lies at the address of the old one and holds other values."""
     model = nn.Linear(4, 2, bias=False)
     memory = bytearray(model.weight.nbytes)
     x = torch.ones(6, 4)
@@ -134,8 +134,8 @@ def test_data_that_comes_back_to_its_address(ask):
 
 
 @WAYS
-def test_parameter_replaced_and_then_the_model_moved(ask):
-    """A module whose parameters were replaced, and which was moved after that, is found where it now lies."""
+def test_a_model_moved_after_a_parameter_was_replaced(ask):
+    """The output lies on the model's new device."""
     model = nn.Linear(4, 4).to("sim:0")
     x = torch.randn(6, 4)
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p:
@@ -148,11 +148,11 @@ def test_parameter_replaced_and_then_the_model_moved(ask):
         torch.testing.assert_close(y, nn.functional.linear(x.to("sim:3"), model.weight, model.bias))
 
 
-# ---------------------------------------------------------------- a refresh, and calls on other streams
+# ---------------------------------------------------------------- a refresh on one stream, and calls on others
 
 
 def streamed(work, device="sim:0"):
-    """Do `work` on a stream of that device that is used for nothing else."""
+    """Run `work` on a new stream of the device."""
     with torch.sim.stream(side_stream(device)):
         return work()
 
@@ -161,7 +161,7 @@ def streamed(work, device="sim:0"):
 @pytest.mark.parametrize("second", [True, False], ids=["second with gradients", "second without"])
 @pytest.mark.parametrize("devices", [["sim:0", "sim:0"], ["sim:0", "sim:1"], ["sim:1", "sim:2"]], ids=str)
 def test_a_call_on_another_stream_than_the_refresh(devices, first, second):
-    """Replicas and buffers that a call on one stream has made are there for the next call, on another stream."""
+    """A call waits for replicas and buffers that an earlier call copied on another stream."""
     model = Masked().to("sim:0").eval()
     x = rows(6).to("sim:0")
     expected = copy.deepcopy(model)(x)
@@ -176,8 +176,8 @@ def test_a_call_on_another_stream_than_the_refresh(devices, first, second):
 
 @pytest.mark.parametrize("second", ["call", "submit", "train", "another face"])
 @pytest.mark.parametrize("first", ["call", "submit", "train", "another face"])
-def test_callers_in_turn_from_threads_and_streams(first, second):
-    """What one thread's call on streams of its own has refreshed is there for the calls of other threads, in all ways."""
+def test_calls_from_several_threads_and_streams_in_turn(first, second):
+    """A call of any type waits for a refresh that another thread's call started on other streams."""
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)).to("sim:0")
     x = torch.randn(8, 6)
     expected = copy.deepcopy(model)(x.to("sim:0")).cpu()
@@ -202,8 +202,8 @@ def test_callers_in_turn_from_threads_and_streams(first, second):
     other.close()
 
 
-def test_statistics_of_lanes_away_from_home():
-    """Batch norm in training, submitted without gradients to lanes elsewhere, brings its statistics home in order."""
+def test_batch_norm_statistics_of_lanes_on_other_devices():
+    """Batch norm in train mode, submitted without gradients, writes its statistics to the model in order."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("sim:0")
     with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
         for future in [p.submit(torch.randn(6, 8)) for _ in range(12)]:
@@ -212,14 +212,14 @@ def test_statistics_of_lanes_away_from_home():
     assert int(model[1].num_batches_tracked) > 0
 
 
-def test_a_refresh_that_overtakes_work_on_its_way(monkeypatch):
-    """Work that was given before a refresh and begins after it writes statistics home once the refresh has read them."""
-    on_its_way, refreshed = threading.Event(), threading.Event()
+def test_a_refresh_before_earlier_work_has_started(monkeypatch):
+    """A call submitted before a refresh, but started after it, writes statistics only after the refresh has read them."""
+    submitted_first, refreshed = threading.Event(), threading.Event()
     begin = lane_streams.LaneFuture.set_running_or_notify_cancel
 
-    def begin_the_first_late(future):
-        if not on_its_way.is_set():
-            on_its_way.set()
+    def start_the_first_late(future):
+        if not submitted_first.is_set():
+            submitted_first.set()
             assert refreshed.wait(PATIENCE_S)
         return begin(future)
 
@@ -227,10 +227,10 @@ def test_a_refresh_that_overtakes_work_on_its_way(monkeypatch):
     x = torch.randn(6, 8)
     with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
         p(x)
-        monkeypatch.setattr(lane_streams.LaneFuture, "set_running_or_notify_cancel", begin_the_first_late)
-        first = p.submit(x)  # to lane 0, whose statistics go home
-        assert on_its_way.wait(PATIENCE_S)
-        p.submit(x).result()  # by lane 1, whose statistics are outdated by that
+        monkeypatch.setattr(lane_streams.LaneFuture, "set_running_or_notify_cancel", start_the_first_late)
+        first = p.submit(x)  # to lane 0, which writes its statistics to the model
+        assert submitted_first.wait(PATIENCE_S)
+        p.submit(x).result()  # in lane 1, which makes its statistics stale
         last = p.submit(x)  # after a refresh
         refreshed.set()
         for future in (first, last):
@@ -238,14 +238,14 @@ def test_a_refresh_that_overtakes_work_on_its_way(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["sim:0", "sim:1"])
-def test_work_with_gradients_and_then_without_in_one_lane(device):
-    """What a lane is given first is done first, also where one works on the caller's stream and the next on the lane's."""
-    both_given = threading.Event()
+def test_a_call_with_gradients_and_then_one_without_in_the_same_lane(device):
+    """A lane runs tasks in order, even if the first uses the caller's stream and the second the lane's own stream."""
+    both_submitted = threading.Event()
 
     class Waiting(Average):
         def forward(self, x):
             if torch.is_grad_enabled():
-                assert both_given.wait(PATIENCE_S)  # its work is begun only after the other one's was given
+                assert both_submitted.wait(PATIENCE_S)  # the device work starts only after the second call was submitted
             return super().forward(x)
 
     model = Waiting(in_place=True).to("sim:0")
@@ -258,7 +258,7 @@ def test_work_with_gradients_and_then_without_in_one_lane(device):
         futures = [p.submit(x)]
         with torch.no_grad():
             futures.append(p.submit(x))
-        both_given.set()
+        both_submitted.set()
         torch.testing.assert_close([future.result() for future in futures], expected)
 
 
@@ -267,8 +267,8 @@ def test_work_with_gradients_and_then_without_in_one_lane(device):
 
 @pytest.mark.parametrize("make", [mlp, lambda: Masked().eval(), Holder], ids=["parameters", "buffers", "attributes"])
 @pytest.mark.parametrize("devices", [["sim:1"], ["sim:0", "sim:0"], ["sim:0", "sim:1"]], ids=str)
-def test_memory_of_replicas_that_were_made_on_another_stream(make, devices):
-    """What a stream gave for replicas is handed out there again only after the other streams' work with them."""
+def test_memory_of_replicas_made_on_another_stream_is_not_reused_early(make, devices):
+    """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
     model = make().to("sim:0")
     x = rows(6).to("sim:0")
     settle()
@@ -280,7 +280,7 @@ def test_memory_of_replicas_that_were_made_on_another_stream(make, devices):
                 model(x)
             model(x)
         sizes = [each.shape for each in (*model.parameters(), *model.buffers())]
-        with torch.sim.stream(stream):  # as large as what was let go of, and written at once
+        with torch.sim.stream(stream):  # allocate tensors as large as the freed ones, and write to them at once
             kept = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes * 4]
     settle()
     assert all(each.count_nonzero() == 0 for each in kept)
@@ -288,7 +288,7 @@ def test_memory_of_replicas_that_were_made_on_another_stream(make, devices):
 
 @pytest.mark.parametrize("close_after", ["a call", "nothing"])
 def test_a_block_closed_during_a_call(close_after):
-    """A call that another thread's end of the block overtakes works with what it has begun with, until it is done."""
+    """A call that is running when another thread ends the block finishes with its own replicas."""
     inside, closed, armed = threading.Event(), threading.Event(), threading.Event()
 
     class Slow(nn.Linear):
@@ -322,23 +322,23 @@ def test_a_block_closed_during_a_call(close_after):
 
 
 @pytest.mark.parametrize("width", [64, 256], ids=["packed", "alone"])
-def test_a_refresh_needs_little_memory_beside_the_copies(width, monkeypatch):
-    """However large the module, a refresh takes on a lane's device no more than two packs beside the replica itself."""
+def test_a_refresh_needs_little_extra_memory(width, monkeypatch):
+    """On a lane's device, a refresh allocates at most the memory of two packs in addition to the replica."""
     monkeypatch.setattr(_parcel, "_SMALL", 32 << 10)
     monkeypatch.setattr(_parcel, "_MOST", most := 64 << 10)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to("sim:0")
     taken = []
 
-    def measured(transfer):
-        def measuring(*given):
+    def measuring(transfer):
+        def transfer_and_measure(*given):
             result = transfer(*given)
             taken.append(simdevice.stats().live_bytes_by_device[1])
             return result
 
-        return measuring
+        return transfer_and_measure
 
     for name in ("bring", "bring_into"):
-        monkeypatch.setattr(_parcel, name, measured(getattr(_parcel, name)))
+        monkeypatch.setattr(_parcel, name, measuring(getattr(_parcel, name)))
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]):
         model(torch.ones(4, width))
         settle()
@@ -351,8 +351,8 @@ def test_a_refresh_needs_little_memory_beside_the_copies(width, monkeypatch):
     assert max(taken) - between <= 2 * most
 
 
-def test_gradients_brought_home_are_changed_one_by_one():
-    """Gradients that came home together have each a version of its own: writing one leaves a graph of another whole."""
+def test_gradients_copied_together_have_separate_versions():
+    """An in-place write to one gradient does not invalidate a graph that saved another one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to("sim:0")
     with parallel(model, ["sim:1"]):
         model(torch.randn(6, 4)).sum().backward()
@@ -369,8 +369,8 @@ def test_gradients_brought_home_are_changed_one_by_one():
 
 @pytest.mark.parametrize("devices", [["sim:1", "sim:2"], ["sim:0", "sim:1"]], ids=str)
 @pytest.mark.parametrize("where", ["cpu", "sim:0"])
-def test_submitted_work_for_a_third_device(where, devices):
-    """A result that goes to a device which is neither home nor a lane's is there for the stream of whoever asks."""
+def test_submit_with_an_output_device_that_has_no_lane(where, devices):
+    """A result on a device other than the model's and the lanes' is ready for the reader's stream."""
     model = mlp().to("sim:0")
     x = rows(6).to(where)
     expected = model(x.to("sim:0")).detach().cpu()
@@ -381,8 +381,8 @@ def test_submitted_work_for_a_third_device(where, devices):
             torch.testing.assert_close(y, 2 * expected)
 
 
-def test_a_callback_may_ask_for_what_other_lanes_did():
-    """A callback asks in one lane's thread for the results of all: each is waited for, and there for any stream."""
+def test_a_callback_can_read_results_of_other_lanes():
+    """A callback that reads the results of all lanes gets complete results, usable on any stream."""
     results, first_done, there = [], threading.Event(), threading.Event()
 
     class Following(nn.Linear):
@@ -414,7 +414,7 @@ def test_a_callback_may_ask_for_what_other_lanes_did():
 
 
 class Packed(nn.Linear):
-    """A linear layer on the data of a packed sequence, with the device's own indices in use."""
+    """A linear layer on the data of a packed sequence that also uses its index tensors."""
 
     def forward(self, packed):
         orders = packed.sorted_indices + 0, packed.unsorted_indices + 0
@@ -422,7 +422,7 @@ class Packed(nn.Linear):
 
 
 def sequences(device):
-    """Three sequences that are not sorted."""
+    """A packed sequence of three unsorted sequences."""
     return pack_sequence([torch.ones(k, 3, device=device) for k in (1, 3, 2)], enforce_sorted=False)
 
 
@@ -432,15 +432,15 @@ def assert_equals_plain(packed, model):
     assert packed.sorted_indices.tolist() == [1, 2, 0]
 
 
-def test_packed_sequences_submitted_and_let_go_of():
-    """A packed sequence that nobody else keeps is whole when a lane comes to it, its indices included."""
+def test_submitted_packed_sequences_stay_alive():
+    """A packed sequence without other references stays alive, with its indices, until a lane has read it."""
     model = Packed(3, 3).to("sim:0")
     settle()
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p:
         futures = []
         for _ in range(6):
             futures.append(p.submit(sequences("sim:0")))
-            torch.zeros(18, device="sim:0")  # what was freed may be handed out here
+            torch.zeros(18, device="sim:0")  # would reuse the sequence's memory if it were free
             torch.zeros(3, dtype=torch.int64, device="sim:0")
         results = [future.result() for future in futures]
         settle()
@@ -450,7 +450,7 @@ def test_packed_sequences_submitted_and_let_go_of():
 
 @WAYS
 def test_packed_sequence_on_a_third_device(ask):
-    """A packed sequence on a device that is neither home nor a lane's is brought over after what was queued there."""
+    """A packed sequence on a device other than the model's and the lanes' is copied after that device's queued work."""
     model = Packed(3, 3).to("sim:0")
     settle()
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p:
@@ -462,7 +462,7 @@ def test_packed_sequence_on_a_third_device(ask):
 @WAYS
 @pytest.mark.parametrize("devices", [["sim:0"], ["sim:0", "sim:1"], ["sim:1"]], ids=str)
 def test_packed_sequence_of_one_row_on_the_cpu(devices, ask):
-    """A packed sequence that cannot be cut is brought to the lane that runs it."""
+    """A packed sequence with one row, which cannot be cut, is moved to the lane that runs it."""
 
     class Summed(nn.Linear):
         def forward(self, packed):
@@ -478,38 +478,38 @@ def test_packed_sequence_of_one_row_on_the_cpu(devices, ask):
 # ---------------------------------------------------------------- lanes on the CPU
 
 
-def late_on_a_device(value=3.0):
-    """A tensor on the device that its stream has yet to copy there."""
+def pending_copy_on_a_device(value=3.0):
+    """A device tensor; the copy that fills it is still queued on the current stream."""
     return torch.full((8, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
 
 
 @WAYS
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
-def test_lanes_on_the_cpu_and_a_device_that_is_behind(home, ask):
-    """A lane on the CPU reads what the caller's stream makes on a device only after it was made."""
+def test_cpu_lanes_wait_for_pending_device_work(home, ask):
+    """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""
     model = nn.Linear(5, 5, dtype=torch.float64)
     expected = model(torch.full((8, 5), 3.0, dtype=torch.float64)).detach()
     model.to(home)
     settle()
     with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
         for _ in range(3):
-            y = streamed(lambda: ask(p, late_on_a_device()))
+            y = streamed(lambda: ask(p, pending_copy_on_a_device()))
             settle()
             torch.testing.assert_close(y.cpu(), expected)
 
 
 def test_tuple_fn_on_the_cpu_with_parts_on_a_device():
-    """tuple_fn(parallel=True) on CPU lanes reads each part after what the caller has queued for it."""
+    """tuple_fn(parallel=True) on CPU lanes reads each part after the caller's queued work on it."""
     increment = tuple_fn(lambda part: part + 1, parallel=True, devices=["cpu", "cpu"])
     settle()
     for _ in range(3):
-        outputs = streamed(lambda: increment((late_on_a_device(1), late_on_a_device(2))))
+        outputs = streamed(lambda: increment((pending_copy_on_a_device(1), pending_copy_on_a_device(2))))
         assert [output.device.type for output in outputs] == ["cpu", "cpu"]
         assert [output.unique().tolist() for output in outputs] == [[2.0], [3.0]]
 
 
 def test_tuple_parallel_on_the_cpu_with_parts_on_a_device():
-    """TupleParallel on CPU lanes reads each part after what the caller has queued for it."""
+    """TupleParallel on CPU lanes reads each part after the caller's queued work on it."""
     model = nn.Linear(5, 5, dtype=torch.float64)
     parts = [torch.full((8, 5), value, dtype=torch.float64) for value in (1.0, 2.0)]
     expected = [model(part).detach() for part in parts]
@@ -517,17 +517,17 @@ def test_tuple_parallel_on_the_cpu_with_parts_on_a_device():
     settle()
     with torch.no_grad():
         for _ in range(3):
-            outputs = streamed(lambda: wrapped((late_on_a_device(1), late_on_a_device(2))))
+            outputs = streamed(lambda: wrapped((pending_copy_on_a_device(1), pending_copy_on_a_device(2))))
             torch.testing.assert_close([output.cpu() for output in outputs], expected)
     wrapped.close()
 
 
-# ---------------------------------------------------------------- pools that nobody closed
+# ---------------------------------------------------------------- pools that are collected without close()
 
 
 @pytest.fixture
 def collected_where_streams_are_made(monkeypatch):
-    """Collect garbage when a lane makes its stream, once the test says so, and at no other time."""
+    """Collect garbage only when a lane makes a stream, after the test has set the yielded event."""
     backend = type(backend_of("sim"))
     make = backend.new_stream
     let_go = threading.Event()
@@ -537,7 +537,7 @@ def collected_where_streams_are_made(monkeypatch):
         gc.collect()
         return make(self, device)
 
-    monkeypatch.setattr(lane_streams, "_shelf", lane_streams._Shelf())  # without streams that others have left
+    monkeypatch.setattr(lane_streams, "_shelf", lane_streams._Shelf())  # a shelf without streams of earlier pools
     monkeypatch.setattr(backend, "new_stream", collecting)
     gc.disable()
     yield let_go
@@ -546,7 +546,7 @@ def collected_where_streams_are_made(monkeypatch):
 
 
 def pool_on(device):
-    """A pool of one lane that only the collector can let go of."""
+    """A pool of one lane that only the garbage collector can free, because it refers to itself."""
     pool = LanePool([torch.device(device)])
     pool.itself = pool
     return pool
@@ -557,7 +557,7 @@ def ones_on(device):
 
 
 def test_a_pool_collected_while_another_takes_a_stream(collected_where_streams_are_made):
-    """A pool may be collected, and give back its streams, at the moment in which another pool's lane takes one."""
+    """A pool can be collected, and return its streams, while another pool's lane takes a stream."""
     collected_where_streams_are_made.set()
     left = pool_on("sim:0")
     with torch.no_grad():
@@ -571,7 +571,7 @@ def test_a_pool_collected_while_another_takes_a_stream(collected_where_streams_a
 
 
 def test_a_pool_collected_while_its_own_lane_takes_a_stream(collected_where_streams_are_made):
-    """A pool that nobody has any more may be collected by its own lane, which finishes what it was given."""
+    """A pool without references can be collected in its own lane's thread. The lane still finishes its task."""
     pool = pool_on("sim:0")
     with torch.no_grad():
         future = pool.submit(pool.lanes[0], ones_on("sim:0"), Modes.capture("sim"))
@@ -602,9 +602,9 @@ DENSE = ("contiguous", "channels_last", "transposed", "permuted")
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_large_inputs_of_any_layout_are_staged(layout, pinned):
-    """A large input of any layout is copied once, while the host goes on; a dense one keeps its strides, as by ``to``."""
+    """A large input of any layout is copied once, without blocking the host. Dense inputs keep their strides."""
     tensor = LAYOUTS[layout]()
-    if pinned:  # not pin_memory, so that the layout stays what it is
+    if pinned:  # pin_memory() would change the layout
         whole = torch.empty(tensor.untyped_storage().nbytes() // 4).pin_memory()
         tensor = whole.as_strided(tensor.shape, tensor.stride()).copy_(tensor) if layout != "expanded" else tensor
     simdevice.reset_stats()
@@ -618,8 +618,8 @@ def test_large_inputs_of_any_layout_are_staged(layout, pinned):
 
 @WAYS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_large_inputs_of_any_layout_arrive_right(layout, ask):
-    """Shards of a large input of any layout hold what the input holds."""
+def test_large_inputs_of_any_layout_keep_their_values(layout, ask):
+    """The shards of a large input of any layout hold the input's values."""
     x = torch.cat([LAYOUTS[layout]()] * 4) if layout == "contiguous" else LAYOUTS[layout]()
     with torch.no_grad(), parallel(nn.Identity(), SIMS) as p:
         torch.testing.assert_close(ask(p, x).cpu(), x, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""A parallel block over four devices answers and learns as the plain model does."""
+"""A parallel block over four devices has the plain model's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parawrap import DeviceListError, DeviceUnavailableError, GatherError, Repli
 from tests import simdevice
 from tests.devices.zoo import SIMS, Where, assert_same_gradients, assert_same_training_step, devices_of, mlp, rows
 
-# ---------------------------------------------------------------- where the lanes and the model are
+# ---------------------------------------------------------------- devices of the lanes, the model, and the inputs
 
 
 @pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
@@ -36,8 +36,8 @@ from tests.devices.zoo import SIMS, Where, assert_same_gradients, assert_same_tr
     ],
     ids=str,
 )
-def test_answers_and_gradients_are_the_plain_ones(devices, home):
-    """Whatever the devices, and wherever the model is, outputs, their device and all gradients are the plain ones."""
+def test_outputs_and_gradients_equal_the_plain_ones(devices, home):
+    """Outputs, their device, and gradients equal the plain ones for any lanes and any device of the model."""
     assert_same_training_step(mlp().to(home), rows(), devices)
 
 
@@ -57,8 +57,8 @@ def test_answers_and_gradients_are_the_plain_ones(devices, home):
     ],
     ids=str,
 )
-def test_names_of_devices(devices, expected):
-    """Each way to name devices gives one lane for each of them, in order."""
+def test_ways_to_name_devices(devices, expected):
+    """Each form of `devices` gives one lane per device, in order."""
     lanes = list(map(str, parallel(mlp(), devices).devices))
     assert lanes == expected if expected is not None else set(lanes) == {"cpu"}
 
@@ -66,7 +66,7 @@ def test_names_of_devices(devices, expected):
 @pytest.mark.parametrize("devices", [SIMS, ["sim:2", "sim:0"], ["sim:1", "sim:1", "sim:3"]], ids=str)
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
 def test_each_shard_runs_on_its_lane(devices, home):
-    """The rows of shard i run on device i, with the parameters beside them."""
+    """Shard i runs on device i, where its parameters also lie."""
     model = Where().to(home)
     with torch.no_grad(), parallel(model, devices) as p:
         model(torch.zeros(12))  # the first call of a kind has shards of different sizes
@@ -79,7 +79,7 @@ def test_each_shard_runs_on_its_lane(devices, home):
 @pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
 @pytest.mark.parametrize("given", ["cpu", "sim:0", "sim:2"])
 def test_input_may_lie_anywhere(given, home):
-    """An input on any device gives the plain output where the model is."""
+    """For an input on any device, the output is the plain one and lies on the model's device."""
     model = mlp().to(home)
     x = rows()
     expected = model(x.to(home)).detach()
@@ -88,7 +88,7 @@ def test_input_may_lie_anywhere(given, home):
 
 
 class Sum(nn.Module):
-    """A linear layer of one input, and another input."""
+    """Adds a second input to the output of a linear layer, and optionally scales the sum."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class Sum(nn.Module):
 
 
 def test_inputs_on_different_devices():
-    """Inputs of one call that lie on the CPU and on two devices meet on each lane's device."""
+    """Inputs of one call on the CPU and on two devices are all moved to each lane's device."""
     model = Sum().to("sim:0")
     x, y, scale = rows(), rows(width=3), torch.tensor(2.0, dtype=torch.float64)
     expected = model(x.to("sim:0"), y.to("sim:0"), scale)
@@ -109,7 +109,7 @@ def test_inputs_on_different_devices():
 
 
 def test_gradients_reach_inputs_on_their_devices():
-    """Gradients flow back to inputs on the CPU and on a device."""
+    """Inputs on the CPU and on a device get their gradients on their own device."""
     model = Sum().to("sim:0")
     x, y = rows().requires_grad_(), rows(width=3).to("sim:2").requires_grad_()
     plain_x = x.detach().to("sim:0").requires_grad_()
@@ -123,7 +123,7 @@ def test_gradients_reach_inputs_on_their_devices():
 
 @pytest.mark.parametrize("output_device", ["sim:0", "sim:2", "cpu", 3], ids=str)
 def test_output_device(output_device):
-    """Outputs are joined where `output_device` says, and gradients come home from there."""
+    """Outputs are joined on `output_device`, and gradients flow back from it to the model."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     x = rows()
@@ -137,12 +137,12 @@ def test_output_device(output_device):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4, 5, 8, 9, 12, 16])
 def test_few_and_uneven_rows(count):
-    """Any number of rows, none included, comes back as that many rows with the plain gradients."""
+    """Any row count, also zero, gives as many output rows and the plain gradients."""
     assert_same_training_step(mlp().to("sim:0"), rows(count))
 
 
 def test_call_without_tensors():
-    """A call without a tensor runs once and answers where the model is."""
+    """A call without tensor arguments runs once, on the model's device."""
 
     class Constant(nn.Linear):
         def forward(self):
@@ -164,7 +164,7 @@ def test_other_dim():
 
 
 def test_nested_outputs():
-    """Dicts, tuples, None and losses in the output are joined leaf by leaf on the home device."""
+    """Dicts, tuples, None, and losses in the output are joined leaf by leaf on the model's device."""
 
     class Many(nn.Linear):
         def forward(self, x):
@@ -186,8 +186,8 @@ class Loss(nn.Linear):
 
 
 @pytest.mark.parametrize("count", [9, 8])
-def test_scalars_are_refused_unless_reduce_says_what_they_are(count):
-    """A number from each lane raises, in the first call and in later ones, and the error names the options."""
+def test_scalars_are_refused_without_reduce(count):
+    """A scalar output raises in the first call and in later calls, and the error names the options."""
     model = Loss(5, 3, dtype=torch.float64).to("sim:0")
     with parallel(model, SIMS):
         for _ in range(2):
@@ -196,7 +196,7 @@ def test_scalars_are_refused_unless_reduce_says_what_they_are(count):
 
 
 def test_a_scalar_that_is_the_same_in_every_lane():
-    """With out_dims None for it, a number that all lanes agree on comes back once; one that differs is refused."""
+    """With None in `out_dims`, a number that is equal in all lanes is returned once; different numbers raise."""
 
     class Version(nn.Linear):
         def forward(self, x):
@@ -213,7 +213,7 @@ def test_a_scalar_that_is_the_same_in_every_lane():
 
 @pytest.mark.parametrize("count", [9, 1])
 def test_stacked_scalars_are_one_value_per_lane(count):
-    """reduce="stack" returns a vector with one value per lane, also if one row leaves work for one lane only."""
+    """reduce="stack" returns a vector with one value per lane, also for a single row, which uses one lane."""
     model = Loss(5, 3, dtype=torch.float64).to("sim:0")
     with parallel(model, SIMS, reduce="stack"):
         assert model(rows(count)).shape == (min(count, 4),)
@@ -221,7 +221,7 @@ def test_stacked_scalars_are_one_value_per_lane(count):
 
 @pytest.mark.parametrize("count", [9, 1])
 def test_a_function_reduces_scalars(count):
-    """A function as `reduce` gets the vector of the lanes' numbers, also of a single lane."""
+    """A function as `reduce` gets the vector of the lanes' numbers, also from a single lane."""
     model = Loss(5, 3, dtype=torch.float64).to("sim:0")
     shapes = []
     with parallel(model, SIMS, reduce=lambda vector: (shapes.append(tuple(vector.shape)), vector.max())[1]):
@@ -231,7 +231,7 @@ def test_a_function_reduces_scalars(count):
 
 @pytest.mark.parametrize("reduce", ["sum", "stack"])
 def test_reductions_of_scalars(reduce):
-    """Scalars of four devices are added, or stacked, on the home device."""
+    """Scalars from four devices are added, or stacked, on the model's device."""
 
     class Total(nn.Linear):
         def forward(self, x):
@@ -246,8 +246,8 @@ def test_reductions_of_scalars(reduce):
     torch.testing.assert_close(output.sum(), model(x.to("sim:0")))
 
 
-def test_list_join_brings_outputs_home():
-    """With join="list" the outputs of the lanes lie where the model is."""
+def test_list_join_moves_outputs_to_the_models_device():
+    """With join="list", each lane's output lies on the model's device."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS, join="list"):
         outputs = model(rows())
@@ -255,7 +255,7 @@ def test_list_join_brings_outputs_home():
 
 
 def test_callable_over_devices():
-    """A function that is no module runs over four devices and its outputs are joined."""
+    """A plain function runs over four devices, and its outputs are joined."""
     x = rows()
     with parallel(torch.tanh, SIMS) as p:
         output = p(x)
@@ -265,7 +265,7 @@ def test_callable_over_devices():
 
 
 def test_scalar_of_callable_over_devices():
-    """The scalars that a function returns on four devices are averaged, weighted by rows."""
+    """With reduce="mean", scalars that a function returns on four devices are averaged, weighted by rows."""
     x = rows()
     with parallel(lambda x: x.mean(), SIMS, reduce="mean") as p:
         for _ in range(2):
@@ -281,8 +281,8 @@ def test_module_without_parameters():
     torch.testing.assert_close(output.cpu(), x.tanh().cpu())
 
 
-def test_module_with_nothing_but_an_attribute():
-    """A module without parameters, but with a tensor in a plain attribute, runs over four devices."""
+def test_module_with_only_a_tensor_attribute():
+    """A module that holds only a tensor in a plain attribute runs over four devices."""
 
     class Scale(nn.Module):
         def __init__(self):
@@ -302,7 +302,7 @@ def test_module_with_nothing_but_an_attribute():
 
 
 def test_broadcast_tensor_is_copied_to_each_device():
-    """A tensor of in_dims None reaches every lane whole, on the lane's device, by one copy a device."""
+    """A tensor with `in_dims` None is copied whole, once, to each lane's device."""
     seen = []
 
     def forward(x, table):
@@ -315,7 +315,7 @@ def test_broadcast_tensor_is_copied_to_each_device():
         seen.clear()
         simdevice.reset_stats()
         output = p(x, table)
-        assert simdevice.stats().d2d == 3 + 3 + 3  # x out, table out, outputs home
+        assert simdevice.stats().d2d == 3 + 3 + 3  # shards of x out, table out, outputs back
     assert sorted(seen) == [(device, device, (6,)) for device in SIMS]
     torch.testing.assert_close(output, x + 6)
 
@@ -330,8 +330,8 @@ def test_broadcast_leaf_gets_the_summed_gradient(place):
     torch.testing.assert_close(shift.grad, torch.full_like(shift, 9.0))
 
 
-def test_broadcast_tensor_handed_back():
-    """A tensor that every lane got whole, and returns as it is, comes back once."""
+def test_returned_broadcast_tensor():
+    """The call returns a broadcast tensor once if the model returns it unchanged."""
     x, table = rows(8).to("sim:0"), torch.ones(6, dtype=torch.float64, device="sim:0")
     with parallel(lambda x, table: (x, table), SIMS, in_dims={"table": None}, output_device="sim:0") as p:
         _, output = p(x, table)
@@ -339,8 +339,8 @@ def test_broadcast_tensor_handed_back():
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
-def test_own_tensor_handed_back(kind):
-    """A parameter or buffer that forward returns beside its rows comes back once, as from the plain call."""
+def test_returned_parameter_or_buffer(kind):
+    """The call returns a parameter or buffer once if forward returns it next to its rows, as the plain call does."""
 
     class Both(nn.Linear):
         def __init__(self):
@@ -361,8 +361,8 @@ def test_own_tensor_handed_back(kind):
 
 
 @pytest.mark.parametrize(("default", "home"), [("sim:0", "sim:0"), ("sim", "sim:0"), ("sim:2", "sim:2"), (None, "cpu")])
-def test_default_device_follows_the_lane(default, home):
-    """A model that makes tensors in forward without naming a device gets them on its lane's device."""
+def test_default_device_is_the_lanes(default, home):
+    """Tensors that forward makes without a `device` argument lie on the lane's device."""
 
     class Padded(nn.Linear):
         def forward(self, x):
@@ -381,7 +381,7 @@ def test_default_device_follows_the_lane(default, home):
 
 
 def test_default_device_of_a_function_is_the_same_in_all_lanes():
-    """What a function makes without naming a device lies on devices of one kind in all lanes."""
+    """Tensors that a function makes without a `device` argument lie on the same kind of device in all lanes."""
     with parallel(lambda x: torch.zeros(1).device.type, SIMS, join="list") as p:
         kinds = p(torch.zeros(8))
     assert len(set(kinds)) == 1, kinds
@@ -389,7 +389,7 @@ def test_default_device_of_a_function_is_the_same_in_all_lanes():
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_autocast_is_carried(grad):
-    """Under autocast for the device every lane computes in its dtype, and none does after it."""
+    """Every lane computes in the autocast dtype under autocast, and in float32 after it."""
     model = nn.Linear(5, 3).to("sim:0")
     x = torch.randn(9, 5)
     with torch.set_grad_enabled(grad), parallel(model, SIMS, join="list"):
@@ -401,7 +401,7 @@ def test_autocast_is_carried(grad):
 
 
 def test_autocast_gradients():
-    """Gradients under autocast equal the plain ones as far as bfloat16 goes."""
+    """Gradients under autocast equal the plain ones within bfloat16 precision."""
     model = nn.Linear(5, 3).to("sim:0")
     plain = copy.deepcopy(model)
     x = torch.randn(8, 5)
@@ -414,7 +414,7 @@ def test_autocast_gradients():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_grad_modes_are_carried(mode):
-    """Gradients and inference mode are on in every lane exactly where they are in the caller."""
+    """The caller's grad mode and inference mode apply in every lane."""
 
     class Modes(nn.Linear):
         def forward(self, x):
@@ -424,7 +424,7 @@ def test_grad_modes_are_carried(mode):
     seen: list[tuple[str, bool, bool]] = []
     model = Modes(5, 3).to("sim:0")
     with mode(), parallel(model, SIMS):
-        for _ in range(2):  # in turns in the caller's thread, then in the lanes
+        for _ in range(2):  # lanes run first in turns in the caller's thread, then in their own threads
             seen.clear()
             model(torch.randn(9, 5))
             expected = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -432,7 +432,7 @@ def test_grad_modes_are_carried(mode):
 
 
 def test_current_device_is_the_lanes():
-    """The current device is the lane's in each lane and is the caller's again afterwards."""
+    """Each lane's device is the current device in that lane. The caller's current device does not change."""
     with parallel(lambda x: torch.sim.current_device(), SIMS, join="list") as p:
         assert p(torch.zeros(8)) == [0, 1, 2, 3]
     assert torch.sim.current_device() == 0
@@ -442,15 +442,15 @@ def test_current_device_is_the_lanes():
 
 
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
-def test_verify_passes_what_is_equal(home):
-    """With verify, a model that treats rows independently passes."""
+def test_verify_passes_a_row_wise_model(home):
+    """With `verify=True`, a model that treats rows independently raises no error."""
     model = mlp().to(home)
     with parallel(model, SIMS, verify=True):
         model(rows()).sum().backward()
 
 
-def test_verify_sees_what_differs():
-    """With verify, a norm over the batch is refused, and the plain run leaves no trace in its buffers."""
+def test_verify_refuses_batch_norm():
+    """With `verify=True`, batch norm raises, and the extra plain run does not change its buffers."""
     model = nn.BatchNorm1d(5).double().to("sim:0")
     with parallel(model, SIMS, verify=True), pytest.raises(VerifyError, match="output differs from the plain call"):
         model(rows(12))
@@ -461,8 +461,8 @@ def test_verify_sees_what_differs():
 
 
 @pytest.mark.parametrize("home", ["sim:0", "cpu", "sim:3"])
-def test_map_is_in_order_and_home(home):
-    """Batches streamed over four devices come back in order, equal to the plain ones, where the model is."""
+def test_map_yields_plain_outputs_in_order(home):
+    """`map` over four devices yields the plain outputs in order, on the model's device."""
     model = mlp().to(home)
     batches = [rows(1 + index % 4) for index in range(11)]
     with torch.no_grad(), parallel(model, SIMS) as p:
@@ -471,7 +471,7 @@ def test_map_is_in_order_and_home(home):
 
 
 def test_map_uses_every_device():
-    """A batch goes to an idle device while other devices are busy: four batches can wait for each other."""
+    """`map` sends batches to idle devices while others are busy: four batches that wait for each other all finish."""
     together = threading.Barrier(4, timeout=5)
 
     class Meeting(Where):
@@ -486,7 +486,7 @@ def test_map_uses_every_device():
 
 
 def test_map_gradients():
-    """Losses of mapped batches give the plain gradients."""
+    """A loss over mapped outputs gives the plain gradients."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     batches = [rows(3) for _ in range(6)]
@@ -497,7 +497,7 @@ def test_map_gradients():
 
 
 def test_submit():
-    """A submitted call is run whole on one device and its future holds the plain output, at home."""
+    """A submitted call has the plain output, on the model's device."""
     model = mlp().to("sim:0")
     x = rows()
     with torch.no_grad(), parallel(model, SIMS) as p:
@@ -506,8 +506,8 @@ def test_submit():
     torch.testing.assert_close(outputs, [model(x.to("sim:0")).detach()] * 8)
 
 
-def test_submitted_work_after_a_step():
-    """A call submitted after the parameters changed sees the changed ones."""
+def test_submit_after_a_parameter_change():
+    """A call submitted after a parameter change uses the changed parameters."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
         for _ in range(5):
@@ -525,27 +525,27 @@ def test_submitted_work_after_a_step():
 
 
 @pytest.mark.parametrize("devices", [["sim:0", "sim:7"], "sim:7", 5, [0, 4], ["cuda:0"]], ids=str)
-def test_device_that_is_not_there(devices):
-    """A device that is not there is refused when the block is made."""
+def test_an_absent_device_is_refused(devices):
+    """parallel() raises for an absent device before the block starts."""
     with pytest.raises(DeviceUnavailableError, match="is not there"):
         parallel(mlp(), devices)
 
 
-def test_device_that_is_not_there_names_those_that_are():
-    """The error says which devices there are."""
+def test_the_error_for_an_absent_device_lists_the_present_devices():
+    """The message names the devices that this process sees."""
     with pytest.raises(DeviceUnavailableError, match=re.escape("'sim:7' is not there: this process sees sim:0 to sim:3")):
         parallel(mlp(), ["sim:7"])
 
 
-def test_mixed_kinds_of_device():
-    """Lanes on devices of two kinds are refused."""
+def test_two_kinds_of_device_are_refused():
+    """parallel() raises if lanes are on devices of two kinds."""
     with pytest.raises(DeviceListError, match="mixes the types"):
         parallel(mlp(), ["sim:0", "cpu"])
 
 
 @pytest.mark.parametrize("failing", [0, 2, 3])
 def test_error_in_a_lane_names_its_device(failing):
-    """An error keeps its type and notes the lane, its device and its shard; the block works on."""
+    """An error keeps its type and gains a note with lane, device, and shard. The block stays usable."""
 
     class Fragile(nn.Linear):
         def forward(self, x):
@@ -565,7 +565,7 @@ def test_error_in_a_lane_names_its_device(failing):
 
 @pytest.mark.parametrize(("failing", "lane", "shard"), [(0, 0, 0), (10, 2, 2), (13, 3, 3), (15, 3, 4)])
 def test_error_in_the_first_call_names_its_shard(failing, lane, shard):
-    """In the first call of a kind the last lane may run two shards: the note names the lane and the shard."""
+    """In a first call, where the last lane can run two shards, the note names the lane and the shard."""
 
     class Fragile(nn.Linear):
         def forward(self, x):
@@ -583,7 +583,7 @@ def test_error_in_the_first_call_names_its_shard(failing, lane, shard):
 
 
 def test_error_in_a_mapped_batch_names_its_lane():
-    """An error in map arrives in its batch's place and notes the lane."""
+    """`map` raises a batch's error at that batch's position, with a note that names the lane."""
 
     def fragile(x):
         if x[0] == 2:
@@ -598,15 +598,15 @@ def test_error_in_a_mapped_batch_names_its_lane():
     assert re.search(r"in lane \d on sim:\d", "".join(caught.value.__notes__))
 
 
-def test_rows_that_disagree():
-    """Inputs of unequal rows are refused, whatever devices they are on."""
+def test_unequal_row_counts_are_refused():
+    """Inputs with different row counts raise, also on different devices."""
     model = Sum().to("sim:0")
     with parallel(model, SIMS), pytest.raises(ShardError, match="the rows of the call disagree"):
         model(rows(8), rows(6, 3).to("sim:1"))
 
 
 def test_outputs_that_cannot_be_joined():
-    """Ragged outputs are refused with the shapes of all lanes."""
+    """Outputs with different sizes on other dims raise an error that names the shapes of all lanes."""
 
     class Ragged(nn.Linear):
         def forward(self, x):
@@ -618,16 +618,16 @@ def test_outputs_that_cannot_be_joined():
         model(torch.randn(9, 5))
 
 
-def test_model_on_several_devices():
-    """A model on two devices is refused with the names of two parameters."""
+def test_a_model_on_two_devices_is_refused():
+    """The error names two parameters and their devices."""
     model = mlp().to("sim:0")
     model[2].to("sim:1")
     with pytest.raises(ReplicaError, match=r"'0\.weight' on sim:0 and '2\.weight' on sim:1"), parallel(model, SIMS):
         model(rows())
 
 
-def test_model_on_meta():
-    """A model without data is refused, at each call."""
+def test_a_model_on_the_meta_device_is_refused():
+    """Each call raises and names a parameter on the meta device."""
     model = mlp().to("meta")
     with parallel(model, SIMS):
         for _ in range(2):
@@ -635,12 +635,12 @@ def test_model_on_meta():
                 model(rows())
 
 
-# ---------------------------------------------------------------- what is left behind
+# ---------------------------------------------------------------- after the block, nested blocks, threads
 
 
 @pytest.mark.parametrize("home", ["sim:0", "cpu"])
-def test_the_object_is_left_as_it_was(home):
-    """After the block the model's dictionaries hold what they held before."""
+def test_the_block_leaves_the_model_unchanged(home):
+    """After the block, the `vars` of every module are equal to those before it."""
     model = mlp().to(home)
     before = {name: dict(vars(module)) for name, module in model.named_modules()}
     with parallel(model, SIMS):
@@ -649,7 +649,7 @@ def test_the_object_is_left_as_it_was(home):
 
 
 def test_nested_blocks():
-    """A block on a part inside a block on the whole runs plainly in its lanes, with the plain answer."""
+    """Inside a block on a model, a block on its submodule runs plainly in the lanes, with the plain output."""
     model = mlp().to("sim:0")
     x = rows()
     expected = model(x.to("sim:0"))
@@ -658,8 +658,8 @@ def test_nested_blocks():
             torch.testing.assert_close(model(x), expected)
 
 
-def test_module_captured_by_a_method():
-    """A module that `forward` captures, and that the model does not hold, is refused with its name."""
+def test_a_module_captured_by_forward_is_refused():
+    """A module that `forward` captures, but the model does not hold, raises an error that names it."""
     inner = nn.Linear(5, 3, dtype=torch.float64).to("sim:0")
 
     class Around(nn.Module):
@@ -672,7 +672,7 @@ def test_module_captured_by_a_method():
 
 
 def test_calls_from_several_threads():
-    """Calls from several threads at once each get their own rows back."""
+    """Concurrent calls from several threads each return their own rows."""
     model = mlp().to("sim:0")
     inputs = [rows(5 + index) for index in range(6)]
     outputs: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Replicas on other devices follow the module, and cost no more copies than it changed."""
+"""Replicas on other devices follow every change of the module, and only changed tensors are copied."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.devices.zoo import (
     rows,
 )
 
-OTHERS = 3  # devices beside the model's own
+OTHERS = 3  # number of devices other than the model's
 
 HOMES = pytest.mark.parametrize("home", ["sim:0", "cpu"])
 
 
 def plainly(model: nn.Module, x: Tensor) -> Tensor:
-    """The output of an untouched copy of the model, where the model is."""
+    """Output of a plain copy of the model, on the model's device."""
     return copy.deepcopy(model)(x.to(next(model.parameters()).device)).detach()
 
 
@@ -47,7 +47,7 @@ def plainly(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_nothing_is_copied_when_nothing_changed():
-    """The second inference call copies inputs and outputs between devices, and not a byte of parameters."""
+    """The second inference call copies inputs and outputs, but no parameters."""
     model = mlp().to("sim:0").requires_grad_(False)
     x = rows(8)
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu") as p:
@@ -59,8 +59,8 @@ def test_nothing_is_copied_when_nothing_changed():
         assert p.stats().refreshes == 0
 
 
-def test_first_call_copies_parameters_once_a_device():
-    """The first call copies the parameters once to each other device, also where two lanes share a device."""
+def test_the_first_call_copies_parameters_once_per_device():
+    """The first call copies the parameters once to each other device, even if two lanes share a device."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, [*SIMS, "sim:3", "sim:0"], output_device="cpu"):
         simdevice.reset_stats()
@@ -68,8 +68,8 @@ def test_first_call_copies_parameters_once_a_device():
         assert simdevice.stats().d2d_bytes == OTHERS * parameter_bytes(model)
 
 
-def test_a_step_copies_the_parameters_once_a_device():
-    """After optimizer.step() the next call copies the parameters' bytes to each other device and counts one refresh."""
+def test_an_optimizer_step_copies_the_parameters_once_per_device():
+    """After optimizer.step(), the next call copies the parameters once to each other device and counts one refresh."""
     model = mlp().to("sim:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = rows(8)
@@ -80,7 +80,7 @@ def test_a_step_copies_the_parameters_once_a_device():
             simdevice.reset_stats()
             model(x)
             assert simdevice.stats().d2d_bytes == OTHERS * parameter_bytes(model)
-            refreshes = 3 * step - 2  # per step three calls copy; the very first makes the replicas
+            refreshes = 3 * step - 2  # three calls per step copy, except that the very first makes the replicas
             assert p.stats().refreshes == refreshes
             assert p.stats().copied_bytes == refreshes * OTHERS * parameter_bytes(model)
             with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_step_copies_the_parameters_once_a_device():
 
 
 def test_only_what_changed_is_copied():
-    """When one parameter was written, its bytes alone are copied."""
+    """If one parameter was written, the next call copies only that parameter."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu"):
         model(rows(8))
@@ -101,20 +101,20 @@ def test_only_what_changed_is_copied():
         assert simdevice.stats().d2d_bytes == OTHERS * model[2].bias.nbytes
 
 
-def test_backward_brings_gradients_once_a_device():
-    """Backward moves each gradient once from each other device, however many lanes it has."""
+def test_backward_copies_gradients_once_per_device():
+    """Backward copies each gradient once from each other device, whatever the number of lanes on it."""
     model = mlp().to("sim:0")
     with parallel(model, [*SIMS, *SIMS[1:]]):
         model(rows(14).to("sim:0"))  # the first call of a kind has shards of different sizes
         loss = model(rows(14).to("sim:0")).square().sum()
         simdevice.reset_stats()
         loss.backward()
-        outputs = 6 * 2 * 3 * 8  # the gradients of the outputs of six lanes of two rows, on their way out
+        outputs = 6 * 2 * 3 * 8  # bytes of the output gradients that go to six lanes with two rows each
         assert simdevice.stats().d2d_bytes == OTHERS * parameter_bytes(model) + outputs
 
 
-def test_nothing_is_read_from_a_device():
-    """A call reads no scalar from a device, which would make the caller wait for it."""
+def test_a_call_reads_no_scalar_from_a_device():
+    """Reading a scalar would block the caller until the device is done."""
     model = mlp().to("sim:0")
     with parallel(model, SIMS):
         model(rows())
@@ -123,13 +123,13 @@ def test_nothing_is_read_from_a_device():
         assert simdevice.stats().scalar_reads == 0
 
 
-# ---------------------------------------------------------------- modes of torch between calls
+# ---------------------------------------------------------------- grad modes between calls
 
 
 @HOMES
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-def test_switching_modes(first, home):
-    """Inference, no_grad and training calls may follow each other in any order."""
+def test_switching_grad_modes(first, home):
+    """Calls in inference mode, without gradients, and with gradients work in any order."""
     model = mlp().to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -152,7 +152,7 @@ def test_switching_modes(first, home):
 
 
 def test_block_opened_in_inference_mode():
-    """A block opened and first called under inference_mode may be trained in after it."""
+    """A block that is opened and first called under inference_mode still trains after inference_mode ends."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     x = rows()
@@ -166,7 +166,7 @@ def test_block_opened_in_inference_mode():
 
 
 def test_model_made_in_inference_mode():
-    """A model that was made under inference_mode can be called there, and follows its changes."""
+    """A model made under inference_mode can be called there, and calls use its changed parameters."""
     with torch.inference_mode():
         model = mlp().to("sim:0")
         x = rows()
@@ -176,12 +176,12 @@ def test_model_made_in_inference_mode():
             torch.testing.assert_close(model(x), model[2](model[1](model[0](x.to("sim:0")))))
 
 
-# ---------------------------------------------------------------- which parameters learn
+# ---------------------------------------------------------------- which parameters require gradients
 
 
 @HOMES
 def test_frozen_parameters(home):
-    """Frozen parameters get no gradient, the others the plain one."""
+    """Frozen parameters get no gradient; other parameters get the plain gradient."""
     model = mlp().to(home)
     model[0].requires_grad_(False)
     assert_same_training_step(model, rows())
@@ -189,7 +189,7 @@ def test_frozen_parameters(home):
 
 @HOMES
 def test_all_frozen(home):
-    """With all parameters frozen, gradients still reach the input."""
+    """If all parameters are frozen, the input still gets its gradient."""
     model = mlp().to(home).requires_grad_(False)
     x = rows().requires_grad_()
     with parallel(model, SIMS):
@@ -202,7 +202,7 @@ def test_all_frozen(home):
 @HOMES
 @pytest.mark.parametrize("between", [torch.no_grad, torch.enable_grad])
 def test_requires_grad_toggled(between, home):
-    """Parameters frozen and thawed between calls learn when they are thawed, and only then."""
+    """If requires_grad changes between calls, a call gives gradients only to parameters that require them."""
     model = mlp().to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -219,8 +219,8 @@ def test_requires_grad_toggled(between, home):
 
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute"])
-def test_other_tensor_that_begins_to_learn(kind):
-    """A buffer or plain attribute that requires grad from some call on gets its gradient from every lane."""
+def test_requires_grad_set_on_a_buffer_or_attribute(kind):
+    """If a buffer or plain attribute starts to require grad, later calls give it the gradients of every lane."""
     model = Masked().to("sim:0") if kind == "buffer" else Holder()
     x = rows()
     with parallel(model, SIMS):
@@ -233,7 +233,7 @@ def test_other_tensor_that_begins_to_learn(kind):
 
 
 def test_gradient_hooks_run_once():
-    """A hook on a parameter runs once a backward, with the whole gradient, and may change it."""
+    """A hook on a parameter runs once per backward, gets the whole gradient, and can change it."""
     model = nn.Linear(5, 3, dtype=torch.float64).to("sim:0")
     plain = copy.deepcopy(model)
     seen = []
@@ -289,7 +289,7 @@ def test_gradient_hooks_run_once():
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_kinds_of_module(make, home):
-    """Modules that keep their parameters in unusual ways answer and learn as they do plainly."""
+    """Modules that keep their parameters in unusual ways have the plain outputs and gradients."""
     model, plain = make().to(home), make().to(home)
     plain.load_state_dict(model.state_dict())
     assert_same_training_step(model, rows(), plain=plain)
@@ -297,7 +297,7 @@ def test_kinds_of_module(make, home):
 
 @HOMES
 def test_lazy_module(home):
-    """A module without shapes gets them from its first call, which is plain; it is replicated from then on."""
+    """The first call of a lazy module runs plainly and sets its shapes. Later calls use replicas."""
     model = nn.Sequential(nn.LazyLinear(3, dtype=torch.float64)).to(home)
     x = rows()
     with parallel(model, SIMS) as p:
@@ -315,7 +315,7 @@ def test_lazy_module(home):
     "norm", [old_weight_norm, parametrizations.weight_norm, old_spectral_norm, parametrizations.spectral_norm]
 )
 def test_reparametrized_training(norm, nested, home):
-    """A reparametrized module, or one that holds it, learns over several steps and answers under no_grad between them."""
+    """A reparametrized module trains over several steps and runs under no_grad between them, also as a submodule."""
 
     def make():
         linear = norm(nn.Linear(5, 3, dtype=torch.float64))
@@ -336,7 +336,7 @@ def test_reparametrized_training(norm, nested, home):
 
 
 def test_parametrization_registered_and_removed_inside_a_block():
-    """A parametrization that comes and goes between calls is seen by every lane."""
+    """Every lane follows a parametrization that is registered, then removed, between calls."""
 
     class Double(nn.Module):
         def forward(self, weight):
@@ -354,14 +354,14 @@ def test_parametrization_registered_and_removed_inside_a_block():
 
 @HOMES
 def test_tied_weights_are_copied_once(home):
-    """Weights tied under two names have one copy a device."""
+    """Weights tied under two names have one copy per device."""
     model = Tied().to(home)
     before = simdevice.stats().live_bytes
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu") as p:
         model(rows())
         pool = p._session.pool
         for lane in pool.lanes:
-            # A lane lets go of a call's tensors when it takes up the next work at the latest.
+            # A lane may hold a call's tensors until it runs its next task.
             pool.submit(lane, int, Modes.capture("sim")).result()
         gc.collect()
         copies = OTHERS if home == "sim:0" else 4
@@ -369,7 +369,7 @@ def test_tied_weights_are_copied_once(home):
 
 
 def test_plain_tensor_attributes():
-    """Tensors in plain attributes and containers are on each lane's device, and writes to them are followed."""
+    """Lanes have copies of tensors in plain attributes and containers, and follow in-place writes to them."""
     model = Holder()
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -379,7 +379,7 @@ def test_plain_tensor_attributes():
 
 
 def test_plain_attributes_replaced():
-    """Plain attributes that are set anew are seen by every lane."""
+    """Every lane uses a plain attribute that was replaced between calls."""
     model = Holder()
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -391,7 +391,7 @@ def test_plain_attributes_replaced():
 
 
 def test_item_of_a_container_replaced():
-    """A tensor that replaces another inside an attribute's list or dict is seen by every lane."""
+    """Every lane uses a tensor that was replaced inside an attribute's list or dict."""
     model = Holder()
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -401,7 +401,7 @@ def test_item_of_a_container_replaced():
 
 
 def test_cpu_attribute_of_a_model_on_a_device_stays_on_the_cpu():
-    """A tensor kept on the CPU on purpose, by a model on a device, is on the CPU in every lane."""
+    """If a model on a device holds a CPU tensor, the tensor is on the CPU in every lane."""
 
     class Table(nn.Linear):
         def __init__(self):
@@ -423,7 +423,7 @@ def test_cpu_attribute_of_a_model_on_a_device_stays_on_the_cpu():
 @HOMES
 @pytest.mark.parametrize("called", [torch.enable_grad, torch.no_grad])
 def test_parameter_replaced(called, home):
-    """A parameter that is replaced between calls is used, and learns, at the very next call."""
+    """The next call uses a replaced parameter and gives it gradients."""
     model = mlp().to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -441,7 +441,7 @@ def test_parameter_replaced(called, home):
 
 @HOMES
 def test_submodule_replaced(home):
-    """A submodule that is replaced between calls is used, and learns, at the very next call."""
+    """The next call uses a replaced submodule and gives it gradients."""
     model = mlp().to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -459,7 +459,7 @@ def test_submodule_replaced(home):
 @HOMES
 @pytest.mark.parametrize("assign", [False, True])
 def test_load_state_dict(assign, home):
-    """After load_state_dict, copying or assigning, all lanes use and train what was loaded."""
+    """After load_state_dict, with or without `assign`, all lanes use and train the loaded parameters."""
     model, other = mlp().to(home), mlp().to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -474,8 +474,8 @@ def test_load_state_dict(assign, home):
 
 @HOMES
 @pytest.mark.parametrize("first", [torch.no_grad, torch.enable_grad])
-def test_other_dtype(first, home):
-    """After model.half() and model.double() inside the block every lane computes and learns in that dtype."""
+def test_dtype_changed_inside_the_block(first, home):
+    """After model.half() or model.double() inside the block, outputs and gradients have that dtype."""
     model = nn.Linear(5, 3).to(home)
     with parallel(model, SIMS):
         for change, dtype in ((nn.Module.half, torch.float16), (nn.Module.double, torch.float64)):
@@ -493,7 +493,7 @@ def test_other_dtype(first, home):
 @HOMES
 @pytest.mark.parametrize("outputs", [3, 4])
 def test_data_assigned(outputs, home):
-    """`p.data = tensor`, of the same or of another shape, is seen by every lane, which then learns."""
+    """Every lane uses a tensor assigned to `p.data`, of the same or another shape, and gives it gradients."""
     model = nn.Linear(5, 3, bias=False, dtype=torch.float64).to(home)
     x = rows()
     with parallel(model, SIMS):
@@ -507,7 +507,7 @@ def test_data_assigned(outputs, home):
 
 @pytest.mark.parametrize("away", ["sim:1", "sim:3", "cpu"])
 def test_model_moved_inside_the_block(away):
-    """A model moved inside the block is used where it now is: outputs and gradients come there."""
+    """If the model moves inside the block, later outputs and gradients lie on its new device."""
     model = mlp().to("sim:0")
     x = rows()
     with parallel(model, SIMS):
@@ -524,7 +524,7 @@ def test_model_moved_inside_the_block(away):
 
 
 def test_parameters_replaced_on_another_device():
-    """A state dict of another device, assigned inside the block, moves the model: the next call follows."""
+    """Assigning a state dict from another device moves the model. The next call runs on the moved parameters."""
     model, other = mlp().to("sim:0"), mlp().to("sim:1")
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -534,7 +534,7 @@ def test_parameters_replaced_on_another_device():
 
 
 def test_parameter_added_and_removed():
-    """A parameter that is registered, or deleted, between calls is seen by every lane."""
+    """Every lane follows a parameter that is registered, then deleted, between calls."""
 
     class Shifted(nn.Linear):
         def forward(self, x):
@@ -555,7 +555,7 @@ def test_parameter_added_and_removed():
 @HOMES
 @pytest.mark.parametrize("how", ["in place", "replaced"])
 def test_buffers_changed(how, home):
-    """Buffers changed in place, or replaced, between calls are seen by every lane."""
+    """Every lane uses buffers that were written in place, or replaced, between calls."""
     model = Masked().to(home)
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -571,7 +571,7 @@ def test_buffers_changed(how, home):
 
 
 def test_train_and_eval():
-    """model.eval() and model.train() reach the submodules of every lane."""
+    """model.eval() and model.train() reach every lane's submodules."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(1.0)).to("sim:0")
     x = torch.randn(8, 5)
     with torch.no_grad(), parallel(model, SIMS):
@@ -588,7 +588,7 @@ def test_train_and_eval():
 @pytest.mark.parametrize("devices", [SIMS, ["sim:2", "sim:0"], ["sim:1", "sim:1"]], ids=str)
 @HOMES
 def test_batch_norm_keeps_the_statistics_of_lane_0(home, devices):
-    """BatchNorm in train mode keeps what lane 0 saw, call after call; eval mode then uses it in every lane."""
+    """In train mode, BatchNorm keeps lane 0's statistics. In eval mode, every lane uses them."""
     model = nn.BatchNorm1d(5, dtype=torch.float64).to(home)
     plain = nn.BatchNorm1d(5, dtype=torch.float64)
     with parallel(model, devices) as p:
@@ -605,7 +605,7 @@ def test_batch_norm_keeps_the_statistics_of_lane_0(home, devices):
 
 @HOMES
 def test_batch_norm_output_is_that_of_each_shard(home):
-    """BatchNorm in train mode normalizes each shard by itself, as torch.nn.DataParallel does."""
+    """In train mode, BatchNorm normalizes each shard separately, as in torch.nn.DataParallel."""
     model = nn.BatchNorm1d(5, dtype=torch.float64).to(home)
     with parallel(model, SIMS) as p:
         for count in (12, 12, 10):
@@ -618,7 +618,7 @@ def test_batch_norm_output_is_that_of_each_shard(home):
 
 @HOMES
 def test_batch_norm_train_eval_train(home):
-    """Switching between train and eval mode keeps statistics, outputs and the count of batches right."""
+    """Statistics, outputs, and the batch count stay correct when the model switches between train and eval mode."""
     model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double().to(home)
     plain = copy.deepcopy(model).cpu()
     with parallel(model, SIMS) as p:
@@ -633,7 +633,7 @@ def test_batch_norm_train_eval_train(home):
 
 @HOMES
 def test_batch_norm_of_two_forwards_before_a_backward(home):
-    """Two training calls of a model with BatchNorm may share one backward, as they may plainly."""
+    """Two training calls of a model with BatchNorm can share one backward, as two plain calls can."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to(home)
     x, y = rows(8), rows(8)
     with parallel(model, SIMS):
@@ -643,7 +643,7 @@ def test_batch_norm_of_two_forwards_before_a_backward(home):
 
 @HOMES
 def test_batch_norm_trained_and_evaluated_before_backward(home):
-    """A call in eval mode between the forward and the backward of a training call does no harm."""
+    """An eval call between the forward and the backward of a training call does not break the backward."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to(home)
     x = rows(8)
     with parallel(model, SIMS):
@@ -657,7 +657,7 @@ def test_batch_norm_trained_and_evaluated_before_backward(home):
 @HOMES
 @pytest.mark.parametrize("in_place", [True, False])
 def test_buffers_that_forward_writes(in_place, home):
-    """All lanes begin a call with what lane 0 left in the buffers, written in place or replaced."""
+    """Every lane starts a call with the buffers that lane 0 wrote in the call before, in place or by replacement."""
     model = Average(in_place=in_place).to(home)
     plain = Average(in_place=in_place)
     plain.load_state_dict(model.state_dict())
@@ -674,7 +674,7 @@ def test_buffers_that_forward_writes(in_place, home):
 @HOMES
 @pytest.mark.parametrize("in_place", [True, False])
 def test_buffer_written_in_one_lane_only(in_place, home):
-    """What a lane other than the first writes into a buffer is dropped before the next call."""
+    """Buffer writes in lanes other than lane 0 are discarded before the next call."""
 
     class Latch(nn.Linear):
         def __init__(self):
@@ -700,8 +700,8 @@ def test_buffer_written_in_one_lane_only(in_place, home):
 
 @HOMES
 @pytest.mark.filterwarnings("ignore:the model wrote 'last':UserWarning")
-def test_attribute_written_by_forward_stays_bounded(home):
-    """A model that keeps its last activation in an attribute or buffer takes no more memory call after call."""
+def test_memory_of_attributes_that_forward_writes_stays_bounded(home):
+    """Memory does not grow over calls if forward stores its last activation in an attribute or buffer."""
 
     class Keeps(nn.Linear):
         def __init__(self):
@@ -725,8 +725,8 @@ def test_attribute_written_by_forward_stays_bounded(home):
     assert levels[-1] <= levels[3], levels
 
 
-def test_parameter_replaced_often_stays_bounded():
-    """Replacing a parameter again and again takes no more memory than doing it once."""
+def test_memory_of_a_parameter_replaced_often_stays_bounded():
+    """Memory does not grow if a parameter is replaced before every call."""
     model = nn.Linear(5, 3).to("sim:0")
     levels = []
     with torch.no_grad(), parallel(model, SIMS):
@@ -739,8 +739,8 @@ def test_parameter_replaced_often_stays_bounded():
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_old_weight_norm_stays_bounded():
-    """The old weight_norm, which sets an attribute before each forward, takes no more memory call after call."""
+def test_memory_of_old_weight_norm_stays_bounded():
+    """Memory does not grow with the old weight_norm, which sets an attribute before each forward."""
     model = old_weight_norm(nn.Linear(5, 3)).to("sim:0")
     levels = []
     with torch.no_grad(), parallel(model, SIMS):
@@ -762,7 +762,7 @@ def _scripted(how: str) -> torch.nn.Module:
 @HOMES
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_scripted_inference(how, home):
-    """A scripted or traced module answers in four lanes as it does plainly, and follows changes."""
+    """A scripted or traced module has the plain output in four lanes, and lanes use its changed parameters."""
     model = _scripted(how).to(home)
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -777,7 +777,7 @@ def test_scripted_inference(how, home):
 @HOMES
 @pytest.mark.parametrize("how", ["script", "trace"])
 def test_scripted_training(how, home):
-    """A scripted or traced module gets the gradients of the same module unscripted."""
+    """A scripted or traced module trains like the same module without scripting."""
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
     torch.manual_seed(3)
@@ -795,7 +795,7 @@ def test_scripted_training(how, home):
 
 
 def test_scripted_with_batch_norm():
-    """A scripted BatchNorm keeps lane 0's statistics, and eval mode uses them."""
+    """A scripted BatchNorm keeps lane 0's statistics and uses them in eval mode."""
     model = torch.jit.script(nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()).to("sim:0")
     plain = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).double()
     plain.load_state_dict(model.state_dict())
@@ -809,7 +809,7 @@ def test_scripted_with_batch_norm():
 
 
 def test_scripted_parameter_replaced():
-    """A parameter replaced in a scripted module is used by every lane."""
+    """Every lane uses a parameter that was replaced in a scripted module."""
     model = _scripted("script").to("sim:0")
     x = rows()
     with torch.no_grad(), parallel(model, SIMS):
@@ -822,7 +822,7 @@ def test_scripted_parameter_replaced():
 @HOMES
 @pytest.mark.parametrize("warned", ["default", "error"])
 def test_compiled_module(warned, home):
-    """A module compiled with the eager backend answers and learns as it does plainly, also where warnings are errors."""
+    """A compiled module (eager backend) has the plain outputs and gradients, also if warnings are errors."""
     warnings.simplefilter(warned)
     plain = mlp().to(home)
     model = torch.compile(copy.deepcopy(plain), backend="eager")
@@ -840,7 +840,7 @@ def test_compiled_module(warned, home):
 
 
 def test_deepcopy_inside_a_block():
-    """A deep copy made inside the block is a plain model of its own."""
+    """A deep copy made inside the block is an independent, plain model."""
     model = mlp().to("sim:0")
     x = rows()
     with parallel(model, SIMS) as p:
@@ -868,7 +868,7 @@ def test_pickle_inside_a_block():
 
 
 def test_state_dict_inside_a_block():
-    """state_dict inside the block has the same keys and the very tensors of the model."""
+    """state_dict inside the block has the same keys and the same tensor objects as before."""
     model = Masked().to("sim:0")
     before = model.state_dict(keep_vars=True)
     with parallel(model, SIMS):
@@ -879,7 +879,7 @@ def test_state_dict_inside_a_block():
 
 
 def test_replicas_have_parameters():
-    """A replica's parameters and buffers are those of the model by name and shape, on its device."""
+    """A replica's parameters and buffers have the model's names and shapes and lie on the replica's device."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("sim:0")
     dp = DataParallel(model, SIMS)
     dp(torch.randn(8, 5))
@@ -896,9 +896,9 @@ def test_replicas_have_parameters():
 
 @HOMES
 def test_memory_returns_after_close(home):
-    """After the block everything that it allocated on the devices is freed, gradients aside."""
+    """After the block, all device memory that it allocated is free, except for gradients."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
-    model(torch.randn(8, 5, device=home)).sum().backward()  # the gradients are there
+    model(torch.randn(8, 5, device=home)).sum().backward()  # allocates the gradients
     gc.collect()
     before = simdevice.stats()
     with parallel(model, SIMS) as p:
@@ -912,7 +912,7 @@ def test_memory_returns_after_close(home):
 
 
 def test_memory_is_steady_while_training():
-    """Training in the block takes the same memory after every step."""
+    """Device memory does not grow over training steps in the block."""
     model = mlp().to("sim:0")
     optimizer = torch.optim.Adam(model.parameters())
     levels = []
@@ -927,7 +927,7 @@ def test_memory_is_steady_while_training():
 
 
 def test_memory_returns_after_an_error():
-    """A block that ends in an error frees what it allocated on the devices."""
+    """A block that ends in an error frees its device memory."""
     model = mlp().to("sim:0")
     gc.collect()
     before = simdevice.stats().live_bytes
@@ -943,8 +943,8 @@ def test_memory_returns_after_an_error():
     assert simdevice.stats().live_bytes <= before
 
 
-def test_replica_that_cannot_be_made():
-    """A failing replica names the module and the device."""
+def test_an_error_while_making_a_replica():
+    """The ReplicaError names the module, the device, and the cause."""
 
     class Stubborn(Tensor):
         @classmethod

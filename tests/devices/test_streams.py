@@ -1,8 +1,8 @@
-"""Lanes work on streams of their own: nothing is used before it is there, or after it is gone, and nothing else waits.
+"""Lanes work on their own streams, ordered with the caller's streams by events.
 
-The simulated devices tell of every use that no event orders, and copy as late as the program allows; the fixture of this
-folder fails any test in which they told of one. Here are the tests that look at streams themselves, and those that take an
-ordering away and see that it was needed.
+The simulated devices report every memory access that no event orders, and they delay copies as long as the program
+allows. A fixture in conftest.py fails a test if a device reports a race. The tests in this file look at the streams
+themselves, or remove one ordering and expect a race.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from tests import simdevice
 from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream
 
 TWICE = ["sim:0", "sim:0"]
-MANY = 1 << 14  # rows of 5 doubles: more than goes to a device without staging
+MANY = 1 << 14  # this many rows of 5 doubles are too large to be copied to a device without staging
 
 
 class Where(nn.Module):
-    """Notes the stream, device and thread that each shard is run on."""
+    """Records the input's device, its current stream, and the current device for each shard."""
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        type(self).seen = []  # on the class: a replica has its own attributes
+        type(self).seen = []  # on the class, because a replica has its own attributes
 
     def forward(self, x):
         self.seen.append((str(x.device), torch.sim.current_stream(x.device).stream_id, torch.sim.current_device()))
         return x * self.weight
 
 
-# -- which stream
+# -- which stream a lane uses
 
 
-def test_lanes_share_no_stream_though_torch_hands_few_out_in_turn():
-    """A stream that a lane has is passed over when torch comes to it again; one is shared only when lanes have them all."""
+def test_up_to_32_lanes_on_a_device_share_no_stream():
+    """Torch hands out 32 streams per device in turn. A lane skips streams in use, and shares one only if all are in use."""
     shelf, device = lane_streams._Shelf(), torch.device("sim:0")
     taken = {shelf.take(device)}
     for lanes in range(2, 33):
-        for _ in range(31):  # torch comes to the first one again
+        for _ in range(31):  # the next stream from torch is then the first one again
             torch.sim.Stream(device)
         taken.add(shelf.take(device))
         assert len(taken) == lanes
@@ -55,8 +55,8 @@ def test_lanes_share_no_stream_though_torch_hands_few_out_in_turn():
 
 
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:1", "sim:1", "sim:2"]], ids=str)
-def test_each_lane_has_a_stream_of_its_own(devices):
-    """No two lanes on a device share a stream, none has the caller's, and each keeps its own from call to call."""
+def test_each_lane_has_its_own_stream(devices):
+    """Lanes on one device have different streams, none of them the caller's, and keep them from call to call."""
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, devices):
         model(rows(9))  # the lanes run in turns
@@ -68,8 +68,8 @@ def test_each_lane_has_a_stream_of_its_own(devices):
     assert sorted(model.seen) == first
 
 
-def test_where_gradients_are_recorded_lanes_at_home_share_the_callers_stream():
-    """Gradients of parameters are added up on the caller's stream: torch warns of others."""
+def test_with_gradients_lanes_on_the_models_device_use_the_callers_stream():
+    """Torch adds up parameter gradients on the caller's stream, and warns about gradients from other streams."""
     model = Where().to("sim:0")
     stream = side_stream()
     with parallel(model, ["sim:0", "sim:0", "sim:1"]), torch.sim.stream(stream):
@@ -80,7 +80,7 @@ def test_where_gradients_are_recorded_lanes_at_home_share_the_callers_stream():
 
 
 def test_the_caller_keeps_its_device_and_stream():
-    """After a call, and after one that failed, the caller's device and streams are what they were."""
+    """After a call, also a failed one, the caller's current device and streams are unchanged."""
     model = mlp().to("sim:0")
     stream = side_stream("sim:2")
     with torch.no_grad(), parallel(model, SIMS), torch.sim.stream(stream):
@@ -92,13 +92,13 @@ def test_the_caller_keeps_its_device_and_stream():
         assert [torch.sim.current_stream(device).stream_id for device in ("sim:0", "sim:1", "sim:3")] == [0, 0, 0]
 
 
-# -- what is ordered
+# -- ordering between the caller and the lanes
 
 
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:2", "sim:1"]], ids=str)
-def test_a_caller_on_a_stream_of_its_own(devices, grad):
-    """What the caller queued on its stream before the call is seen by all lanes; what it queues after sees their work."""
+def test_a_caller_on_a_side_stream(devices, grad):
+    """Lanes run after the work that the caller queued before the call; the caller's later work runs after theirs."""
     model = mlp().to("sim:0")
     plain = mlp().to("sim:0")
     plain.load_state_dict(model.state_dict())
@@ -119,7 +119,7 @@ def test_a_caller_on_a_stream_of_its_own(devices, grad):
 
 
 def test_training_on_one_stream_and_then_on_another():
-    """The caller may go over to another stream between two steps: torch warns of no gradient."""
+    """The caller can change its stream between two training steps without a warning from torch about gradients."""
     model = mlp().to("sim:0")
     plain = mlp().to("sim:0")
     plain.load_state_dict(model.state_dict())
@@ -139,8 +139,8 @@ def test_training_on_one_stream_and_then_on_another():
         torch.set_warn_always(False)
 
 
-def test_casts_of_autocast_are_shared_by_no_two_streams():
-    """Lanes on one device, each on its own stream, cast the parameters that they share each for itself."""
+def test_lanes_on_one_device_do_not_share_autocast_casts():
+    """Lanes on one device, each on its own stream, cast shared parameters separately."""
     model = nn.Linear(64, 64).to("sim:0")
     x = torch.ones(8, 64, device="sim:0")
     with torch.no_grad(), parallel(model, TWICE), torch.autocast("sim", dtype=torch.bfloat16):
@@ -149,18 +149,18 @@ def test_casts_of_autocast_are_shared_by_no_two_streams():
         assert torch.is_autocast_cache_enabled()
 
 
-def test_blocks_in_turn_use_the_same_streams():
-    """Torch keeps memory for each stream that it ever worked on: a block takes the streams that another has left."""
+def test_successive_blocks_reuse_streams():
+    """A block reuses the streams of closed blocks, because torch keeps memory for each stream that was ever used."""
     model = Where().to("sim:0")
     for _ in range(10):
         with torch.no_grad(), parallel(model, TWICE) as p:
             model(rows(8))
             list(p.map([rows(8)] * 4))
-    assert len({stream for _, stream, _ in model.seen}) <= 4  # two to work on, and two to bring batches over on
+    assert len({stream for _, stream, _ in model.seen}) <= 4  # two for compute and two for input copies
 
 
-def test_threads_on_streams_of_their_own():
-    """Callers in several threads, each on its own stream, each get their own answer."""
+def test_callers_in_several_threads_on_separate_streams():
+    """Each caller gets its own output."""
     model = mlp().to("sim:0")
     plain = model[2].weight.detach().clone(), mlp()
     plain[1].load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
@@ -173,14 +173,14 @@ def test_threads_on_streams_of_their_own():
                 torch.testing.assert_close(model(x.to("sim:0")).cpu(), plain[1](x))
 
     with parallel(model, ["sim:0", "sim:0", "sim:1"]), ThreadPoolExecutor(4) as threads:
-        # Drawn before: numbers that another thread draws during a call count as drawn by the call.
+        # Draw the batches first: numbers that another thread draws during a call count as drawn by the call.
         work = [[rows(12) for _ in range(8)] for _ in range(4)]
         for each in [threads.submit(calls, batches) for batches in work]:
             each.result()
 
 
 def test_a_result_may_be_used_by_any_thread_on_any_stream():
-    """Whoever asks a future for its result may use it on its own stream at once."""
+    """A thread that reads a future's result can use it at once on its own stream."""
     model = mlp().to("sim:0")
     x = rows(MANY)
     expected = model(x.to("sim:0")).cpu()
@@ -200,8 +200,8 @@ def test_a_result_may_be_used_by_any_thread_on_any_stream():
         torch.testing.assert_close(each, 2 * expected.detach())
 
 
-def test_a_callback_gets_a_result_that_is_there():
-    """A callback asks in the lane's thread, for somebody on an unknown stream: the result is waited for."""
+def test_a_callback_gets_a_complete_result():
+    """In a callback, `result()` waits for the device, because the callback may pass the result to any stream."""
     model = mlp().to("sim:0")
     results, there = [], threading.Event()
 
@@ -216,8 +216,8 @@ def test_a_callback_gets_a_result_that_is_there():
         torch.testing.assert_close(results[0] + 0, model(x))
 
 
-def test_futures_as_they_complete():
-    """Futures work with what the standard library has for them."""
+def test_futures_work_with_as_completed():
+    """Futures from `submit` work with concurrent.futures.as_completed."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
         futures = {p.submit(torch.full((2, 5), float(i), dtype=torch.float64)): i for i in range(8)}
@@ -228,8 +228,8 @@ def test_futures_as_they_complete():
 
 @pytest.mark.parametrize("place", ["cpu", "pinned", "sim:0", "sim:3"])
 @pytest.mark.parametrize("devices", [SIMS, TWICE, ["sim:1"]], ids=str)
-def test_map_of_batches_that_are_let_go_of(devices, place):
-    """Batches that nobody else keeps are whole when a lane comes to them, wherever they lie."""
+def test_map_of_batches_that_the_source_releases(devices, place):
+    """`map` keeps batches alive until a lane has read them, even if the source drops its references."""
     model = mlp().to("sim:0")
     batches = [rows(MANY + i) for i in range(9)]
     expected = [model(batch.to("sim:0")).detach().cpu() for batch in batches]
@@ -240,15 +240,15 @@ def test_map_of_batches_that_are_let_go_of(devices, place):
             yield copy
             del copy
             if place not in ("cpu", "pinned"):
-                torch.zeros(MANY, 5, dtype=torch.float64, device=place)  # what was freed may be handed out here
+                torch.zeros(MANY, 5, dtype=torch.float64, device=place)  # would reuse the batch's memory if it were free
 
     with torch.no_grad(), parallel(model, devices) as p:
         for output, answer in zip(p.map(source()), expected, strict=True):
             torch.testing.assert_close(output.cpu(), answer)
 
 
-def test_a_change_between_mapped_batches():
-    """Parameters changed while batches are under way change for each of these wholly or not at all; later ones see them."""
+def test_a_parameter_change_between_submitted_calls():
+    """A pending call uses either the old or the new parameters. Calls submitted after the change use the new ones."""
     model = nn.Linear(5, 1, bias=False, dtype=torch.float64).to("sim:0")
     x = torch.ones(4, 5, dtype=torch.float64)
     with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
@@ -260,8 +260,8 @@ def test_a_change_between_mapped_batches():
         assert all(future.result().unique().tolist() == [10.0] for future in after)
 
 
-def test_close_comes_after_what_nobody_asked_for():
-    """What was submitted and never asked for is over before memory that it used is handed out again."""
+def test_close_waits_for_submitted_calls_whose_result_is_not_read():
+    """Submitted calls finish before their memory is reused, even if no thread reads their results."""
     model = mlp().to("sim:0")
     with torch.no_grad():
         with parallel(model, SIMS) as p:
@@ -273,7 +273,7 @@ def test_close_comes_after_what_nobody_asked_for():
 
 
 def test_batches_are_spread_over_the_lanes():
-    """A host that is done with a batch long before its device is gives the next one to another lane."""
+    """`map` spreads batches over all lanes, even if the host is done with a batch long before the device is."""
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
         for output in p.map([rows()] * 12, buffersize=1):
@@ -285,7 +285,7 @@ def test_batches_are_spread_over_the_lanes():
 
 
 def test_large_inputs_are_staged():
-    """Large pageable inputs go by pinned memory, so their copies keep nobody waiting; small ones go directly."""
+    """Large pageable inputs are copied through pinned memory, so the host does not wait. Small inputs are not staged."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS):
         model(rows(8))
@@ -301,8 +301,8 @@ def test_large_inputs_are_staged():
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_outputs_are_written_straight_into_one(dim):
-    """Without a graph each part is copied once, to its place on the output device, and never by the host."""
+def test_outputs_are_copied_once_to_their_place(dim):
+    """Without a graph, each lane's output is copied once, from device to device, to its place in the joined output."""
     model = nn.Identity()
     x = rows(12, 12).to("sim:2")
     with torch.no_grad(), parallel(model, SIMS, dim=dim, output_device="sim:2") as p:
@@ -314,8 +314,8 @@ def test_outputs_are_written_straight_into_one(dim):
     torch.testing.assert_close(y, x)
 
 
-def test_many_small_parameters_travel_together():
-    """However many parameters and buffers, a refresh is few copies; each gradient comes home by itself."""
+def test_small_parameters_are_copied_in_packs():
+    """A refresh of many small parameters and buffers takes few copies. Gradients are copied one by one."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)) for _ in range(20))).to("sim:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 5, device="sim:0")
@@ -331,26 +331,26 @@ def test_many_small_parameters_travel_together():
             forward, y = copies(lambda: model(x))
             backward, _ = copies(lambda: y.sum().backward())  # noqa: B023
             optimizer.step()
-    # For each of two devices: rows there and back, and the packs: parameters, float buffers and counters.
+    # Copies per device: rows there and back, and three packs (parameters, float buffers, and counters).
     assert built <= 2 * (2 + 3)
     assert forward <= 2 * (2 + 3)
     assert backward <= 2 * (2 + len(list(model.parameters())))
 
 
-def test_large_parameters_travel_alone():
-    """A tensor of more than a mebibyte is copied from where it lies, and every byte once a device."""
+def test_large_parameters_are_copied_without_packing():
+    """A refresh copies every byte once per device, also of tensors larger than 1 MiB, which are not packed."""
     model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3)).to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
         model(torch.randn(8, 600))
         for parameter in model.parameters():
             parameter.add_(1)
         before = p.stats().copied_bytes
-        torch.testing.assert_close(model(torch.ones(8, 600)), parallel_free(model, torch.ones(8, 600)))
+        torch.testing.assert_close(model(torch.ones(8, 600)), computed_plainly(model, torch.ones(8, 600)))
         assert p.stats().copied_bytes - before == 3 * parameter_bytes(model)
 
 
-def parallel_free(model, x):
-    """The plain output, computed from the parameters."""
+def computed_plainly(model, x):
+    """Return the plain output, computed from the parameters."""
     x = x.to("sim:0")
     for layer in model:
         x = nn.functional.linear(x, layer.weight, layer.bias)
@@ -358,11 +358,11 @@ def parallel_free(model, x):
 
 
 def test_no_lane_runs_far_ahead_of_its_device(monkeypatch):
-    """A lane begins submitted work once the work before the last one is done: what is queued stays bounded."""
+    """A lane starts a submitted call only when the device has finished the call before the previous one."""
     model = mlp().to("sim:0")
     waited = []
 
-    class Noted:
+    class RecordingEvent:
         def __init__(self, inner):
             self.inner = inner
 
@@ -375,12 +375,12 @@ def test_no_lane_runs_far_ahead_of_its_device(monkeypatch):
 
     run_staged = lane_streams.LaneStreams.run_staged
 
-    def noting(self, *given):
+    def record_waits(self, *given):
         value, reached = run_staged(self, *given)
-        self._ahead[-1] = [(device, Noted(event)) for device, event in reached]
+        self._ahead[-1] = [(device, RecordingEvent(event)) for device, event in reached]
         return value, reached
 
-    monkeypatch.setattr(lane_streams.LaneStreams, "run_staged", noting)
+    monkeypatch.setattr(lane_streams.LaneStreams, "run_staged", record_waits)
     with torch.no_grad(), parallel(model, ["sim:1"]) as p:
         futures = [p.submit(rows()) for _ in range(6)]
         for future in futures:
@@ -389,11 +389,11 @@ def test_no_lane_runs_far_ahead_of_its_device(monkeypatch):
     assert set(waited) == {"parawrap-lane 0 on sim:1"}
 
 
-# -- captures
+# -- graph capture
 
 
-def test_a_call_that_is_captured_runs_plainly(monkeypatch):
-    """While the caller's stream is captured into a graph, which lanes cannot add to, the call is the plain one."""
+def test_a_captured_call_runs_plainly(monkeypatch):
+    """While the caller's stream is captured into a graph, calls run plainly, because lanes cannot add to the graph."""
     model = Where().to("sim:0")
     monkeypatch.setattr(backend_of("sim").module, "is_current_stream_capturing", lambda: True, raising=False)
     with torch.no_grad(), parallel(model, SIMS) as p:
@@ -402,39 +402,39 @@ def test_a_call_that_is_captured_runs_plainly(monkeypatch):
     assert model.seen == [("sim:0", 0, 0)]
 
 
-# -- what is needed
+# -- every ordering is needed
 
 
-def test_all_of_them_are_kept():
-    """Nothing is told of the engine as it is."""
+def test_the_unmodified_engine_has_no_race():
+    """The devices report no race for the unmodified engine."""
     work()
     assert simdevice.stats().races == ()
 
 
 class Gated(nn.Linear):
-    """Says that a call has begun, and computes when it is let."""
+    """Signals the start of a call, and computes when the test allows it."""
 
     def __init__(self):
         super().__init__(5, 3, dtype=torch.float64)
-        self.begun, self.let = threading.Semaphore(0), threading.Semaphore(0)
+        self.started, self.allowed = threading.Semaphore(0), threading.Semaphore(0)
 
     def forward(self, x):
-        self.begun.release()
-        assert self.let.acquire(timeout=30)
+        self.started.release()
+        assert self.allowed.acquire(timeout=30)
         return super().forward(x)
 
 
 def work():
-    """A few calls of each kind, on a stream that is not the default one."""
+    """Run a few calls of each kind, on a stream other than the default stream."""
     stream = side_stream()
     with torch.sim.stream(stream):
         stream.wait_stream(torch.sim.default_stream("sim:0"))
         train_and_map(mlp().to("sim:0"))
-        let_go_of_input_and_output(Gated().to("sim:0"))
+        release_input_and_output(Gated().to("sim:0"))
 
 
 def train_and_map(model):
-    """Steps of training, a call, and batches on every lane."""
+    """Run training steps, one call without gradients, and mapped batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel(model, ["sim:0", "sim:0", "sim:1", "sim:2"]) as p:
         for _ in range(3):
@@ -446,17 +446,17 @@ def train_and_map(model):
                 output.add_(1)
 
 
-def let_go_of_input_and_output(model):
-    """Memory is asked for after a lane's input, and then its output, was let go of, and before the lane's next work."""
+def release_input_and_output(model):
+    """Allocate memory after a lane's input, and then its output, is released, and before the lane's next task runs."""
     with torch.no_grad(), parallel(model, ["sim:0"]) as p:
         first, second = (p.submit(rows(MANY).to("sim:0")) for _ in range(2))
-        model.let.release()
+        model.allowed.release()
         for _ in range(2):
-            assert model.begun.acquire(timeout=30)
-        torch.zeros(1, device="sim:0")  # the lane has come to the second, and let go of the first's input
+            assert model.started.acquire(timeout=30)
+        torch.zeros(1, device="sim:0")  # the lane has started the second call and released the input of the first
         first.result().add_(1)
         del first
-        model.let.release()  # the second takes its memory now
+        model.allowed.release()  # the second call now allocates memory
         second.result()
 
 
@@ -465,9 +465,9 @@ def _nothing(*_, **__):
 
 
 @pytest.mark.parametrize("without", ["the caller", "the lanes", "staging", "record_use of inputs", "record_use of outputs"])
-def test_each_of_them_is_needed(without, monkeypatch, races):
-    """With one ordering taken away the devices tell of a race."""
-    if without == "the caller":  # lanes do not wait for what the caller has queued
+def test_removing_an_ordering_causes_a_race(without, monkeypatch, races):
+    """If one ordering is removed, the devices report a race."""
+    if without == "the caller":  # lanes do not wait for the caller's queued work
 
         def at_once(self, device, mark):
             return mark.stream if mark.event is None else self._own_on(device)
@@ -475,8 +475,8 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
         monkeypatch.setattr(lane_streams.LaneStreams, "_following", at_once)
     elif without == "the lanes":  # the caller does not wait for the lanes
         monkeypatch.setattr(lane_streams.LaneStreams, "be_waited_for", _nothing)
-    elif without == "staging":  # the lane's stream does not wait for what was brought over beside it
-        monkeypatch.setattr(lane_streams.LaneStreams, "_run_beside", beside_without_an_event)
+    elif without == "staging":  # the lane's stream does not wait for the copy of its input
+        monkeypatch.setattr(lane_streams.LaneStreams, "_run_beside", stage_without_an_event)
     elif without == "record_use of inputs":
         monkeypatch.setattr(bring_and_run, "record_use", _nothing)
         monkeypatch.setattr(backend_streams, "_record", _nothing)
@@ -484,14 +484,14 @@ def test_each_of_them_is_needed(without, monkeypatch, races):
         monkeypatch.setattr(lane_streams, "record_use", _nothing)
     work()
     for device in SIMS:
-        torch.sim.synchronize(device)  # what is freed from here on is no race
+        torch.sim.synchronize(device)  # memory freed after this point causes no race
     simdevice.reset_stats()
     assert races
     races.clear()
 
 
-def beside_without_an_event(self, stage, mark, streams):
-    """What brings a shard over on a stream that nobody waits for."""
+def stage_without_an_event(self, stage, mark, streams):
+    """Copy a shard on a separate stream, as `LaneStreams` does, without making the lane's stream wait for it."""
     self._copying = self._copying or (self._backend.new_stream(self._device),)
     (copying,) = self._copying
     copying.wait_event(mark.event)

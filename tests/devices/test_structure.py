@@ -1,4 +1,4 @@
-"""Awkward models have the plain answer and gradients on several devices."""
+"""Models with an unusual structure have the plain outputs and gradients on several devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.replicas.test_structure import BEHIND, quiet
 
 
 def made_on(device, make):
-    """Make a model on a device. `to` would not move tensors in dicts."""
+    """Make a model on a device. `Module.to` would leave tensors in dicts behind."""
     with torch.device(device):
         return make()
 
@@ -23,8 +23,8 @@ def made_on(device, make):
 @quiet
 @pytest.mark.parametrize("devices", [SIMS, ["sim:2", "sim:0", "sim:3", "sim:3"]], ids=str)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_awkward_models_have_the_plain_answer(make, devices):
-    """Values and gradients equal those of a plain copy on the same device, call after call, whatever changes between."""
+def test_awkward_models_equal_a_plain_copy(make, devices):
+    """Outputs and gradients equal those of a plain copy, whatever changes in the model between calls."""
     opened = functools.partial(parallel, devices=devices, output_device="sim:0")
     for case in CASES:
         event, grad = case.values
@@ -50,15 +50,15 @@ def test_a_model_behind_a_callable_is_replicated(behind):
 
 
 class WithBias(nn.Linear):
-    """Returns its bias too."""
+    """Returns its output and its bias."""
 
     def forward(self, x):
         return super().forward(x), self.bias
 
 
 @pytest.mark.parametrize("count", [1, 2, 9])
-def test_a_parameter_that_is_returned_is_the_models(count):
-    """Also in a call of few rows, which one lane away from the model's device runs whole."""
+def test_a_returned_parameter_is_the_models_own(count):
+    """This also holds for a call of few rows that one lane on another device runs whole."""
     model = WithBias(3, 3).to("sim:0")
     with torch.no_grad(), parallel(model, ["sim:2", "sim:0"]):
         assert model(torch.randn(count, 3, device="sim:0"))[1] is model.bias
@@ -74,7 +74,7 @@ def behind_a_torch_partial(scale):
 
 @pytest.mark.parametrize("behind", [behind_a_lambda, behind_a_torch_partial])
 def test_a_tensor_that_only_a_function_holds_is_refused(behind):
-    """A lane on another device would find it on the model's; the error names its place."""
+    """In a lane on another device the tensor would lie on the wrong device. The error names its path in the model."""
     model = nn.Linear(3, 3, device="sim:0")
     model.scaled = behind(torch.ones(3, device="sim:0"))
     with (
@@ -97,7 +97,7 @@ class Counts(nn.Linear):
 
 
 def test_whole_calls_that_write_buffers_do_not_race():
-    """Two lanes of one device run whole calls; the simulated device reports no race of their streams."""
+    """Two lanes on one device run whole calls that write a buffer, and the device reports no race."""
     model, x = Counts(), torch.randn(7, 3, device="sim:2")
     with torch.no_grad(), parallel(model, ["sim:2", "sim:2"]) as p:
         for future in [p.submit(x) for _ in range(6)]:

@@ -1,4 +1,4 @@
-"""Training over four devices gives the weights that plain training gives."""
+"""Training over four devices gives the same weights and gradients as plain training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def batches(steps: int) -> list[torch.Tensor]:
     ("kind", "home", "count"),
     [("block", "sim:0", 200), ("block", "cpu", 60), ("block", "sim:3", 60), ("DataParallel", "sim:0", 60)],
 )
-def test_many_steps(kind, make, home, count):
-    """After many steps on shuffled uneven batches all weights equal those of plain training."""
+def test_many_steps_equal_plain_training(kind, make, home, count):
+    """After many steps on shuffled, uneven batches, all weights equal those of plain training."""
     plain = make()
     model = copy.deepcopy(plain).to(home)
     mine = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -53,7 +53,7 @@ def test_many_steps(kind, make, home, count):
 
 @HOMES
 def test_mean_loss_inside_the_model(home):
-    """A mean loss computed in the lanes over uneven shards has the plain value and gradients."""
+    """A mean loss that the lanes compute over uneven shards has the plain value and gradients."""
 
     class Loss(nn.Linear):
         def forward(self, x):
@@ -75,7 +75,7 @@ def test_mean_loss_inside_the_model(home):
 
 @HOMES
 def test_gradients_accumulate(home):
-    """Gradients of several backwards add up."""
+    """Several backward passes add up their gradients."""
     model = mlp().to(home)
     plain = copy.deepcopy(model)
     with parallel(model, SIMS):
@@ -86,8 +86,8 @@ def test_gradients_accumulate(home):
 
 
 @HOMES
-def test_two_forwards_before_one_backward(home):
-    """Two calls, one of them of a few rows, may share one backward."""
+def test_two_calls_share_one_backward(home):
+    """Two calls, one of them with few rows, can share one backward."""
     model = mlp().to(home)
     plain = copy.deepcopy(model)
     x, y = rows(9), rows(2)
@@ -98,8 +98,8 @@ def test_two_forwards_before_one_backward(home):
 
 
 @HOMES
-def test_model_fed_its_own_output(home):
-    """A model called on its own output learns through both calls."""
+def test_a_model_called_on_its_own_output(home):
+    """Gradients flow through both calls."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Tanh()).double().to(home)
     plain = copy.deepcopy(model)
     x = rows(9)
@@ -109,8 +109,8 @@ def test_model_fed_its_own_output(home):
     assert_same_gradients(model, plain)
 
 
-def test_retain_graph():
-    """A retained graph may be run through again, and adds the same gradients."""
+def test_a_retained_graph_runs_backward_twice():
+    """The second backward adds the same gradients again."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     x = rows(9)
@@ -125,7 +125,7 @@ def test_retain_graph():
 
 @HOMES
 def test_double_backward(home):
-    """A gradient penalty, a backward through a gradient, gives the plain gradients."""
+    """A gradient penalty, which needs a backward through a gradient, gives the plain gradients."""
     model = mlp().to(home)
     plain = copy.deepcopy(model)
     data = rows(9)
@@ -144,7 +144,7 @@ def test_double_backward(home):
 
 
 def test_autograd_grad_of_some_parameters():
-    """torch.autograd.grad for some of the parameters gives theirs and leaves the others alone."""
+    """torch.autograd.grad returns the gradients of the given parameters and sets no `.grad`."""
     model = mlp().to("sim:0")
     x = rows(9)
     with parallel(model, SIMS):
@@ -156,7 +156,7 @@ def test_autograd_grad_of_some_parameters():
 
 @HOMES
 def test_unused_parameters_get_no_gradient(home):
-    """A parameter that takes no part has no gradient, as plainly."""
+    """The gradient of a parameter that forward does not use stays None, as in a plain call."""
 
     class Half(nn.Sequential):
         def forward(self, x):
@@ -169,8 +169,8 @@ def test_unused_parameters_get_no_gradient(home):
     assert model[0].weight.grad is not None
 
 
-def test_a_step_between_forward_and_backward_is_refused_as_plainly():
-    """Weights changed between forward and backward raise, as they do plainly, rather than give a wrong gradient."""
+def test_a_parameter_write_between_forward_and_backward_raises():
+    """Backward raises torch's error instead of computing a wrong gradient, as in a plain call."""
     model = mlp().to("sim:0")
     x = rows(9)
     with parallel(model, SIMS):
@@ -183,7 +183,7 @@ def test_a_step_between_forward_and_backward_is_refused_as_plainly():
 
 
 def test_backward_after_the_block():
-    """A loss computed in the block may be differentiated after it."""
+    """A loss computed in the block can run backward after the block."""
     model = mlp().to("sim:0")
     plain = copy.deepcopy(model)
     x = rows(9)
@@ -195,7 +195,7 @@ def test_backward_after_the_block():
 
 
 def test_part_of_a_larger_model():
-    """A parallel part inside a plain model trains with it."""
+    """A parallel submodule of a plain model trains with the rest of the model."""
 
     class Whole(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""The models of these tests, and the comparison of a parallel call with the plain one."""
+"""Models for the tests on simulated devices, and comparisons of parallel calls with plain calls."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ def mlp() -> nn.Module:
 
 
 def rows(count: int = 10, width: int = 5) -> Tensor:
-    """A batch on the CPU."""
+    """A random batch on the CPU."""
     return torch.randn(count, width, dtype=torch.float64)
 
 
 def side_stream(device: str = "sim:0") -> torch.Stream:
-    """A stream that is neither the default one nor any lane's: those come from the pool of the other priority."""
+    """A stream that no lane uses and that is not the default stream.
+
+    Lanes take their streams from torch's pool of the other priority.
+    """
     stream: torch.Stream = torch.sim.Stream(device, priority=-1)
     return stream
 
 
 def parameter_bytes(model: nn.Module) -> int:
-    """The bytes of all parameters, tied ones once."""
+    """Total bytes of all parameters. Tied parameters count once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
-    """The gradients by parameter name, on the CPU."""
+    """Gradients by parameter name, copied to the CPU."""
     return {name: None if p.grad is None else p.grad.cpu() for name, p in model.named_parameters()}
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Each gradient equals the plain model's; each lies where its parameter does."""
+    """Assert that each gradient equals the plain model's and lies on its parameter's device."""
     mine, theirs = gradients(model), gradients(plain)
     assert [name for name, g in mine.items() if g is None] == [name for name, g in theirs.items() if g is None]
     torch.testing.assert_close(
@@ -60,13 +63,13 @@ def assert_same_training_step(
     loss: Callable[[Any], Tensor] = lambda output: output.square().sum(),
     **options: Any,
 ) -> None:
-    """A call in a block answers as a plain copy of the model does where the model is, and gives its gradients."""
+    """Assert that a training step in a block has the output, the output device, and the gradients of a plain copy."""
     home = next(model.parameters()).device
     plain = copy.deepcopy(model) if plain is None else plain
     expected = plain(x.to(home))
     loss(expected).backward()
     with parallel(model, devices, **options):
-        for _ in range(2):  # the first call makes the replicas, the second has them
+        for _ in range(2):  # the first call makes the replicas, the second reuses them
             model.zero_grad()
             output = model(x)
             loss(output).backward()
@@ -75,7 +78,7 @@ def assert_same_training_step(
 
 
 class Recurrent(nn.Module):
-    """Both kinds of recurrent layer, whose weights are kept a second time in a list."""
+    """An LSTM and a GRU. torch keeps their weights in a list as well as in attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Recurrent(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix used twice, under two names."""
+    """One weight matrix registered under two names and used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +119,7 @@ class Listed(nn.Module):
 
 
 class Holder(nn.Module):
-    """A linear layer, and tensors that are neither parameters nor buffers: an attribute, and some in containers."""
+    """A linear layer with plain tensors (neither parameters nor buffers) in an attribute and in nested containers."""
 
     def __init__(self, home: str = "sim:0") -> None:
         super().__init__()
@@ -142,7 +145,7 @@ class Masked(nn.Module):
 
 
 class Locked(nn.Module):
-    """A linear layer that holds a lock, which nothing can copy."""
+    """A linear layer that holds a lock, which cannot be copied."""
 
     def __init__(self):
         super().__init__()
@@ -155,7 +158,7 @@ class Locked(nn.Module):
 
 
 class Average(nn.Module):
-    """Subtracts a running mean, kept in a buffer that forward replaces, or writes in place."""
+    """Subtracts a running mean. Forward replaces the mean's buffer, or writes to it in place."""
 
     def __init__(self, *, in_place: bool) -> None:
         super().__init__()
@@ -173,7 +176,7 @@ class Average(nn.Module):
 
 
 class Where(nn.Module):
-    """Answers with the index of the device that each row was on; -1 is the CPU."""
+    """Returns for each row the index of the device that it ran on; -1 is the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -185,5 +188,5 @@ class Where(nn.Module):
 
 
 def devices_of(values: Sequence[Tensor]) -> list[str]:
-    """The devices of tensors, as strings."""
+    """Device names of tensors."""
     return [str(value.device) for value in values]
