@@ -28,7 +28,7 @@ class Recorder(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)
-        type(self).seen = []  # on the class: a replica has its own attributes
+        type(self).seen = []  # on the class, because a replica has its own attributes
 
     def forward(self, *args, **kwargs):
         inputs = [*args, *kwargs.values()]
@@ -67,7 +67,7 @@ def test_the_table_has_a_row_per_way(capsys):
 
 
 def test_a_table_of_known_numbers():
-    """The median, the quartiles, the ratio of medians, MiB, and both differences stand in their columns."""
+    """The table shows the median, the quartiles, the ratio of medians, MiB, page faults, and both differences."""
     plain = Way("plain", (0.004, 0.004, 0.004), 0, 0.0, Difference(0.0, 0.0), Difference(0.0, 0.0))
     lanes = Way("lanes", (0.001, 0.002, 0.003), 3 << 19, 12.4, Difference(0.5, 0.25), Difference(math.inf, math.inf))
     unknown = dataclasses.replace(lanes, extra_bytes=None, outputs=Difference(0.0, 0.0), gradients=Difference(1e-7, 1e-8))
@@ -81,7 +81,7 @@ def test_a_table_of_known_numbers():
 
 
 def test_show_false_prints_nothing(capsys):
-    """With `show=False` the table is left to the caller."""
+    """With `show=False`, the caller can print the table with `str`."""
     comparison = compare(nn.Linear(3, 2), torch.randn(8, 3), LANES, **SHORT)
     assert capsys.readouterr().out == ""
     assert "lanes" in str(comparison)
@@ -108,14 +108,14 @@ def test_one_way_runs_plain_and_the_other_in_lanes():
     ids=["tensor", "tuple", "dict"],
 )
 def test_a_batch_is_a_call_as_in_map(batch, expected):
-    """A tuple is spread, a dict becomes keywords, anything else is one argument."""
+    """A tuple is spread, a dict becomes keyword arguments, and any other batch is one argument."""
     model = Recorder()
     compare(model, batch, LANES, **SHORT)
     assert all((count, names) == expected for count, names, *_ in model.seen)
 
 
 def test_a_packed_sequence_is_one_argument():
-    """A PackedSequence is a tuple that is not spread, and its data is compared."""
+    """A PackedSequence is not spread, although it is a tuple."""
     model = nn.LSTM(3, 2).eval()
     batch = pack_sequence([torch.randn(4, 3), torch.randn(2, 3), torch.randn(1, 3)])
     comparison = compare(model, batch, LANES, out_dims=(0, (1, 1)), **SHORT)
@@ -124,7 +124,7 @@ def test_a_packed_sequence_is_one_argument():
 
 
 def test_differences_are_small_for_a_row_wise_model():
-    """Outputs and gradients agree up to rounding."""
+    """Outputs and gradients are equal up to rounding."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     _, lanes = compare(model, torch.randn(8, 3), LANES, train=True, **SHORT).ways
     assert lanes.outputs.absolute < 1e-5
@@ -155,8 +155,8 @@ def test_differences_of_shapes_and_of_nans_are_infinite():
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote 'linear.training':UserWarning")
-def test_the_model_is_left_as_it_was():
-    """Buffers, gradients, training flags, and attributes are the caller's own, with their values, after a training step."""
+def test_the_model_is_restored():
+    """After a training step, buffers, gradients, training flags, and attributes are what they were before."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -184,8 +184,8 @@ def test_the_model_is_left_as_it_was():
     assert "forward" not in vars(model)
 
 
-def test_the_random_state_is_left_as_it_was_and_is_the_same_for_each_way():
-    """Both ways draw the numbers that the caller would draw next, and the caller draws them after that."""
+def test_each_way_starts_from_the_callers_random_state():
+    """Both ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
     drawn = []
 
     def noise(x):
@@ -216,7 +216,7 @@ def test_the_state_is_restored_after_an_error():
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_grad_mode_follows_train(grad):
-    """A training step has gradients also under `torch.no_grad`, and the forward comparison never has."""
+    """A training step enables gradients, also under `torch.no_grad`. A forward comparison disables them."""
     model = Recorder()
     with torch.set_grad_enabled(grad):
         compare(model, torch.randn(8, 3), LANES, **SHORT)
@@ -240,7 +240,7 @@ def test_the_default_loss_sums_all_floating_point_outputs():
     assert torch.isclose(module_of_compare._sum(output), 3 * output["a"].sum())
 
 
-def test_without_gradients_in_the_output_a_loss_is_required():
+def test_an_output_without_gradients_requires_a_loss():
     """The error names `loss`, and its note names the way."""
     with pytest.raises(ShardError, match="pass loss=") as caught:
         compare(torch.argmax, (torch.randn(8, 3), 1), LANES, train=True, **SHORT)
@@ -279,8 +279,8 @@ def test_another_method_can_be_compared():
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 1}, {"calls": 0}, {"methods": ("forward", "extra_repr")}])
-def test_what_cannot_be_compared_is_refused(wrong):
-    """The error names the values."""
+def test_wrong_options_are_refused(wrong):
+    """Too few rounds or calls, or several methods, raise ShardError."""
     with pytest.raises(ShardError, match="compare needs rounds >= 2, calls >= 1, and one method"):
         compare(nn.Linear(3, 2), torch.randn(8, 3), LANES, **wrong)
 
@@ -302,7 +302,7 @@ def test_an_error_names_its_way(way):
 
 
 def test_a_sparse_gradient_is_compared():
-    """The gradient of a sparse embedding counts as the dense one."""
+    """A sparse gradient is compared like a dense one."""
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
     _, lanes = compare(model, torch.arange(8) % 5, LANES, train=True, **SHORT).ways
     assert lanes.gradients.absolute < 1e-5
@@ -310,7 +310,7 @@ def test_a_sparse_gradient_is_compared():
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="peaks are read from /proc")
 def test_extra_memory_counts_what_a_call_allocates():
-    """A call that needs 64 MiB grows the process by about 64 MiB at its peak, also in a later turn."""
+    """A call that allocates 64 MiB has a peak of about 64 MiB of extra memory, also in later rounds."""
 
     def needy(x):
         return x + torch.ones(2**24).sum()

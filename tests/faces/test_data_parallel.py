@@ -1,4 +1,4 @@
-"""DataParallel and data_parallel: what torch.nn.DataParallel documents, on CPU lanes."""
+"""DataParallel and data_parallel on CPU lanes behave as torch.nn.DataParallel documents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TutorialModel(nn.Module):
     def __init__(self, input_size, output_size):
         super().__init__()
         self.fc = nn.Linear(input_size, output_size)
-        type(self).inside = []  # on the class: a replica has its own attributes
+        type(self).inside = []  # on the class, because a replica has its own attributes
 
     def forward(self, input):  # noqa: A002
         output = self.fc(input)
@@ -49,7 +49,7 @@ class TutorialModel(nn.Module):
 
 
 def test_the_tutorial_runs():
-    """Torch's tutorial: 100 rows of 5 in batches of 30 over two devices; shards and outputs as it prints them."""
+    """The sizes that torch's tutorial prints (100 rows, batches of 30, two devices) are the same here."""
     model = TutorialModel(5, 2)
     net = DataParallel(model, ["cpu", "cpu"])
     outside = []
@@ -62,7 +62,7 @@ def test_the_tutorial_runs():
 
 
 def test_it_is_a_torch_data_parallel():
-    """Isinstance checks for torch.nn.DataParallel pass, and .module is the module."""
+    """DataParallel is a torch.nn.DataParallel with the same attributes."""
     module = nn.Linear(4, 2)
     net = DataParallel(module, TWO)
     assert isinstance(net, nn.DataParallel)
@@ -72,7 +72,7 @@ def test_it_is_a_torch_data_parallel():
 
 
 def test_the_state_dict_has_torchs_prefix():
-    """Keys begin with "module."; checkpoints go to and from torch.nn.DataParallel."""
+    """Keys start with "module.", and a state_dict of torch.nn.DataParallel loads."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     assert list(net.state_dict()) == ["module.weight", "module.bias"]
     state = nn.DataParallel(nn.Linear(4, 2)).state_dict()
@@ -84,8 +84,8 @@ def test_the_state_dict_has_torchs_prefix():
 
 @no_accelerator
 @pytest.mark.parametrize("device_ids", [None, [0], [0, 1]])
-def test_without_an_accelerator_calls_pass_through(device_ids):
-    """As in torch: no lanes, no cut, device_ids is empty."""
+def test_without_an_accelerator_calls_are_plain(device_ids):
+    """As in torch, `device_ids` is empty, and the module gets the whole batch in the caller's thread."""
     seen = []
 
     class Model(nn.Module):
@@ -101,8 +101,8 @@ def test_without_an_accelerator_calls_pass_through(device_ids):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_answer_and_gradient_are_the_plain_ones(rows, dim):
-    """Forward and backward equal the plain module's, for every count of rows and either dim."""
+def test_outputs_and_gradients_equal_the_plain_ones(rows, dim):
+    """Forward and backward equal those of the plain module for each row count and dim."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     net = DataParallel(model, THREE, dim=dim)
     shape = [3, 3, 4]
@@ -119,7 +119,7 @@ def test_the_answer_and_gradient_are_the_plain_ones(rows, dim):
 
 
 def test_keyword_arguments_and_nested_inputs_are_cut():
-    """Tuples, lists and dicts of tensors are scattered; None and numbers go to every device."""
+    """Tensors in tuples, lists, and dicts are scattered; None and numbers go to every device."""
 
     class Model(nn.Module):
         def forward(self, pair, *, more, k, none=None):
@@ -132,7 +132,7 @@ def test_keyword_arguments_and_nested_inputs_are_cut():
 
 
 def test_lists_without_tensors_are_shared():
-    """Torch's rule: a list as long as the batch goes whole to every device, by reference."""
+    """As in torch, a list without tensors goes whole to every device, even if it is as long as the batch."""
     seen = []
 
     class Model(nn.Module):
@@ -146,7 +146,7 @@ def test_lists_without_tensors_are_shared():
 
 
 def test_a_scalar_output_becomes_a_vector_with_a_warning_at_the_callers_line():
-    """The output has one value per device, and the warning points at this file."""
+    """The output has one value per device, and the warning points to the call in this file."""
 
     class Mean(nn.Module):
         def forward(self, x):
@@ -176,7 +176,7 @@ def test_a_scalar_output_is_a_vector_for_every_number_of_rows(rows):
 
 
 def test_a_scalar_output_in_a_nested_model_warns_at_the_callers_line():
-    """The warning points past parawrap and torch, also where the call goes through another module."""
+    """The warning points past parawrap and torch, also if another module makes the call."""
 
     class Mean(nn.Module):
         def forward(self, x):
@@ -192,7 +192,7 @@ def test_a_scalar_output_in_a_nested_model_warns_at_the_callers_line():
     "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
 )
 def test_copies_work_and_are_independent(duplicate):
-    """A copy, made before or after the first call, has its own module and lanes."""
+    """A copy made before or after the first call has its own module and lanes."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     x = torch.randn(5, 4)
     for _ in range(2):
@@ -203,8 +203,8 @@ def test_copies_work_and_are_independent(duplicate):
         assert not torch.equal(clone(x), net(x))
 
 
-def test_the_four_verbs_can_be_called_alone():
-    """scatter, replicate, parallel_apply and gather, as torch's may be."""
+def test_the_four_verbs_can_be_called_separately():
+    """scatter, replicate, parallel_apply, and gather work outside a call, as in torch."""
     net = DataParallel(nn.Linear(4, 2), THREE)
     x = torch.randn(7, 4)
     inputs, kwargs = net.scatter((x,), {"k": 1}, net.device_ids)
@@ -216,7 +216,7 @@ def test_the_four_verbs_can_be_called_alone():
 
 
 def test_overridden_verbs_are_used():
-    """A subclass's scatter, replicate, parallel_apply and gather make up the call, in order."""
+    """A call uses a subclass's scatter, replicate, parallel_apply, and gather, in this order."""
     called = []
 
     class Mine(DataParallel):
@@ -244,8 +244,8 @@ def test_overridden_verbs_are_used():
     assert called == ["scatter", "replicate", "parallel_apply", "gather"]
 
 
-def test_an_overridden_scatter_with_torchs_own_signature_of_results():
-    """A scatter that returns lists of its own, unbalanced, is honoured (as torch's subclasses do for graphs)."""
+def test_an_overridden_scatter_may_return_unbalanced_lists():
+    """The call uses the inputs that a subclass's scatter returns, as subclasses for graphs expect."""
 
     class Mine(DataParallel):
         def scatter(self, inputs, kwargs, device_ids):
@@ -259,8 +259,8 @@ def test_an_overridden_scatter_with_torchs_own_signature_of_results():
     assert (one.tolist(), rest.tolist()) == ([0.0], [1.0, 2.0, 3.0, 4.0])
 
 
-def test_another_module_may_be_put_in():
-    """net.module = other: the next call runs the other one, as in torch."""
+def test_module_can_be_replaced():
+    """After `net.module = other`, the next call runs `other`, as in torch."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     x = torch.randn(5, 4)
     net(x)
@@ -268,8 +268,8 @@ def test_another_module_may_be_put_in():
     assert_close(net(x), net.module(x))
 
 
-def test_another_dim_may_be_set():
-    """net.dim = 1 is honoured by the next call, as in torch."""
+def test_dim_can_be_set():
+    """After `net.dim = 1`, the next call cuts on dim 1, as in torch."""
     seen = []
 
     class Model(nn.Module):
@@ -284,8 +284,8 @@ def test_another_dim_may_be_set():
     assert seen == [(2, 6)] * 2 + [(4, 3)] * 2
 
 
-def test_replicate_takes_the_module_it_is_given():
-    """replicate(other, device_ids) replicates the other module, as torch's does."""
+def test_replicate_accepts_another_module():
+    """replicate(other, device_ids) replicates `other`, as in torch."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     other = nn.Linear(4, 2)
     x = torch.randn(4, 4)
@@ -294,7 +294,7 @@ def test_replicate_takes_the_module_it_is_given():
 
 
 def test_replicas_are_kept_from_call_to_call():
-    """Persistent replicas: the same objects run in every call."""
+    """The same replica objects run in every call."""
     ran = []
 
     class Model(nn.Module):
@@ -308,8 +308,8 @@ def test_replicas_are_kept_from_call_to_call():
     assert len({id(module) for module in ran}) == 3
 
 
-def test_train_eval_and_moves_of_dtype_are_followed():
-    """net.eval(), net.double() and zero_grad work through the wrapper as on any module."""
+def test_replicas_follow_eval_and_dtype_changes():
+    """net.eval() and net.double() change the module, and the next call follows."""
     net = DataParallel(nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)), TWO)
     x = torch.randn(6, 4)
     assert net(x).abs().sum().item() == 0
@@ -318,7 +318,7 @@ def test_train_eval_and_moves_of_dtype_are_followed():
 
 
 def test_batch_norm_keeps_the_first_shards_statistics():
-    """As torch documents: in-place updates of buffers on device[0] are recorded."""
+    """As torch documents, only the buffer updates of the first device are kept."""
     model = nn.BatchNorm1d(4)
     first = copy.deepcopy(model)
     net = DataParallel(model, TWO)
@@ -328,8 +328,8 @@ def test_batch_norm_keeps_the_first_shards_statistics():
     assert_close(dict(model.state_dict()), dict(first.state_dict()))
 
 
-def test_hooks_of_the_module_run_on_every_shard_and_of_the_wrapper_once():
-    """As in torch, hooks on the module run len(device_ids) times in every call, and hooks on the wrapper once."""
+def test_module_hooks_run_per_shard_and_wrapper_hooks_once():
+    """As in torch, hooks on the module run once per device in every call, and hooks on the wrapper run once."""
     model = nn.Linear(4, 2)
     net = DataParallel(model, THREE)
     inner, outer = [], []
@@ -345,7 +345,7 @@ def test_hooks_of_the_module_run_on_every_shard_and_of_the_wrapper_once():
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_lanes_on_one_device_draw_random_numbers_in_lane_order(lanes, grad):
-    """With a seed, dropout over devices that share a generator gives the same numbers in every call."""
+    """If devices share a generator, dropout with a seed gives the same numbers in every call."""
     net = DataParallel(nn.Dropout(0.5), ["cpu"] * lanes)
     x = torch.ones(8 * lanes, 16)
     torch.manual_seed(0)
@@ -356,8 +356,8 @@ def test_lanes_on_one_device_draw_random_numbers_in_lane_order(lanes, grad):
             assert torch.equal(net(x), expected)
 
 
-def test_devices_that_share_a_generator_run_at_once_if_nothing_is_drawn():
-    """The first call runs the shards of one device one after another; the lanes of later calls meet."""
+def test_lanes_run_at_the_same_time_if_nothing_is_drawn():
+    """After the first call, which runs shards one after another, lanes on one device run at the same time."""
     armed, barrier = threading.Event(), threading.Barrier(3)
 
     class Model(nn.Module):
@@ -373,7 +373,7 @@ def test_devices_that_share_a_generator_run_at_once_if_nothing_is_drawn():
 
 
 def test_the_profiler_sees_data_parallel_forward():
-    """record_function("DataParallel.forward") is around the call, as in torch."""
+    """The call runs inside record_function("DataParallel.forward"), as in torch."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         net(torch.randn(6, 4))
@@ -382,8 +382,8 @@ def test_the_profiler_sees_data_parallel_forward():
     assert counts["aten::linear"] == 2
 
 
-def test_a_parameter_elsewhere_is_refused_in_torchs_words():
-    """Parameters that are not on device_ids[0]: torch's RuntimeError."""
+def test_a_parameter_on_another_device_raises_torchs_error():
+    """A parameter that is not on device_ids[0] raises torch's RuntimeError."""
     net = DataParallel(nn.Linear(4, 2), TWO)
     net.module.bias = nn.Parameter(torch.zeros(2, device="meta"))
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device cpu"):
@@ -391,21 +391,21 @@ def test_a_parameter_elsewhere_is_refused_in_torchs_words():
 
 
 @pytest.mark.parametrize("device_ids", [[], ()])
-def test_no_device_ids_are_refused(device_ids):
-    """An empty list makes no sense anywhere."""
+def test_empty_device_ids_are_refused(device_ids):
+    """An empty list or tuple raises DeviceListError."""
     with pytest.raises(DeviceListError, match="empty"):
         DataParallel(nn.Linear(4, 2), device_ids)
 
 
 @pytest.mark.parametrize("device_ids", [["cpu", "cpu:1"], ["cpu", "cuda:0"], ["cpu", 0]])
-def test_device_ids_that_are_not_there_or_mixed_are_refused(device_ids):
-    """An index that is not there, as in "cpu:1", and types that do not go together."""
+def test_absent_and_mixed_device_ids_are_refused(device_ids):
+    """An absent index, such as "cpu:1", and devices of two types raise."""
     with pytest.raises((DeviceListError, DeviceUnavailableError)):
         DataParallel(nn.Linear(4, 2), device_ids)
 
 
 def test_one_device_runs_the_module_itself():
-    """With one device the module is called as it is."""
+    """With one device, there is no replica: the module itself is called."""
     seen = []
 
     class Model(nn.Module):
@@ -418,8 +418,8 @@ def test_one_device_runs_the_module_itself():
     assert seen == [model]
 
 
-def test_errors_of_the_model_and_of_the_cut():
-    """The user's error has a note on its lane; rows that disagree and ragged outputs are named."""
+def test_errors_name_the_lane_the_argument_or_the_shapes():
+    """The model's exception has a note with its lane. Other errors name the argument's row count or the outputs' shapes."""
 
     class Model(nn.Module):
         def forward(self, x, y):
@@ -438,7 +438,7 @@ def test_errors_of_the_model_and_of_the_cut():
 
 
 def test_zero_rows_and_no_input_run_once():
-    """A batch of zero rows, and a call without arguments, are one call of the module."""
+    """A batch of zero rows, or a call without arguments, calls the module once."""
     calls = []
 
     class Model(nn.Module):
@@ -452,16 +452,16 @@ def test_zero_rows_and_no_input_run_once():
     assert len(calls) == 2
 
 
-def test_it_nests_and_recurses():
-    """A DataParallel inside a DataParallel, and a module that calls its own wrapper, work."""
+def test_nested_data_parallel():
+    """A DataParallel inside another one has the plain output."""
     inner = DataParallel(nn.Linear(4, 4), TWO)
     outer = DataParallel(nn.Sequential(inner, nn.Tanh()), THREE)
     x = torch.randn(7, 4)
     assert_close(outer(x), torch.tanh(inner.module(x)))
 
 
-def test_many_threads_may_make_the_first_call():
-    """Eight threads call a fresh wrapper at once; all get their answers, and close() ends every lane."""
+def test_many_threads_can_make_the_first_call():
+    """Eight threads call a new wrapper at once, and each gets its own output."""
     model = nn.Linear(4, 2)
     net = DataParallel(model, THREE)
     barrier = threading.Barrier(8)
@@ -483,8 +483,8 @@ def test_many_threads_may_make_the_first_call():
     net.close()
 
 
-def test_close_ends_the_lanes_and_a_call_starts_them_again():
-    """close() may be called at any time."""
+def test_close_ends_the_lanes_and_the_next_call_starts_them_again():
+    """After close(), no lane thread is left, and the wrapper stays usable."""
     net = DataParallel(nn.Linear(4, 2), THREE)
     x = torch.randn(7, 4)
     for _ in range(2):
@@ -497,16 +497,16 @@ def test_close_ends_the_lanes_and_a_call_starts_them_again():
 
 
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x,)], ids=["tensor", "tuple"])
-def test_data_parallel_evaluates_once(wrap):
-    """One input or a tuple of them; nothing is left afterwards."""
+def test_data_parallel_function(wrap):
+    """data_parallel takes one input or a tuple of inputs, and leaves no lane thread."""
     model = nn.Linear(4, 2)
     x = torch.randn(7, 4)
     assert_close(data_parallel(model, wrap(x), THREE), model(x))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
 
 
-def test_data_parallel_takes_module_kwargs_and_no_inputs():
-    """inputs=None and module_kwargs, which are cut like positional ones; -1 is the CPU."""
+def test_data_parallel_function_with_module_kwargs_only():
+    """With `inputs=None`, tensors in `module_kwargs` are cut. `output_device=-1` is the CPU."""
 
     class Model(nn.Module):
         def forward(self, *, x, k):
@@ -516,7 +516,7 @@ def test_data_parallel_takes_module_kwargs_and_no_inputs():
     assert out.tolist() == [2.0] * 5
 
 
-def test_data_parallel_joins_on_its_dim():
-    """Dim is that of inputs and outputs."""
+def test_data_parallel_function_with_another_dim():
+    """`dim` applies to inputs and outputs."""
     x = torch.randn(2, 7)
     assert_close(data_parallel(nn.Tanh(), x, THREE, None, 1), torch.tanh(x))

@@ -1,4 +1,4 @@
-"""Calls whose outputs or arguments look alike by accident are either right or refused with the option that settles them."""
+"""Ambiguous calls have the plain output, or raise an error that names the option to set."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def assert_equal(one, other):
         assert one == other
 
 
-def right(target, lanes, make, rows=SOME_ROWS, **options):
-    """Assert that each of the first three calls gives the plain answer, for several numbers of rows."""
+def assert_equals_plain(target, lanes, make, rows=SOME_ROWS, **options):
+    """Assert that the first three calls have the plain output, for several row counts."""
     for count in rows:
         args = make(count)
         plain = target(*args)
@@ -62,34 +62,34 @@ def right(target, lanes, make, rows=SOME_ROWS, **options):
                 assert_equal(p(*args), plain)
 
 
-def refused(target, lanes, make, rows=ROWS, option="out_dims", **options):
-    """Assert that calls are refused with the option in the message, for every number of rows, from the second call on.
+def assert_refused(target, lanes, make, rows=ROWS, option="out_dims", **options):
+    """Assert that from the second call on, calls raise an error that names `option`, for several row counts.
 
-    The first call may run whole, if its rows cannot be cut unevenly; its answer is then the plain one.
+    The first call runs whole if its rows cannot be cut unevenly. It must then have the plain output.
     """
     for count in rows:
         args = make(count)
         plain = target(*args)
         with parallel(target, lanes_on_cpu(lanes), **options) as p:
-            outcomes = [right_or_refused(p, args, plain, option) for _ in range(4)]
+            outcomes = [equal_or_refused(p, args, plain, option) for _ in range(4)]
         assert outcomes[1:] == ["refused"] * 3, f"{count} rows: {outcomes}"
 
 
-def right_or_refused(p, args, plain, option="out_dims"):
-    """Make a call, and return "refused" if its error names the option, or "right" if its answer is the plain one."""
+def equal_or_refused(p, args, plain, option="out_dims"):
+    """Make a call. Return "refused" if its error names the option, or "equal" if its output is the plain one."""
     try:
         output = p(*args)
     except GatherError as error:
         return "refused" if option in str(error) else f"refused without {option}: {error}"
     assert_equal(output, plain)
-    return "right"
+    return "equal"
 
 
 def columns(rows):
     return (torch.arange(rows * 3.0).reshape(rows, 3) % 7,)
 
 
-# -- right: numbers with reduce="sum" ------------------------------------------------------------------------------------
+# -- plain output: numbers with reduce="sum" -----------------------------------------------------------------------------
 
 
 def count_correct(logits, labels):
@@ -97,7 +97,7 @@ def count_correct(logits, labels):
 
 
 class Counts(nn.Module):
-    """Counts of a batch, in the form that `kind` names."""
+    """Returns counts of a batch in the structure that `kind` names."""
 
     def __init__(self, kind):
         super().__init__()
@@ -122,17 +122,17 @@ def scored(rows):
 @LANES
 @pytest.mark.parametrize("kind", ["tuple", "dict", "python", "numpy"])
 def test_counts_add_up(kind, lanes):
-    """With reduce="sum", counts and summed losses of a batch are those of the plain call, also for 0 and 1 rows."""
-    right(Counts(kind), lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
+    """With reduce="sum", counts and summed losses equal those of the plain call, also for 0 and 1 rows."""
+    assert_equals_plain(Counts(kind), lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
 
 
 @LANES
 def test_counts_of_a_function_add_up(lanes):
-    """With reduce="sum", a function that returns (n_correct, len(y)) gives the plain counts."""
-    right(count_correct, lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
+    """With reduce="sum", a function that returns (n_correct, len(y)) has the plain counts."""
+    assert_equals_plain(count_correct, lanes, scored, (0, 1, *SOME_ROWS), reduce="sum")
 
 
-# -- right: arrays and lists ---------------------------------------------------------------------------------------------
+# -- plain output: arrays and lists --------------------------------------------------------------------------------------
 
 
 @LANES
@@ -148,13 +148,13 @@ def test_counts_of_a_function_add_up(lanes):
     ids=["values", "equal", "equal ints", "nested", "strings"],
 )
 def test_arrays_with_the_rows_are_concatenated(target, lanes):
-    """Numpy arrays with one entry per row are concatenated, also if every lane returns equal values."""
-    right(target, lanes, columns)
+    """NumPy arrays with one entry per row are concatenated, also if every lane returns equal values."""
+    assert_equals_plain(target, lanes, columns)
 
 
 @LANES
-def test_an_array_that_is_the_same_for_all_rows_is_never_repeated(lanes):
-    """An array of three class names comes out once, or is refused, also if each lane has three rows."""
+def test_an_array_that_does_not_depend_on_the_rows_is_never_repeated(lanes):
+    """An array of three values is returned once, or is refused, even if each lane has three rows."""
 
     def target(x):
         return x, np.arange(3)
@@ -162,13 +162,13 @@ def test_an_array_that_is_the_same_for_all_rows_is_never_repeated(lanes):
     for rows in (2, 3, 4, 6, 9, 12):
         args = columns(rows)
         with parallel(target, lanes_on_cpu(lanes)) as p:
-            assert {right_or_refused(p, args, target(*args)) for _ in range(3)} <= {"right", "refused"}
+            assert {equal_or_refused(p, args, target(*args)) for _ in range(3)} <= {"equal", "refused"}
 
 
 @LANES
-def test_an_array_that_depends_on_the_rows_without_having_them_is_refused(lanes):
-    """A histogram of the batch, as an array, is refused."""
-    refused(lambda x: np.histogram(x.numpy(), 3)[0] + len(x), lanes, columns)
+def test_an_array_computed_over_all_rows_is_refused(lanes):
+    """A histogram of the batch is refused."""
+    assert_refused(lambda x: np.histogram(x.numpy(), 3)[0] + len(x), lanes, columns)
 
 
 @LANES
@@ -187,20 +187,20 @@ def test_an_array_that_depends_on_the_rows_without_having_them_is_refused(lanes)
 )
 def test_lists_with_one_item_per_row_are_concatenated(target, lanes):
     """A list with one item per row is concatenated, also if the items are equal or differ in shape."""
-    right(target, lanes, columns)
+    assert_equals_plain(target, lanes, columns)
 
 
 @LANES
-def test_a_list_that_is_as_long_as_a_shard_is_not_taken_for_one_item_per_row(lanes):
-    """A list of two outputs stays a list of two outputs if every lane has two rows."""
-    right(lambda x: [x, (x + 1, x.sum(1))], lanes, columns, rows=(2, 2 * lanes, 3 * lanes))
+def test_a_list_as_long_as_a_shard_is_not_concatenated(lanes):
+    """A list of two outputs stays a list of two outputs, even if every lane has two rows."""
+    assert_equals_plain(lambda x: [x, (x + 1, x.sum(1))], lanes, columns, rows=(2, 2 * lanes, 3 * lanes))
 
 
-# -- right: packed sequences ---------------------------------------------------------------------------------------------
+# -- plain output: packed sequences --------------------------------------------------------------------------------------
 
 
 class Packs(nn.Module):
-    """A model from padded rows and their lengths to a packed sequence."""
+    """Takes padded rows and their lengths, and returns a packed sequence."""
 
     def __init__(self, *, in_order):
         super().__init__()
@@ -213,7 +213,7 @@ class Packs(nn.Module):
 
 
 class OnPacked(nn.Module):
-    """A model from a packed sequence to a packed sequence."""
+    """Takes and returns a packed sequence."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ def assert_same_packed(one, other):
 @LANES
 @pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
 def test_a_packed_output_keeps_the_order_of_the_rows(in_order, lanes):
-    """A PackedSequence that is made in the model is the plain one, with sorted_indices None if the caller sorted."""
+    """A PackedSequence that the model makes equals the plain one. If rows are sorted, `sorted_indices` is None."""
     model = Packs(in_order=in_order)
     for rows in SOME_ROWS:
         padded, lengths = torch.randn(rows, 5, 3), lengths_of(rows, in_order=in_order)
@@ -253,7 +253,7 @@ def test_a_packed_output_keeps_the_order_of_the_rows(in_order, lanes):
 @LANES
 @pytest.mark.parametrize("in_order", [True, False], ids=["sorted", "unsorted"])
 def test_a_packed_argument_is_cut_by_rows(in_order, lanes):
-    """A model from packed to packed sequences gives the plain output, gradients included."""
+    """A model that takes and returns packed sequences has the plain output and gradients."""
     model = OnPacked()
     for rows in SOME_ROWS:
         lengths = lengths_of(rows, in_order=in_order)
@@ -272,8 +272,8 @@ def test_a_packed_argument_is_cut_by_rows(in_order, lanes):
 
 
 @LANES
-def test_packed_batches_of_a_stream_are_single_arguments(lanes):
-    """Map gives a PackedSequence to the model as one argument, although it is a tuple."""
+def test_map_passes_a_packed_batch_as_one_argument(lanes):
+    """A PackedSequence is not spread, although it is a tuple."""
     model = OnPacked()
     batches = [rnn.pack_sequence([torch.randn(3, 3), torch.randn(2, 3)]) for _ in range(5)]
     plain = [model(batch) for batch in batches]
@@ -282,11 +282,11 @@ def test_packed_batches_of_a_stream_are_single_arguments(lanes):
             assert_same_packed(output, expected)
 
 
-# -- right: dropout and checkpoints --------------------------------------------------------------------------------------
+# -- plain output: dropout and checkpoints -------------------------------------------------------------------------------
 
 
 class Drops(nn.Module):
-    """Dropout of x * weight. With ones for both, the gradient of x and the output are the same mask."""
+    """Dropout of x * weight. If both are ones, the output and the gradient of x equal the mask."""
 
     def __init__(self, inside=None):
         super().__init__()
@@ -307,7 +307,7 @@ class Drops(nn.Module):
 @pytest.mark.parametrize("form", ["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("where", ["inside", "around", "both"])
 def test_a_checkpoint_recomputes_the_same_dropout(where, form, lanes):
-    """The masks of the backward pass are those of the forward pass, with checkpoint inside and around the parallel call."""
+    """Backward recomputes the masks of forward, with a checkpoint inside or around the parallel call."""
     model = Drops(form if where != "around" else None)
     for rows in (2, 4, 5, 8, 12):
         with parallel(model, lanes_on_cpu(lanes)):
@@ -315,7 +315,7 @@ def test_a_checkpoint_recomputes_the_same_dropout(where, form, lanes):
                 model.zero_grad()
                 x = torch.ones(rows, 6, requires_grad=True)
                 y = model(x) if where == "inside" else checkpoint(model, x, use_reentrant=form == "reentrant")
-                torch.rand(3)  # the generator moves on between the two passes
+                torch.rand(3)  # changes the generator's state between the two passes
                 y.sum().backward()
                 assert torch.equal(x.grad, y.detach())
                 assert torch.equal(model.weight.grad, y.detach().sum(0))
@@ -324,7 +324,7 @@ def test_a_checkpoint_recomputes_the_same_dropout(where, form, lanes):
 @LANES
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_a_seed_gives_the_same_numbers_every_time(grad, lanes):
-    """After the same seed, every call of a model with dropout gives the same output, and leaves the same generator."""
+    """With the same seed, every call of a model with dropout has the same output and the same later random numbers."""
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2))
     for rows in ROWS:
         x = torch.randn(rows, 6)
@@ -337,12 +337,12 @@ def test_a_seed_gives_the_same_numbers_every_time(grad, lanes):
 
 
 class Draws(nn.Module):
-    """Draws from torch's generator, or from a generator that is an argument or an attribute."""
+    """Draws from torch's default generator, or from a generator in an argument or attribute."""
 
     def __init__(self, generator):
         super().__init__()
         self.generator = generator
-        type(self).threads = []  # on the class: a replica has its own attributes
+        type(self).threads = []  # on the class, because a replica has its own attributes
 
     def forward(self, x, generator=None):
         self.threads.append(threading.get_ident())
@@ -352,7 +352,7 @@ class Draws(nn.Module):
 @LANES
 @pytest.mark.parametrize("source", ["default", "argument", "attribute"])
 def test_lanes_that_share_a_generator_draw_in_turns(source, lanes):
-    """The caller runs all lanes of a call that draws, whether from torch's generator, an argument, or an attribute."""
+    """If a call draws from the default generator, an argument, or an attribute, all lanes run in the caller's thread."""
     model = Draws(generator=torch.Generator() if source == "attribute" else None)
     generators = (torch.Generator(),) if source == "argument" else ()
     for rows in ROWS:
@@ -363,29 +363,29 @@ def test_lanes_that_share_a_generator_draw_in_turns(source, lanes):
         assert set(model.threads) == {threading.get_ident()}
 
 
-# -- right: declared outputs ---------------------------------------------------------------------------------------------
+# -- plain output: declared outputs --------------------------------------------------------------------------------------
 
 
 @LANES
 @pytest.mark.parametrize("layers", [1, 2, 3])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_hidden_states_are_joined_where_out_dims_declares_them(kind, layers, lanes):
-    """With out_dims=(0, (1, 1)) for an LSTM, and (0, 1) for a GRU, outputs and hidden states are the plain ones."""
+def test_hidden_states_are_joined_with_out_dims(kind, layers, lanes):
+    """With out_dims=(0, (1, 1)) for an LSTM and (0, 1) for a GRU, outputs and hidden states equal the plain ones."""
     out_dims = (0, (1, 1)) if kind is nn.LSTM else (0, 1)
     model = kind(3, 4, layers, batch_first=True)
-    right(model, lanes, lambda rows: (torch.randn(rows, 5, 3),), out_dims=out_dims)
+    assert_equals_plain(model, lanes, lambda rows: (torch.randn(rows, 5, 3),), out_dims=out_dims)
 
 
 @LANES
-def test_hidden_states_of_time_first_batches_are_joined_where_out_dims_declares_them(lanes):
-    """With the rows on dim 1 and out_dims=1, outputs and hidden states of an LSTM are the plain ones."""
-    right(nn.LSTM(3, 4, 2), lanes, lambda rows: (torch.randn(5, rows, 3),), dim=1, out_dims=1)
+def test_hidden_states_of_time_first_batches_are_joined_with_out_dims(lanes):
+    """If rows lie on dim 1, out_dims=1 joins the outputs and hidden states of an LSTM."""
+    assert_equals_plain(nn.LSTM(3, 4, 2), lanes, lambda rows: (torch.randn(5, rows, 3),), dim=1, out_dims=1)
 
 
 @LANES
 @pytest.mark.parametrize("batch_first", [True, False], ids=["rows on dim 0", "rows on dim 1"])
-def test_attention_weights_are_joined_where_out_dims_declares_them(batch_first, lanes):
-    """The output of attention has its rows on `dim`, and the weights have theirs on dim 0."""
+def test_attention_weights_are_joined_with_out_dims(batch_first, lanes):
+    """The output of attention has its rows on `dim`; the weights have their rows on dim 0."""
     model = nn.MultiheadAttention(4, 2, batch_first=batch_first).eval()
     dim = 0 if batch_first else 1
 
@@ -393,15 +393,15 @@ def test_attention_weights_are_joined_where_out_dims_declares_them(batch_first, 
         x = torch.randn(rows, 3, 4) if batch_first else torch.randn(3, rows, 4)
         return x, x, x
 
-    right(model, lanes, make, dim=dim, out_dims=(dim, 0))
+    assert_equals_plain(model, lanes, make, dim=dim, out_dims=(dim, 0))
 
 
-# -- right: around, copies, recursion ------------------------------------------------------------------------------------
+# -- plain output: compiled callers, copies, recursion -------------------------------------------------------------------
 
 
 @pytest.fixture
 def _compiler_reset():
-    """Forget compiled code. The compiler itself reads `.grad` of a hidden value after a break in its graph."""
+    """Reset the compiler, and ignore a warning: after a graph break, the compiler reads `.grad` of a non-leaf tensor."""
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor", category=UserWarning)
@@ -411,8 +411,8 @@ def _compiler_reset():
 
 @LANES
 @pytest.mark.usefixtures("_compiler_reset")
-def test_a_compiled_function_around_the_model_gives_the_plain_answer(lanes):
-    """A function that calls the model and is compiled around it is right before, inside, and after the block."""
+def test_a_compiled_function_around_the_model_has_the_plain_output(lanes):
+    """A compiled function that calls the model has the plain output before, inside, and after the block."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     x = torch.randn(9, 4)
     plain = torch.tanh(model(x)) * 2
@@ -437,8 +437,8 @@ def test_a_compiled_function_around_the_model_gives_the_plain_answer(lanes):
 
 
 @pytest.mark.usefixtures("_compiler_reset")
-def test_a_function_that_is_compiled_inside_the_block_is_right_after_it():
-    """A function whose first compiled call is inside the block gives the plain answer there and later."""
+def test_a_function_compiled_inside_the_block_works_after_it():
+    """A function that is first called, and so compiled, inside the block has the plain output there and after it."""
     model = nn.Linear(4, 3)
     x = torch.randn(9, 4)
     compiled = torch.compile(lambda x: model(x) + 1, backend="eager")
@@ -450,8 +450,8 @@ def test_a_function_that_is_compiled_inside_the_block_is_right_after_it():
 
 
 @pytest.mark.usefixtures("_compiler_reset")
-def test_a_full_graph_around_the_model_is_an_error_inside_the_block():
-    """fullgraph=True raises inside the block, because the call is not part of the graph, and works after it."""
+def test_a_fullgraph_function_around_the_model_raises_inside_the_block():
+    """With fullgraph=True, the function raises inside the block, because the call breaks the graph. It works after it."""
     model = nn.Linear(4, 3)
     x = torch.randn(9, 4)
     compiled = torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)
@@ -475,7 +475,7 @@ def saved(module):
 @pytest.mark.parametrize("duplicate", [reduced, saved], ids=["pickle", "torch.save"])
 @pytest.mark.filterwarnings("ignore:.*torch.package:UserWarning")
 def test_a_copy_of_an_fx_module_made_in_the_block_is_a_plain_module(duplicate, lanes):
-    """Pickle and torch.save of an fx module inside the block give a plain module with the same answer."""
+    """Inside the block, pickle and torch.save give a plain fx module with the same output."""
     model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 2)))
     x = torch.randn(9, 4)
     plain = model(x)
@@ -495,7 +495,7 @@ def test_a_copy_of_an_fx_module_made_in_the_block_is_a_plain_module(duplicate, l
 
 
 class Deep(nn.Module):
-    """Calls itself `depth` times, by `self` or by the reference that the caller has."""
+    """Calls itself `depth` times, through `self` or through a global reference."""
 
     def __init__(self, by):
         super().__init__()
@@ -526,11 +526,11 @@ def deepest(call):
 
 @pytest.mark.parametrize("rows", [1, 9])
 @pytest.mark.parametrize("by", ["self", "reference"])
-def test_a_model_recurses_about_as_deep_as_plainly(by, rows):
-    """A call in the block costs a fixed number of frames, and at most one frame per level where the original recurses.
+def test_a_model_can_recurse_about_as_deep_as_a_plain_one(by, rows):
+    """A block adds a fixed number of stack frames, and at most one frame per recursion level.
 
-    A level of plain recursion has three frames: two of torch's, and forward. Lanes recurse in replicas, which have no
-    stand-in; a plain call, or a reference to the model, meets the stand-in at each level.
+    A level of plain recursion has three frames: two of torch, and forward. Replicas recurse without the parallel
+    `forward`. A plain call, or a call through a reference to the model, enters the parallel `forward` at each level.
     """
     deep[by] = model = Deep(by)
     x = torch.zeros(rows)
@@ -546,7 +546,7 @@ def test_a_model_recurses_about_as_deep_as_plainly(by, rows):
 
 @LANES
 def test_a_stop_iteration_of_the_model_does_not_end_a_stream(lanes):
-    """StopIteration from a model in map is a RuntimeError in its batch's place, not a short stream."""
+    """In map, StopIteration from the model becomes a RuntimeError at its batch's position."""
 
     def target(x):
         if x[0].item() == 3:
@@ -567,15 +567,15 @@ def test_a_stop_iteration_of_the_model_does_not_end_a_stream(lanes):
 @pytest.mark.parametrize("layers", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_hidden_states_are_refused_without_out_dims(kind, layers, lanes):
-    """Hidden states of LSTM and GRU, whose rows lie on dim 1, are refused for every number of rows and layers."""
+    """Hidden states of LSTM and GRU have their rows on dim 1, and are refused for every row and layer count."""
     with torch.no_grad():
-        refused(kind(3, 2, layers, batch_first=True), lanes, lambda rows: (torch.randn(rows, 5, 3),))
+        assert_refused(kind(3, 2, layers, batch_first=True), lanes, lambda rows: (torch.randn(rows, 5, 3),))
 
 
 @LANES
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_attention_weights_of_time_first_batches_are_refused_without_out_dims(length, lanes):
-    """With dim=1, attention weights have their rows on dim 0, and are refused for every number of rows and steps."""
+    """With dim=1, attention weights have their rows on dim 0, and are refused for every row and step count."""
     model = nn.MultiheadAttention(4, 2).eval()
 
     def make(rows):
@@ -583,12 +583,12 @@ def test_attention_weights_of_time_first_batches_are_refused_without_out_dims(le
         return x, x, x
 
     with torch.no_grad():
-        refused(model, lanes, make, dim=1)
+        assert_refused(model, lanes, make, dim=1)
 
 
 @LANES
-def test_a_tensor_that_is_as_long_as_a_shard_is_never_repeated(lanes):
-    """torch.arange(3) from shards of three rows comes out once, or is refused."""
+def test_a_tensor_as_long_as_a_shard_is_never_repeated(lanes):
+    """The output torch.arange(3) is returned once, or is refused, even if shards have three rows."""
 
     def target(x):
         return x, torch.arange(3)
@@ -596,7 +596,7 @@ def test_a_tensor_that_is_as_long_as_a_shard_is_never_repeated(lanes):
     for rows in (3, 4, 2 * lanes, 3 * lanes):
         args = columns(rows)
         with parallel(target, lanes_on_cpu(lanes)) as p:
-            assert {right_or_refused(p, args, target(*args)) for _ in range(3)} <= {"right", "refused"}
+            assert {equal_or_refused(p, args, target(*args)) for _ in range(3)} <= {"equal", "refused"}
 
 
 @LANES
@@ -612,14 +612,14 @@ def test_a_tensor_that_is_as_long_as_a_shard_is_never_repeated(lanes):
     ],
     ids=["constant", "sum", "nested sum", "cat", "repeat", "filter"],
 )
-def test_a_tensor_without_the_rows_is_refused(target, lanes):
-    """A tensor that depends on the batch and does not have its number of rows is refused."""
-    refused(target, lanes, columns)
+def test_a_tensor_without_one_entry_per_row_is_refused(target, lanes):
+    """A tensor that depends on the batch, but does not have one entry per row, is refused."""
+    assert_refused(target, lanes, columns)
 
 
 @LANES
-def test_a_distance_matrix_of_equal_counts_is_refused(lanes):
-    """torch.cdist(x, y) of as many rows each, both cut, is refused; with in_dims for y it is right."""
+def test_a_square_distance_matrix_is_refused(lanes):
+    """If x and y have equal row counts, torch.cdist(x, y) is refused. With in_dims={"y": None}, it has the plain output."""
 
     def target(x, y):
         return torch.cdist(x, y)
@@ -627,8 +627,8 @@ def test_a_distance_matrix_of_equal_counts_is_refused(lanes):
     def make(rows):
         return torch.randn(rows, 3), torch.randn(rows, 3)
 
-    refused(target, lanes, make)
-    right(target, lanes, make, in_dims={"y": None})
+    assert_refused(target, lanes, make)
+    assert_equals_plain(target, lanes, make, in_dims={"y": None})
 
 
 @LANES
@@ -647,7 +647,7 @@ def test_a_distance_matrix_of_equal_counts_is_refused(lanes):
     ids=["int", "float", "bool", "count", "all", "loss", "loss in a dict", "numpy"],
 )
 def test_numbers_are_refused_without_reduce(target, lanes):
-    """Numbers, bools, and 0-d tensors are refused in every call of more than one row, and `reduce` is in the message."""
+    """Numbers, bools, and 0-d tensors are refused in every call with more than one row. The error names `reduce`."""
     for rows in ROWS:
         (x,) = columns(rows)
         with parallel(target, lanes_on_cpu(lanes)) as p:
@@ -658,9 +658,9 @@ def test_numbers_are_refused_without_reduce(target, lanes):
 
 @LANES
 def test_numbers_in_lists_are_refused_without_reduce(lanes):
-    """A number in a list of outputs is refused too, also if the list is as long as the batch or as a shard."""
-    refused(lambda x: (x, [x.sum()]), lanes, columns, option="reduce")
-    refused(lambda x: [x.mean(), x.sum()], lanes, columns, option="reduce")
+    """A number in a list of outputs is refused, even if the list is as long as the batch or a shard."""
+    assert_refused(lambda x: (x, [x.sum()]), lanes, columns, option="reduce")
+    assert_refused(lambda x: [x.mean(), x.sum()], lanes, columns, option="reduce")
 
 
 @LANES
@@ -668,33 +668,33 @@ def test_numbers_in_lists_are_refused_without_reduce(lanes):
     "target", [lambda x: f"{len(x)} rows", lambda x: (x, {"size": str(len(x))})], ids=["string", "in a dict"]
 )
 def test_strings_that_depend_on_the_rows_are_refused(target, lanes):
-    """A string that differs between shards of different sizes is refused, also if later shards have the same size."""
-    refused(target, lanes, columns)
+    """A string that depends on the shard's size is refused, even if later shards have equal sizes."""
+    assert_refused(target, lanes, columns)
 
 
 @LANES
 def test_strings_that_differ_between_lanes_are_refused(lanes):
-    """A string that is one of two, by the number of rows, is refused if one of the lanes returns the other one."""
-    refused(lambda x: (x, "many" if len(x) > 1 else "one"), lanes, columns, rows=(3,))
+    """Different strings from two lanes of the same call are refused."""
+    assert_refused(lambda x: (x, "many" if len(x) > 1 else "one"), lanes, columns, rows=(3,))
 
 
 @LANES
 def test_objects_that_depend_on_the_rows_are_refused(lanes):
-    """An object without tensors must be equal in all lanes."""
-    refused(lambda x: (x, torch.Size((len(x),)), range(len(x))), lanes, columns)
+    """Objects without tensors that differ between lanes are refused."""
+    assert_refused(lambda x: (x, torch.Size((len(x),)), range(len(x))), lanes, columns)
 
 
 @LANES
-def test_values_that_are_equal_in_all_lanes_come_out_once(lanes):
-    """None, strings, and objects that do not depend on the rows are those of the plain call."""
-    right(lambda x: {"x": x, "none": None, "name": "a", "range": range(3), "dtype": x.dtype}, lanes, columns)
+def test_values_that_are_equal_in_all_lanes_are_returned_once(lanes):
+    """None, strings, and objects that do not depend on the rows equal those of the plain call."""
+    assert_equals_plain(lambda x: {"x": x, "none": None, "name": "a", "range": range(3), "dtype": x.dtype}, lanes, columns)
 
 
-# -- what was learned ----------------------------------------------------------------------------------------------------
+# -- evidence of earlier calls -------------------------------------------------------------------------------------------
 
 
 class Changes(nn.Module):
-    """Returns something else once `changed` is set, which no argument shows."""
+    """Returns another output after `changed` is set, which does not show in the arguments."""
 
     def __init__(self, before, after):
         super().__init__()
@@ -707,8 +707,8 @@ class Changes(nn.Module):
 
 @LANES
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
-def test_an_output_with_another_structure_is_not_joined_by_what_was_learned(is_module, lanes):
-    """An output under a new key is learned or refused: that its place in the order had the rows before says nothing."""
+def test_an_output_with_another_structure_is_not_joined_by_old_evidence(is_module, lanes):
+    """Evidence about an output does not apply to an output at the same position under another key."""
     model = Changes(lambda x: {"b": x, "c": x + 1}, lambda x: {"a": torch.arange(3), "c": x + 1})
 
     def function(x):
@@ -722,11 +722,11 @@ def test_an_output_with_another_structure_is_not_joined_by_what_was_learned(is_m
             model.changed = True
             x = torch.ones(rows, 2)
             expected = {"a": torch.arange(3), "c": x + 1}
-            assert {right_or_refused(p, (x,), expected) for _ in range(3)} <= {"right", "refused"}
+            assert {equal_or_refused(p, (x,), expected) for _ in range(3)} <= {"equal", "refused"}
 
 
 class Hidden(nn.Module):
-    """Returns the output of an LSTM, or its hidden states once `hidden` is set."""
+    """Returns the output of an LSTM, or its hidden states if `hidden` is True."""
 
     def __init__(self, layers):
         super().__init__()
@@ -740,8 +740,8 @@ class Hidden(nn.Module):
 
 @LANES
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_an_attribute_that_changes_the_output_starts_learning_again(layers, lanes):
-    """After an attribute of the model changed, hidden states with as many layers as a shard has rows are refused."""
+def test_old_evidence_is_not_used_after_an_attribute_changed_the_output(layers, lanes):
+    """Hidden states with as many layers as a shard has rows are never joined by the evidence of another output."""
     model = Hidden(layers)
     x = torch.randn(layers * lanes, 5, 3)
     with torch.no_grad():
@@ -750,21 +750,21 @@ def test_an_attribute_that_changes_the_output_starts_learning_again(layers, lane
             for _ in range(2):
                 model(torch.randn(7, 5, 3))
             model.hidden = True
-            assert {right_or_refused(p, (x,), expected) for _ in range(3)} <= {"right", "refused"}
+            assert {equal_or_refused(p, (x,), expected) for _ in range(3)} <= {"equal", "refused"}
 
 
 # -- refused: arguments --------------------------------------------------------------------------------------------------
 
 
 class Cache:
-    """An object that parawrap does not know."""
+    """An object of a class that parawrap does not know."""
 
     def __init__(self, keys):
         self.keys = keys
 
 
 class Slotted:
-    """An object without a dictionary."""
+    """An object of an unknown class with slots."""
 
     __slots__ = ("keys",)
 
@@ -786,7 +786,7 @@ class Slotted:
     ids=["object", "slots", "containers", "nested", "list", "dict"],
 )
 def test_an_unknown_object_that_holds_tensors_is_refused(hold, lanes):
-    """An argument of an unknown class that holds tensors is a ShardError that names register_split and in_dims."""
+    """An object of an unknown class that holds tensors raises ShardError, which names `register_split` and `in_dims`."""
 
     def target(x, cache):
         return x
@@ -802,8 +802,8 @@ def test_an_unknown_object_that_holds_tensors_is_refused(hold, lanes):
 
 
 @LANES
-def test_an_unknown_object_goes_whole_to_every_lane_if_in_dims_says_so(lanes):
-    """With in_dims None, every lane gets the very object."""
+def test_in_dims_none_passes_an_unknown_object_to_every_lane(lanes):
+    """With None in `in_dims`, every lane gets the same object."""
     seen = []
 
     def target(x, cache):
@@ -819,8 +819,8 @@ def test_an_unknown_object_goes_whole_to_every_lane_if_in_dims_says_so(lanes):
 
 @LANES
 def test_a_strided_nested_tensor_is_refused(lanes):
-    """A nested tensor of strided layout cannot be cut; the message names in_dims."""
-    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch calls them a prototype, once per process
+    """A nested tensor with strided layout cannot be cut. The error names `in_dims`."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # torch warns once that they are a prototype
         nested = torch.nested.nested_tensor([torch.randn(size, 3) for size in (2, 4, 1, 3, 2, 5, 3)])
 
     def target(x):
@@ -836,7 +836,7 @@ def test_a_strided_nested_tensor_is_refused(lanes):
 
 
 class Grows(nn.Module):
-    """Makes a layer, or a parameter, in its first forward."""
+    """Creates a layer or a parameter in its first forward."""
 
     def __init__(self, kind):
         super().__init__()
@@ -854,8 +854,8 @@ class Grows(nn.Module):
 @LANES
 @pytest.mark.parametrize("kind", ["layer", "parameter", "nested"])
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
-def test_a_layer_that_is_made_in_the_first_forward_is_refused(grad, kind, lanes):
-    """Lanes would each train a layer of their own: ReplicaError, which advises one call before the block."""
+def test_a_layer_created_in_the_first_forward_is_refused(grad, kind, lanes):
+    """Each lane would create its own layer, so the call raises ReplicaError, which suggests a call before the block."""
     for rows in (3, 5, 8, 12):
         model = Grows(kind)
         with torch.set_grad_enabled(grad), parallel(model, lanes_on_cpu(lanes)):
@@ -869,13 +869,13 @@ def test_a_layer_that_is_made_in_the_first_forward_is_refused(grad, kind, lanes)
                 assert_close(model(x), plain)
 
 
-# -- the same in every call ----------------------------------------------------------------------------------------------
+# -- every call does the same --------------------------------------------------------------------------------------------
 
 
 @LANES
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_hooks_see_the_same_calls_in_every_call(grad, lanes):
-    """Hooks on submodules see the same number of calls and rows each time, from the second call of a kind on."""
+    """From the second call of a kind on, hooks on submodules run equally often, with the same row counts."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(("forward", len(output))))
@@ -897,7 +897,7 @@ def test_hooks_see_the_same_calls_in_every_call(grad, lanes):
 
 @LANES
 def test_hooks_see_the_same_calls_in_every_call_that_draws(lanes):
-    """In a model with dropout, hooks on submodules see the same number of calls and rows from the first call on."""
+    """In a model with dropout, hooks on submodules see the same row counts in every call, also in the first."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
@@ -913,8 +913,8 @@ def test_hooks_see_the_same_calls_in_every_call_that_draws(lanes):
 
 
 @LANES
-def test_kinds_do_not_change_each_other(lanes):
-    """Calls of several kinds and row counts that alternate are cut the same way each time."""
+def test_kinds_do_not_affect_each_other(lanes):
+    """Alternating calls of several kinds and row counts are cut the same way each time."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     seen = []
     model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
@@ -948,8 +948,8 @@ class Remembers(nn.Module):
 
 @LANES
 @pytest.mark.filterwarnings("ignore:the model wrote 'mask':UserWarning")
-def test_a_model_that_assigns_an_attribute_in_forward_is_cut_like_any_other(lanes):
-    """An attribute that forward assigns, in a lane or in a whole first call, does not start another kind."""
+def test_an_attribute_that_forward_assigns_makes_no_new_kind(lanes):
+    """A model that assigns an attribute in forward is cut like any other model."""
     model = Remembers()
     for rows in ROWS:
         with parallel(model, lanes_on_cpu(lanes)) as p:
@@ -960,12 +960,12 @@ def test_a_model_that_assigns_an_attribute_in_forward_is_cut_like_any_other(lane
             )
 
 
-# -- found by attack -----------------------------------------------------------------------------------------------------
+# -- defects that were fixed ---------------------------------------------------------------------------------------------
 
 
 @LANES
-def test_one_argument_at_two_places_is_one_object_in_each_lane(lanes):
-    """A model that compares its arguments by identity answers as plainly."""
+def test_one_tensor_in_two_arguments_is_one_object_in_each_lane(lanes):
+    """A model that compares its arguments by identity has the plain output."""
     x = torch.ones(9, 2)
     with parallel(lambda x, memory: x * 2 if memory is x else x * 3, lanes_on_cpu(lanes)) as p:
         for _ in range(3):
@@ -974,8 +974,8 @@ def test_one_argument_at_two_places_is_one_object_in_each_lane(lanes):
 
 
 @pytest.mark.parametrize("out_dims", [{}, {"out_dims": {"loss": 0, "z": 0}}, {"out_dims": 0}])
-def test_a_row_that_lost_its_dim_is_not_reduced(out_dims):
-    """Shards of one row that squeeze() makes 0-d are refused, and not averaged like a loss."""
+def test_a_row_without_its_dim_is_not_reduced(out_dims):
+    """If squeeze() makes one-row shards 0-d, they are refused instead of averaged like a loss."""
 
     def target(x):
         z = x.sum(1).squeeze()
@@ -990,7 +990,7 @@ def test_a_row_that_lost_its_dim_is_not_reduced(out_dims):
 
 @LANES
 def test_a_loss_of_shards_with_one_row_is_reduced(lanes):
-    """A 0-d tensor that a call with larger shards proved to be a number is reduced for any rows."""
+    """If a call with larger shards showed that an output is a number, it is reduced for every row count."""
     with parallel(torch.mean, lanes_on_cpu(lanes), reduce="mean") as p:
         for rows in (9, lanes, lanes):
             x = torch.randn(rows, 4)
@@ -999,8 +999,8 @@ def test_a_loss_of_shards_with_one_row_is_reduced(lanes):
 
 @LANES
 @pytest.mark.parametrize("step", [torch.tensor(0.0), torch.zeros(1, 2)])
-def test_a_write_into_a_tensor_that_goes_whole_to_every_lane_is_refused(lanes, step):
-    """Each lane would write once, so the call raises."""
+def test_an_in_place_write_to_a_broadcast_tensor_is_refused(lanes, step):
+    """Each lane would repeat the write, so the call raises ShardError."""
 
     def target(x, step):
         step += 1
@@ -1011,19 +1011,19 @@ def test_a_write_into_a_tensor_that_goes_whole_to_every_lane_is_refused(lanes, s
 
 
 @LANES
-def test_another_dtype_number_of_dims_or_argument_is_another_kind(lanes):
-    """What one kind of call has shown is not used for calls that a model may answer otherwise."""
+def test_another_number_of_dims_or_argument_is_another_kind(lanes):
+    """Evidence of one kind is not used for calls with other dims or another flag."""
     swapped = torch.randn(3 * lanes, 3, 8)
     with parallel(lambda x: x if x.ndim == 2 else x.transpose(0, 1), lanes_on_cpu(lanes)) as p:
         p(torch.randn(9, 8))
-        assert right_or_refused(p, (swapped,), swapped.transpose(0, 1)) == "refused"
+        assert equal_or_refused(p, (swapped,), swapped.transpose(0, 1)) == "refused"
     with parallel(lambda x, flag: x.transpose(0, 1) if flag else x, lanes_on_cpu(lanes)) as p:
         p(swapped[:7], np.bool_(False))
-        assert right_or_refused(p, (swapped, np.bool_(True)), swapped.transpose(0, 1)) == "refused"
+        assert equal_or_refused(p, (swapped, np.bool_(True)), swapped.transpose(0, 1)) == "refused"
 
 
-def test_a_model_may_write_into_its_rows_with_gradients_inside_no_grad():
-    """The rows of a lane are no view that torch refuses to write into."""
+def test_a_model_can_write_to_its_rows_under_enable_grad_inside_no_grad():
+    """Torch does not refuse the in-place write to a lane's rows."""
     weight = nn.Parameter(torch.ones(4))
 
     def target(x):
@@ -1036,15 +1036,15 @@ def test_a_model_may_write_into_its_rows_with_gradients_inside_no_grad():
             assert_close(p(torch.ones(9, 4)), torch.ones(9, 4))
 
 
-def test_a_nested_tensor_as_output_is_refused():
+def test_a_nested_tensor_output_is_refused():
     """The error names join="list"."""
     nest = parallel(lambda x: torch.nested.nested_tensor(list(x)), lanes_on_cpu(2))
     with nest as p, pytest.raises(GatherError, match='join="list"'):
         p(torch.randn(9, 3))
 
 
-def test_a_list_by_item_makes_no_new_kind():
-    """A list that `in_dims` cuts is another object at each call, and the kind stays the same: later calls are even."""
+def test_a_list_cut_by_items_makes_no_new_kind():
+    """Calls with different list objects are of the same kind, so the second call is balanced."""
     with parallel(lambda x, words: x, lanes_on_cpu(2), in_dims={"words": "items"}) as p:
         for _ in range(2):
             p(torch.zeros(6, 2), list("abcdef"))

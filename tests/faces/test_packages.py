@@ -49,7 +49,7 @@ def close(one, other):
 @pytest.mark.parametrize("lanes", LANES)
 @pytest.mark.parametrize("kind", ["GPT2", "Llama"])
 def test_a_decoder_returns_its_cache(kind, lanes):
-    """`use_cache=True` gives the logits and the keys of the plain call, for every row."""
+    """With `use_cache=True`, logits and cache equal those of the plain call."""
     model, tokens = decoder(kind), torch.randint(0, 50, (9, 6))
     with torch.no_grad():
         plain = model(tokens, use_cache=True)
@@ -65,7 +65,7 @@ def test_a_decoder_returns_its_cache(kind, lanes):
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_decoding_step_by_step_updates_the_cache_that_was_passed(lanes):
-    """A loop that passes one cache to every step gives the logits of the plain loop, and the same cache object."""
+    """A loop that passes one cache object to every step has the logits of the plain loop and gets the same object back."""
     import transformers
 
     model, tokens = decoder("Llama"), torch.randint(0, 50, (10, 8))
@@ -80,8 +80,8 @@ def test_decoding_step_by_step_updates_the_cache_that_was_passed(lanes):
         assert cache.get_seq_length() == 8
 
 
-def test_generate_inside_a_block_is_the_plain_generate():
-    """Greedy decoding through the model's own `generate`, whose every forward is cut."""
+def test_generate_inside_a_block_equals_plain_generate():
+    """Greedy decoding in `generate`, where every forward is cut, gives the plain tokens."""
     model, tokens = decoder(), torch.randint(0, 50, (6, 4))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_generate_inside_a_block_is_the_plain_generate():
 
 
 def test_generate_as_a_method_is_joined_with_padding():
-    """Lanes may stop at different lengths: join="pad" pads to the longest."""
+    """With join="pad", `generate` as a parallel method returns the plain tokens."""
     model, tokens = decoder(), torch.randint(0, 50, (6, 4))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
@@ -104,7 +104,7 @@ def test_generate_as_a_method_is_joined_with_padding():
 
 @pytest.mark.parametrize("lanes", LANES)
 def test_a_tensordict_keeps_its_batch_size(lanes):
-    """A TensorDict argument is cut on its batch dim; an output is one TensorDict."""
+    """A TensorDict argument is cut on its batch dim, and the outputs are joined to one TensorDict."""
     from tensordict import TensorDict
 
     def double(batch):
@@ -121,7 +121,7 @@ def test_a_tensordict_keeps_its_batch_size(lanes):
 
 
 def test_a_graph_batch_is_cut_by_graph():
-    """Graph-level outputs follow the graphs; node-level outputs are declared as ragged."""
+    """Outputs per graph have one row per graph. Outputs per node are declared "ragged"."""
     from torch_geometric.data import Batch, Data
 
     def graph(nodes):
@@ -141,8 +141,8 @@ def test_a_graph_batch_is_cut_by_graph():
 
 
 @pytest.mark.parametrize("name", ["Bert", "T5"])
-def test_encoders_and_encoder_decoders_answer_as_plainly(name):
-    """A BERT and a T5 with masks give the plain outputs at every call."""
+def test_encoders_and_encoder_decoders_have_the_plain_outputs(name):
+    """BERT with an attention mask, and T5, have the plain outputs in every call."""
     import transformers
 
     if name == "Bert":

@@ -1,4 +1,4 @@
-"""Promise 1: inside the block the same object is parallel, and afterwards it is what it was."""
+"""Inside a block the same model object is parallel; after the block it is unchanged."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ THREE = ["cpu"] * 3
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler_frozen():
-    """The compiler's modules are loaded here; every later test's garbage collection need not walk them again."""
+    """After these tests, exclude the compiler's modules from garbage collection. Later tests collect faster."""
     yield
     gc.collect()
     gc.freeze()
 
 
 class Net(nn.Module):
-    """A model with a buffer, a plain attribute and a second method."""
+    """A model with a buffer, a plain attribute, and a second method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Net(nn.Module):
 
 
 class Outer(nn.Module):
-    """A model that holds somebody else's encoder."""
+    """A model that holds another model as a submodule."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -70,11 +70,11 @@ class Outer(nn.Module):
 
 
 class Sizes(nn.Module):
-    """Tells how many rows it is given in each call."""
+    """Records the row count of each call."""
 
     def __init__(self) -> None:
         super().__init__()
-        type(self).seen = []  # on the class: a replica has its own attributes
+        type(self).seen = []  # on the class, because a replica has its own attributes
 
     def forward(self, x):
         self.seen.append(len(x))
@@ -82,7 +82,7 @@ class Sizes(nn.Module):
 
 
 def snapshot(module: nn.Module):
-    """Every module's class, and its vars by key and by identity of value."""
+    """Record the class of every module, the identity of each value in its `vars`, and its hooks."""
     return [
         (type(part), {key: id(value) for key, value in vars(part).items()}, list(part._forward_hooks))
         for part in module.modules()
@@ -93,11 +93,11 @@ def traced_linear():
     return torch.jit.trace(nn.Linear(4, 3), torch.zeros(2, 4))
 
 
-# -- restored ----------------------------------------------------------------------------------------------------------
+# -- the model after the block -----------------------------------------------------------------------------------------
 
 
-def test_a_model_is_what_it_was_after_the_block():
-    """Type and vars, by key and by identity, are those from before, in every submodule."""
+def test_a_model_is_unchanged_after_the_block():
+    """The type and the `vars` of every submodule hold the same objects as before the block."""
     model = Net()
     before = snapshot(model)
     with parallel(model, THREE):
@@ -105,8 +105,8 @@ def test_a_model_is_what_it_was_after_the_block():
     assert snapshot(model) == before
 
 
-def test_a_model_is_what_it_was_after_an_exception_in_the_block():
-    """An exception that leaves the block restores the model, and is the one that arrives."""
+def test_a_model_is_unchanged_after_an_exception_in_the_block():
+    """An exception that leaves the block is raised unchanged, and the model is restored."""
     model = Net()
     before = snapshot(model)
 
@@ -120,8 +120,8 @@ def test_a_model_is_what_it_was_after_an_exception_in_the_block():
     assert snapshot(model) == before
 
 
-def test_a_model_is_what_it_was_after_an_exception_in_a_lane():
-    """An exception of the model itself restores it too."""
+def test_a_model_is_unchanged_after_an_exception_in_a_lane():
+    """If the model itself raises, the block restores it."""
     model = Net()
     before = snapshot(model)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), parallel(model, THREE):
@@ -129,8 +129,8 @@ def test_a_model_is_what_it_was_after_an_exception_in_a_lane():
     assert snapshot(model) == before
 
 
-def test_a_forward_of_its_own_is_put_back():
-    """A forward that was put on the instance before the block is parallel in it, and is there again after it."""
+def test_a_forward_on_the_instance_is_restored():
+    """A `forward` set on the instance before the block is parallel inside the block and restored after it."""
     model = Net()
     model.forward = types.MethodType(lambda self, x: self.linear(x) - 1, model)
     own = model.forward
@@ -142,8 +142,8 @@ def test_a_forward_of_its_own_is_put_back():
     assert vars(model)["forward"] is own
 
 
-def test_a_forward_that_the_user_sets_in_the_block_stays():
-    """What the user puts over the parallel forward is theirs, and is left to them."""
+def test_a_forward_set_inside_the_block_stays():
+    """The end of the block does not remove a `forward` that the user set inside it."""
     model = Net()
 
     def mine(x):
@@ -155,7 +155,7 @@ def test_a_forward_that_the_user_sets_in_the_block_stays():
 
 
 def test_inside_the_block_type_and_keys_are_unchanged():
-    """isinstance, type, the state_dict's keys and named_parameters are those of the model."""
+    """Inside the block, the type, the state_dict keys, the parameter names, and the repr are those of the model."""
     model = Net()
     keys, names = list(model.state_dict()), [n for n, _ in model.named_parameters()]
     with parallel(model, TWO) as p:
@@ -167,8 +167,8 @@ def test_inside_the_block_type_and_keys_are_unchanged():
         assert "Linear" in repr(model)
 
 
-def test_the_signature_of_a_parallel_method_is_the_plain_one():
-    """Code that inspects forward, as trainers do, sees its parameters."""
+def test_a_parallel_method_keeps_its_signature():
+    """Code that inspects the method, as trainers do, finds its parameters."""
     import inspect
 
     model = Net()
@@ -191,8 +191,8 @@ def test_a_reference_in_another_module_is_parallel():
     assert y.tolist() == [[3.0]] * 7
 
 
-def test_a_bound_method_taken_before_the_block_is_plain_and_right():
-    """``forward`` taken before the block is the plain one; the answer is the same."""
+def test_a_bound_method_from_before_the_block_is_plain():
+    """`model.forward` from before the block is the plain method and has the same output inside it."""
     model = Net()
     forward = model.forward
     x = torch.randn(5, 4)
@@ -200,8 +200,8 @@ def test_a_bound_method_taken_before_the_block_is_plain_and_right():
         assert_close(forward(x), model(x))
 
 
-def test_a_bound_method_kept_beyond_the_block_is_plain_and_right():
-    """``forward`` taken inside the block and used after it calls the model plainly."""
+def test_a_bound_method_from_inside_the_block_works_after_it():
+    """`model.forward` from inside the block calls the model plainly after the block."""
     model = Net()
     with parallel(model, TWO):
         forward = model.forward
@@ -210,7 +210,7 @@ def test_a_bound_method_kept_beyond_the_block_is_plain_and_right():
 
 
 def test_other_methods_can_be_parallel():
-    """methods=("generate",) makes generate parallel and leaves forward plain."""
+    """With methods=("generate",), `generate` is parallel, and `forward` is plain."""
     model = Net()
     x = torch.randn(7, 4)
     plain = model.generate(x, steps=3)
@@ -224,7 +224,7 @@ def test_other_methods_can_be_parallel():
 
 
 def test_several_methods_are_parallel_at_once():
-    """methods=("forward", "generate"): each is cut, and generate's own calls of forward stay in their lane."""
+    """With methods=("forward", "generate"), calls of both are cut. Calls of forward inside generate stay in their lane."""
     model = Net()
     x = torch.randn(7, 4)
     plain = model(x), model.generate(x)
@@ -233,8 +233,8 @@ def test_several_methods_are_parallel_at_once():
         assert p.stats().shards == (3, 2, 2)
 
 
-def test_a_method_named_twice_does_no_harm():
-    """methods=("forward", "forward") is the same as naming it once, and the block can be left."""
+def test_a_method_can_be_named_twice():
+    """Naming a method twice is the same as naming it once."""
     model = Net()
     with parallel(model, TWO, methods=("forward", "forward")):
         model(torch.randn(5, 4))
@@ -251,8 +251,8 @@ class _Decorated(nn.Module):
         return x * 2
 
 
-def test_a_decorated_forward_is_decorated_in_every_lane():
-    """A decorator on forward (wrapt's keep the look of a bound method) runs in every lane."""
+def test_the_decorator_of_forward_runs_in_every_lane():
+    """A wrapt decorator on forward, which looks like a bound method, runs in every lane."""
     model = _Decorated()
     with parallel(model, THREE):
         assert model(torch.zeros(6, 1))[:, 0].tolist() == [1.0] * 6
@@ -271,7 +271,7 @@ class _Partial(nn.Module):
 
 
 def test_a_partialmethod_forward_runs_on_each_lanes_own_replica():
-    """A forward that is not a plain function is bound to the replica: only lane 0's buffer update is kept."""
+    """A partialmethod as forward is bound to the replica, so the model keeps only lane 0's buffer update."""
     model = _Partial()
     with parallel(model, THREE):
         assert model(torch.ones(7, 1)).tolist() == [[2.0]] * 7
@@ -279,7 +279,7 @@ def test_a_partialmethod_forward_runs_on_each_lanes_own_replica():
 
 
 def test_a_static_and_a_class_method_can_be_parallel():
-    """Methods without self are cut like any other."""
+    """Calls of static methods and class methods are cut like calls of other methods."""
 
     class Model(nn.Module):
         @staticmethod
@@ -302,7 +302,7 @@ def test_a_static_and_a_class_method_can_be_parallel():
 
 
 def test_hooks_on_the_root_run_once_on_the_whole_batch():
-    """Pre-hook and hook of the model see the whole batch, once, in the calling thread."""
+    """The model's own hooks run once per call, on the whole batch, in the calling thread."""
     model = Net()
     seen = []
     model.register_forward_pre_hook(lambda m, args: seen.append(("pre", len(args[0]), threading.get_ident(), m is model)))
@@ -313,8 +313,8 @@ def test_hooks_on_the_root_run_once_on_the_whole_batch():
     assert seen == [("pre", 7, me, True), ("post", 7, me, True)]
 
 
-def test_what_a_root_hook_returns_is_used():
-    """A pre-hook's arguments are what is cut, and a hook's return is the output."""
+def test_return_values_of_root_hooks_are_used():
+    """The arguments that a pre-hook returns are cut, and the value that a forward hook returns is the output."""
     model = Net()
     model.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
     model.register_forward_hook(lambda m, args, out: {"out": out})
@@ -325,7 +325,7 @@ def test_what_a_root_hook_returns_is_used():
 
 
 def test_hooks_on_a_submodule_run_in_every_lane():
-    """A submodule's hooks run once a shard, on the shard, and their returns are used."""
+    """A submodule's hooks run once per shard, and their return values are used."""
     model = Net()
     rows = []
 
@@ -340,7 +340,7 @@ def test_hooks_on_a_submodule_run_in_every_lane():
 
 
 def test_a_hook_registered_inside_the_block_runs():
-    """Hooks may come and go while the block is open."""
+    """Hooks can be registered and removed while the block is open."""
     model = Net()
     rows = []
     x = torch.randn(7, 4)
@@ -354,7 +354,7 @@ def test_a_hook_registered_inside_the_block_runs():
 
 
 def test_a_backward_hook_on_the_root_runs_once_on_the_whole_batch():
-    """register_full_backward_hook sees the gradient of the whole output."""
+    """A full backward hook on the model gets the gradient of the whole output."""
     model = Net()
     rows = []
     model.register_full_backward_hook(lambda m, gi, go: rows.append(len(go[0])))
@@ -364,7 +364,7 @@ def test_a_backward_hook_on_the_root_runs_once_on_the_whole_batch():
 
 
 def test_backward_hooks_on_a_submodule_see_every_row_once():
-    """register_full_backward_hook of a submodule runs once a shard."""
+    """A full backward hook on a submodule runs once per shard."""
     model = Net()
     rows = []
     model.linear.register_full_backward_hook(lambda m, gi, go: rows.append(len(go[0])))
@@ -373,12 +373,12 @@ def test_backward_hooks_on_a_submodule_see_every_row_once():
     assert sorted(rows) == [2, 2, 3]
 
 
-# -- other kinds of target -----------------------------------------------------------------------------------------------
+# -- other types of target -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [lambda: torch.jit.script(nn.Linear(4, 3)), traced_linear], ids=["scripted", "traced"])
 def test_a_torchscript_module_is_parallel(make):
-    """Scripted and traced modules are cut, give the plain answer, and are restored."""
+    """Calls of scripted and traced modules are cut, have the plain output and gradients, and leave the module unchanged."""
     model = make()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -397,7 +397,7 @@ def test_a_torchscript_module_is_parallel(make):
 
 @pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
 def test_a_frozen_torchscript_module_is_parallel(freeze):
-    """A frozen module, which has no train mode and no parameters, is cut and mapped like any other."""
+    """A frozen module, which has no train mode and no parameters, works in calls and in map."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         model = freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).eval())
@@ -412,7 +412,7 @@ def test_a_frozen_torchscript_module_is_parallel(freeze):
 
 
 def test_a_torchscript_module_that_was_never_called_is_restored():
-    """Opening a block leaves no cached forward in the vars of a fresh scripted module."""
+    """Opening a block adds nothing to the `vars` of a scripted module."""
     model = torch.jit.script(nn.Linear(4, 3))
     before = set(vars(model))
     with parallel(model, TWO):
@@ -421,7 +421,7 @@ def test_a_torchscript_module_that_was_never_called_is_restored():
 
 
 def test_a_torchscript_submodule_is_replicated():
-    """A plain model with a scripted part is parallel, gradients included."""
+    """A plain model with a scripted submodule has the plain output."""
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.ReLU())))
     x = torch.randn(7, 4)
     plain = model(x)
@@ -431,7 +431,7 @@ def test_a_torchscript_submodule_is_replicated():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler reads .grad of all tensors
 def test_a_compiled_module_is_parallel():
-    """torch.compile's module is cut, and is what it was afterwards."""
+    """Calls of a module from torch.compile are cut, and the module is unchanged after the block."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model = torch.compile(inner, backend="eager")
     x = torch.randn(7, 4)
@@ -445,7 +445,7 @@ def test_a_compiled_module_is_parallel():
 
 
 def test_a_module_that_compiled_itself_is_parallel():
-    """After module.compile() the calls are cut, and the compiled call is there again afterwards."""
+    """After `module.compile()`, calls are cut inside the block, and the compiled call is restored after it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     model.compile(backend="eager")
     x = torch.randn(7, 4)
@@ -471,8 +471,8 @@ class _Callable:
     [_double, lambda x: x * 2, functools.partial(_double, k=2), _Callable(), _Callable().__call__],
     ids=["function", "lambda", "partial", "object", "method"],
 )
-def test_any_callable_is_parallel_through_as(target):
-    """A callable that is no module is called through what ``as`` gives."""
+def test_any_callable_is_parallel(target):
+    """A callable other than a module is called through the object that `with ... as p` returns."""
     with parallel(target, THREE) as p:
         assert p(torch.ones(7, 2)).tolist() == [[2.0, 2.0]] * 7
         assert p.stats().shards == (3, 2, 2)
@@ -480,14 +480,14 @@ def test_any_callable_is_parallel_through_as(target):
 
 @pytest.mark.parametrize("builtin", [torch.relu, torch.sigmoid, torch.nn.functional.gelu, torch.Tensor.abs])
 def test_a_builtin_is_parallel(builtin):
-    """Builtins have no signature to read and are cut all the same."""
+    """Calls of builtins, which may have no signature, are cut too."""
     x = torch.randn(7, 2)
     with parallel(builtin, THREE) as p:
         assert_close(p(x), builtin(x))
 
 
 def test_p_calls_the_model_in_parallel_without_a_with_block():
-    """``p(x)`` works before any block is entered; close() ends it."""
+    """`p(x)` works without a `with` block; close() ends the lanes."""
     model = Sizes()
     p = parallel(model, THREE)
     try:
@@ -502,7 +502,7 @@ def test_p_calls_the_model_in_parallel_without_a_with_block():
 
 
 def test_a_deepcopy_made_in_the_block_is_a_plain_working_model():
-    """The copy has its own parameters, calls itself, and outlives the block."""
+    """The copy has its own parameters, runs plainly, and works after the block."""
     model = Net()
     x = torch.randn(7, 4)
     with parallel(model, THREE) as p:
@@ -518,7 +518,7 @@ def test_a_deepcopy_made_in_the_block_is_a_plain_working_model():
 
 
 def test_a_pickle_made_in_the_block_is_a_plain_working_model():
-    """Pickle and torch.save take the model inside the block."""
+    """Pickle and torch.save inside the block give plain models with their own parameters."""
     model = Net()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -537,8 +537,8 @@ def test_a_pickle_made_in_the_block_is_a_plain_working_model():
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_made_in_the_block_has_the_vars_of_a_plain_one(duplicate):
-    """A copy carries no forward of its own: one that patches the class afterwards reaches it."""
+def test_a_copy_made_in_the_block_has_the_vars_of_a_plain_model(duplicate):
+    """The copy has no `forward` on the instance, so it follows later patches of its class."""
     model = Net()
     with parallel(model, TWO):
         clone = duplicate(model)
@@ -546,7 +546,7 @@ def test_a_copy_made_in_the_block_has_the_vars_of_a_plain_one(duplicate):
 
 
 def test_a_shallow_copy_made_in_the_block_calls_itself():
-    """copy.copy gives a model whose forward sees the copy's own attributes."""
+    """The forward of a shallow copy uses the copy's attributes."""
     model = Net()
     x = torch.randn(7, 4)
     with parallel(model, TWO):
@@ -558,7 +558,7 @@ def test_a_shallow_copy_made_in_the_block_calls_itself():
 
 
 def test_a_copy_made_in_the_block_can_be_parallel_itself():
-    """A deepcopy may be given to parallel inside the first block."""
+    """Inside a block, a deep copy of the model can have its own block."""
     model = Net()
     x = torch.randn(7, 4)
     with parallel(model, TWO):
@@ -571,25 +571,25 @@ def test_a_copy_made_in_the_block_can_be_parallel_itself():
 # -- the decorator -------------------------------------------------------------------------------------------------------
 
 
-def test_decorated_the_block_is_the_call():
-    """@parallel(model) makes the model parallel for the length of each call, and keeps the function's name."""
+def test_a_decorated_function_is_parallel_during_each_call():
+    """`@parallel(model)` opens a block for each call of the function, and keeps its name and docstring."""
     model = Sizes()
     p = parallel(model, THREE)
 
     @p
     def evaluate(x, *, factor):
-        """Say."""
+        """Evaluate the model."""
         return model(x) * factor
 
     assert evaluate(torch.ones(7, 1), factor=2).tolist() == [[4.0]] * 7
     assert evaluate(torch.ones(7, 1), factor=1).tolist() == [[2.0]] * 7
     assert sorted(model.seen) == [2, 2, 2, 2, 3, 3]
-    assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Say.")
+    assert (evaluate.__name__, evaluate.__doc__) == ("evaluate", "Evaluate the model.")
     assert "forward" not in vars(model)
 
 
-def test_a_decorated_function_may_recurse():
-    """The block nests with the recursion and ends with the outermost call."""
+def test_a_decorated_function_can_recurse():
+    """The block ends with the outermost call."""
     model = Sizes()
 
     @parallel(model, TWO)
@@ -603,7 +603,7 @@ def test_a_decorated_function_may_recurse():
 
 
 def test_a_decorated_function_restores_the_model_after_an_exception():
-    """The user's exception arrives and the model is plain again."""
+    """The exception is raised, and the model is plain again."""
     model = Net()
 
     @parallel(model, TWO)
@@ -615,8 +615,8 @@ def test_a_decorated_function_restores_the_model_after_an_exception():
     assert "forward" not in vars(model)
 
 
-def test_a_decorated_function_runs_in_many_threads():
-    """Threads that call it at once share one block, each gets its own answer, and the model is plain at the end."""
+def test_a_decorated_function_can_run_in_many_threads():
+    """Concurrent calls each return their own output, and the model is plain after the last call."""
     model = Net()
     barrier = threading.Barrier(8)
     wrong = []
@@ -642,7 +642,7 @@ def test_a_decorated_function_runs_in_many_threads():
 
 
 def test_a_decorated_method_keeps_its_self():
-    """The decorator works on methods."""
+    """A decorated method is bound to its instance."""
     model = Sizes()
 
     class Trainer:
@@ -656,51 +656,51 @@ def test_a_decorated_method_keeps_its_self():
     assert sorted(model.seen) == [2, 3]
 
 
-# -- bad input -----------------------------------------------------------------------------------------------------------
+# -- invalid arguments ---------------------------------------------------------------------------------------------------
 
 
-def test_devices_that_are_not_there_are_named():
-    """A device that this machine lacks is refused when the block is made, naming it."""
+def test_absent_devices_are_refused():
+    """parallel() raises for absent and unknown devices, and the error names them."""
     with pytest.raises(DeviceUnavailableError, match="cuda"):
         parallel(Net(), ["cuda:7"])
     with pytest.raises(DeviceUnavailableError, match="nonsense"):
         parallel(Net(), ["nonsense"])
 
 
-def test_cpu_with_another_index_is_refused_with_the_cure():
-    """The name "cpu:1" is not a second device; the message says how to get two lanes."""
+def test_a_second_cpu_is_refused():
+    """The device "cpu:1" does not exist. The error shows how to get two CPU lanes."""
     with pytest.raises(DeviceUnavailableError, match=r'\["cpu", "cpu"\]'):
         parallel(Net(), ["cpu:0", "cpu:1"])
 
 
 def test_cpu_zero_is_the_cpu():
-    """The name "cpu:0" is normalised to "cpu"."""
+    """The device "cpu:0" is normalised to "cpu"."""
     assert parallel(Net(), ["cpu:0", torch.device("cpu", 0)]).devices == (torch.device("cpu"),) * 2
 
 
 @pytest.mark.parametrize("devices", [[], (), 0, -1, True, 1.5, [None], [1.5], ["cpu:x"]])
-def test_lists_of_devices_that_make_no_sense_are_refused(devices):
-    """Empty, below one, or no device: DeviceListError, which is a ValueError."""
+def test_invalid_device_lists_are_refused(devices):
+    """An empty list, a number below 1, or a value that is not a device raises DeviceListError, which is a ValueError."""
     with pytest.raises(DeviceListError) as caught:
         parallel(Net(), devices)
     assert isinstance(caught.value, ValueError)
 
 
 def test_devices_of_mixed_types_are_refused():
-    """The lanes of one block share one type."""
+    """All lanes of a block need the same type of device."""
     with pytest.raises((DeviceListError, DeviceUnavailableError)):
         parallel(Net(), ["cpu", "cuda:0"])
 
 
-def test_a_number_is_that_many_lanes():
-    """devices=3 on a machine without accelerator is three lanes on the CPU."""
+def test_a_number_is_the_number_of_lanes():
+    """On a machine without an accelerator, `devices=3` gives three CPU lanes."""
     assert parallel(Net(), 3).devices == (torch.device("cpu"),) * 3
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 @pytest.mark.parametrize("devices", [None, "auto"])
 def test_without_an_accelerator_the_default_is_the_plain_call(devices):
-    """None and "auto" are a single CPU lane where there is no accelerator, and every call is the plain call."""
+    """Without an accelerator, None and "auto" give a single CPU lane, and every call is plain."""
     model = Sizes()
     p = parallel(model, devices)
     assert p.devices == (torch.device("cpu"),)
@@ -711,7 +711,7 @@ def test_without_an_accelerator_the_default_is_the_plain_call(devices):
 
 
 def test_one_cpu_lane_is_the_plain_call():
-    """A single CPU lane runs the whole call on the model itself, in the calling thread, and starts no thread."""
+    """With a single CPU lane, calls run on the model itself in the calling thread."""
     seen = []
 
     class Model(nn.Module):
@@ -728,14 +728,14 @@ def test_one_cpu_lane_is_the_plain_call():
     assert seen == [(model, 7, threading.get_ident())]
 
 
-def test_a_kind_names_at_least_one_lane():
-    """The name of a kind, such as "cpu", gives at least one lane."""
+def test_a_device_type_gives_at_least_one_lane():
+    """A device type, such as "cpu", gives at least one lane."""
     assert len(parallel(Net(), "cpu").devices) >= 1
 
 
 @pytest.mark.parametrize("methods", ["forward", (), ("nothing",), ("linear_",), ("scale",)])
-def test_methods_that_are_none_are_refused(methods):
-    """A string, nothing, and names that cannot be called are ShardErrors naming them."""
+def test_invalid_methods_are_refused(methods):
+    """A string, an empty tuple, and names of missing or non-callable attributes raise ShardError."""
     with pytest.raises(ShardError, match="methods"):
         parallel(Net(), TWO, methods=methods)
 
@@ -743,14 +743,14 @@ def test_methods_that_are_none_are_refused(methods):
 @pytest.mark.parametrize(
     "in_dims", [{"nothing": 0}, {"x": 1.5}, {"x": True}, 0, ("x",)], ids=["no parameter", "float", "bool", "int", "tuple"]
 )
-def test_in_dims_that_mean_nothing_are_refused(in_dims):
-    """in_dims names parameters of the target and gives dims or None."""
+def test_invalid_in_dims_are_refused(in_dims):
+    """`in_dims` must map parameter names of the target to valid values."""
     with pytest.raises(ShardError, match="in_dims"):
         parallel(Net(), TWO, in_dims=in_dims)
 
 
-def test_in_dims_that_name_no_parameter_list_those_there_are():
-    """The message says what the target's parameters are."""
+def test_the_error_for_an_unknown_name_in_in_dims_lists_the_parameters():
+    """The error names the target's parameters."""
     with pytest.raises(ShardError, match=r"'y'.*Net.*\bx\b"):
         parallel(Net(), TWO, in_dims={"y": 0})
 
@@ -766,15 +766,15 @@ def test_in_dims_that_name_no_parameter_list_those_there_are():
     ],
     ids=["reduce", "join", "out_dims", "bool", "nested"],
 )
-def test_rules_that_do_not_exist_are_refused(rules, match):
-    """Unknown values of reduce, join, and out_dims are refused when the block is made."""
+def test_invalid_joining_options_are_refused(rules, match):
+    """parallel() raises for unknown values of `reduce`, `join`, and `out_dims`."""
     with pytest.raises(GatherError, match=match):
         parallel(Net(), TWO, **rules)
 
 
 @pytest.mark.parametrize("option", ["plan", "window"])
-def test_options_that_are_gone_are_refused(option):
-    """`plan` is not an option of parallel, and `window` is not one of map."""
+def test_removed_options_are_refused(option):
+    """`plan` and `window` are not options of `parallel` or `map`."""
     with pytest.raises(TypeError, match=option):
         parallel(Net(), TWO, **{option: 2})
     with parallel(Net(), TWO) as p, pytest.raises(TypeError, match=option):
@@ -782,30 +782,30 @@ def test_options_that_are_gone_are_refused(option):
 
 
 @pytest.mark.parametrize("device", ["cuda:3", "cpu:1"])
-def test_an_output_device_that_is_not_there_is_refused(device):
-    """output_device is checked when the block is made."""
+def test_an_absent_output_device_is_refused(device):
+    """parallel() raises before the block starts."""
     with pytest.raises(DeviceUnavailableError):
         parallel(Net(), TWO, output_device=device)
 
 
-def test_a_model_on_the_meta_device_is_refused_by_name():
-    """There is no data to copy: ReplicaError names the submodule."""
+def test_a_model_on_the_meta_device_is_refused():
+    """Meta tensors have no data to copy. The ReplicaError names a parameter."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to("meta")
     with pytest.raises(ReplicaError, match=r"0\.weight"), parallel(model, TWO):
         model(torch.randn(5, 4))
     assert "forward" not in vars(model)
 
 
-def test_a_model_that_is_partly_on_the_meta_device_is_refused_by_name():
-    """The message names the tensor that lies elsewhere."""
+def test_a_model_partly_on_the_meta_device_is_refused():
+    """The ReplicaError names the parameter on the meta device."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(ReplicaError, match=r"1\.weight.*meta"), parallel(model, TWO):
         model(torch.randn(5, 4))
     assert "forward" not in vars(model)
 
 
-def test_a_distributed_model_is_refused_by_name(tmp_path):
-    """DistributedDataParallel is parallel already; ReplicaError names the submodule that is one."""
+def test_a_distributed_model_is_refused(tmp_path):
+    """A model that contains DistributedDataParallel is already parallel. The ReplicaError names the submodule."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -818,16 +818,16 @@ def test_a_distributed_model_is_refused_by_name(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_a_module_that_cannot_be_copied_is_named():
-    """A submodule with an iterator over its layers is a ReplicaError with its name."""
+def test_a_module_that_cannot_be_copied_is_refused():
+    """A submodule that holds an iterator over layers raises ReplicaError, which names the attribute."""
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     model[1].layers = iter([model[0]])
     with pytest.raises(ReplicaError, match=r"1\.layers is an iterator"), parallel(model, TWO):
         model(torch.randn(5, 2))
 
 
-def test_p_after_close_is_refused():
-    """Calling, submitting, mapping and tracing on a closed block are SessionErrors."""
+def test_a_closed_block_is_refused():
+    """Calls, submit, map, and trace on a closed block raise SessionError."""
     model = Net()
     with parallel(model, TWO) as p:
         pass
@@ -837,8 +837,8 @@ def test_p_after_close_is_refused():
             use()
 
 
-def test_a_closed_block_may_be_entered_again():
-    """A block that is entered after its end is parallel again."""
+def test_a_closed_block_can_be_entered_again():
+    """Entering a closed block makes the model parallel again."""
     model = Sizes()
     p = parallel(model, TWO)
     for _ in range(3):
@@ -847,8 +847,8 @@ def test_a_closed_block_may_be_entered_again():
     assert sorted(model.seen) == [2] * 3 + [3] * 3
 
 
-def test_close_twice_does_no_harm():
-    """close() may be called inside the block, after it, and twice."""
+def test_close_can_be_called_twice():
+    """close() can be called inside the block, after it, and more than once."""
     model = Net()
     p = parallel(model, TWO)
     p.close()

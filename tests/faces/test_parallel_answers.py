@@ -1,4 +1,4 @@
-"""Promise 2: the same answer as the plain call, up to rounding, in row order, whatever the rows and the lanes."""
+"""Calls in a block have the plain output, up to rounding and in row order, for any row count and number of lanes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Output:
 
 
 class MyDict(OrderedDict):
-    """A dict of the user's own."""
+    """A user-defined subclass of OrderedDict."""
 
 
 class First(nn.Module):
-    """The first of what a module returns."""
+    """Returns the first output of a module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Lists(nn.Module):
 
 
 class Locked(nn.Module):
-    """A model that holds what cannot be copied."""
+    """A model that holds a lock, which cannot be copied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Locked(nn.Module):
 
 
 class PlainTensors(nn.Module):
-    """Tensors that are neither parameters nor buffers, and a buffer that is not saved."""
+    """Holds tensors that are neither parameters nor buffers, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,8 +189,8 @@ rows_and_lanes = given(rows=st.integers(0, 17), lanes=st.integers(1, 5), grad=st
 few = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def same(one, other):
-    """Type, structure and values."""
+def assert_same(one, other):
+    """Assert equal types, structure, and values."""
     assert type(one) is type(other)
     if isinstance(one, Output):
         assert_close((one.logits, one.hidden), (other.logits, other.hidden))
@@ -198,11 +198,11 @@ def same(one, other):
     elif isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
-            same(one[key], other[key])
+            assert_same(one[key], other[key])
     elif isinstance(one, (tuple, list)):
         assert len(one) == len(other)
         for mine, theirs in zip(one, other, strict=True):
-            same(mine, theirs)
+            assert_same(mine, theirs)
     elif isinstance(one, torch.Tensor):
         assert_close(one, other)
     else:
@@ -212,10 +212,10 @@ def same(one, other):
 @pytest.mark.parametrize("name", MODELS)
 @rows_and_lanes
 @few
-def test_the_answer_is_the_plain_one(name, rows, lanes, grad):
-    """Every kind of model gives its plain answer for every number of rows and lanes, with and without grad.
+def test_outputs_equal_the_plain_ones(name, rows, lanes, grad):
+    """Models of every kind have the plain output for every number of rows and lanes, with and without gradients.
 
-    From the second call of a kind on, the shards are balanced, with as many lanes as there are rows for.
+    From the second call of a kind on, shards are balanced, and every lane that can get a row has one.
     """
     model = MODELS[name]
     shape = (rows, 4, 5) if name == "conv" else (rows, 5, 4) if name in SEQUENCES else (rows, 4)
@@ -226,7 +226,7 @@ def test_the_answer_is_the_plain_one(name, rows, lanes, grad):
         plain = model(x.clone())
         with parallel(model, ["cpu"] * lanes) as p:
             for _ in range(3):
-                same(model(x.clone()), plain)
+                assert_same(model(x.clone()), plain)
             shards = p.stats().shards
     if min(rows, lanes) > 1:
         assert sum(shards) == rows
@@ -236,8 +236,8 @@ def test_the_answer_is_the_plain_one(name, rows, lanes, grad):
         assert shards == ()
 
 
-def test_old_weight_norm_gives_the_plain_answer():
-    """The weight that a pre-forward hook computes is computed in every lane."""
+def test_old_weight_norm_has_the_plain_output():
+    """Every lane computes the weight in its forward pre-hook."""
     model = old_weight_norm()
     x = torch.randn(7, 4)
     with parallel(model, ["cpu"] * 3):
@@ -248,8 +248,8 @@ def test_old_weight_norm_gives_the_plain_answer():
 
 @rows_and_lanes
 @few
-def test_embedding_bags_with_offsets_given_whole(rows, lanes, grad):
-    """An EmbeddingBag over 2-d indices is cut by rows."""
+def test_embedding_bags_are_cut_by_rows(rows, lanes, grad):
+    """An EmbeddingBag with 2-d indices has the plain output."""
     model = nn.EmbeddingBag(10, 4)
     ids = torch.randint(0, 10, (rows, 6))
     plain = model(ids)
@@ -267,7 +267,7 @@ def test_embedding_bags_with_offsets_given_whole(rows, lanes, grad):
 )
 @few
 def test_keyword_arguments_are_cut_like_positional_ones(rows, lanes, masked, scale, flag):
-    """Tensors among kwargs are cut; numbers, flags and None go to every lane."""
+    """Tensors in keyword arguments are cut; numbers, flags, and None go to every lane."""
     model = Keywords()
     x = torch.randn(rows, 3)
     kwargs = {"mask": torch.arange(rows) % 2 == 0 if masked else None, "scale": scale, "flag": flag}
@@ -281,7 +281,7 @@ def test_keyword_arguments_are_cut_like_positional_ones(rows, lanes, masked, sca
 @given(rows=st.integers(1, 9), lanes=st.integers(2, 4), dim=st.sampled_from([0, 1, 2, -1, -2]))
 @few
 def test_rows_may_lie_on_any_dim(rows, lanes, dim):
-    """Dim says where the rows lie, of inputs and outputs; it may be negative."""
+    """`dim` is the dim of the rows in inputs and outputs, and may be negative."""
     shape = [2, 3, 4]
     shape[dim] = rows
     x = torch.randn(shape)
@@ -290,7 +290,7 @@ def test_rows_may_lie_on_any_dim(rows, lanes, dim):
             assert_close(p(x), torch.tanh(x))
 
 
-def test_no_rows_run_once_plainly():
+def test_zero_rows_run_once_plainly():
     """A batch of zero rows is one plain call."""
     calls = []
 
@@ -305,7 +305,7 @@ def test_no_rows_run_once_plainly():
 
 
 def test_a_call_without_tensors_runs_once_plainly():
-    """Nothing to cut: one plain call, in the caller."""
+    """A call without tensors is one plain call in the caller's thread."""
     calls = []
 
     def target(*args, **kwargs):
@@ -319,8 +319,8 @@ def test_a_call_without_tensors_runs_once_plainly():
     assert calls == [threading.get_ident()] * 2
 
 
-def test_fewer_rows_than_lanes_leave_the_surplus_idle():
-    """Two rows on four lanes are two shards of one row, once a call with another number of rows has settled the kind."""
+def test_fewer_rows_than_lanes_leave_lanes_idle():
+    """After a first call of the kind, two rows on four lanes are two shards of one row."""
     with parallel(torch.tanh, ["cpu"] * 4) as p:
         p(torch.zeros(7, 3))
         before = [lane.rows for lane in p.stats().lanes]
@@ -342,7 +342,7 @@ def test_fewer_rows_than_lanes_leave_the_surplus_idle():
     ],
 )
 def test_the_first_call_of_a_kind_has_shards_of_different_sizes(rows, lanes, sizes, balanced):
-    """The first call runs in the caller, on shards that differ in size; later calls are balanced."""
+    """The first call runs shards of different sizes in the caller's thread. Later calls are balanced."""
     seen = []
 
     def target(x):
@@ -362,8 +362,8 @@ def test_the_first_call_of_a_kind_has_shards_of_different_sizes(rows, lanes, siz
         assert p.stats().plain == 0
 
 
-def test_a_first_call_whose_last_lane_has_two_shards_counts_rows_per_lane():
-    """Ten rows over two lanes run as 5, 3, and 2 rows in the first call; the counters show 5 rows per lane."""
+def test_counters_of_a_first_call_count_rows_per_lane():
+    """Ten rows on two lanes run as shards of 5, 3, and 2 rows in the first call. The counters show 5 rows per lane."""
     with parallel(torch.tanh, ["cpu"] * 2) as p:
         p(torch.zeros(10, 3))
         assert p.stats().shards == (5, 5)
@@ -373,7 +373,7 @@ def test_a_first_call_whose_last_lane_has_two_shards_counts_rows_per_lane():
 
 @pytest.mark.parametrize("rows", [2, 4])
 def test_a_first_call_with_too_few_rows_runs_whole(rows):
-    """Two lanes cannot cut two or four rows unevenly: the first call is plain, and the next one is cut."""
+    """Two lanes cannot cut two or four rows unevenly, so the first call is plain. The next call is cut."""
     seen = []
 
     def target(x):
@@ -388,8 +388,8 @@ def test_a_first_call_with_too_few_rows_runs_whole(rows):
     assert seen == [rows] + [rows // 2] * 4
 
 
-def test_a_kind_is_learned_once_for_all_numbers_of_rows():
-    """After one call, calls with other numbers of rows are balanced from the start."""
+def test_evidence_of_a_kind_holds_for_all_row_counts():
+    """After one call of a kind, calls with other row counts are balanced."""
     seen = []
 
     def target(x):
@@ -406,7 +406,7 @@ def test_a_kind_is_learned_once_for_all_numbers_of_rows():
 
 @pytest.mark.parametrize("out_dims", [0, (0, 0)])
 def test_a_declared_output_needs_no_evidence(out_dims):
-    """With out_dims for every output, the first call is balanced like all others."""
+    """With `out_dims` for every output, the first call is balanced."""
     seen = []
 
     def target(x):
@@ -420,8 +420,8 @@ def test_a_declared_output_needs_no_evidence(out_dims):
     assert seen == [2, 2]
 
 
-def test_a_lazy_module_takes_its_shape_from_the_first_call():
-    """LazyLinear runs plainly until its parameters have shapes, then in parallel."""
+def test_a_lazy_module_gets_its_shapes_from_the_first_call():
+    """The first call of a lazy module is plain and sets its shapes. Later calls are parallel."""
     model = nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), nn.ReLU()).eval()
     x = torch.randn(7, 5)
     with parallel(model, ["cpu"] * 3) as p:
@@ -433,8 +433,8 @@ def test_a_lazy_module_takes_its_shape_from_the_first_call():
     assert_close(model(x), first)
 
 
-def test_spectral_norm_in_training_is_the_plain_one():
-    """Each lane iterates from the same vectors, so outputs equal the plain ones for several steps."""
+def test_spectral_norm_in_training_has_the_plain_output():
+    """Each lane starts its power iteration from the same vectors, so outputs equal the plain ones over several steps."""
     torch.manual_seed(0)
     model, plain = parametrizations.spectral_norm(nn.Linear(4, 4)), parametrizations.spectral_norm(nn.Linear(4, 4))
     plain.load_state_dict(model.state_dict())
@@ -445,8 +445,8 @@ def test_spectral_norm_in_training_is_the_plain_one():
     assert_close(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-def test_a_model_may_write_into_its_input():
-    """An in-place first step gives the plain answer and, as plainly, changes the caller's tensor."""
+def test_a_model_can_write_to_its_input():
+    """An in-place operation on the input has the plain output and changes the caller's tensor, as in a plain call."""
 
     def target(x):
         return x.mul_(2) + 1
@@ -458,7 +458,7 @@ def test_a_model_may_write_into_its_input():
 
 
 class AddsInPlace(nn.Module):
-    """``x += parameter`` as the first step, as position embeddings are often added."""
+    """Adds a parameter to its input in place, as is common for position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,8 +469,8 @@ class AddsInPlace(nn.Module):
         return x * 2
 
 
-def test_a_model_may_add_a_parameter_to_its_input_in_place():
-    """``x += self.bias`` on an input without grad works with gradients on, as it does plainly."""
+def test_a_model_can_add_a_parameter_to_its_input_in_place():
+    """With gradients enabled, `x += self.bias` on an input that requires no gradient has the plain output and gradients."""
     model = AddsInPlace()
     x = torch.randn(7, 4)
     plain = model(x.clone())
@@ -482,8 +482,8 @@ def test_a_model_may_add_a_parameter_to_its_input_in_place():
             assert_close(model.bias.grad, torch.full((4,), 14.0 * calls))
 
 
-def test_writing_into_an_input_that_has_a_graph_is_refused_by_torch():
-    """Lanes that write into one hidden value would race for its place in the graph: torch's error, with the lane."""
+def test_writing_to_an_input_with_a_graph_raises_torchs_error():
+    """Lanes that write in place to a non-leaf tensor would race in its graph. Torch's error has a note with the lane."""
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 2))
     x = torch.randn(7, 4, requires_grad=True)
     with parallel(model, ["cpu"] * 3), pytest.raises(RuntimeError, match="modified inplace") as caught:
@@ -491,11 +491,11 @@ def test_writing_into_an_input_that_has_a_graph_is_refused_by_torch():
     assert any("in lane 0" in note for note in caught.value.__notes__)
 
 
-# -- what is cut and how it is joined ------------------------------------------------------------------------------------
+# -- cutting and joining -------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_disagree_are_named_with_the_cure():
-    """The message names both places, their rows and in_dims."""
+def test_unequal_row_counts_are_refused():
+    """The error names both arguments, their row counts, and `in_dims`."""
     with (
         parallel(Keywords(), ["cpu"] * 2) as p,
         pytest.raises(ShardError, match=r'kwargs\["mask"\] has 2 .*args\[0\] has 6.*in_dims=\{"mask": None\}'),
@@ -503,8 +503,8 @@ def test_rows_that_disagree_are_named_with_the_cure():
         p(torch.zeros(6, 3), mask=torch.zeros(2, dtype=torch.bool))
 
 
-def test_an_ambiguous_list_is_refused_with_both_cures():
-    """A list as long as the batch may be meant either way: the message has both spellings."""
+def test_an_ambiguous_list_is_refused():
+    """A list as long as the batch may be cut or not, so the error shows both values of `in_dims`."""
 
     def target(x, texts):
         return x
@@ -517,16 +517,16 @@ def test_an_ambiguous_list_is_refused_with_both_cures():
 
 
 @pytest.mark.parametrize("by_item", ["items", 0])
-def test_in_dims_settle_a_list(by_item):
-    """With "items" or 0 a list is cut with the rows, and with None every lane gets it whole."""
+def test_in_dims_of_a_list(by_item):
+    """With "items" or 0, a list is cut with the rows. With None, every lane gets the whole list."""
     with parallel(lambda x, texts: x + len(texts), ["cpu"] * 2, in_dims={"texts": by_item}) as p:
         assert p(torch.zeros(3, 1), ["a", "b", "c"])[:, 0].tolist() == [2.0, 2.0, 1.0]
     with parallel(lambda x, texts: x + len(texts), ["cpu"] * 2, in_dims={"texts": None}) as p:
         assert p(torch.zeros(3, 1), texts=("a", "b", "c"))[:, 0].tolist() == [3.0, 3.0, 3.0]
 
 
-def test_in_dims_by_name_reach_positional_and_keyword_arguments():
-    """A table goes whole to every lane, by whichever way it is given."""
+def test_in_dims_apply_to_positional_and_keyword_arguments():
+    """With None in `in_dims`, a table goes whole to every lane, as a positional or keyword argument."""
 
     def target(ids, table):
         return table[ids]
@@ -540,7 +540,7 @@ def test_in_dims_by_name_reach_positional_and_keyword_arguments():
 
 
 def test_in_dims_of_a_module_name_the_parameters_of_forward():
-    """For a module the names are forward's; another dim may be given."""
+    """For a module, the names in `in_dims` are parameters of forward."""
 
     class Model(nn.Module):
         def forward(self, x, columns):
@@ -553,20 +553,20 @@ def test_in_dims_of_a_module_name_the_parameters_of_forward():
 
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dim_out_of_range_is_refused(dim):
-    """A batch that has no such dim is a ShardError with its shape."""
+    """A batch without dim `dim` raises ShardError, which names its shape."""
     with parallel(torch.tanh, ["cpu"] * 2, dim=dim) as p, pytest.raises(ShardError, match=r"out of range.*\(4, 3\)"):
         p(torch.zeros(4, 3))
 
 
-def test_a_tensor_of_one_row_beside_more_goes_to_every_lane():
-    """Size 1 on dim is broadcast, as torch would."""
+def test_a_tensor_of_one_row_next_to_larger_ones_goes_to_every_lane():
+    """A tensor of size 1 on `dim` is broadcast, as in torch."""
     x, one = torch.randn(7, 3), torch.randn(1, 3)
     with parallel(torch.add, ["cpu"] * 3) as p:
         assert_close(p(x, one), x + one)
 
 
 def test_a_mean_loss_stays_a_scalar():
-    """With reduce="mean", 0-d floats are averaged by the rows of their shards, so a mean over rows is exact."""
+    """With reduce="mean", 0-d floats are weighted by the rows of their shards, so a mean over rows is exact."""
     x = torch.randn(7, 3)
     with parallel(lambda x: x.mean(), ["cpu"] * 3, reduce="mean") as p:
         for _ in range(2):
@@ -578,21 +578,21 @@ def test_a_mean_loss_stays_a_scalar():
     [("sum", 7.0), ("stack", [3.0, 2.0, 2.0]), (lambda v: v.max(), 3.0)],
     ids=["sum", "stack", "callable"],
 )
-def test_reduce_says_what_becomes_of_scalars(reduce, want):
-    """sum, stack and a function of the vector."""
+def test_reduce_of_scalars(reduce, want):
+    """`reduce` can be "sum", "stack", or a function of the vector of scalars."""
     with parallel(lambda x: x.sum(), ["cpu"] * 3, reduce=reduce) as p:
         assert p(torch.ones(7)).tolist() == want
 
 
 @pytest.mark.parametrize("scalar", [lambda x: (x > 0).sum(), lambda x: (x > 0).all()], ids=["int", "bool"])
 def test_a_scalar_count_has_no_mean(scalar):
-    """With reduce="mean", 0-d ints and bools are a GatherError that names the other reductions."""
+    """With reduce="mean", 0-d ints and bools raise GatherError, which names another reduction."""
     with parallel(scalar, ["cpu"] * 3, reduce="mean") as p, pytest.raises(GatherError, match='reduce="sum"'):
         p(torch.ones(7))
 
 
-def test_ragged_outputs_are_refused_with_the_cure():
-    """The message names the place, both shapes and join="list"."""
+def test_ragged_outputs_are_refused():
+    """The error names the place, both shapes, and join="list"."""
 
     def target(x):
         return {"a": [x, torch.zeros(len(x), len(x))]}
@@ -605,13 +605,13 @@ def test_ragged_outputs_are_refused_with_the_cure():
 
 
 def test_join_list_gives_the_outputs_of_the_lanes():
-    """join="list" returns ragged outputs as they are, in lane order."""
+    """With join="list", ragged outputs are returned unchanged in lane order."""
     with parallel(lambda x: torch.zeros(len(x), len(x)), ["cpu"] * 3, join="list") as p:
         assert [tuple(output.shape) for output in p(torch.zeros(7, 2))] == [(3, 3), (2, 2), (2, 2)]
 
 
 def test_join_list_gives_a_list_for_every_batch():
-    """A batch of one row, or of none, is a list of one output: the type does not depend on the rows."""
+    """With join="list", a batch of zero rows or one row also returns a list."""
     with parallel(lambda x: x + 1, ["cpu"] * 3, join="list") as p:
         for rows in (7, 1, 0):
             outputs = p(torch.zeros(rows, 2))
@@ -620,7 +620,7 @@ def test_join_list_gives_a_list_for_every_batch():
 
 
 def test_reduce_stack_gives_a_vector_for_every_batch():
-    """A batch of one row gives a vector of one value: the number of dims does not depend on the rows."""
+    """With reduce="stack", a batch of one row returns a vector of one value."""
     with parallel(lambda x: x.sum(), ["cpu"] * 3, reduce="stack") as p:
         assert p(torch.ones(1, 2)).tolist() == [2.0]
         assert p(torch.ones(3, 2)).ndim == 1
@@ -628,7 +628,7 @@ def test_reduce_stack_gives_a_vector_for_every_batch():
 
 
 def test_outputs_with_unequal_keys_are_refused():
-    """Keys must agree between lanes; the message names them."""
+    """Lanes must return equal keys. The error names the lanes and a key."""
 
     def target(x):
         return {"a": x, "b": x} if len(x) == 3 else {"a": x}
@@ -638,19 +638,19 @@ def test_outputs_with_unequal_keys_are_refused():
 
 
 def test_numbers_that_differ_between_lanes_are_refused():
-    """A Python number per lane is refused without reduce; the message names its place."""
+    """Python numbers that differ between lanes are refused without `reduce`. The error names their place."""
     with parallel(lambda x: (x, len(x)), ["cpu"] * 2) as p, pytest.raises(GatherError, match=r"output\[1\]"):
         p(torch.zeros(5, 2))
 
 
-def test_a_none_beside_a_tensor_is_refused():
-    """None in one lane and a tensor in another cannot be joined."""
+def test_none_in_one_lane_and_a_tensor_in_another_is_refused():
+    """None and a tensor cannot be joined."""
     with parallel(lambda x: x if len(x) == 3 else None, ["cpu"] * 2) as p, pytest.raises(GatherError):
         p(torch.zeros(5, 2))
 
 
-def test_a_parameter_that_is_returned_comes_back_once():
-    """What is the same for every row is not joined: a returned parameter keeps its shape."""
+def test_a_returned_parameter_is_not_joined():
+    """If forward returns a parameter, the call returns the model's own parameter once."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -666,8 +666,8 @@ def test_a_parameter_that_is_returned_comes_back_once():
             assert model(torch.zeros(7, 2))[1] is model.table
 
 
-def test_a_buffer_that_is_returned_comes_back_once():
-    """A returned buffer keeps its shape too, whichever lane's copy it is."""
+def test_a_returned_buffer_is_not_joined():
+    """If forward returns a buffer, the call returns it once, with its shape."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -683,14 +683,14 @@ def test_a_buffer_that_is_returned_comes_back_once():
             assert_close(model(torch.zeros(7, 2))[1], model.table)
 
 
-def test_output_device_is_where_the_outputs_are():
-    """output_device names where outputs are joined."""
+def test_output_device():
+    """Outputs lie on `output_device`."""
     with parallel(torch.tanh, ["cpu"] * 2, output_device="cpu") as p:
         assert p(torch.zeros(5)).device == torch.device("cpu")
 
 
 def test_unusual_dtypes_and_layouts_are_cut():
-    """Ints, bools, complex, half, float8-free and non-contiguous tensors keep dtype and values."""
+    """Int, bool, complex, half, and non-contiguous tensors keep their dtype and values."""
     for x in (
         torch.arange(7),
         torch.arange(7) > 3,

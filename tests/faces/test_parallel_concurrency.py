@@ -1,4 +1,4 @@
-"""Promise 6: many threads, nested and crossing blocks, recursion; and nothing is left after close()."""
+"""Threads, nested blocks, recursion, and forks. After close(), no thread, replica, or memory is left."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def lanes():
 
 
 def in_threads(count, work):
-    """Run work(index) in that many threads that start at once; the first error is raised."""
+    """Run `work(index)` in `count` threads that start together. Raise the first error."""
     barrier = threading.Barrier(count)
 
-    def begin(index):
+    def start(index):
         barrier.wait(20)
         return work(index)
 
     with ThreadPoolExecutor(count) as executor:
-        return [future.result(60) for future in [executor.submit(begin, index) for index in range(count)]]
+        return [future.result(60) for future in [executor.submit(start, index) for index in range(count)]]
 
 
-def test_sixteen_threads_call_one_model():
-    """Each thread gets its own rows back, forwards and gradients, in one block."""
+def test_sixteen_threads_can_call_one_model():
+    """Each thread gets the outputs and input gradients of its own rows."""
     model = mlp()
 
     def work(index):
@@ -64,8 +64,8 @@ def test_sixteen_threads_call_one_model():
         assert p.stats().calls == 400
 
 
-def test_threads_submit_map_and_call_at_once():
-    """The three ways into the lanes share them."""
+def test_threads_can_submit_map_and_call_at_the_same_time():
+    """Calls, submit, and map share the lanes, and all have the plain output."""
     model = mlp()
     x = torch.randn(6, 4)
     plain = model(x)
@@ -85,7 +85,7 @@ def test_threads_submit_map_and_call_at_once():
 
 
 def test_a_model_in_training_does_not_race():
-    """Threads that train a batch norm at once: every call counts once, and every statistic is finite."""
+    """If several threads train a batch norm, each call is counted once, and all statistics are finite."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     def work(index):
@@ -99,8 +99,8 @@ def test_a_model_in_training_does_not_race():
     assert torch.isfinite(model[1].running_var).all()
 
 
-def test_threads_open_and_close_blocks_on_models_of_their_own():
-    """Blocks on different models do not get in each other's way."""
+def test_threads_can_open_blocks_on_separate_models():
+    """Blocks on different models do not affect each other."""
 
     def work(index):
         model = mlp()
@@ -115,9 +115,9 @@ def test_threads_open_and_close_blocks_on_models_of_their_own():
     assert not lanes()
 
 
-def test_a_block_that_one_thread_leaves_while_another_enters():
-    """A thread that enters a block while another thread is still leaving it has an open, parallel block."""
-    hold, sent = threading.Event(), threading.Event()
+def test_a_thread_can_enter_a_block_that_another_thread_leaves():
+    """If a thread enters a block while another thread still leaves it, the model is parallel."""
+    hold, submitted = threading.Event(), threading.Event()
 
     class Held(nn.Module):
         def __init__(self) -> None:
@@ -135,13 +135,13 @@ def test_a_block_that_one_thread_leaves_while_another_enters():
     def leave():
         with p:
             p.submit(torch.ones(1, 4))
-            sent.set()
+            submitted.set()
 
     thread = threading.Thread(target=leave)
     thread.start()
     try:
-        assert sent.wait(20)
-        while "forward" in vars(model):  # until the thread has left the block and waits for its lane
+        assert submitted.wait(20)
+        while "forward" in vars(model):  # wait until the thread leaves the block and is blocked on its lane
             thread.join(0.001)
         with p:
             model(torch.randn(5, 4))
@@ -157,7 +157,7 @@ def test_a_block_that_one_thread_leaves_while_another_enters():
 
 
 def test_entering_the_same_block_twice_nests():
-    """The model stays parallel until the outermost exit."""
+    """The model stays parallel until the outermost block ends."""
     model = mlp()
     with parallel(model, TWO) as p:
         with p:
@@ -169,7 +169,7 @@ def test_entering_the_same_block_twice_nests():
 
 
 def test_two_blocks_on_the_same_model_nest():
-    """The inner block's lanes run the call; after it the outer block's do; after both the model is plain."""
+    """Calls use the inner block's lanes while it is open, then the outer block's lanes."""
     model = mlp()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -184,7 +184,7 @@ def test_two_blocks_on_the_same_model_nest():
 
 
 def test_blocks_on_a_model_and_its_submodule():
-    """Whichever is opened first, the answer and the gradient are the plain ones."""
+    """The output is the plain one, whichever block is opened first."""
     model = mlp()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -197,7 +197,7 @@ def test_blocks_on_a_model_and_its_submodule():
 
 
 def test_a_block_on_a_submodule_opened_after_the_first_call():
-    """Replicas that exist already follow the rewriting of a submodule, and its end."""
+    """Existing replicas follow when a block on a submodule opens and closes."""
     model = mlp()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -209,7 +209,7 @@ def test_a_block_on_a_submodule_opened_after_the_first_call():
 
 
 def test_blocks_on_two_models():
-    """Models in lanes may feed each other, also where one calls the other."""
+    """Parallel models can call each other inside their lanes."""
     one, two = mlp(), nn.Linear(3, 4)
 
     class Both(nn.Module):
@@ -229,7 +229,7 @@ def test_blocks_on_two_models():
 
 
 def test_blocks_on_different_models_close_in_any_order():
-    """Only blocks on one and the same model have an order."""
+    """Only blocks on the same model must close in reverse order."""
     one, two = mlp(), mlp()
     a, b = parallel(one, TWO), parallel(two, TWO)
     a.__enter__()
@@ -242,7 +242,7 @@ def test_blocks_on_different_models_close_in_any_order():
 
 
 def test_blocks_on_one_model_closed_out_of_order_are_refused():
-    """SessionError, nothing is changed, and closing in order then works."""
+    """Closing the outer block first raises SessionError and changes nothing. Closing in order then works."""
     model = mlp()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -269,7 +269,7 @@ def test_blocks_on_one_model_closed_out_of_order_are_refused():
 
 
 class Recursive(nn.Module):
-    """A model that calls itself, by __call__ and through another reference."""
+    """A model that calls itself, directly and through a reference in a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,8 +282,8 @@ class Recursive(nn.Module):
         return self(x, depth=depth - 1) + self.me[0](x, depth - 1)
 
 
-def test_a_model_may_call_itself():
-    """Recursion in lanes does not wait for lanes."""
+def test_a_model_can_call_itself():
+    """A recursive call in a lane runs plainly in that lane and does not deadlock."""
     model = Recursive()
     x = torch.randn(7, 4)
     plain = model(x)
@@ -292,8 +292,8 @@ def test_a_model_may_call_itself():
             assert_close(model(x), plain)
 
 
-def test_a_function_may_call_its_own_block():
-    """``p`` inside ``p``'s target runs plainly in its lane, and so do submit and map."""
+def test_a_function_can_call_its_own_block():
+    """If the target of `p` calls `p`, `p.submit`, or `p.map`, these calls run plainly in its lane."""
 
     def target(x, depth=1):
         if depth == 0:
@@ -306,7 +306,7 @@ def test_a_function_may_call_its_own_block():
 
 
 def test_a_thread_pool_inside_forward():
-    """Threads that forward starts may call other modules, and parallel ones."""
+    """Threads that forward starts can call modules, also parallel ones."""
     helper = nn.Linear(4, 4)
 
     class Threaded(nn.Module):
@@ -328,7 +328,7 @@ def test_a_thread_pool_inside_forward():
 
 @pytest.mark.parametrize("lane", [0, 1, 2])
 def test_close_from_inside_the_model(lane):
-    """A call may close the block that it runs in, from any lane."""
+    """A call can close its own block, from any lane."""
     armed, closed = threading.Event(), threading.Event()
 
     class Closes(nn.Module):
@@ -350,11 +350,11 @@ def test_close_from_inside_the_model(lane):
     assert model(torch.arange(3.0)).tolist() == [1.0, 2.0, 3.0]
 
 
-# -- nothing is left -------------------------------------------------------------------------------------------------------
+# -- after close() ---------------------------------------------------------------------------------------------------------
 
 
 def test_close_leaves_no_thread():
-    """After the block no thread of a lane is left, after cut calls, submitted calls, and map."""
+    """After cut calls, submitted calls, and map, the end of the block ends all lane threads."""
     model = mlp()
     before = set(threading.enumerate())
     with parallel(model, THREE) as p:
@@ -367,8 +367,8 @@ def test_close_leaves_no_thread():
     assert set(threading.enumerate()) == before
 
 
-def test_close_waits_for_what_was_submitted():
-    """Futures sent before the end are done after it."""
+def test_close_waits_for_submitted_calls():
+    """Calls submitted inside the block are done after it."""
     release = threading.Event()
 
     def target(x):
@@ -383,7 +383,7 @@ def test_close_waits_for_what_was_submitted():
 
 
 def test_close_leaves_no_replica():
-    """Replicas, outputs and inputs are freed with the block; the model itself can be freed too."""
+    """After the block, the replicas are freed, and the model itself can be freed."""
     seen: list[weakref.ref] = []
 
     class Model(nn.Module):
@@ -409,7 +409,7 @@ def test_close_leaves_no_replica():
 
 
 def test_an_abandoned_block_ends_its_lanes():
-    """A Parallel that is used without close() and forgotten leaves no thread."""
+    """A Parallel that is garbage-collected without close() leaves no thread."""
     p = parallel(torch.tanh, THREE)
     p.submit(torch.zeros(4)).result(20)
     assert lanes()
@@ -419,7 +419,7 @@ def test_an_abandoned_block_ends_its_lanes():
 
 
 def test_an_output_holds_no_lane():
-    """Outputs and graphs that outlive the block keep no thread alive."""
+    """Outputs and graphs that are used after the block keep no thread alive."""
     model = mlp()
     with parallel(model, THREE):
         for _ in range(2):
@@ -433,7 +433,7 @@ def test_an_output_holds_no_lane():
 
 
 class Rows(Dataset):
-    """Rows made by a model, in the loader's worker."""
+    """Rows that a model computes in the loader's worker."""
 
     def __init__(self, model) -> None:
         self.model = model
@@ -449,7 +449,7 @@ class Rows(Dataset):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_data_loader_worker_calls_the_parallel_model():
-    """In a forked child, which has no lanes, the model runs plainly and gives its answer."""
+    """In a forked child, which has no lanes, the model runs plainly."""
     model = nn.Linear(1, 1)
     with parallel(model, TWO):
         for _ in range(2):
@@ -463,8 +463,8 @@ def test_a_forked_data_loader_worker_calls_the_parallel_model():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_a_forked_child_may_open_a_block_of_its_own():
-    """A child of a process with an open block opens and closes its own."""
+def test_a_forked_child_can_open_its_own_block():
+    """A child that was forked inside an open block can open and close another block."""
     with parallel(torch.tanh, TWO) as p:
         p.submit(torch.zeros(4)).result(20)
         child = os.fork()
@@ -481,8 +481,8 @@ def test_a_forked_child_may_open_a_block_of_its_own():
         assert p(torch.zeros(4)).tolist() == [0.0] * 4
 
 
-def test_a_program_that_forgets_to_close_ends():
-    """The interpreter exits cleanly and promptly with a block still open."""
+def test_a_program_that_does_not_close_its_block_exits():
+    """The interpreter exits without an error if a block is still open."""
     code = """
         import torch
         from parawrap import parallel
@@ -499,8 +499,8 @@ def test_a_program_that_forgets_to_close_ends():
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
-def test_blocks_of_two_threads_on_one_model_may_overlap_in_any_order():
-    """Each thread leaves its own block without an error, and the model is what it was after both."""
+def test_blocks_of_two_threads_on_one_model_can_overlap_in_any_order():
+    """Each thread can leave its own block first. After both, the model is plain."""
     model = nn.Linear(4, 2)
     x = torch.randn(6, 4)
     plain = model(x)
@@ -528,8 +528,8 @@ def test_blocks_of_two_threads_on_one_model_may_overlap_in_any_order():
     assert_close(model(x), plain)
 
 
-def test_a_call_that_a_close_overtakes_runs_plainly():
-    """Leaving a block while other threads call the model raises in none of them."""
+def test_calls_during_a_close_do_not_raise():
+    """If other threads call the model while a block ends, their calls have the plain output."""
     model = nn.Linear(4, 2)
     x = torch.randn(6, 4)
     plain = model(x)

@@ -1,4 +1,4 @@
-"""Promise 5: an error of the user's arrives as it is, says where it happened, and leaves the pool usable."""
+"""Exceptions in lanes keep their type and traceback, gain a note with the lane, and leave the block usable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THREE = ["cpu"] * 3
 
 
 class MyError(Exception):
-    """An exception of the user's with arguments of its own."""
+    """A user-defined exception with attributes."""
 
     def __init__(self, code, *, detail):
         super().__init__(code)
@@ -26,13 +26,13 @@ class MyError(Exception):
 
 
 class Fails(nn.Module):
-    """Fails for the shards that hold one of these values."""
+    """Raises for shards that hold one of the values in `on`."""
 
     def __init__(self, make=lambda value: ValueError(f"row {value}")) -> None:
         super().__init__()
         self.make = make
         type(self).on = set()
-        type(self).ran = []  # on the class: a replica has its own attributes
+        type(self).ran = []  # on the class, because a replica has its own attributes
         self.linear = nn.Linear(1, 1)
 
     def forward(self, x):
@@ -48,9 +48,9 @@ def rows(count):
 
 
 def fail_on(model, values, count):
-    """Let the model fail on these rows, after calls that settle its kind: then each of `count` rows has its own lane.
+    """Make the model fail on these rows, after two calls of its kind: later calls give each of `count` rows its own lane.
 
-    The set is changed in place: a new attribute would make another kind of the next call.
+    The set is changed in place, because a new attribute value would make the next call another kind.
     """
     for _ in range(2):
         model(rows(count))
@@ -59,8 +59,8 @@ def fail_on(model, values, count):
 
 
 @pytest.mark.parametrize("bad", [0, 1, 2])
-def test_the_users_exception_arrives_with_a_note(bad):
-    """Type and message are the user's; a note names lane, device, and shard."""
+def test_an_exception_keeps_its_type_and_gains_a_note(bad):
+    """Type and message are the original ones. A note names lane, device, and shard."""
     model = Fails()
     with parallel(model, THREE):
         fail_on(model, {bad}, 3)
@@ -72,7 +72,7 @@ def test_the_users_exception_arrives_with_a_note(bad):
 
 @pytest.mark.parametrize(("bad", "lane"), [(0, 0), (1, 0), (2, 1)])
 def test_the_first_call_of_a_kind_raises_like_any_other(bad, lane):
-    """The first call of a kind, whose lanes run one after another, raises the user's exception with the same note."""
+    """The lanes of a first call run one after another, and an exception has the same note as in later calls."""
     model = Fails()
     model.on = {bad}
     with parallel(model, THREE), pytest.raises(ValueError, match=f"row {bad}") as caught:
@@ -82,7 +82,7 @@ def test_the_first_call_of_a_kind_raises_like_any_other(bad, lane):
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_traceback_reaches_the_users_line(bad):
-    """The last frame is the line that raised, whichever lane it was."""
+    """The last frame of the traceback is the line that raised, in any lane."""
     model = Fails()
     with parallel(model, THREE):
         fail_on(model, {bad}, 3)
@@ -94,7 +94,7 @@ def test_the_traceback_reaches_the_users_line(bad):
 
 
 def test_an_exception_keeps_its_own_attributes_and_cause():
-    """The very object arrives, with what it carries."""
+    """The caller gets the same exception object, with its attributes and cause."""
     cause = KeyError("why")
 
     def make(value):
@@ -111,8 +111,8 @@ def test_an_exception_keeps_its_own_attributes_and_cause():
     assert caught.value.__cause__ is cause
 
 
-def test_the_first_lane_wins_and_the_others_are_notes():
-    """With several failures, the first lane's exception is raised, and notes on it report the others."""
+def test_the_first_lanes_exception_is_raised_and_notes_name_the_others():
+    """If several lanes fail, the first lane's exception is raised, with one note per other failure."""
     model = Fails()
     with parallel(model, THREE):
         fail_on(model, {1, 2}, 3)
@@ -125,7 +125,7 @@ def test_the_first_lane_wins_and_the_others_are_notes():
 
 
 def test_the_other_lanes_finish():
-    """A failure in one lane does not keep the others from doing their shards."""
+    """If one lane fails, the other lanes still run their shards."""
     model = Fails()
     with parallel(model, THREE):
         fail_on(model, {0}, 3)
@@ -134,8 +134,8 @@ def test_the_other_lanes_finish():
     assert sorted(model.ran) == [0, 1, 2]
 
 
-def test_the_pool_is_usable_after_an_error():
-    """The next call works in the same lanes, many times over."""
+def test_the_block_is_usable_after_an_error():
+    """After an error, the next call runs in the same lanes."""
     model = Fails()
     x = rows(3)
     with parallel(model, THREE) as p:
@@ -150,8 +150,8 @@ def test_the_pool_is_usable_after_an_error():
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, AssertionError])
 @pytest.mark.parametrize("bad", [0, 1])
-def test_every_kind_of_exception_arrives(kind, bad):
-    """Exceptions outside Exception, and StopIteration, arrive from lane 0 and from others; the pool stays usable."""
+def test_exceptions_of_every_type_reach_the_caller(kind, bad):
+    """StopIteration and exceptions such as SystemExit reach the caller from any lane, and the block stays usable."""
     model = Fails(kind)
     with parallel(model, TWO):
         fail_on(model, {bad}, 2)
@@ -161,8 +161,8 @@ def test_every_kind_of_exception_arrives(kind, bad):
         assert model(rows(2)).shape == (2, 1)
 
 
-def test_an_exception_that_cannot_be_printed_arrives():
-    """An exception whose __str__ fails is not replaced by its own failure."""
+def test_an_exception_with_a_failing_str_reaches_the_caller():
+    """If `__str__` of an exception raises, the caller still gets the original exception."""
 
     class Unprintable(Exception):
         def __str__(self):
@@ -176,7 +176,7 @@ def test_an_exception_that_cannot_be_printed_arrives():
 
 
 def test_one_exception_object_raised_by_all_lanes():
-    """A shared exception object arrives once, with one note."""
+    """If all lanes raise the same exception object, it has one note."""
     error = ValueError("shared")
     model = Fails(lambda value: error)
     with parallel(model, THREE):
@@ -188,7 +188,7 @@ def test_one_exception_object_raised_by_all_lanes():
 
 
 def test_an_error_of_a_plain_call_has_no_note():
-    """A call that ran plainly fails plainly."""
+    """A call that runs plainly has no lane to name."""
     model = Fails()
     model.on = {0}
     with parallel(model, THREE), pytest.raises(ValueError) as caught:
@@ -196,8 +196,8 @@ def test_an_error_of_a_plain_call_has_no_note():
     assert not getattr(caught.value, "__notes__", [])
 
 
-def test_an_error_lets_go_of_the_call():
-    """Once the exception is gone, so are the call's tensors: no reference cycle keeps them."""
+def test_an_error_leaves_no_reference_cycle():
+    """When the exception is freed, the call's tensors are freed without garbage collection."""
     import gc
 
     model = Fails()
@@ -216,8 +216,8 @@ def test_an_error_lets_go_of_the_call():
             gc.enable()
 
 
-def test_an_error_of_a_submitted_call_is_in_its_future():
-    """The future raises the user's exception, with a note on the lane."""
+def test_the_future_raises_the_error_of_a_submitted_call():
+    """The exception from the future has a note that names the lane."""
     model = Fails()
     model.on = {1}
     with parallel(model, TWO) as p:
@@ -231,7 +231,7 @@ def test_an_error_of_a_submitted_call_is_in_its_future():
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, StopIteration])
 def test_an_exit_in_a_submitted_call_does_not_end_the_lane(kind):
-    """SystemExit and the like are in the future; the lane lives on."""
+    """The future raises SystemExit, KeyboardInterrupt, or StopIteration, and the lane runs later calls."""
     model = Fails(kind)
     model.on = {0}
     with parallel(model, TWO) as p:
@@ -243,8 +243,8 @@ def test_an_exit_in_a_submitted_call_does_not_end_the_lane(kind):
         assert model(rows(2)).shape == (2, 1)
 
 
-def test_a_warning_turned_error_in_a_lane_arrives():
-    """warnings.warn under an error filter raises in the lane and arrives as that warning's class."""
+def test_a_warning_that_is_an_error_reaches_the_caller():
+    """If a filter turns a warning in a lane into an error, the caller gets the warning's class."""
     import warnings
 
     def target(x):
@@ -256,8 +256,8 @@ def test_a_warning_turned_error_in_a_lane_arrives():
     assert "in lane 0 on cpu" in caught.value.__notes__[0]
 
 
-def test_an_error_in_backward_of_a_lanes_graph_arrives_plainly():
-    """backward() through a parallel call raises the user's error of its backward function."""
+def test_an_error_in_backward_reaches_the_caller():
+    """backward() through a parallel call raises the exception of a user-defined backward function."""
 
     class Broken(torch.autograd.Function):
         @staticmethod
@@ -276,8 +276,8 @@ def test_an_error_in_backward_of_a_lanes_graph_arrives_plainly():
         assert p(torch.zeros(5, 2)).shape == (5, 2)
 
 
-def test_an_interrupt_while_waiting_leaves_the_pool_usable():
-    """A caller that is interrupted in its own lane leaves while another lane is at work, and the next call works."""
+def test_an_interrupt_leaves_the_block_usable():
+    """If the caller is interrupted in its own lane while another lane is busy, the next call works."""
     armed, entered, release = threading.Event(), threading.Event(), threading.Event()
 
     def target(x):

@@ -1,4 +1,4 @@
-"""Promise 3: the same gradients as the plain call, in parameters and inputs, and BatchNorm as torch.nn.DataParallel."""
+"""Parameters and inputs get the plain gradients, and BatchNorm behaves as in torch.nn.DataParallel."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Checkpointed(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A model in training whose buffer takes part in the backward pass."""
+    """A model with a buffer that backward needs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Tied(nn.Module):
         return self.decode(torch.tanh(self.encode(x)))
 
 
-class Twice(nn.Module):
-    """A batch-normalised model."""
+class Normed(nn.Module):
+    """A linear layer followed by a norm."""
 
     def __init__(self, norm: nn.Module | None = None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Twice(nn.Module):
 
 
 def gradients(model, x, *, times=1):
-    """The gradients of the parameters and of the input."""
+    """Return the gradients of the parameters and of the input."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     for _ in range(times):
@@ -80,7 +80,7 @@ MODELS = {
     "mlp": mlp,
     "tied": Tied,
     "layer norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)),
-    "batch norm in eval": lambda: Twice().eval(),
+    "batch norm in eval": lambda: Normed().eval(),
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
     "spectral_norm in eval": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)).eval(),
     "buffer": Scaled,
@@ -103,19 +103,19 @@ class First(nn.Module):
 @pytest.mark.parametrize("name", MODELS)
 @given(rows=st.integers(1, 17), lanes=st.integers(1, 5), times=st.integers(1, 2))
 @few
-def test_the_gradients_are_the_plain_ones(name, rows, lanes, times):
-    """Parameters' and inputs' gradients equal the plain ones, also when they are accumulated."""
+def test_gradients_equal_the_plain_ones(name, rows, lanes, times):
+    """Gradients of parameters and inputs equal the plain ones, also if they accumulate."""
     model = MODELS[name]()
     x = torch.randn(rows, 4)
     plain = gradients(model, x, times=times)
     with parallel(model, ["cpu"] * lanes):
         for _ in range(3):  # the first calls of a kind are cut in another way than later ones
-            # Sums in another order: a norm over few values, which divides by a small deviation, shows it.
+            # Lanes add in another order. A norm over few values divides by a small deviation, so rounding counts more.
             assert_close(gradients(model, x, times=times), plain, rtol=1e-3, atol=1e-4)
 
 
 def test_frozen_parameters_get_no_gradient():
-    """requires_grad=False is respected, and toggling it inside the block is seen."""
+    """Frozen parameters get no gradient, also if they are frozen or unfrozen inside the block."""
     model = mlp()
     x = torch.randn(7, 4)
     model[0].requires_grad_(requires_grad=False)
@@ -132,14 +132,14 @@ def test_frozen_parameters_get_no_gradient():
 
 
 def test_a_wholly_frozen_model_gives_no_graph():
-    """Without anything that requires grad the output has no graph."""
+    """If no parameter or input requires a gradient, the output has no graph."""
     model = mlp().requires_grad_(requires_grad=False)
     with parallel(model, TWO):
         assert not model(torch.randn(6, 4)).requires_grad
 
 
 def test_gradients_of_gradients_are_the_plain_ones():
-    """create_graph=True goes through the parallel call: a gradient penalty equals the plain one."""
+    """With create_graph=True, a gradient penalty through the parallel call has the plain gradients."""
     model = mlp()
     x = torch.randn(7, 4, requires_grad=True)
 
@@ -157,7 +157,7 @@ def test_gradients_of_gradients_are_the_plain_ones():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint_around_the_parallel_call(reentrant):
-    """torch.utils.checkpoint may wrap the parallel model."""
+    """A parallel model inside torch.utils.checkpoint has the plain gradients."""
     model = mlp()
     x = torch.randn(7, 4)
 
@@ -174,7 +174,7 @@ def test_checkpoint_around_the_parallel_call(reentrant):
 
 
 def test_backward_after_the_block():
-    """A graph made inside the block may be walked after it."""
+    """A loss computed inside the block can run backward after it."""
     model = mlp()
     x = torch.randn(7, 4)
     plain = gradients(model, x)[0]
@@ -186,8 +186,8 @@ def test_backward_after_the_block():
     assert_close([p.grad for p in model.parameters()], plain)
 
 
-def test_two_forwards_before_one_backward_with_a_buffer():
-    """A loss over two outputs of a model in training, with a buffer that the backward pass needs."""
+def test_two_calls_share_one_backward_with_a_buffer():
+    """A loss over two outputs of a model with a buffer that backward needs has the plain gradients."""
     model = Scaled()
     x = torch.randn(7, 4)
 
@@ -203,9 +203,9 @@ def test_two_forwards_before_one_backward_with_a_buffer():
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, None], ids=["batch norm", "spectral"])
-def test_two_forwards_before_one_backward_with_running_statistics(norm):
-    """As a GAN's discriminator is trained: both outputs' graphs survive until the one backward pass."""
-    model = Twice(norm(4)) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
+def test_two_calls_share_one_backward_with_running_statistics(norm):
+    """Updates of running statistics do not break the graphs of two calls with one backward, as in training a GAN."""
+    model = Normed(norm(4)) if norm else parametrizations.spectral_norm(nn.Linear(4, 4))
     x = torch.randn(9, 4)
     with parallel(model, THREE):
         model(x)
@@ -214,7 +214,7 @@ def test_two_forwards_before_one_backward_with_running_statistics(norm):
 
 
 def test_hooks_on_a_parameter_run_once_with_the_whole_gradient():
-    """A tensor hook on a parameter sees the sum over lanes, once."""
+    """A hook on a parameter runs once per backward and gets the sum of the lanes' gradients."""
     model = nn.Linear(4, 1, bias=False)
     x = torch.randn(7, 4)
     seen = []
@@ -248,7 +248,7 @@ def test_thirty_steps_of_training_equal_plain_training(optimizer):
 
 
 def test_training_a_loss_inside_the_model_equals_plain_training():
-    """With reduce="mean", a model that returns its mean loss trains the same, with uneven rows over lanes."""
+    """With reduce="mean", a model that returns its mean loss has the plain gradients, also with uneven shards."""
 
     class WithLoss(nn.Module):
         def __init__(self) -> None:
@@ -272,24 +272,24 @@ def test_training_a_loss_inside_the_model_equals_plain_training():
             assert_close([p.grad for p in model.parameters()], plain)
 
 
-def test_a_functional_call_trains_what_it_was_given():
-    """torch.func.functional_call swaps parameters for one call; the gradient reaches those that were given."""
+def test_a_functional_call_uses_and_trains_the_given_parameters():
+    """torch.func.functional_call swaps the parameters for one call. The given parameters get the gradients."""
     model = nn.Linear(4, 2)
     x = torch.randn(7, 4)
     with parallel(model, THREE) as p:
         model(x)
-        given_ = {"weight": torch.randn(2, 4, requires_grad=True), "bias": torch.zeros(2)}
-        y = torch.func.functional_call(model, given_, (x,))
-        assert_close(y, x @ given_["weight"].T)
+        replaced = {"weight": torch.randn(2, 4, requires_grad=True), "bias": torch.zeros(2)}
+        y = torch.func.functional_call(model, replaced, (x,))
+        assert_close(y, x @ replaced["weight"].T)
         y.sum().backward()
         assert p.stats().shards == (3, 2, 2)
-        assert given_["weight"].grad is not None
+        assert replaced["weight"].grad is not None
         assert model.weight.grad is None
         assert_close(model(x), nn.functional.linear(x, model.weight, model.bias))
 
 
-def test_function_transforms_of_the_model_are_the_plain_ones():
-    """torch.func.grad, vmap and jvp of a parallel model give the plain values."""
+def test_function_transforms_of_the_model_have_the_plain_values():
+    """`torch.func.grad`, `vmap`, and `jvp` of a parallel model have the plain values."""
     model = mlp()
     x = torch.randn(7, 4)
 
@@ -305,8 +305,8 @@ def test_function_transforms_of_the_model_are_the_plain_ones():
         assert_close(transforms(), plain)
 
 
-def test_forward_mode_tangents_go_through():
-    """Forward-mode AD: dual inputs give dual outputs."""
+def test_forward_mode_tangents_equal_the_plain_ones():
+    """In forward-mode autograd, dual inputs give outputs with the plain tangents."""
     import torch.autograd.forward_ad as fw
 
     model = mlp()
@@ -325,9 +325,9 @@ def test_forward_mode_tangents_go_through():
 # -- BatchNorm -----------------------------------------------------------------------------------------------------------
 
 
-def test_batch_norm_in_training_keeps_lane_zeros_statistics():
-    """As in torch.nn.DataParallel: the statistics after a step are those of the first shard alone."""
-    model = Twice()
+def test_batch_norm_in_training_keeps_the_statistics_of_lane_0():
+    """As in torch.nn.DataParallel, only the first shard updates the statistics."""
+    model = Normed()
     first = copy.deepcopy(model)
     with parallel(model, THREE):
         for _ in range(3):
@@ -339,8 +339,8 @@ def test_batch_norm_in_training_keeps_lane_zeros_statistics():
 
 
 def test_batch_norm_in_training_normalises_each_shard():
-    """Each lane normalises with its own shard's statistics."""
-    model = Twice()
+    """In train mode, each lane normalises with the statistics of its own shard."""
+    model = Normed()
     x = torch.randn(8, 4)
     want = torch.cat([copy.deepcopy(model)(part) for part in x.split([3, 3, 2])])
     with parallel(model, THREE):
@@ -352,8 +352,8 @@ def test_batch_norm_in_training_normalises_each_shard():
     "norm", [lambda: nn.BatchNorm1d(4), lambda: nn.BatchNorm1d(4, momentum=None), lambda: nn.BatchNorm1d(4, affine=False)]
 )
 def test_eval_after_training_uses_the_new_statistics_in_every_lane(norm):
-    """After training steps, eval in lanes equals plain eval: the lanes have lane 0's new statistics."""
-    model = Twice(norm())
+    """After training calls, an eval call equals the plain one, because every lane has lane 0's new statistics."""
+    model = Normed(norm())
     x = torch.randn(9, 4)
     with parallel(model, THREE):
         for _ in range(3):
@@ -367,9 +367,9 @@ def test_eval_after_training_uses_the_new_statistics_in_every_lane(norm):
     assert_close(inside, model(x))
 
 
-def test_statistics_of_a_frozen_norm_in_a_training_model_stay():
-    """A norm in eval mode inside a model in training is not touched."""
-    model = Twice()
+def test_a_norm_in_eval_mode_keeps_its_statistics_in_a_training_model():
+    """Training calls do not change the statistics of a norm that is in eval mode."""
+    model = Normed()
     model.norm.eval()
     before = model.norm.running_mean.clone()
     with parallel(model, THREE):
@@ -377,8 +377,8 @@ def test_statistics_of_a_frozen_norm_in_a_training_model_stay():
     assert torch.equal(model.norm.running_mean, before)
 
 
-def test_a_buffer_of_the_users_own_is_kept_from_lane_zero():
-    """A buffer that forward updates in place, or replaces, has lane 0's value, and the lanes start from it."""
+def test_a_user_defined_buffer_keeps_the_value_of_lane_0():
+    """A buffer that forward writes in place or replaces keeps lane 0's value. Every lane starts the next call from it."""
 
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -401,9 +401,9 @@ def test_a_buffer_of_the_users_own_is_kept_from_lane_zero():
     assert model.replaced.tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
-def test_training_twice_through_scripted_batch_norm_keeps_the_statistics():
-    """The statistics of a scripted norm in training are lane 0's too, and every lane evaluates with them."""
-    model = torch.jit.script(Twice())
+def test_a_scripted_batch_norm_keeps_the_statistics_of_lane_0():
+    """In eval mode, every lane uses the statistics that lane 0 wrote in training."""
+    model = torch.jit.script(Normed())
     first = copy.deepcopy(model)
     x = torch.randn(8, 4)
     with parallel(model, THREE):

@@ -1,4 +1,4 @@
-"""Promise 4: the caller's modes follow into the lanes, and stay as they were in the caller."""
+"""The caller's modes apply in the lanes, and a call does not change them in the caller."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ THREE = ["cpu"] * 3
 variable = contextvars.ContextVar("variable", default="unset")
 
 
-class Meets(nn.Module):
-    """Notes the value of `look` in each of three lanes. Once armed, the lanes meet, so each runs in its own thread.
+class WaitsForLanes(nn.Module):
+    """Records the value of `look` in each of three lanes. Once armed, the lanes wait for each other.
 
-    The first call of a kind runs its lanes one after another, so it must not wait for other lanes.
+    The first call of a kind runs its lanes one after another, so arm the model only after it.
     """
 
     def __init__(self, look) -> None:
         super().__init__()
         self.look = look
-        type(self).seen = []  # on the class: a replica has its own attributes
+        type(self).seen = []  # on the class, because a replica has its own attributes
         self.armed = threading.Event()
         self.barrier = threading.Barrier(3)
 
@@ -38,7 +38,7 @@ class Meets(nn.Module):
 
 
 def meet(model, x):
-    """Call the model under the caller's modes twice: the first call of its kind, and one whose lanes meet."""
+    """Call the model twice under the caller's modes. In the second call, the lanes run in three threads."""
     model.armed.clear()
     model.seen.clear()
     model(x)
@@ -50,23 +50,23 @@ def meet(model, x):
 
 
 def seen_in_lanes(look):
-    """Return the values of `look` in three lanes, under the modes of the caller."""
-    model = Meets(look)
+    """Return the values of `look` in three lanes under the caller's modes."""
+    model = WaitsForLanes(look)
     with parallel(model, THREE):
         meet(model, torch.ones(3, 2))
     return [value for _, value in model.seen]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_grad_mode_follows(enabled):
-    """no_grad and enable_grad are in force in every lane."""
+def test_grad_mode_applies_in_lanes(enabled):
+    """no_grad and enable_grad apply in every lane."""
     with torch.set_grad_enabled(enabled):
         assert seen_in_lanes(torch.is_grad_enabled) == [enabled] * 3
         assert torch.is_grad_enabled() is enabled
 
 
-def test_inference_mode_follows():
-    """Inference mode is in force in every lane, and outputs are inference tensors."""
+def test_inference_mode_applies_in_lanes():
+    """Inference mode applies in every lane, and outputs are inference tensors."""
     with torch.inference_mode():
         assert seen_in_lanes(torch.is_inference_mode_enabled) == [True] * 3
         with parallel(torch.tanh, THREE) as p:
@@ -74,8 +74,8 @@ def test_inference_mode_follows():
                 assert p(torch.ones(7)).is_inference()
 
 
-def test_a_call_in_inference_mode_leaves_the_lanes_fit_for_training():
-    """What the lanes made in inference mode does not get in the way of a backward pass."""
+def test_training_after_a_call_in_inference_mode():
+    """Replicas from a call in inference mode do not break a later backward pass."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with parallel(model, THREE):
         model.eval()
@@ -89,8 +89,8 @@ def test_a_call_in_inference_mode_leaves_the_lanes_fit_for_training():
     assert model[0].weight.grad is not None
 
 
-def test_a_model_trained_in_the_block_is_evaluated_in_inference_mode():
-    """Statistics that lane 0 wrote in training reach the lanes in inference mode."""
+def test_inference_mode_after_training_in_the_block():
+    """Lanes in inference mode use the statistics that lane 0 wrote during training."""
     model = nn.BatchNorm1d(4)
     x = torch.randn(9, 4)
     with parallel(model, THREE):
@@ -102,8 +102,8 @@ def test_a_model_trained_in_the_block_is_evaluated_in_inference_mode():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_follows(dtype):
-    """Enabled, dtype and cache of autocast on the CPU are those of the caller."""
+def test_autocast_applies_in_lanes(dtype):
+    """Lanes have the caller's autocast state, dtype, and cache setting."""
 
     def look():
         return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
@@ -113,15 +113,15 @@ def test_autocast_follows(dtype):
     assert torch.is_autocast_enabled("cpu") is False
 
 
-def test_autocast_off_inside_autocast_follows():
-    """A nested autocast(enabled=False) is respected."""
+def test_disabled_autocast_inside_autocast_applies_in_lanes():
+    """A nested autocast(enabled=False) applies in every lane."""
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
         assert seen_in_lanes(lambda: torch.is_autocast_enabled("cpu")) == [False] * 3
 
 
-def test_lanes_forget_the_modes_of_the_last_call():
-    """A call after the autocast and no_grad blocks runs without them, in the same lanes."""
-    model = Meets(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), variable.get()))
+def test_lanes_do_not_keep_the_modes_of_earlier_calls():
+    """After no_grad and autocast end, later calls in the same lanes run without them."""
+    model = WaitsForLanes(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), variable.get()))
     with parallel(model, THREE):
         token = variable.set("set")
         with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -132,8 +132,8 @@ def test_lanes_forget_the_modes_of_the_last_call():
     assert [value for _, value in model.seen] == [(True, False, "unset")] * 3
 
 
-def test_autocast_gives_the_plain_answer_and_gradient():
-    """A training step under bf16 autocast equals the plain one: dtype, values and gradients."""
+def test_autocast_has_the_plain_output_and_gradient():
+    """A training step under bfloat16 autocast has the plain dtype, values, and gradients."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
     x = torch.randn(7, 8)
 
@@ -151,8 +151,8 @@ def test_autocast_gives_the_plain_answer_and_gradient():
             assert_close(step(), plain, atol=0.05, rtol=0.05)
 
 
-def test_autocasts_weight_cache_does_not_outlive_a_call():
-    """Weights that change between two calls under autocast are cast anew in every lane."""
+def test_autocasts_weight_cache_ends_with_the_call():
+    """If weights change between two calls under autocast, every lane casts them again."""
     model = nn.Linear(4, 4, bias=False)
     x = torch.ones(6, 4)
     with parallel(model, THREE):
@@ -164,15 +164,15 @@ def test_autocasts_weight_cache_does_not_outlive_a_call():
 
 
 @pytest.mark.parametrize("how", ["with", "set"])
-def test_the_default_device_follows(how):
-    """torch.device as a context and set_default_device are in force in every lane."""
+def test_the_default_device_applies_in_lanes(how):
+    """A torch.device context and set_default_device apply in every lane."""
 
     def look():
         return torch.empty(1).device.type
 
     if how == "with":
         with torch.device("meta"):
-            model = Meets(look)
+            model = WaitsForLanes(look)
             x = torch.ones(3, 2, device="cpu")
             with parallel(model, THREE):
                 meet(model, x)
@@ -180,7 +180,7 @@ def test_the_default_device_follows(how):
         return
     torch.set_default_device("meta")
     try:
-        model = Meets(look)
+        model = WaitsForLanes(look)
         x = torch.ones(3, 2, device="cpu")
         with parallel(model, THREE):
             meet(model, x)
@@ -189,8 +189,8 @@ def test_the_default_device_follows(how):
     assert [value for _, value in model.seen] == ["meta"] * 3
 
 
-def test_context_variables_follow():
-    """A ContextVar that the caller set is read in every lane; what a lane sets stays there."""
+def test_context_variables_apply_in_lanes():
+    """Every lane reads the caller's value of a ContextVar."""
     token = variable.set("mine")
     try:
         assert seen_in_lanes(variable.get) == ["mine"] * 3
@@ -199,8 +199,8 @@ def test_context_variables_follow():
     assert seen_in_lanes(variable.get) == ["unset"] * 3
 
 
-def test_modes_follow_into_submit_and_map():
-    """Whole calls on lanes run under the modes of whoever sent them."""
+def test_modes_apply_in_submit_and_map():
+    """Calls from submit and map run under the modes of the submitting thread."""
 
     def look(x):
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), variable.get()
@@ -216,7 +216,7 @@ def test_modes_follow_into_submit_and_map():
 
 
 def test_two_callers_with_different_modes_do_not_mix():
-    """Threads that call at once, one under no_grad and one not, each get their own mode."""
+    """Of two threads that call at the same time, one under no_grad, each gets its own mode."""
     model = nn.Linear(4, 2)
     x = torch.randn(6, 4)
     barrier = threading.Barrier(2)
@@ -236,8 +236,8 @@ def test_two_callers_with_different_modes_do_not_mix():
     assert not wrong
 
 
-def test_the_profiler_sees_what_the_lanes_do():
-    """A profiler counts the operators and record_function ranges of every lane, also after calls without a profiler."""
+def test_the_profiler_records_the_lanes():
+    """A profiler counts operators and record_function ranges of all lanes, also if earlier calls had no profiler."""
     numbers = itertools.count()
 
     class Profiled(nn.Module):
@@ -267,8 +267,8 @@ def test_the_profiler_sees_what_the_lanes_do():
     assert next(numbers) == before + 16
 
 
-def test_a_dispatch_mode_of_the_caller_sees_the_whole_call():
-    """A FLOP counter around a parallel call counts what it counts around the plain one."""
+def test_a_dispatch_mode_of_the_caller_applies_to_the_whole_call():
+    """A FLOP counter counts the same number for a parallel call and for the plain call."""
     from torch.utils.flop_counter import FlopCounterMode
 
     model = nn.Linear(4, 4)
@@ -281,7 +281,7 @@ def test_a_dispatch_mode_of_the_caller_sees_the_whole_call():
 
 
 def test_tracing_a_parallel_model_gives_the_plain_graph():
-    """torch.jit.trace inside the block sees one batch, not three shards."""
+    """Inside the block, torch.jit.trace traces one plain call."""
     model = nn.Linear(4, 2)
     x = torch.randn(9, 4)
     with parallel(model, THREE):
@@ -291,8 +291,8 @@ def test_tracing_a_parallel_model_gives_the_plain_graph():
     assert_close(traced(y), model(y))
 
 
-def test_symbolic_tracing_and_export_see_the_plain_model():
-    """Fx and torch.export inside the block give what they give outside."""
+def test_symbolic_tracing_and_export_use_the_plain_model():
+    """Inside the block, fx and torch.export give programs with the plain output."""
     model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
     x = torch.randn(9, 4)
     with parallel(model, THREE), parallel(model[0], THREE):
@@ -303,7 +303,7 @@ def test_symbolic_tracing_and_export_see_the_plain_model():
 
 
 def test_saved_tensor_hooks_of_the_caller_are_called():
-    """torch.autograd.graph.saved_tensors_hooks see what the model saves."""
+    """The caller's saved_tensors_hooks get the tensors that the lanes save."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
     packed = []
 
@@ -318,29 +318,29 @@ def test_saved_tensor_hooks_of_the_caller_are_called():
     assert packed
 
 
-def test_the_callers_figure_of_threads_is_what_it_was():
-    """torch.get_num_threads is the same after the block, here and in new threads."""
+def test_the_callers_thread_count_does_not_change():
+    """torch.get_num_threads returns the same in the caller and in new threads, inside and after the block."""
 
-    def figures():
+    def thread_counts():
         found = []
         thread = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
         thread.start()
         thread.join(20)
         return torch.get_num_threads(), found[0]
 
-    before = figures()
+    before = thread_counts()
     model = nn.Linear(64, 64)
     with parallel(model, THREE) as p:
         for _ in range(5):
             model(torch.randn(64, 64)).sum().backward()
         p.submit(torch.randn(4, 64)).result(20)
-        inside = figures()
+        inside = thread_counts()
     assert inside == before
-    assert figures() == before
+    assert thread_counts() == before
 
 
-def test_a_call_that_draws_nothing_leaves_the_callers_generator_alone():
-    """Dropout with p=0 draws no random numbers, and parawrap draws none either."""
+def test_a_call_that_draws_nothing_does_not_change_the_generator():
+    """Dropout with p=0 draws no random numbers, and neither does parawrap."""
     model = nn.Dropout(0.0)
     x = torch.randn(9, 4)
     state = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""Promise 7: replicas live as long as the block, follow every change of the model, and are made anew for none."""
+"""Replicas last as long as the block and follow every change of the model without being rebuilt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREE = ["cpu"] * 3
 
 
 class Net(nn.Module):
-    """Notes what runs, and has one of everything that may change."""
+    """Records the modules that run, and has one of each thing that tests change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Net(nn.Module):
         self.register_buffer("matrix", torch.eye(4))
         self.scale = 2.0
         self.table = torch.ones(4)
-        type(self).ran = []  # on the class: a replica has its own attributes
+        type(self).ran = []  # on the class, because a replica has its own attributes
 
     def forward(self, x):
         self.ran.append(self)
@@ -126,8 +126,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_a_change_inside_the_block_is_seen_by_every_lane(change):
-    """After a change of the model between two calls, every lane runs the changed model, forward and backward."""
+def test_every_lane_follows_a_change_inside_the_block(change):
+    """After a change, outputs and gradients are those of the changed model."""
     model = Net().eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE) as p:
@@ -145,8 +145,8 @@ def test_a_change_inside_the_block_is_seen_by_every_lane(change):
     assert_close(grads, [q.grad for q in model.parameters()])
 
 
-def test_train_and_eval_are_seen_by_every_lane():
-    """train() and eval() inside the block reach the dropout of every lane."""
+def test_every_lane_follows_train_and_eval():
+    """Calling train() and eval() inside the block sets the dropout of every lane."""
     model = Net()
     x = torch.randn(7, 4)
     dropped = torch.tanh(model.shift).expand(7, 4)
@@ -161,8 +161,8 @@ def test_train_and_eval_are_seen_by_every_lane():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_another_dtype_is_seen_by_every_lane(dtype):
-    """model.double() and model.bfloat16() inside the block, and back."""
+def test_every_lane_follows_a_change_of_dtype(dtype):
+    """The model's dtype can change inside the block, and change back."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE):
@@ -173,8 +173,8 @@ def test_another_dtype_is_seen_by_every_lane(dtype):
         assert model(x).dtype == torch.float32
 
 
-def test_a_toggle_of_requires_grad_is_seen():
-    """requires_grad_ on a buffer or a parameter inside the block changes what has a graph."""
+def test_lanes_follow_requires_grad():
+    """Calling requires_grad_() on a frozen parameter inside the block gives it a gradient."""
     model = nn.BatchNorm1d(4).eval().requires_grad_(requires_grad=False)
     x = torch.randn(7, 4)
     with parallel(model, THREE):
@@ -184,8 +184,8 @@ def test_a_toggle_of_requires_grad_is_seen():
         assert model.weight.grad is not None
 
 
-def test_an_optimizer_step_is_seen_without_a_copy_on_the_models_own_device():
-    """Lanes on the model's device share its parameters: training copies nothing."""
+def test_an_optimizer_step_copies_nothing_on_the_models_device():
+    """Lanes on the model's device share its parameters, so training copies nothing."""
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with parallel(model, THREE) as p:
@@ -199,7 +199,7 @@ def test_an_optimizer_step_is_seen_without_a_copy_on_the_models_own_device():
 
 
 def test_replicas_are_made_once():
-    """Every lane runs its own replica, which is the same object in every call, whether or not the model changed."""
+    """Every lane runs the same replica object in every call, even if the model changes."""
     model = Net().eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE):
@@ -217,8 +217,8 @@ def test_replicas_are_made_once():
     assert all(module is not model for module in ran)
 
 
-def test_a_buffer_is_copied_once_for_a_change():
-    """An unchanged model in eval is not refreshed; a changed buffer is, once."""
+def test_a_changed_buffer_is_copied_once():
+    """A changed buffer causes one refresh; without changes there is none."""
     model = nn.BatchNorm1d(4).eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE) as p:
@@ -232,8 +232,8 @@ def test_a_buffer_is_copied_once_for_a_change():
         assert_close(model(x), nn.functional.batch_norm(x, model.running_mean, model.running_var, model.weight, model.bias))
 
 
-def test_a_change_is_seen_by_submit_and_map():
-    """Whole calls on lanes run the changed model too."""
+def test_submit_and_map_follow_changes():
+    """Calls from submit and map run the changed model."""
     model = Net().eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE) as p:
@@ -246,8 +246,8 @@ def test_a_change_is_seen_by_submit_and_map():
             assert_close(y, want)
 
 
-def test_an_attribute_of_a_scripted_module_is_seen():
-    """Setting an attribute of a scripted module inside the block reaches every lane."""
+def test_lanes_follow_an_attribute_of_a_scripted_module():
+    """Setting an attribute of a scripted module inside the block sets it in every lane."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -264,8 +264,8 @@ def test_an_attribute_of_a_scripted_module_is_seen():
         assert model(torch.ones(6)).tolist() == [5.0] * 6
 
 
-def test_a_parameter_of_a_scripted_module_is_seen():
-    """Replacing or editing a scripted module's parameter inside the block reaches every lane."""
+def test_lanes_follow_a_parameter_of_a_scripted_module():
+    """Every lane uses a scripted module's parameter after it was replaced or written in place."""
     model = torch.jit.script(nn.Linear(2, 2, bias=False))
     x = torch.ones(6, 2)
     with parallel(model, THREE):
@@ -278,8 +278,8 @@ def test_a_parameter_of_a_scripted_module_is_seen():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's compiler reads .grad of all tensors
-def test_a_submodule_inside_a_compiled_module_is_seen():
-    """A change below torch.compile's module reaches every lane."""
+def test_lanes_follow_a_submodule_of_a_compiled_module():
+    """Every lane uses changed parameters and submodules of the module inside torch.compile's module."""
     inner = nn.Sequential(nn.Linear(4, 4), nn.Identity())
     model = torch.compile(inner, backend="eager")
     x = torch.randn(7, 4)
@@ -294,14 +294,14 @@ def test_a_submodule_inside_a_compiled_module_is_seen():
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_state_that_forward_keeps_does_not_build_replicas_anew():
-    """A model that sets an attribute in every forward keeps its replicas, and the attribute stays in each of them."""
+def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
+    """The replicas stay the same, and the attribute stays in each replica."""
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            type(self).ran = []  # on the class: a replica has its own attributes
+            type(self).ran = []  # on the class, because a replica has its own attributes
 
         def forward(self, x):
             self.ran.append(self)
@@ -318,8 +318,8 @@ def test_state_that_forward_keeps_does_not_build_replicas_anew():
     assert not hasattr(model, "last")
 
 
-def test_a_block_that_is_entered_again_knows_the_sizes_of_shards_that_were_compiled(monkeypatch):
-    """Where each size costs a compilation, a short batch of a later block is cut as an earlier block's batches were."""
+def test_a_block_entered_again_reuses_compiled_shard_sizes(monkeypatch):
+    """If each shard size costs a compilation, a short batch is cut into shards of a size from before."""
     monkeypatch.setattr(type(backend_of("cpu")), "compiles_each_shape", True)
     model = nn.Linear(3, 2)
     block = parallel(model, ["cpu", "cpu"])

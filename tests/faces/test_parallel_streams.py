@@ -1,4 +1,4 @@
-"""map, submit, stats, trace and verify."""
+"""`map`, `submit`, `stats`, `trace`, and `verify` of a block."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def batches(count, rows=2):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 20])
 @pytest.mark.parametrize("buffersize", [None, 1, 2, 50])
-def test_map_gives_every_result_in_order(count, buffersize):
-    """Map yields one result per batch, in the order of the batches, for every buffersize."""
+def test_map_yields_every_result_in_order(count, buffersize):
+    """For every `buffersize`, map yields one result per batch, in the order of the batches."""
     with parallel(lambda x: x + 1, THREE) as p:
         results = list(p.map(batches(count), buffersize=buffersize))
     assert [result[0].item() for result in results] == [index + 1 for index in range(count)]
 
 
-def test_map_keeps_the_order_when_lanes_do_not():
-    """A batch that takes long does not let later ones pass."""
+def test_map_keeps_the_order_if_lanes_finish_out_of_order():
+    """Results of later batches wait for a slow batch."""
     release = threading.Event()
 
     def target(x):
@@ -51,7 +51,7 @@ def test_map_keeps_the_order_when_lanes_do_not():
 
 
 @pytest.mark.parametrize("buffersize", [1, 2, 5])
-def test_map_takes_no_more_than_the_buffersize(buffersize):
+def test_map_takes_at_most_buffersize_batches_ahead(buffersize):
     """At most `buffersize` batches are in flight at any moment."""
     taken = 0
     most = 0
@@ -72,7 +72,7 @@ def test_map_takes_no_more_than_the_buffersize(buffersize):
 
 
 def test_map_takes_two_batches_per_lane_by_default():
-    """The default buffersize is 2 per lane."""
+    """The default `buffersize` is 2 per lane, and no batch is taken before the first `next`."""
     taken = []
 
     def source():
@@ -90,13 +90,13 @@ def test_map_takes_two_batches_per_lane_by_default():
 
 @pytest.mark.parametrize("buffersize", [0, -1])
 def test_map_with_a_buffersize_below_one_is_refused(buffersize):
-    """A buffersize below 1 is refused at the call, not at the first result."""
+    """`map` raises at the call, not at the first result."""
     with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=f"buffersize={buffersize}"):
         p.map([], buffersize=buffersize)
 
 
 def test_map_does_not_cut_and_uses_every_lane():
-    """Batches go whole to lanes, and while one is at work the other takes the next."""
+    """Each batch runs whole in one lane, and both lanes run at the same time."""
     barrier = threading.Barrier(2)
     rows = []
 
@@ -125,7 +125,7 @@ Two = namedtuple("Two", ["x", "y"])
     ids=["tuple", "dict", "namedtuple"],
 )
 def test_map_spreads_tuples_and_dicts(batch):
-    """A tuple batch is model(*batch), a dict model(**batch)."""
+    """A tuple becomes positional arguments, and a dict becomes keyword arguments."""
 
     class Minus(nn.Module):
         def forward(self, x, y):
@@ -135,22 +135,22 @@ def test_map_spreads_tuples_and_dicts(batch):
         assert [out.tolist() for out in p.map([batch] * 3)] == [[2.0, 2.0]] * 3
 
 
-def test_map_hands_over_a_list_as_it_is():
-    """A list, a string or a number is model(batch)."""
+def test_map_passes_other_batches_as_one_argument():
+    """A list, a string, a number, or None is one argument."""
     with parallel(lambda batch: batch, TWO) as p:
         assert list(p.map([[1, 2], "ab", 3, None])) == [[1, 2], "ab", 3, None]
 
 
-def test_map_takes_a_data_loader():
-    """The usual source of batches."""
+def test_map_accepts_a_data_loader():
+    """`map` over a DataLoader yields all rows in order."""
     data = list(torch.arange(10.0)[:, None])
     with parallel(lambda x: x * 2, TWO) as p:
         results = list(p.map(torch.utils.data.DataLoader(data, batch_size=4)))
     assert torch.cat(results)[:, 0].tolist() == [2.0 * index for index in range(10)]
 
 
-def test_map_raises_the_sources_error_in_its_place():
-    """Every batch before the failing one is yielded; the error is the source's own."""
+def test_map_raises_an_error_of_the_source_at_its_position():
+    """`map` yields the results of earlier batches first, then raises the source's exception."""
 
     def source():
         yield from batches(3)
@@ -165,8 +165,8 @@ def test_map_raises_the_sources_error_in_its_place():
 
 
 @pytest.mark.parametrize("buffersize", [1, 4, 20])
-def test_map_raises_the_models_error_in_its_place(buffersize):
-    """Results before the failing batch come first; then the user's exception with a note on its lane."""
+def test_map_raises_an_error_of_the_model_at_its_position(buffersize):
+    """`map` yields the results of earlier batches first, then raises the exception with a note on its lane."""
 
     def target(x):
         if x[0].item() == 3:
@@ -182,8 +182,8 @@ def test_map_raises_the_models_error_in_its_place(buffersize):
     assert results == [0, 1, 2]
 
 
-def test_map_raises_the_cuts_error_in_its_place():
-    """A batch whose rows cannot be counted fails at its place, not ahead of the results before it."""
+def test_map_raises_an_error_of_counting_rows_at_its_position():
+    """If a batch's rows cannot be counted, map yields the results of earlier batches first."""
     from parawrap import register_split
 
     class Uncounted:
@@ -202,13 +202,13 @@ def test_map_raises_the_cuts_error_in_its_place():
     assert results == [0, 1, 2]
 
 
-def test_closing_map_drops_what_has_not_begun():
-    """After close() of the generator no further batch is run, and the lanes are free."""
+def test_closing_map_drops_batches_that_have_not_started():
+    """After close() of the generator, no further batch starts, and the lanes are idle."""
     hold = threading.Event()
-    begun = []
+    started = []
 
     def target(x):
-        begun.append(x[0].item())
+        started.append(x[0].item())
         if x[0].item() > 0:
             hold.wait(20)
         return x
@@ -219,20 +219,20 @@ def test_closing_map_drops_what_has_not_begun():
         stream.close()
         hold.set()
         assert p.submit(torch.full((1, 1), 99.0)).result(20).item() == 99
-    assert len(begun) <= 5
-    assert max(x for x in begun if x != 99) <= 3
+    assert len(started) <= 5
+    assert max(x for x in started if x != 99) <= 3
 
 
 def test_breaking_out_of_map_leaves_the_block_usable():
-    """A break in the loop is a close."""
+    """A `break` in the loop closes the generator."""
     with parallel(lambda x: x, TWO) as p:
         for _ in p.map(batches(50)):
             break
         assert len(list(p.map(batches(5)))) == 5
 
 
-def test_map_shows_its_progress_on_stderr(capfd):
-    """progress=True draws a bar with the rate of each lane on stderr, and nothing on stdout."""
+def test_map_shows_progress_on_stderr(capfd):
+    """With `progress=True`, map draws a bar with rates on stderr, and prints nothing on stdout."""
     pytest.importorskip("tqdm")
     with parallel(lambda x: x, TWO) as p:
         assert len(list(p.map(batches(6), progress=True))) == 6
@@ -243,14 +243,14 @@ def test_map_shows_its_progress_on_stderr(capfd):
 
 
 def test_map_without_progress_is_silent(capfd):
-    """Nothing is printed unless it is asked for."""
+    """By default, map prints nothing."""
     with parallel(lambda x: x, TWO) as p:
         list(p.map(batches(6)))
     assert capfd.readouterr() == ("", "")
 
 
-def test_map_whose_block_has_ended_is_refused():
-    """A stream that is read on after the block raises rather than silently running plainly."""
+def test_map_raises_after_the_end_of_its_block():
+    """Reading a generator of map after the block raises SessionError instead of running plainly."""
     with parallel(lambda x: x, TWO) as p:
         stream = p.map(batches(30), buffersize=2)
         next(stream)
@@ -258,8 +258,8 @@ def test_map_whose_block_has_ended_is_refused():
         list(stream)
 
 
-def test_map_gives_the_gradients_of_plain_calls():
-    """Outputs of map carry their graphs."""
+def test_map_has_the_gradients_of_plain_calls():
+    """Backward through the outputs of map gives the plain gradients."""
     model = nn.Linear(1, 1)
     with parallel(model, TWO) as p:
         torch.cat(list(p.map(batches(5)))).sum().backward()
@@ -269,8 +269,8 @@ def test_map_gives_the_gradients_of_plain_calls():
     assert_close(grad, model.weight.grad)
 
 
-def test_hooks_of_the_root_run_once_a_batch_in_map():
-    """In map a call is whole: the model's own hooks run with it."""
+def test_hooks_on_the_model_run_once_per_batch_in_map():
+    """`map` runs batches whole, so the model's own hooks see whole batches."""
     model = nn.Linear(1, 1)
     seen = []
     model.register_forward_hook(lambda module, args, out: seen.append(len(out)))
@@ -282,8 +282,8 @@ def test_hooks_of_the_root_run_once_a_batch_in_map():
 # -- submit --------------------------------------------------------------------------------------------------------------
 
 
-def test_submit_gives_a_future_of_the_whole_call():
-    """A concurrent.futures.Future; rows are not cut."""
+def test_submit_returns_a_future_of_a_whole_call():
+    """`submit` does not cut the batch, and returns a concurrent.futures.Future."""
     with parallel(lambda x, *, k: (len(x), x * k), THREE) as p:
         future = p.submit(torch.ones(7), k=3)
         assert isinstance(future, Future)
@@ -292,15 +292,15 @@ def test_submit_gives_a_future_of_the_whole_call():
     assert out.tolist() == [3.0] * 7
 
 
-def test_submit_takes_what_a_call_would_refuse():
-    """Rows that disagree and lists do no harm where nothing is cut."""
+def test_submit_accepts_arguments_that_cannot_be_cut():
+    """Because submit does not cut, different row counts and lists are allowed."""
     with parallel(lambda a, b, c: (a, b, c), TWO) as p:
         a, b, c = p.submit(torch.ones(3), torch.ones(2), ["x", "y", "z"]).result(20)
     assert (len(a), len(b), c) == (3, 2, ["x", "y", "z"])
 
 
-def test_what_is_submitted_goes_to_a_lane_that_is_free():
-    """While one lane is held, the others do all that comes after, and its rows are counted for them."""
+def test_submitted_calls_run_in_idle_lanes():
+    """While one lane is blocked, the other lanes run all later calls, and the counters show it."""
     hold = threading.Event()
     started = threading.Event()
 
@@ -323,8 +323,8 @@ def test_what_is_submitted_goes_to_a_lane_that_is_free():
     assert sum(lane.rows for lane in lanes) == 25
 
 
-def test_rows_that_are_counted_after_the_block_are_those_of_all_calls():
-    """The counters include the calls that were still waiting when the block ended."""
+def test_counters_include_calls_that_finished_at_the_end_of_the_block():
+    """After the block, the counters include calls that were still queued when it ended."""
     hold = threading.Event()
 
     def target(x):
@@ -339,8 +339,8 @@ def test_rows_that_are_counted_after_the_block_are_those_of_all_calls():
     assert sum(lane.rows for lane in p.stats().lanes) == 60
 
 
-def test_a_future_that_has_not_begun_can_be_cancelled():
-    """It is never run; one that has begun cannot be cancelled."""
+def test_a_future_that_has_not_started_can_be_cancelled():
+    """A cancelled call never runs. A call that has started cannot be cancelled."""
     hold, started = threading.Event(), threading.Event()
     ran = []
 
@@ -363,8 +363,8 @@ def test_a_future_that_has_not_begun_can_be_cancelled():
     assert ran == [0, 2]
 
 
-def test_a_callback_on_a_future_may_submit_again():
-    """Chains of futures do not lock up."""
+def test_a_callback_on_a_future_can_submit_again():
+    """A callback that submits another call does not deadlock."""
     done = threading.Event()
     with parallel(lambda x: x + 1, TWO) as p:
         p.submit(torch.zeros(1)).add_done_callback(
@@ -376,8 +376,8 @@ def test_a_callback_on_a_future_may_submit_again():
 # -- stats and trace -------------------------------------------------------------------------------------------------------
 
 
-def test_stats_count_what_was_done():
-    """The counters have calls, plain calls, the last shards, and each lane's tasks and rows."""
+def test_stats_count_calls_rows_and_tasks():
+    """`stats()` has the calls, the plain calls, the last shards, and each lane's tasks and rows."""
     with parallel(lambda x: x, THREE) as p:
         p(torch.zeros(7))
         p(torch.zeros(0))
@@ -391,15 +391,15 @@ def test_stats_count_what_was_done():
     assert "4 calls (1 plain)" in str(stats)
 
 
-def test_stats_are_there_after_the_block():
-    """The last counters can be read after the end."""
+def test_stats_can_be_read_after_the_block():
+    """After the block, `stats()` returns the last counters."""
     with parallel(lambda x: x, TWO) as p:
         p(torch.zeros(4))
     assert p.stats().calls == 1
 
 
 def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
-    """The file has one complete event per task, and a name for each lane."""
+    """The file has one complete event per task and a name for each lane."""
     path = tmp_path / "deep" / "lanes.json"
     with parallel(lambda x: x, THREE) as p:
         p(torch.zeros(6))
@@ -417,7 +417,7 @@ def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
 
 
 def test_a_trace_is_written_after_an_exception(tmp_path):
-    """What was recorded until the exception is kept."""
+    """The file has the events from before the exception."""
 
     def fail(x):
         raise ZeroDivisionError
@@ -431,7 +431,7 @@ def test_a_trace_is_written_after_an_exception(tmp_path):
 
 
 def test_verify_passes_a_model_that_treats_rows_independently():
-    """The output is that of the lanes; nothing is raised."""
+    """`verify` raises nothing, and the call returns the lanes' output."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
     x = torch.randn(7, 4)
     with parallel(model, THREE, verify=True) as p:
@@ -441,7 +441,7 @@ def test_verify_passes_a_model_that_treats_rows_independently():
 
 
 def test_verify_finds_batch_norm_in_training():
-    """The VerifyError has the address, the differences, and the usual cause."""
+    """The VerifyError names the output, the differences, and BatchNorm as the likely cause."""
     model = nn.BatchNorm1d(4)
     with (
         parallel(model, THREE, verify=True),
@@ -451,7 +451,7 @@ def test_verify_finds_batch_norm_in_training():
 
 
 def test_verify_names_the_leaf():
-    """Only the leaf that differs is named."""
+    """The VerifyError names the leaf that differs."""
     with (
         parallel(lambda x: {"good": x, "bad": [x - x.mean()]}, TWO, verify=True) as p,
         pytest.raises(VerifyError, match=r'output\["bad"\]\[0\]'),
@@ -459,7 +459,7 @@ def test_verify_names_the_leaf():
         p(torch.randn(8, 4))
 
 
-def test_verify_finds_a_reduction_that_does_not_fit():
+def test_verify_finds_a_wrong_reduction():
     """A sum over rows that is joined with reduce="mean" differs from the plain call."""
     with (
         parallel(lambda x: (x, x.sum()), TWO, verify=True, reduce="mean") as p,
@@ -469,7 +469,7 @@ def test_verify_finds_a_reduction_that_does_not_fit():
 
 
 def test_verify_finds_outputs_of_another_shape():
-    """An output whose columns depend on the number of rows has another shape than the plain call's."""
+    """If the number of columns depends on the row count, the joined shape differs from the plain call's."""
 
     def target(x):
         return x[:, : 4 if len(x) > 6 else 3]
@@ -479,7 +479,7 @@ def test_verify_finds_outputs_of_another_shape():
 
 
 def test_verify_compares_the_first_call_of_each_kind():
-    """The first call of a kind also runs plainly; later calls do not, unless their kind is another one."""
+    """The first call of each kind also runs plainly; later calls of that kind do not."""
     rows = []
 
     def target(x):
@@ -499,8 +499,8 @@ def test_verify_compares_the_first_call_of_each_kind():
         assert sorted(rows) == [2, 2, 4, 8]
 
 
-def test_verify_leaves_no_trace_in_the_model():
-    """Buffers are those of one parallel call, gradients are none, and hooks of the root ran once."""
+def test_verify_does_not_change_the_model():
+    """The extra plain run changes no buffer or gradient and runs no hook of the model."""
     seen = []
 
     class Counts(nn.Module):
@@ -524,8 +524,8 @@ def test_verify_leaves_no_trace_in_the_model():
     assert_close(model.linear.bias.grad, torch.full((4,), 8.0))
 
 
-def test_verify_does_not_draw_random_numbers_of_the_callers():
-    """The numbers drawn after the call are those drawn without verify."""
+def test_verify_does_not_change_the_random_state():
+    """After the call, the caller draws the same numbers as without verify."""
 
     class Noisy(nn.Module):
         def forward(self, x):
@@ -542,27 +542,27 @@ def test_verify_does_not_draw_random_numbers_of_the_callers():
 
 
 def test_verify_does_not_change_the_input():
-    """A model that writes into its input writes once."""
+    """A model that writes to its input in place writes once."""
     x = torch.ones(8)
     with parallel(lambda x: x.mul_(2), TWO, verify=True) as p:
         p(x)
     assert x.tolist() == [2.0] * 8
 
 
-def test_leaving_by_an_exception_drops_what_was_submitted_and_has_not_begun():
-    """A backlog does not keep an interrupted program alive."""
-    begun, release, ran = threading.Event(), SimpleQueue(), []
+def test_an_exception_in_the_block_cancels_queued_calls():
+    """If an exception leaves the block, calls that have not started are cancelled."""
+    started, release, ran = threading.Event(), SimpleQueue(), []
 
     def target(x):
-        begun.set()
-        release.get(timeout=5)  # a second one may begin before it is cancelled
+        started.set()
+        release.get(timeout=5)  # a second call may start before it is cancelled
         ran.append(x)
         return x
 
     def interrupted(p, futures):
         with p:
             futures += [p.submit(torch.zeros(1)) for _ in range(50)]
-            begun.wait(20)
+            started.wait(20)
             release.put(None)
             raise KeyboardInterrupt
 
@@ -573,8 +573,8 @@ def test_leaving_by_an_exception_drops_what_was_submitted_and_has_not_begun():
     assert len(ran) <= 2
 
 
-def test_a_list_batch_that_does_not_fit_says_how_batches_are_given():
-    """DataLoader's default collate gives lists: the model's error tells that a tuple would be spread."""
+def test_an_error_for_a_list_batch_explains_how_batches_are_passed():
+    """DataLoader's default collate returns lists. If the model raises TypeError, a note says that tuples are spread."""
     with parallel(nn.Linear(3, 1), TWO) as p, pytest.raises(TypeError) as caught:
         list(p.map([[torch.zeros(2, 3), torch.zeros(2)]]))
     assert any("tuple is spread" in note for note in caught.value.__notes__)

@@ -1,4 +1,4 @@
-"""ParallelWrapper: a model that knows its device."""
+"""ParallelWrapper: calls, moves between devices, and attribute access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parawrap import DataParallel, DeviceUnavailableError, ParallelWrapper
 
 
 class Model(nn.Module):
-    """A model with state, a method, a property and items."""
+    """A model with an attribute, a method, a property, and items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def test_it_calls_the_model():
-    """Call and forward hand on positional and keyword arguments."""
+    """Calls and `forward` pass positional and keyword arguments to the model."""
     model = Model()
     net = ParallelWrapper(model, device="cpu")
     x = torch.randn(3, 4)
@@ -52,15 +52,15 @@ def test_it_calls_the_model():
     assert isinstance(net, nn.Module)
 
 
-def test_without_several_gpus_the_model_is_not_wrapped():
-    """On the CPU the model stays as it is, whatever use_data_parallel says."""
+def test_on_the_cpu_the_model_is_not_wrapped():
+    """On the CPU, the model is not wrapped in DataParallel, whatever `use_data_parallel` is."""
     for use in (True, False):
         net = ParallelWrapper(Model(), device="cpu", use_data_parallel=use)
         assert not isinstance(net.model, DataParallel)
 
 
-def test_to_moves_updates_the_device_and_returns_itself():
-    """to(device), to(dtype), both, and to(device=...)."""
+def test_to_moves_the_model_and_returns_the_wrapper():
+    """to() accepts a device, a dtype, both, keyword arguments, and a tensor."""
     net = ParallelWrapper(Model(), device="cpu")
     assert net.to("cpu") is net
     assert str(net.device) == "cpu"
@@ -75,8 +75,8 @@ def test_to_moves_updates_the_device_and_returns_itself():
     assert str(net.device) == "cpu"
 
 
-def test_auto_picks_what_is_there():
-    """device="auto" is the best device of this machine, and to("auto") too."""
+def test_auto_uses_the_best_device():
+    """`device="auto"` and `to("auto")` choose an accelerator if there is one, otherwise the CPU."""
     best = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
     net = ParallelWrapper(Model(), device="auto")
     assert torch.device(net.device).type == best
@@ -86,8 +86,8 @@ def test_auto_picks_what_is_there():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_a_device_that_is_not_there_is_refused_with_the_cure():
-    """The default device is "cuda"; without one the message names what is there and device="auto"."""
+def test_an_absent_device_is_refused():
+    """Without CUDA, the default device raises. The error names the present devices and "auto"."""
     with pytest.raises(DeviceUnavailableError, match="cuda") as caught:
         ParallelWrapper(Model())
     assert "auto" in str(caught.value)
@@ -99,8 +99,8 @@ def test_a_device_that_is_not_there_is_refused_with_the_cure():
     assert net(torch.zeros(1, 4)).shape == (1, 2)
 
 
-def test_attributes_are_the_models():
-    """Reading, methods and properties reach the model; unknown names are AttributeErrors."""
+def test_attributes_are_read_from_the_model():
+    """Attributes, methods, and properties of the model are readable. Unknown names raise AttributeError."""
     net = ParallelWrapper(Model(), device="cpu")
     assert net.threshold == 0.5
     assert net.doubled == 1.0
@@ -112,7 +112,7 @@ def test_attributes_are_the_models():
 
 
 def test_attributes_are_set_on_the_model():
-    """Setting reaches the model, for values, parameters and submodules."""
+    """Setting a value or a submodule on the wrapper sets it on the model."""
     net = ParallelWrapper(Model(), device="cpu")
     net.threshold = 0.9
     net.new = 7
@@ -124,15 +124,15 @@ def test_attributes_are_set_on_the_model():
 
 
 def test_attributes_are_deleted_on_the_model():
-    """Del reaches the model as setting does."""
+    """`del` on the wrapper deletes the model's attribute."""
     net = ParallelWrapper(Model(), device="cpu")
     net.new = 7
     del net.new
     assert not hasattr(net.model, "new")
 
 
-def test_len_iter_and_items_are_the_models():
-    """Where the model has them."""
+def test_len_iter_and_items_use_the_model():
+    """`len`, iteration, and indexing use the model's methods."""
     net = ParallelWrapper(Model(), device="cpu")
     assert (len(net), list(net), net[1]) == (3, ["a", "b", "c"], "b")
     layers = ParallelWrapper(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), device="cpu")
@@ -140,7 +140,7 @@ def test_len_iter_and_items_are_the_models():
 
 
 def test_len_and_items_of_a_model_without_them():
-    """TypeError as on the model, and the wrapper is true."""
+    """`len`, iteration, and indexing raise TypeError, and the wrapper is truthy."""
     net = ParallelWrapper(nn.Linear(4, 2), device="cpu")
     assert net
     for use in (lambda: len(net), lambda: iter(net), lambda: net[0]):
@@ -150,7 +150,7 @@ def test_len_and_items_of_a_model_without_them():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net)), copy.copy])
 def test_copies_work(duplicate):
-    """pickle, deepcopy and copy do not recurse, and the copy works."""
+    """Wrappers can be pickled, deep-copied, and copied."""
     net = ParallelWrapper(Model(), device="cpu")
     x = torch.randn(2, 4)
     clone = duplicate(net)
@@ -161,13 +161,13 @@ def test_copies_work(duplicate):
 
 
 def test_an_object_without_state_does_not_recurse():
-    """A blank instance, as unpickling makes it, raises AttributeError rather than recursing."""
+    """An instance without attributes, as unpickling creates it, raises AttributeError instead of recursing."""
     with pytest.raises(AttributeError):
         _ = ParallelWrapper.__new__(ParallelWrapper).anything
 
 
 def test_train_eval_and_training():
-    """Train and eval reach the model and the wrapper."""
+    """train() and eval() set the flag of the wrapper, the model, and the submodules."""
     net = ParallelWrapper(Model(), device="cpu")
     assert net.eval() is net
     assert (net.training, net.model.training, net.linear.training) == (False, False, False)
@@ -176,7 +176,7 @@ def test_train_eval_and_training():
 
 
 def test_it_trains():
-    """Parameters are the model's, and an optimizer over them trains it."""
+    """An optimizer over the wrapper's parameters trains the model."""
     net = ParallelWrapper(Model(), device="cpu")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     before = net.linear.weight.detach().clone()
@@ -186,7 +186,7 @@ def test_it_trains():
 
 
 def test_its_state_can_be_saved_and_loaded():
-    """state_dict and load_state_dict go round."""
+    """A state_dict loads into another wrapper."""
     one, two = (ParallelWrapper(Model(), device="cpu") for _ in range(2))
     two.load_state_dict(one.state_dict())
     x = torch.randn(2, 4)

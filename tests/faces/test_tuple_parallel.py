@@ -1,4 +1,4 @@
-"""TupleParallel and tuple_fn: one part a device, made by the collate function."""
+"""TupleParallel and tuple_fn: arguments are tuples with one part per device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ THREE = ["cpu"] * 3
 
 
 class Rows(Dataset):
-    """Rows of 5 and a target, counted."""
+    """Rows of 5 features, with their index as target."""
 
     def __init__(self, length=100):
         self.xs = torch.randn(length, 5, generator=torch.Generator().manual_seed(0))
@@ -35,7 +35,7 @@ class Rows(Dataset):
 
 
 class OnlyXs(Rows):
-    """The same without targets."""
+    """The same rows without targets."""
 
     def __getitem__(self, index):
         return self.xs[index]
@@ -51,23 +51,23 @@ def chunked(n, samples):
     return torch.stack(samples).chunk(n)
 
 
-class Seen(nn.Module):
-    """Notes the parts that it is given."""
+class Recorder(nn.Module):
+    """Records the sizes of its inputs."""
 
     def __init__(self):
         super().__init__()
         self.fc = nn.Linear(5, 2)
-        type(self).rows = []  # on the class: a replica has its own attributes
-        type(self).threads = set()  # on the class: a replica has its own attributes
+        type(self).rows = []  # on the class, because a replica has its own attributes
+        type(self).threads = set()
 
     def forward(self, x):
         self.rows.append(len(x))
         return self.fc(x)
 
 
-def test_the_seed_example():
-    """100 rows in batches of 30 on two devices: DataLoader, tp_collate, TupleParallel and cat, with a short last batch."""
-    data, model = Rows(), Seen()
+def test_an_epoch_with_tp_collate_and_cat():
+    """100 rows in batches of 30 on two devices have the plain outputs, also in the short last batch."""
+    data, model = Rows(), Recorder()
     net = TupleParallel(model, TWO)
     outputs, targets, parts = [], [], []
     for xs, ys in DataLoader(data, batch_size=30, collate_fn=collate):
@@ -82,9 +82,9 @@ def test_the_seed_example():
     assert sorted(model.rows) == [5] * 2 + [15] * 6
 
 
-def test_the_seed_example_with_the_default_collate():
-    """default_collate(2) in place of a function of one's own, and reduction=cat in place of the call of cat."""
-    data, model = Rows(), Seen()
+def test_an_epoch_with_default_collate_and_reduction():
+    """`default_collate(2)` and `reduction=cat` give the same outputs."""
+    data, model = Rows(), Recorder()
     net = TupleParallel(model, TWO, reduction=cat)
     outputs = [net(xs) for xs, _ in DataLoader(data, batch_size=30, collate_fn=default_collate(2))]
     assert_close(torch.cat(outputs), model.fc(data.xs))
@@ -92,9 +92,9 @@ def test_the_seed_example_with_the_default_collate():
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_older_style_of_collate(workers, shuffle):
-    """collate_fn returns torch.stack(data).chunk(n); ``for data in loader: output = model(data)``; also from workers."""
-    data, model = OnlyXs(), Seen()
+def test_chunking_in_the_collate_function(workers, shuffle):
+    """A collate function may return `torch.stack(samples).chunk(n)`, also in workers."""
+    data, model = OnlyXs(), Recorder()
     net = TupleParallel(model, TWO)
     loader = DataLoader(
         data,
@@ -114,7 +114,7 @@ def test_the_older_style_of_collate(workers, shuffle):
 
 
 def test_training_in_tuple_form_equals_plain_training():
-    """A loss per part, the mean over parts of equal size, backward and steps: the weights of plain training."""
+    """With one loss per part, averaged over equal parts, the weights are those of plain training."""
     torch.manual_seed(0)
     plain = nn.Linear(5, 1)
     model = copy.deepcopy(plain)
@@ -132,8 +132,8 @@ def test_training_in_tuple_form_equals_plain_training():
 
 
 def test_it_is_a_data_parallel():
-    """A subclass, with the module's attributes reachable, and "module." in its state_dict."""
-    net = TupleParallel(Seen(), TWO)
+    """TupleParallel is a DataParallel: it has the module's attributes and state_dict keys that start with "module."."""
+    net = TupleParallel(Recorder(), TWO)
     assert isinstance(net, DataParallel)
     assert isinstance(net, nn.DataParallel)
     assert net.fc is net.module.fc
@@ -142,8 +142,8 @@ def test_it_is_a_data_parallel():
         _ = net.nothing
 
 
-def test_tuple_outputs_are_turned_around():
-    """``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``."""
+def test_tuple_outputs_are_transposed():
+    """A module with two outputs returns ((a1, a2), (b1, b2))."""
 
     class Model(nn.Module):
         def forward(self, x, y):
@@ -155,7 +155,7 @@ def test_tuple_outputs_are_turned_around():
 
 
 def test_keyword_arguments_are_tuples_too():
-    """Each keyword argument is a tuple or list of parts."""
+    """Each keyword argument is a tuple or a list with one part per device."""
 
     class Model(nn.Module):
         def forward(self, x, *, k):
@@ -165,8 +165,8 @@ def test_keyword_arguments_are_tuples_too():
     assert [part.tolist() for part in out] == [[2.0, 2.0], [3.0]]
 
 
-def test_parts_of_any_kind_go_to_their_lane():
-    """A part may be a dict, a string or None; only the outermost level is taken apart."""
+def test_parts_can_be_any_value():
+    """A part may be a dict, a string, or None; only the outermost level is split."""
 
     class Model(nn.Module):
         def forward(self, batch, text):
@@ -178,13 +178,13 @@ def test_parts_of_any_kind_go_to_their_lane():
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_fewer_parts_than_devices_use_fewer_lanes(parts):
-    """A short last batch gives as many outputs as parts."""
+    """A call has as many outputs as parts."""
     out = TupleParallel(nn.Identity(), THREE)(tuple(torch.zeros(2) for _ in range(parts)))
     assert len(out) == parts
 
 
 def test_more_parts_than_devices_are_refused():
-    """The message says both numbers and the cure."""
+    """The error names both numbers and suggests `tp_collate`."""
     with pytest.raises(ShardError, match=r"3 parts for 2 devices.*tp_collate\(2\)"):
         TupleParallel(nn.Identity(), TWO)((torch.zeros(1),) * 3)
 
@@ -198,14 +198,14 @@ def test_more_parts_than_devices_are_refused():
     ],
     ids=["tensor", "unequal", "number"],
 )
-def test_arguments_that_are_no_parts_are_refused(args, match):
-    """What is no tuple, and tuples of unequal length, are named."""
+def test_arguments_that_are_not_tuples_of_parts_are_refused(args, match):
+    """Arguments that are not tuples, and tuples of different lengths, raise ShardError."""
     with pytest.raises(ShardError, match=match):
         TupleParallel(nn.Identity(), TWO)(*args)
 
 
-def test_parts_run_in_lanes_at_once():
-    """From the second call of a kind on, the two parts run at the same time in two threads."""
+def test_parts_run_at_the_same_time():
+    """From the second call of a kind on, two parts run at the same time in two threads."""
     armed, barrier = threading.Event(), threading.Barrier(2)
 
     class Model(nn.Module):
@@ -221,14 +221,14 @@ def test_parts_run_in_lanes_at_once():
 
 
 def test_transfer_output_and_reduction():
-    """transfer_output brings parts to the output device; reduction gets the tuple and its result is returned."""
+    """`reduction` gets the tuple of outputs, and the call returns its result."""
     parts = (torch.ones(2, 5), torch.ones(1, 5))
     net = TupleParallel(nn.Identity(), TWO, "cpu", transfer_output=True, reduction=lambda outs: [len(out) for out in outs])
     assert net(parts) == [2, 1]
 
 
-def test_transfer_input_false_hands_over_the_very_parts():
-    """With transfer_input=False what the loop moved is taken as it is."""
+def test_transfer_input_false_moves_no_part():
+    """With `transfer_input=False`, the module gets the same objects that the caller passed."""
     seen = []
 
     class Part:
@@ -250,7 +250,7 @@ def test_transfer_input_false_hands_over_the_very_parts():
 
 
 def test_errors_name_the_lane():
-    """The user's error arrives with a note on its lane."""
+    """The module's exception has a note that names the lane."""
 
     class Model(nn.Module):
         def forward(self, x):
@@ -267,7 +267,7 @@ def test_errors_name_the_lane():
     "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
 )
 def test_copies_work(duplicate):
-    """Pickle and deepcopy, before and after the first call."""
+    """Copies and pickles work before and after the first call."""
     net = TupleParallel(nn.Linear(5, 2), TWO, reduction=cat)
     parts = (torch.randn(2, 5), torch.randn(1, 5))
     for _ in range(2):
@@ -276,13 +276,13 @@ def test_copies_work(duplicate):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_without_an_accelerator_parts_run_in_turn():
-    """No device named: the parts run one after another in the caller, however many."""
+    """Without an accelerator and without `device_ids`, parts run one after another, and any number of parts is allowed."""
     net = TupleParallel(nn.Identity())
     assert [len(part) for part in net((torch.zeros(1), torch.zeros(2), torch.zeros(3)))] == [1, 2, 3]
 
 
-def test_no_grad_and_autocast_follow():
-    """The caller's modes are in force in every part's lane."""
+def test_no_grad_and_autocast_apply_in_lanes():
+    """The caller's grad mode and autocast apply to every part."""
 
     class Model(nn.Module):
         def forward(self, x):
@@ -296,39 +296,39 @@ def test_no_grad_and_autocast_follow():
 
 
 @pytest.mark.parametrize("parallel", [False, True])
-def test_tuple_fn_calls_a_function_once_a_part(parallel):
-    """Bare, and as a decorator with arguments; name and doc stay."""
+def test_tuple_fn_calls_a_function_once_per_part(parallel):
+    """The decorated function is called once per part and keeps its name and docstring."""
 
     @tuple_fn(parallel=parallel)
     def loss(output, *, target):
-        """Say."""
+        """Return the absolute error."""
         return (output - target).abs()
 
     out = loss((torch.ones(2), torch.ones(1)), target=[torch.zeros(2), torch.full((1,), 3.0)])
     assert [part.tolist() for part in out] == [[1.0, 1.0], [2.0]]
-    assert (loss.__name__, loss.__doc__) == ("loss", "Say.")
+    assert (loss.__name__, loss.__doc__) == ("loss", "Return the absolute error.")
 
 
-def test_tuple_fn_in_parallel_runs_parts_at_once():
-    """parallel=True: three parts meet in three lanes."""
+def test_tuple_fn_in_parallel_runs_parts_at_the_same_time():
+    """With `parallel=True`, three parts that wait for each other all finish."""
     barrier = threading.Barrier(3)
     meet = tuple_fn(lambda x: barrier.wait(20) is not None and x, parallel=True)
     assert meet((1, 2, 3)) == (1, 2, 3)
 
 
-def test_tuple_fn_turns_tuples_around():
-    """A function that returns a tuple gives a tuple of tuples."""
+def test_tuple_fn_transposes_tuples():
+    """If the function returns a tuple, the result is a tuple of tuples."""
     assert tuple_fn(lambda x: (x, -x))((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
 
 
-def test_tuple_fn_on_given_devices_refuses_more_parts():
-    """Devices bounds the parts."""
+def test_tuple_fn_refuses_more_parts_than_devices():
+    """With `devices`, a call with more parts raises ShardError."""
     with pytest.raises(ShardError, match="3 parts for 2 devices"):
         tuple_fn(abs, parallel=True, devices=TWO)((1, 2, 3))
 
 
 def test_tuple_fn_works_on_methods():
-    """Self is not a tuple of parts."""
+    """`self` is passed unchanged to every call of a decorated method."""
 
     class Loss:
         scale = 2
@@ -343,11 +343,11 @@ def test_tuple_fn_works_on_methods():
 
     assert Loss().plain((1, 2)) == (2, 4)
     assert Loss().lanes((1, 2)) == (2, 4)
-    del Loss.lanes  # a wrapper in a class refers to the class in a way that the garbage collector does not see
+    del Loss.lanes  # the garbage collector cannot see the wrapper's reference to its class
 
 
-def test_tuple_fn_is_called_by_many_threads():
-    """Threads with different counts of parts share the function."""
+def test_tuple_fn_can_be_called_by_many_threads():
+    """Concurrent calls with different numbers of parts return their own results."""
     double = tuple_fn(lambda x: x * 2, parallel=True)
     wrong = []
 
@@ -362,7 +362,7 @@ def test_tuple_fn_is_called_by_many_threads():
     assert not wrong
 
 
-def test_tuple_fn_refuses_what_is_no_function():
-    """A number is no function."""
+def test_tuple_fn_refuses_a_value_that_is_not_callable():
+    """Decorating a number raises ShardError."""
     with pytest.raises(ShardError, match="3"):
         tuple_fn(3)
