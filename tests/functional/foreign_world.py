@@ -1,4 +1,4 @@
-"""A script for torchrun: a world of two ranks that parawrap did not start."""
+"""Script for torchrun: use `functional` in a world of two ranks that parawrap did not start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parawrap import functional
 
 
 def main(folder: Path) -> None:
-    """Use every helper that exchanges values, and write what this rank found."""
+    """Call every helper that exchanges values, and write this rank's results to a file."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     loader = functional.shard_loader(

@@ -1,4 +1,4 @@
-"""Launches on CPU ranks for the tests of `functional`."""
+"""Launch helper for the tests of `functional`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from parawrap import Platform, wrapper
 
 
 def on(ranks, function, *args, **kwargs):
-    """Return the results of a function on this number of CPU ranks."""
+    """Run a function on `ranks` CPU ranks, and return the results. Keyword arguments are options of Platform."""
     return wrapper(Platform(device="cpu", n_cpus=ranks, **({"timeout_min": 0.5} | kwargs)))(function)(*args)

@@ -1,4 +1,4 @@
-"""The helpers in a world that torchrun started, in which no function of parawrap launched anything."""
+"""`functional` in a world that torchrun started instead of parawrap."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_helpers_work_in_torchs_own_world(tmp_path):
-    """Two ranks under torchrun shard a loader, reduce a metric, gather rows (one rank has none), and shard a module."""
+    """Two ranks under torchrun can shard a loader, reduce a metric, gather rows, and shard a module."""
     script = Path(__file__).with_name("foreign_world.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script, tmp_path]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""`functional.to(module, strategy="fsdp2")`: parameters sharded over ranks, trained and saved like a plain model's."""
+"""`functional.to(module, strategy="fsdp2")`: training and checkpoints with parameters sharded over ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a list, a stem, a head, and a buffer."""
+    """A network with a stem, a list of blocks, a head, and a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Net(nn.Module):
 
 
 def trained(strategy, batch_size, seed=0):
-    """Train a net on 22 rows for two epochs, and return its loss at each step, its weights, and its optimiser's state."""
+    """Train a net on 22 rows for two epochs. Return the net, the sharded model, the optimiser, and each step's loss."""
     torch.manual_seed(seed)
     net = Net()
     torch.manual_seed(7)
@@ -68,8 +68,8 @@ def trained(strategy, batch_size, seed=0):
     return net, model, optimiser, losses
 
 
-def test_sharded_training_is_the_plain_training():
-    """Two ranks with half the batch, sharded or not, have the losses and weights of one process with the whole batch."""
+def test_sharded_training_equals_plain_training():
+    """Two ranks with half the batch each have the losses and weights of one process, with "fsdp2" and with "ddp"."""
 
     def train(strategy, seeds):
         net, model, _, losses = trained(strategy, 4, seeds[current_rank().global_rank])
@@ -96,8 +96,8 @@ def test_sharded_training_is_the_plain_training():
     assert max(held, other_held) < 0.6 * total
 
 
-def test_a_checkpoint_goes_to_a_plain_model_and_back(tmp_path):
-    """The whole state dict of a sharded model fits a plain one, and continues the training in a new sharded model."""
+def test_a_checkpoint_loads_into_plain_and_sharded_models(tmp_path):
+    """A full state dict of a sharded model loads into a plain model, and with the optimiser into a new sharded model."""
 
     def train(folder):
         net, _, optimiser, _ = trained("fsdp2", 4)
@@ -130,7 +130,7 @@ def test_a_checkpoint_goes_to_a_plain_model_and_back(tmp_path):
 
 
 def test_options_and_buffers():
-    """Options reach fully_shard, ranks take rank 0's buffers, and what needs no sharding stays a plain module."""
+    """Options are passed to fully_shard, ranks get rank 0's buffers, and one rank gets the plain module."""
 
     def shard():
         rank = current_rank().global_rank
@@ -150,30 +150,30 @@ def test_options_and_buffers():
     assert on(1, lambda: type(functional.to(Net(), strategy="fsdp2")).__name__) == ("Net",)
 
 
-def test_ranks_with_other_parameters_are_refused():
-    """A module that differs between ranks, or has no values yet, is an error that names the first difference."""
+def test_modules_that_differ_between_ranks_are_refused():
+    """A module that differs between ranks, or is on the meta device, raises an error that names the parameter."""
 
     def shard():
-        told = []
+        messages = []
         for module in (nn.Linear(2, 2 + current_rank().global_rank), nn.Linear(2, 2, device="meta")):
             with pytest.raises(ValueError) as error:
                 functional.to(module, strategy="fsdp2")
-            told.append(str(error.value))
-        return told
+            messages.append(str(error.value))
+        return messages
 
     for differs, meta in on(2, shard):
         assert "rank 0's module has weight torch.float32 (2, 2), rank 1's has weight torch.float32 (3, 2)" in differs
         assert "weight is on the meta device" in meta
 
 
-def test_a_strategy_is_one_of_two():
-    """Another word is refused with the words that there are, with one rank too."""
+def test_an_unknown_strategy_is_refused():
+    """The error names the known strategies, also with one rank."""
     with pytest.raises(ValueError, match=r"strategy='fsdp': functional.to takes 'ddp' or 'fsdp2'"):
         functional.to(nn.Linear(1, 1), strategy="fsdp")
 
 
 class Tied(nn.Module):
-    """Two of three blocks share a weight; the third stands alone."""
+    """Two of three blocks share a weight."""
 
     def __init__(self):
         super().__init__()
@@ -182,7 +182,7 @@ class Tied(nn.Module):
 
 
 def test_blocks_are_the_repeated_modules_of_lists():
-    """A block has a sibling of its class in a ModuleList or Sequential, and shares no parameter with the rest."""
+    """A block has a sibling of its class in a ModuleList or Sequential, and shares no parameter with other modules."""
     net = Net()
     assert blocks_of(net) == list(net.blocks)
     plain = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.ReLU())

@@ -1,4 +1,4 @@
-"""`functional`: what a rank needs to train: seeds, averages, modules and samplers that know the other ranks."""
+"""`functional`: seeds, averages over ranks, optimiser state, modules, samplers, and devices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.functional.ranks import on
 
 
 def with_gradients(module, *gradients):
-    """The module, with a gradient for each of its parameters."""
+    """Set the gradient of each parameter, and return the module."""
     for parameter, gradient in zip(module.parameters(), gradients, strict=True):
         parameter.grad = gradient
     return module
 
 
 class Parameters(nn.Module):
-    """Holds any tensors as parameters."""
+    """Holds the given tensors as parameters."""
 
     def __init__(self, *tensors):
         super().__init__()
@@ -53,7 +53,7 @@ def _generators():
 @pytest.mark.usefixtures("_generators")
 @pytest.mark.parametrize("seed", [7, 2**32])
 def test_the_same_seed_gives_the_same_numbers(seed):
-    """Python, numpy and torch draw the same after the same seed, whatever was drawn before."""
+    """After the same seed, Python, NumPy, and torch draw the same numbers."""
     functional.seed_generators(seed)
     first = draws()
     functional.seed_generators(seed)
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_numbers(seed):
 
 @pytest.mark.usefixtures("_generators")
 def test_an_offset_is_added_to_the_seed():
-    """A seed with an offset is the seed that they add up to, for each of the generators."""
+    """For each generator, a seed with an offset is the same as their sum."""
     functional.seed_generators(5)
     plain = draws()
     functional.seed_generators(3, offset=2)
@@ -71,8 +71,8 @@ def test_an_offset_is_added_to_the_seed():
     assert all(one != other for one, other in zip(draws(), plain, strict=True))
 
 
-def test_ranks_start_alike_and_offsets_make_them_differ():
-    """The platform's seed gives every rank the same numbers; with its rank as offset each has its own."""
+def test_ranks_start_with_equal_generators_and_offsets_make_them_differ():
+    """With the platform's seed, ranks draw equal numbers. With the rank as offset, they draw different numbers."""
 
     def draw():
         alike = random.random(), float(np.random.rand()), float(torch.rand(1))
@@ -87,8 +87,8 @@ def test_ranks_start_alike_and_offsets_make_them_differ():
 # --- average_params_grads ---
 
 
-def test_what_is_asked_for_is_averaged():
-    """Parameters, gradients, both or neither become the mean over ranks; the rest stays as it is."""
+def test_params_and_grads_choose_what_is_averaged():
+    """`params` and `grads` choose whether parameters, gradients, both, or neither become the mean over ranks."""
     choices = [(params, grads) for params in (False, True) for grads in (False, True)]
 
     def average(choices):
@@ -104,8 +104,8 @@ def test_what_is_asked_for_is_averaged():
         assert values == [(0.5 if params else rank, 5.0 if grads else 10.0 * rank) for params, grads in choices]
 
 
-def test_gradients_alone_are_averaged_by_default():
-    """Without further arguments gradients are averaged, and parameters are not."""
+def test_only_gradients_are_averaged_by_default():
+    """Without options, gradients are averaged and parameters are not."""
 
     def average():
         rank = float(current_rank().global_rank)
@@ -117,8 +117,8 @@ def test_gradients_alone_are_averaged_by_default():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_means_are_bit_for_bit_alike_on_every_rank(ranks):
-    """Every rank holds the very same bits afterwards, and they are the mean up to rounding."""
+def test_means_are_identical_on_every_rank(ranks):
+    """Every rank has bitwise the same values, which are the mean up to rounding."""
 
     def average():
         torch.manual_seed(current_rank().global_rank)
@@ -134,8 +134,8 @@ def test_means_are_bit_for_bit_alike_on_every_rank(ranks):
         torch.testing.assert_close(mean, torch.stack([before[i] for before, _ in results]).mean(0))
 
 
-def test_averaging_together_is_averaging_one_by_one():
-    """The buckets give what one all_reduce per parameter gives."""
+def test_averaging_in_buckets_equals_averaging_one_by_one():
+    """Buckets give the same means as one all_reduce per parameter."""
 
     def average():
         torch.manual_seed(current_rank().global_rank)
@@ -152,8 +152,8 @@ def test_averaging_together_is_averaging_one_by_one():
         torch.testing.assert_close(together, one_by_one)
 
 
-def test_every_dtype_is_averaged_in_its_own():
-    """Half, single, double and complex parameters of one module keep their dtypes, and integers keep their values."""
+def test_dtypes_are_kept_in_averaging():
+    """Floating-point and complex parameters keep their dtypes, and integer parameters keep their values."""
     dtypes = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int64]
 
     def average(dtypes):
@@ -170,7 +170,7 @@ def test_every_dtype_is_averaged_in_its_own():
 
 
 def test_sparse_gradients_are_averaged_and_stay_sparse():
-    """An embedding's sparse gradients, of other rows on each rank, become their mean over all rows."""
+    """Sparse gradients of different rows become a sparse mean over the rows of all ranks."""
 
     def average():
         embedding = nn.Embedding(4, 2, sparse=True)
@@ -183,8 +183,8 @@ def test_sparse_gradients_are_averaged_and_stay_sparse():
         assert mean[:, 0].tolist() == [0.5, 0.5, 0.0, 1.0]
 
 
-def test_a_sparse_gradient_that_one_rank_lacks_is_averaged_with_zeros():
-    """An embedding that one rank did not use gets the half of the other rank's gradient on both."""
+def test_a_sparse_gradient_missing_on_one_rank_counts_as_zeros():
+    """If one of two ranks did not use an embedding, both get half of the other rank's gradient."""
 
     def average():
         embedding = nn.Embedding(4, 2, sparse=True)
@@ -197,8 +197,8 @@ def test_a_sparse_gradient_that_one_rank_lacks_is_averaged_with_zeros():
         assert mean.tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
-def test_a_gradient_that_is_dense_on_one_rank_and_sparse_on_another_loses_nothing():
-    """Where any rank's gradient is dense, all ranks send dense ones."""
+def test_a_gradient_that_is_dense_on_one_rank_and_sparse_on_another():
+    """If one rank's gradient is dense, all ranks send dense gradients, and the mean is correct."""
 
     def average():
         weight = nn.Parameter(torch.zeros(3, 1))
@@ -212,8 +212,8 @@ def test_a_gradient_that_is_dense_on_one_rank_and_sparse_on_another_loses_nothin
     assert on(2, average, timeout_min=0.05) == ([1.0, 5.0, 50.0], [1.0, 5.0, 50.0])
 
 
-def test_a_gradient_that_a_rank_lacks_counts_as_zeros():
-    """A parameter with a gradient on some ranks only gets the mean with zeros; one with none anywhere keeps none."""
+def test_a_gradient_missing_on_some_ranks_counts_as_zeros():
+    """A gradient that only some ranks have is averaged with zeros. Without any gradient, it stays None."""
     cases = [[0], [1], [0, 1], []]
 
     def average(cases):
@@ -234,7 +234,7 @@ def test_a_gradient_that_a_rank_lacks_counts_as_zeros():
 
 
 def test_frozen_parameters_have_no_gradient_and_are_averaged_as_parameters():
-    """A frozen parameter keeps its lack of a gradient, and its value takes part where parameters are averaged."""
+    """A frozen parameter's gradient stays None, and its value is averaged with `params=True`."""
 
     def average():
         rank = float(current_rank().global_rank)
@@ -250,7 +250,7 @@ def test_frozen_parameters_have_no_gradient_and_are_averaged_as_parameters():
 
 
 def test_tied_parameters_are_averaged_once_and_stay_tied():
-    """A parameter that two layers share is averaged once, and is still one parameter."""
+    """A parameter that two layers share is averaged once and stays shared."""
 
     def average():
         rank = float(current_rank().global_rank)
@@ -263,13 +263,13 @@ def test_tied_parameters_are_averaged_once_and_stay_tied():
     assert on(2, average) == ((True, [0.5] * 4),) * 2
 
 
-def test_gradients_in_any_memory_order_are_averaged_element_by_element():
-    """Transposed, strided and channels-last gradients keep their strides, and each element gets its own mean."""
+def test_gradients_with_any_strides_are_averaged_element_by_element():
+    """Transposed, strided, and channels-last gradients keep their strides, and each element is the correct mean."""
 
     def average():
         rank = current_rank().global_rank
         transposed = (torch.arange(6.0).reshape(3, 2) + rank).t()
-        if rank == 1:  # the same values in another order of memory than on the other rank
+        if rank == 1:  # the same values with other strides than on rank 0
             transposed = transposed.contiguous()
         strided = (torch.arange(8.0) + rank)[::2]
         last = (torch.arange(24.0).reshape(1, 2, 3, 4) + rank).to(memory_format=torch.channels_last)
@@ -287,7 +287,7 @@ def test_gradients_in_any_memory_order_are_averaged_element_by_element():
 
 
 def test_gradients_are_averaged_in_place():
-    """The tensor that was the gradient is the one that holds the mean."""
+    """The mean is written into the existing gradient tensor."""
 
     def average():
         module = with_gradients(Parameters(torch.zeros(2)), torch.full((2,), float(current_rank().global_rank)))
@@ -298,9 +298,9 @@ def test_gradients_are_averaged_in_place():
     assert on(2, average) == ((True, [0.5, 0.5]),) * 2
 
 
-def test_parameters_travel_in_buckets():
-    """Whatever the limit, there is one collective for each bucket and one to agree on gradients; means stay right."""
-    sizes = [5, 1, 0, 5, 9, 5, 5, 20, 5]  # of four bytes
+def test_the_number_of_collectives_follows_the_bucket_size():
+    """There is one collective per bucket, and one to agree on which gradients exist. The means do not change."""
+    sizes = [5, 1, 0, 5, 9, 5, 5, 20, 5]  # in elements of four bytes
     collectives = {64 << 20: 2, 40: 7, 8: 9, 1: 10}
 
     def average(sizes, limits):
@@ -322,8 +322,8 @@ def test_parameters_travel_in_buckets():
         assert all(means == [[i + 0.5] * size for i, size in enumerate(sizes)] for _, means in answers)
 
 
-def test_many_parameters_need_one_collective_for_each_dtype():
-    """300 parameters of two dtypes travel in two collectives, beside the one that asks who has gradients."""
+def test_many_parameters_need_one_collective_per_dtype():
+    """300 parameters of two dtypes need two collectives, and one to agree on which gradients exist."""
 
     def average():
         calls = []
@@ -339,7 +339,7 @@ def test_many_parameters_need_one_collective_for_each_dtype():
 
 
 def test_averaging_keeps_no_graph():
-    """Gradients made with create_graph are averaged like others, and stay usable for a second backward pass."""
+    """Gradients from a backward with create_graph are averaged like others."""
 
     def average():
         weight = nn.Parameter(torch.tensor([2.0 + current_rank().global_rank]))
@@ -352,8 +352,8 @@ def test_averaging_keeps_no_graph():
     assert on(2, average, verbose=False) == (19.5, 19.5)  # the mean of 3 * 2**2 and 3 * 3**2
 
 
-def test_a_module_without_parameters_is_left_alone():
-    """There is nothing to average in an activation."""
+def test_a_module_without_parameters_is_not_changed():
+    """Averaging an activation does nothing."""
 
     def average():
         functional.average_params_grads(nn.ReLU(), params=True)
@@ -362,9 +362,9 @@ def test_a_module_without_parameters_is_left_alone():
     assert on(2, average) == ("done", "done")
 
 
-@pytest.mark.parametrize("how", ["one rank", "no group", "inline", "no rank"])
-def test_a_world_of_one_averages_nothing(how):
-    """One rank, ranks without a process group, and a process that is no rank keep their bits."""
+@pytest.mark.parametrize("how", ["one rank", "no group", "inline", "outside a launch"])
+def test_without_other_ranks_nothing_is_averaged(how):
+    """Values stay bitwise equal with one rank, without a process group, inline, and outside a launch."""
 
     def average():
         module = with_gradients(Parameters(torch.tensor([0.1])), torch.tensor([0.3]))
@@ -375,13 +375,13 @@ def test_a_world_of_one_averages_nothing(how):
         "one rank": lambda: on(1, average),
         "no group": lambda: on(2, average, ipc_groups=None),
         "inline": lambda: wrapper(Platform(device="cpu", n_cpus=2))(average).inline(),
-        "no rank": lambda: (average(),),
+        "outside a launch": lambda: (average(),),
     }
     assert all(ways[how]())
 
 
-def test_three_steps_with_averaged_gradients_are_steps_on_the_whole_batch():
-    """Two ranks that average the gradients of half a batch each train as one process with the whole batch does."""
+def test_averaged_gradients_train_like_the_whole_batch():
+    """Two ranks that average the gradients of half a batch each have the weights of one process with the whole batch."""
     batch = torch.arange(12.0).reshape(6, 2) / 10
 
     def train(rows):
@@ -406,7 +406,7 @@ def test_three_steps_with_averaged_gradients_are_steps_on_the_whole_batch():
 
 
 def stepped(make, **options):
-    """A model and its optimiser after two steps."""
+    """Return a model and its optimiser after two steps."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimiser = make(model.parameters(), **options)
@@ -423,7 +423,7 @@ def stepped(make, **options):
 
 
 def tensors_of(value, name=""):
-    """Every tensor of an optimiser's state, with its address."""
+    """Return every tensor in an optimiser's state by its address."""
     if isinstance(value, torch.Tensor):
         return {name: value}
     if isinstance(value, dict):
@@ -454,7 +454,7 @@ OPTIMISERS = [
 
 @pytest.mark.parametrize(("make", "options"), OPTIMISERS)
 def test_an_optimisers_state_moves(make, options):
-    """All tensors of the state come to the device, those in lists too; a step counter stays on the CPU."""
+    """All tensors of the state are moved to the device, except step counters, which stay on the CPU."""
     _, optimiser = stepped(make, **options)
     before = devices_of(optimiser)
     functional.optimiser_to(optimiser, "meta")
@@ -464,8 +464,8 @@ def test_an_optimisers_state_moves(make, options):
 
 
 @pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True}])
-def test_a_step_counter_that_belongs_on_the_device_moves(options):
-    """Where the optimiser keeps its step beside the parameters, the step moves with the rest."""
+def test_a_step_counter_of_a_capturable_or_fused_optimiser_moves(options):
+    """If the optimiser keeps its step on the parameters' device, the step moves too."""
     _, optimiser = stepped(torch.optim.Adam)
     for name, value in options.items():
         optimiser.param_groups[0][name] = value
@@ -474,8 +474,8 @@ def test_a_step_counter_that_belongs_on_the_device_moves(options):
 
 
 @pytest.mark.parametrize(("make", "options"), OPTIMISERS[:3])
-def test_moving_where_it_is_changes_nothing(make, options):
-    """An optimiser moved to the device that it is on takes the same next step as one that was not moved."""
+def test_moving_an_optimiser_to_its_own_device_changes_nothing(make, options):
+    """The next step is the same as without the move."""
     models = []
     for move in (False, True):
         model, optimiser = stepped(make, **options)
@@ -487,7 +487,7 @@ def test_moving_where_it_is_changes_nothing(make, options):
 
 
 def test_a_loaded_state_moves():
-    """The state that load_state_dict brought moves, and a later step works on it."""
+    """State from load_state_dict is moved."""
     _, saved = stepped(torch.optim.Adam)
     model = nn.Linear(3, 2)
     optimiser = torch.optim.Adam(model.parameters())
@@ -497,8 +497,8 @@ def test_a_loaded_state_moves():
     assert (state["exp_avg"].device.type, state["step"].device.type, state["step"].item()) == ("meta", "cpu", 2.0)
 
 
-def test_any_structure_of_state_moves():
-    """Tensors in dicts, lists, tuples and named tuples of the state move; whatever is no tensor stays as it is."""
+def test_nested_state_moves():
+    """Tensors in nested dicts, lists, tuples, and named tuples are moved; other values stay the same."""
     pair = namedtuple("Pair", "left right")
     model, optimiser = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
     here = torch.zeros(1)
@@ -509,8 +509,8 @@ def test_any_structure_of_state_moves():
     assert set(devices_of(optimiser).values()) == {"meta"}
 
 
-def test_an_optimiser_without_state_is_left_alone():
-    """Before the first step there is nothing to move."""
+def test_an_optimiser_without_state_is_not_changed():
+    """Before the first step, there is no state to move."""
     optimiser = torch.optim.Adam(nn.Linear(1, 1).parameters())
     functional.optimiser_to(optimiser, "meta")
     assert not optimiser.state
@@ -520,7 +520,7 @@ def test_an_optimiser_without_state_is_left_alone():
 
 
 def test_batch_normalisation_is_found():
-    """Every kind of it is found, at any depth."""
+    """Every kind of batch normalisation is found, at any depth."""
     kinds = [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm]
     lazy = [nn.LazyBatchNorm1d(), nn.LazyBatchNorm2d(), nn.LazyBatchNorm3d()]
     for layer in (*(kind(2) for kind in kinds), *lazy):
@@ -528,8 +528,8 @@ def test_batch_normalisation_is_found():
         assert functional.has_batch_norm(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), layer)))
 
 
-def test_other_layers_are_no_batch_normalisation():
-    """Layer, group and instance normalisation are none."""
+def test_other_normalisations_are_not_batch_normalisation():
+    """Layer, group, and instance normalisation do not count."""
     layers = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1), nn.GroupNorm(1, 1), nn.InstanceNorm2d(1), nn.Sequential())
     assert not functional.has_batch_norm(layers)
 
@@ -537,8 +537,8 @@ def test_other_layers_are_no_batch_normalisation():
 # --- to ---
 
 
-def test_ranks_train_one_model():
-    """Every rank gets the module in DistributedDataParallel, with rank 0's parameters and averaged gradients."""
+def test_to_wraps_the_module_in_distributed_data_parallel():
+    """Every rank gets a DistributedDataParallel with rank 0's parameters, and gradients are averaged."""
 
     def train():
         rank = current_rank().global_rank
@@ -563,8 +563,8 @@ def test_ranks_train_one_model():
     [(1, {}, False), (2, {"sync_modules": False}, False), (2, {}, True)],
     ids=["one rank", "sync_modules=False", "nothing to train"],
 )
-def test_what_needs_no_synchronisation_stays_itself(ranks, options, frozen):
-    """One rank, sync_modules=False, and a module without trainable parameters get the module itself."""
+def test_a_module_that_needs_no_synchronisation_is_returned(ranks, options, frozen):
+    """With one rank, with sync_modules=False, and for a frozen module, `to` returns the module itself."""
 
     def move():
         module = nn.Linear(2, 2).requires_grad_(not frozen)
@@ -574,7 +574,7 @@ def test_what_needs_no_synchronisation_stays_itself(ranks, options, frozen):
 
 
 def test_ranks_without_a_group_get_the_module_itself():
-    """Where ranks form no process group there is nobody to train with."""
+    """Without a process group, `to` returns the module itself."""
 
     def move():
         module = nn.Linear(2, 2)
@@ -583,8 +583,8 @@ def test_ranks_without_a_group_get_the_module_itself():
     assert on(2, move, ipc_groups=None) == (True, True)
 
 
-def test_batch_normalisation_on_the_cpu_stays_what_it_is():
-    """SyncBatchNorm does not work on the CPU: the layer is kept, and training works."""
+def test_batch_normalisation_on_the_cpu_is_not_converted():
+    """SyncBatchNorm does not work on the CPU, so `to` keeps the BatchNorm layer."""
 
     def train():
         model = functional.to(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
@@ -594,8 +594,8 @@ def test_batch_normalisation_on_the_cpu_stays_what_it_is():
     assert on(2, train) == (("DistributedDataParallel", "BatchNorm1d", True),) * 2
 
 
-def test_further_options_reach_distributed_data_parallel():
-    """Keyword arguments go to DistributedDataParallel, its device_ids among them."""
+def test_options_are_passed_to_distributed_data_parallel():
+    """Keyword arguments are passed to DistributedDataParallel, including `device_ids`."""
 
     def wrap():
         model = functional.to(nn.Linear(2, 2), find_unused_parameters=True, gradient_as_bucket_view=True, device_ids=None)
@@ -605,8 +605,8 @@ def test_further_options_reach_distributed_data_parallel():
 
 
 @pytest.mark.parametrize("device", ["cpu", "CPU", "auto", None], ids=str)
-def test_a_device_goes_by_its_kind_in_any_case(device, monkeypatch):
-    """A process that is no rank moves a module to the kind of device that it names, as Platform takes its name."""
+def test_a_device_is_named_by_its_type_in_any_case(device, monkeypatch):
+    """Outside a launch, `device` accepts the names that Platform accepts."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     module = nn.Linear(1, 1)
@@ -615,13 +615,13 @@ def test_a_device_goes_by_its_kind_in_any_case(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta")], ids=repr)
-def test_a_torch_device_is_a_device(device):
-    """Whatever torch knows as a device will do."""
+def test_a_torch_device_is_accepted(device):
+    """`device` may be any torch.device or device name of torch."""
     assert functional.to(nn.Linear(1, 1), device=device).weight.device.type == "meta"
 
 
-def test_no_such_device_is_an_error_that_names_it():
-    """A word that is no device is told."""
+def test_an_unknown_device_is_refused():
+    """The error names the unknown device."""
     with pytest.raises((ValueError, RuntimeError), match="banana"):
         functional.to(nn.Linear(1, 1), device="banana")
 
@@ -633,8 +633,8 @@ def platform_of(ranks):
     return Platform(device="cpu", n_cpus=ranks)
 
 
-def test_unpadded_shares_hold_every_row_exactly_once():
-    """For every length and world, all ranks together see each row once, in order; shares differ by one row at most."""
+def test_unpadded_shares_have_every_row_exactly_once():
+    """The shares of all ranks together are the rows in order, and their lengths differ by at most one."""
     for world_size in range(2, 8):
         platform = platform_of(world_size)
         for length in range(41):
@@ -647,8 +647,8 @@ def test_unpadded_shares_hold_every_row_exactly_once():
             assert max(map(len, rows)) - min(map(len, rows)) <= 1
 
 
-def test_padded_shares_are_torchs():
-    """A padded share is DistributedSampler's own, in every epoch."""
+def test_padded_shares_equal_those_of_torch():
+    """A padded share equals that of DistributedSampler in every epoch."""
     for world_size in range(2, 8):
         for length in (1, 2, 7, 13, 40):
             for rank in range(world_size):
@@ -661,15 +661,15 @@ def test_padded_shares_are_torchs():
                     assert list(ours) == list(torchs)
 
 
-def test_one_loop_serves_both_samplers():
-    """A share without padding takes set_epoch too, and stays as it is."""
+def test_an_unpadded_share_has_set_epoch():
+    """`set_epoch` exists, so a training loop can use either sampler, but does not change the order."""
     share = functional.get_dataset_sampler(range(5), 1, platform_of(2), pad=False)
     share.set_epoch(3)
     assert list(share) == list(share) == [3, 4]
 
 
 def test_ranks_take_their_own_share():
-    """Within a rank neither rank nor platform need be named, and a DataLoader on the sampler reads that share."""
+    """Inside a rank, rank and platform are known, and a DataLoader with the sampler reads the rank's share."""
 
     def rows():
         data = TensorDataset(torch.arange(7))
@@ -680,8 +680,8 @@ def test_ranks_take_their_own_share():
     assert on(3, rows) == (([[0, 1], [2]], 3, 3, 0), ([[3, 4]], 3, 3, 1), ([[5, 6]], 3, 3, 2))
 
 
-def test_one_rank_takes_everything():
-    """Where there is one rank there is no sampler, and a DataLoader shuffles as it is told to."""
+def test_one_rank_gets_no_sampler():
+    """With one rank, the function returns None, so that DataLoader's own `shuffle` applies."""
     take = [lambda pad=pad: functional.get_dataset_sampler(range(5), pad=pad) is None for pad in (False, True)]
     assert all(each() for each in take)
     assert all(on(1, each) == (True,) for each in take)
@@ -689,23 +689,23 @@ def test_one_rank_takes_everything():
 
 
 class Stream(IterableDataset):
-    """Rows without end."""
+    """A dataset without a length."""
 
     def __iter__(self):
         yield from range(3)
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_a_stream_cannot_be_shared(pad):
-    """A dataset without a length is refused by its name, with what to do instead; by a world of one too."""
+def test_a_dataset_without_a_length_is_refused(pad):
+    """The error names the dataset and suggests `current_rank()`, also with one rank."""
     for world_size in (1, 2):
         with pytest.raises(TypeError, match=r"Stream has no length.*current_rank\(\)"):
             functional.get_dataset_sampler(Stream(), 0, platform_of(world_size), pad=pad)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (1, 1)])
-def test_a_rank_that_does_not_exist_has_no_share(rank, world_size):
-    """The error names the rank and the size of the world."""
+def test_a_rank_out_of_range_is_refused(rank, world_size):
+    """The error names the rank and the world size."""
     for pad in (False, True):
         with pytest.raises(PlatformError, match=rf"global_rank={rank}\b.*world of {world_size}"):
             functional.get_dataset_sampler(range(5), rank, platform_of(world_size), pad=pad)
@@ -720,16 +720,16 @@ class Buffers(nn.Module):
         self.register_buffer("mean", torch.zeros(1, device=device))
 
 
-def test_a_module_is_where_its_tensors_are():
-    """The device is that of its first parameter, else of its first buffer, else the CPU."""
+def test_the_device_of_a_module():
+    """`device` returns the device of the first parameter, else of the first buffer, else the CPU."""
     assert functional.device(nn.Linear(1, 1, device="meta")).type == "meta"
     assert functional.device(Buffers("meta")).type == "meta"
     assert functional.device(nn.Sequential(Buffers("meta"), nn.Linear(1, 1))).type == "cpu"
     assert functional.device(nn.ReLU()).type == "cpu"
 
 
-def test_a_module_without_tensors_is_where_its_rank_is():
-    """Within a rank, a module that has no tensors counts as being on the rank's device."""
+def test_the_device_of_a_module_without_tensors_in_a_rank():
+    """Inside a rank, `device` returns the rank's device for a module without tensors."""
     assert on(2, lambda: functional.device(nn.ReLU()) == current_rank().device) == (True, True)
 
 
@@ -741,15 +741,15 @@ def _default_device():
 
 @pytest.mark.usefixtures("_default_device")
 @pytest.mark.parametrize("arguments", [{}, {"local_rank": 1}], ids=str)
-def test_new_tensors_are_made_on_the_device(arguments):
-    """After set_default_device, tensors that name no device are on the platform's."""
+def test_set_default_device_uses_the_platforms_device(arguments):
+    """After set_default_device, new tensors without a `device` argument lie on the platform's device."""
     torch.set_default_device("meta")
     functional.set_default_device(platform=Platform(device="cpu"), **arguments)
     assert torch.empty(1).device.type == "cpu"
 
 
-def test_ranks_make_tensors_on_their_own_device():
-    """Within a rank, its own device becomes the default."""
+def test_set_default_device_in_a_rank():
+    """Inside a rank, the rank's device becomes the default."""
 
     def where():
         torch.set_default_device("meta")
@@ -760,7 +760,7 @@ def test_ranks_make_tensors_on_their_own_device():
 
 
 def test_a_default_device_stays_within_its_rank():
-    """The parent's default device, and the next launch's, is what it was."""
+    """The default device of the parent and of the next launch does not change."""
 
     def spoil():
         torch.set_default_device("meta")

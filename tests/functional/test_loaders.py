@@ -1,4 +1,4 @@
-"""`shard_loader`: every rank reads its share of a loader's rows, in the next epoch's order at each iteration."""
+"""`shard_loader`: every rank reads its share of a loader's rows, and each iteration is the next epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.functional.ranks import on
 
 
 def rows_of(loader, epochs=1):
-    """Return the rows that a loader gives in each epoch."""
+    """Return the rows of each epoch."""
     return [[int(row) for batch in loader for row in batch] for _ in range(epochs)]
 
 
@@ -35,7 +35,7 @@ def rows_of(loader, epochs=1):
 
 @pytest.fixture(scope="module")
 def shares():
-    """The rows of 2 ranks in 3 epochs, by length, shuffle, pad, and drop_last."""
+    """Rows of two ranks in three epochs, by (length, shuffle, pad, drop_last)."""
 
     def read():
         found = {}
@@ -43,7 +43,7 @@ def shares():
             for shuffle in (False, True):
                 for pad, drop_last in ((True, False), (True, True), (False, False)):
                     if length == 0 and shuffle:
-                        continue  # torch refuses to shuffle no rows in older versions
+                        continue  # older versions of torch cannot shuffle zero rows
                     loader = DataLoader(range(length), batch_size=2, shuffle=shuffle, drop_last=drop_last)
                     sharded = functional.shard_loader(loader, pad=pad)
                     lengths = [len(batch) for batch in sharded]
@@ -56,16 +56,16 @@ def shares():
     return {key: list(zip(one[key], other[key], strict=True)) for key in one}
 
 
-def test_unpadded_shares_hold_each_row_once(shares):
-    """Without padding every row is on exactly one rank in every epoch, and shares differ by one row at most."""
+def test_unpadded_shares_have_each_row_once(shares):
+    """Without padding, every row is on exactly one rank in every epoch, and shares differ by at most one row."""
     for (length, _, pad, _), epochs in shares.items():
         if not pad:
             assert all(sorted(one + other) == list(range(length)) for one, other in epochs)
             assert all(abs(len(one) - len(other)) <= 1 for one, other in epochs)
 
 
-def test_padded_shares_are_equally_long_and_hold_each_row(shares):
-    """With padding both ranks get the same number of rows, and only the padding comes twice."""
+def test_padded_shares_are_equally_long_and_have_each_row(shares):
+    """With padding, both ranks get the same number of rows, and every row is on some rank."""
     for (length, _, pad, drop_last), epochs in shares.items():
         if pad and not drop_last:
             assert all(set(one + other) == set(range(length)) for one, other in epochs)
@@ -73,7 +73,7 @@ def test_padded_shares_are_equally_long_and_hold_each_row(shares):
 
 
 def test_drop_last_gives_no_row_twice(shares):
-    """With drop_last both ranks get the same number of full batches, and no row comes twice."""
+    """With drop_last, both ranks get the same number of full batches, and no row is repeated."""
     for (_, _, _, drop_last), epochs in shares.items():
         if drop_last:
             assert all(max(Counter(one + other).values(), default=1) == 1 for one, other in epochs)
@@ -81,7 +81,7 @@ def test_drop_last_gives_no_row_twice(shares):
 
 
 def test_each_iteration_is_the_next_epoch(shares):
-    """A shuffled loader has DistributedSampler's order of epochs 0, 1, and 2; an unshuffled one always the same."""
+    """A shuffled loader has DistributedSampler's order of epochs 0, 1, and 2. Other loaders keep their order."""
     for rank in range(2):
         torchs = DistributedSampler(range(12), 2, rank)
         for epoch, rows in enumerate(shares[12, True, True, False]):
@@ -96,7 +96,7 @@ def test_each_iteration_is_the_next_epoch(shares):
 
 @pytest.mark.parametrize("pad", [True, False])
 def test_one_rank_reads_every_row(pad):
-    """With one rank, also outside a launch, each epoch has all rows; a shuffled loader mixes them anew in each."""
+    """With one rank, also outside a launch, each epoch has all rows, and a shuffled loader has a new order."""
     for shuffle in (False, True):
         loader = functional.shard_loader(DataLoader(range(9), batch_size=2, shuffle=shuffle), pad=pad)
         epochs = rows_of(loader, epochs=3)
@@ -108,7 +108,7 @@ def test_one_rank_reads_every_row(pad):
 
 
 def test_set_epoch_resumes_an_order():
-    """set_epoch chooses the next epoch, again if need be, and the epochs after it follow."""
+    """After set_epoch, iterations continue with that epoch. It can be called several times."""
     loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
     epochs = rows_of(loader, epochs=4)
     loader.sampler.set_epoch(2)
@@ -118,8 +118,8 @@ def test_set_epoch_resumes_an_order():
     assert rows_of(loader) == epochs[3:]
 
 
-def test_reading_the_sampler_begins_no_epoch():
-    """Listing `loader.sampler` shows the present epoch's rows and leaves the order of the next epochs alone."""
+def test_reading_the_sampler_does_not_start_an_epoch():
+    """`list(loader.sampler)` returns the current epoch's rows and does not change the order of the next epochs."""
     loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
     expected = rows_of(functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True)), epochs=2)
     assert list(loader.sampler) == list(loader.sampler) == expected[0]
@@ -128,8 +128,8 @@ def test_reading_the_sampler_begins_no_epoch():
     assert first + rows_of(loader) == expected
 
 
-def test_a_left_iteration_counts_as_an_epoch():
-    """A loop that breaks off has used its epoch; the next iteration begins the next one from its start."""
+def test_an_unfinished_iteration_counts_as_an_epoch():
+    """After a loop that ends early, the next iteration is the next epoch from its start."""
     expected = rows_of(functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True)), epochs=2)
     loader = functional.shard_loader(DataLoader(range(20), batch_size=3, shuffle=True))
     next(iter(loader))
@@ -137,7 +137,7 @@ def test_a_left_iteration_counts_as_an_epoch():
 
 
 def test_workers_read_the_ranks_rows():
-    """Worker processes, also persistent ones, and a dataset of batches (batch_size=None) keep the rows and epochs."""
+    """Worker processes, also persistent ones, and `batch_size=None` give the same rows and epochs."""
 
     def read():
         kinds = {
@@ -194,8 +194,8 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def test_other_samplers_are_shared_out():
-    """Each rank takes every second item of one global order, although the ranks' generators differ."""
+def test_rows_of_other_samplers_are_split_over_ranks():
+    """Both ranks split one global order, although their random generators differ."""
 
     def read():
         rank = current_rank().global_rank
@@ -242,8 +242,8 @@ def test_other_samplers_are_shared_out():
     assert [row for batch in other["shuffled by a generator"][0] for row in batch] == list(torchs)
 
 
-def test_the_global_order_is_the_samplers():
-    """With one rank a seeded sampler gives a plain loader's order; the global generators keep their state."""
+def test_the_global_order_is_that_of_the_sampler():
+    """With one rank, a seeded sampler keeps its order, and the global generators keep their state."""
     weights = torch.ones(8)
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -256,7 +256,7 @@ def test_the_global_order_is_the_samplers():
 
 
 def test_ranks_with_different_orders_are_refused():
-    """A sampler that draws from a generator of its own, seeded by rank, is refused on every rank."""
+    """A sampler with its own generator, seeded by rank, is refused on every rank."""
 
     def shard():
         own = np.random.default_rng(current_rank().global_rank)
@@ -270,8 +270,8 @@ def test_ranks_with_different_orders_are_refused():
     assert "Drawn, gives rank 1 another order than rank 0. Let it draw from torch's" in one
 
 
-def test_ranks_without_a_group_agree_on_nothing():
-    """Without a process group a plain shuffled loader is sharded; one with a generator or a sampler is refused."""
+def test_without_a_group_only_plain_loaders_are_sharded():
+    """Without a process group, a shuffled loader is sharded; a loader with a generator or a sampler is refused."""
 
     def shard():
         plain = functional.shard_loader(DataLoader(range(4), shuffle=True))
@@ -317,7 +317,7 @@ OPTIONS = {
 
 
 def test_every_option_of_the_installed_torch_is_kept():
-    """Each argument of DataLoader's constructor, given a value that is not its default, is the new loader's too."""
+    """The sharded loader has the value of each constructor argument of DataLoader."""
     known = inspect.signature(DataLoader).parameters
     given = {name: value for name, value in OPTIONS.items() if name in known}
     assert known.keys() - given.keys() == {"dataset", "shuffle", "sampler", "batch_sampler"}, "torch has a new argument"
@@ -330,8 +330,8 @@ def test_every_option_of_the_installed_torch_is_kept():
             assert getattr(sharded, name) != getattr(DataLoader([]), name), f"{name} is the default"
 
 
-def test_what_was_set_on_a_loader_is_kept():
-    """Attributes that the user set on the loader are on the new one, also a constructor's that changed later."""
+def test_attributes_set_on_a_loader_are_kept():
+    """The sharded loader has attributes that the user set on the loader."""
     loader = DataLoader(range(4))
     loader.title, loader.worker_init_fn = "train", seed_worker
     sharded = functional.shard_loader(loader)
@@ -339,7 +339,7 @@ def test_what_was_set_on_a_loader_is_kept():
 
 
 class Titled(DataLoader):
-    """A subclass with an argument of its own, which it keeps."""
+    """A subclass that stores its additional argument."""
 
     def __init__(self, dataset, batch_size=1, *, title, **options):
         super().__init__(dataset, batch_size, **options)
@@ -354,21 +354,21 @@ class Doubling(DataLoader):
 
 
 class Secretive(DataLoader):
-    """A subclass that keeps no trace of its argument."""
+    """A subclass that does not store its argument."""
 
     def __init__(self, path, **options):
         super().__init__(range(len(path)), **options)
 
 
 class Fixed(DataLoader):
-    """A subclass that takes no sampler."""
+    """A subclass that does not accept a sampler."""
 
     def __init__(self, dataset):
         super().__init__(dataset, batch_size=2, shuffle=True)
 
 
 def test_a_subclass_is_kept():
-    """A subclass that keeps its arguments as attributes is rebuilt as itself."""
+    """A subclass that stores its arguments as attributes keeps its type."""
     loader = functional.shard_loader(Titled(range(6), 2, title=["a"], shuffle=True))
     assert (type(loader), loader.title, loader.batch_size) == (Titled, ["a"], 2)
     assert rows_of(loader) != rows_of(loader)
@@ -384,7 +384,7 @@ def test_a_subclass_is_kept():
     ids=lambda value: type(value).__name__,
 )
 def test_a_subclass_that_cannot_be_rebuilt_is_refused(loader, reason):
-    """The error says why, and how to build such a loader."""
+    """The error names the reason and suggests get_dataset_sampler."""
     with pytest.raises(TypeError, match=rf"cannot rebuild a {type(loader).__name__} .*{reason}.*get_dataset_sampler"):
         functional.shard_loader(loader)
 
@@ -427,7 +427,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_loaders_that_cannot_be_sharded_are_refused(name):
-    """The error names the value and the cure, with one rank as with many."""
+    """The error names the value and what to do, also with one rank."""
     loader, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         functional.shard_loader(loader)
@@ -441,14 +441,14 @@ def test_loaders_that_cannot_be_sharded_are_refused(name):
     ],
     ids=["batch_size", "batch_sampler"],
 )
-def test_dropping_rows_contradicts_giving_each_row(loader):
-    """pad=False with drop_last=True is refused."""
+def test_drop_last_without_padding_is_refused(loader):
+    """`pad=False` promises each row once, which `drop_last=True` contradicts."""
     with pytest.raises(ValueError, match="Use drop_last=False or pad=True"):
         functional.shard_loader(loader, pad=False)
 
 
-def test_a_tuple_of_tensors_is_a_row_like_any_other():
-    """The collate function of the loader makes the batches of the sharded one."""
+def test_rows_that_are_tuples_are_collated():
+    """The sharded loader uses the loader's collate function."""
     data = TensorDataset(torch.arange(5), torch.arange(5) * 10)
     batches = list(functional.shard_loader(DataLoader(data, batch_size=4)))
     assert [[part.tolist() for part in batch] for batch in batches] == [[[0, 1, 2, 3], [0, 10, 20, 30]], [[4], [40]]]

@@ -1,4 +1,4 @@
-"""`reduce_metrics`: weighted means and sums over ranks, in one collective."""
+"""`reduce_metrics`: weighted means and sums over ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metrics(NamedTuple):
 
 
 def reduced(*calls):
-    """Return what each of two ranks gets from some calls, and the number of collectives of each call."""
+    """Run calls on two ranks. Return, per rank and call, the result with the number of collectives, or the error."""
 
     def reduce(calls):
         count = []
@@ -43,7 +43,7 @@ def reduced(*calls):
 
 
 def test_means_are_weighted_by_rows():
-    """Each number becomes the mean over all rows, the same on both ranks, in one collective for the whole tree."""
+    """Both ranks get the mean over all rows for each number, with one collective for the whole tree."""
     one = {"loss": 1.0, "per class": torch.tensor([1.0, 0.0]), "pair": (1, [torch.tensor(2.0)])}
     other = {"loss": 5.0, "per class": torch.tensor([0.0, 1.0]), "pair": (5, [torch.tensor(6.0)])}
     plain = [one, other], [3, 1], {}
@@ -63,7 +63,7 @@ def test_means_are_weighted_by_rows():
 
 
 def test_sums_are_weighted_too():
-    """op="sum" adds weight * value: counts with the default weight, totals of means with the rows as weight."""
+    """With op="sum", the result is the sum of weight * value. The default weight is 1."""
     counts = [torch.tensor([1, 2]), torch.tensor([3, 4])], [1, 1], {"op": "sum"}
     totals = [0.5, 2.0], [4, 1], {"op": "sum"}
     nothing = [1.0, 1.0], [0, 0], {"op": "sum"}
@@ -73,7 +73,7 @@ def test_sums_are_weighted_too():
 
 
 def test_tensors_keep_shape_and_dtype():
-    """A tensor comes back with its shape and dtype, also without elements, and without a graph."""
+    """Reduced tensors have the shape and dtype of the input, and no graph."""
     kinds = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
     tree = [torch.ones(2, 3, dtype=kind, requires_grad=True) for kind in kinds] + [torch.empty(0, 3), np.float32(1)]
     ((found, _),), _ = reduced(([tree, tree], [1, 2], {}))
@@ -82,8 +82,8 @@ def test_tensors_keep_shape_and_dtype():
     assert (found[4].shape, found[5], type(found[5])) == ((0, 3), 1.0, float)
 
 
-def test_a_rank_without_rows_does_not_count():
-    """With weight 0 a rank's values are ignored, also NaN; a NaN of a rank with a weight stays in its place."""
+def test_values_of_a_rank_with_weight_0_are_ignored():
+    """With weight 0, even a NaN is ignored. With another weight, a NaN stays in its place."""
     empty = [0.25, NAN], [8, 0], {}
     other_kind = [torch.tensor(0.25), 0], [8, 0], {}
     infected = [(1.0, NAN, math.inf), (3.0, 1.0, 1.0)], [1, 1], {}
@@ -96,7 +96,7 @@ def test_a_rank_without_rows_does_not_count():
 
 
 def test_many_numbers_take_two_collectives():
-    """Up to 495 numbers travel in one collective, more in two; a tree without numbers in one."""
+    """Up to 495 numbers need one collective, more numbers need two, and a tree without numbers needs one."""
     sizes = [0, 1, 495, 496, 10_000]
     calls = [([torch.full((size,), 1.0), torch.full((size,), 3.0)], [1, 1], {}) for size in sizes]
     found, _ = reduced(*calls, ([{}, {}], [1, 1], {}))
@@ -105,8 +105,8 @@ def test_many_numbers_take_two_collectives():
     assert found[-1][0] == {}
 
 
-def test_ranks_that_differ_are_told_the_place():
-    """Other keys, shapes, numbers of values, or operations are an error on both ranks that names the first difference."""
+def test_trees_that_differ_between_ranks_are_refused():
+    """Different keys, shapes, or numbers of values raise GatherError on both ranks, which names the first difference."""
     calls = {
         r'rank 0 has values\["loss"\] \(\), rank 1 has values\["acc"\] \(\)': [{"loss": 1.0}, {"acc": 1.0}],
         r"rank 0 has values \(2,\), rank 1 has values \(3,\)": [torch.ones(2), torch.ones(3)],
@@ -120,8 +120,8 @@ def test_ranks_that_differ_are_told_the_place():
             assert re.search(message, text), text
 
 
-def test_all_ranks_must_ask_for_the_same():
-    """A mean on one rank and a sum on the other is an error on both."""
+def test_all_ranks_must_use_the_same_op():
+    """If one rank uses "mean" and the other "sum", both raise."""
 
     def reduce():
         try:
@@ -134,8 +134,8 @@ def test_all_ranks_must_ask_for_the_same():
     assert "rank 0 has op='mean', rank 1 has op='sum'" in one
 
 
-def test_no_weight_at_all_has_no_mean():
-    """When every rank's weight is 0, each of them gets the error, with one rank as with two."""
+def test_a_mean_with_weight_0_on_every_rank_is_refused():
+    """If the weight is 0 on every rank, every rank raises ValueError."""
     for found in reduced(([1.0, 2.0], [0, 0], {})):
         assert found[0][0] == "ValueError"
         assert "weight is 0 on every rank" in found[0][1]
@@ -144,7 +144,7 @@ def test_no_weight_at_all_has_no_mean():
 
 
 def test_integer_sums_that_do_not_fit_are_refused():
-    """A sum that its dtype cannot hold, or that float64 cannot hold exactly, is an error and not another number."""
+    """If a sum does not fit its dtype, or float64 cannot represent it exactly, every rank raises OverflowError."""
     full = [torch.tensor([100], dtype=torch.int8)] * 2, [1, 1], {"op": "sum"}
     huge = [torch.tensor([2**53])] * 2, [1, 1], {"op": "sum"}
     halves = [torch.tensor([1])] * 2, [0.5, 1], {"op": "sum"}
@@ -169,13 +169,13 @@ def test_integer_sums_that_do_not_fit_are_refused():
     ids=lambda value: None,
 )
 def test_values_that_cannot_be_reduced_are_refused(values, options, error, message):
-    """The error names the place, the value, and the cure, before anything is sent."""
+    """The error names the place and the value, and is raised before any communication."""
     with pytest.raises(error, match=message):
         functional.reduce_metrics(values, **options)
 
 
 def test_one_rank_keeps_its_values():
-    """With one rank a mean is the value itself, bit for bit, whatever the weight."""
+    """With one rank, a mean is the value itself, whatever the weight."""
     assert functional.reduce_metrics({"a": 0.1, "b": True}, weight=3) == {"a": 0.1, "b": 1.0}
     assert functional.reduce_metrics(0.5, weight=3, op="sum") == 1.5
     tensor = torch.tensor([0.1, 0.7], requires_grad=True)
@@ -184,7 +184,7 @@ def test_one_rank_keeps_its_values():
 
 
 def test_ranks_without_a_group_are_refused():
-    """Ranks that cannot exchange numbers get an error, never their own values as the mean."""
+    """Without a process group, ranks raise PlatformError instead of returning their own values."""
 
     def reduce():
         with pytest.raises(PlatformError, match=r"reduce_metrics.* 2 ranks.*Leave ipc_groups out of Platform"):

@@ -1,4 +1,4 @@
-"""`gather_rows`: evaluation results on every rank, in the order of the dataset, each row once."""
+"""`gather_rows`: every rank gets the results of all rows, in dataset order and once per row."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Output(NamedTuple):
 
 
 def results(rows):
-    """Return results of these rows: tensors of several dtypes and lists of several types."""
+    """Return example results of these rows: tensors of several dtypes and lists of several types."""
     numbers = torch.tensor(rows, dtype=torch.int64)
     return {
         "float": numbers.float()[:, None] / 7,
@@ -42,7 +42,7 @@ def results(rows):
 
 
 def flat(tree):
-    """Return a result's values as plain Python ones, with their types."""
+    """Convert a result to plain Python values, with types and shapes."""
     if isinstance(tree, torch.Tensor):
         return str(tree.dtype), tuple(tree.shape), tree.tolist()
     if isinstance(tree, dict):
@@ -53,7 +53,7 @@ def flat(tree):
 
 
 def empty():
-    """Return results without rows, of other dtypes and shapes than those of `results`."""
+    """Return results without rows, with other dtypes and shapes than in `results`."""
     nothing = torch.empty(0)
     return {
         "float": nothing, "half": nothing, "complex": nothing, "bool": nothing, "nothing": nothing,
@@ -61,8 +61,8 @@ def empty():
     }  # fmt: skip
 
 
-def test_rows_come_in_dataset_order_each_once():
-    """From every kind of sampler, whatever the length, both ranks get the plain loop's results."""
+def test_rows_are_in_dataset_order_once_each():
+    """For every kind of sampler and length, both ranks get the results of a plain loop."""
     lengths = [1, 2, 5, 8]
 
     def evaluate(lengths, results, empty):
@@ -90,7 +90,7 @@ def test_rows_come_in_dataset_order_each_once():
                     samplers[name, pad] = functional.shard_loader(loader, pad=pad)
             for name, sampler in samplers.items():
                 batches = sampler if isinstance(sampler, DataLoader) else DataLoader(data, sampler=sampler)
-                for _ in range(2):  # the second epoch of a shuffled loader has another order than the first
+                for _ in range(2):  # the second epoch of a shuffled loader has another order
                     rows = [int(row) for batch in batches for row in torch.as_tensor(batch).reshape(-1)]
                 gathered = functional.gather_rows(results(rows) if rows else empty(), sampler)
                 found[length, name] = flat(gathered)
@@ -102,8 +102,8 @@ def test_rows_come_in_dataset_order_each_once():
     assert one == other
 
 
-def test_a_sampler_that_repeats_and_leaves_out_rows_gives_those_it_draws():
-    """Rows drawn twice come once, rows that are never drawn not at all."""
+def test_a_sampler_that_repeats_and_omits_rows():
+    """Rows that were drawn several times are returned once; rows that were never drawn are missing."""
 
     def evaluate():
         torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_a_sampler_that_repeats_and_leaves_out_rows_gives_those_it_draws():
 
 
 def test_nothing_is_unpickled():
-    """Results travel as numbers: gathering never pickles or unpickles."""
+    """Results are exchanged as numbers, without pickle."""
 
     def evaluate():
         def refuse(*args, **kwargs):
@@ -129,8 +129,8 @@ def test_nothing_is_unpickled():
     assert on(2, evaluate) == (["a", "", "\ud800", "c"],) * 2
 
 
-def test_one_rank_gets_dataset_order_too():
-    """With one rank, without a group, and without a sampler, rows come in dataset order."""
+def test_one_rank_gets_dataset_order():
+    """With one rank, rows are in dataset order, also without a sampler."""
     loader = functional.shard_loader(DataLoader(range(5), 2, shuffle=True))
     rows = torch.cat(list(loader))
     assert functional.gather_rows(rows, loader).tolist() == [0, 1, 2, 3, 4] != rows.tolist()
@@ -140,7 +140,7 @@ def test_one_rank_gets_dataset_order_too():
     assert functional.gather_rows(tree, functional.get_dataset_sampler(range(3))) is tree
 
 
-def test_no_rows_at_all():
+def test_an_empty_dataset():
     """An empty dataset gives empty results."""
 
     def evaluate():
@@ -152,7 +152,7 @@ def test_no_rows_at_all():
 
 
 def test_results_have_no_graph_and_keep_their_device():
-    """Tensors come back without a graph, on the CPU if they were there, also under another default device."""
+    """Gathered tensors have no graph and lie on the CPU if the inputs did, also with another default device."""
 
     def evaluate():
         loader = functional.shard_loader(DataLoader(range(4)))
@@ -168,8 +168,8 @@ def test_results_have_no_graph_and_keep_their_device():
         assert (mean["tensor"].tolist(), mean["number"]) == ([2.0, 2.0], 1.0)
 
 
-def test_disagreements_are_told():
-    """Other structures, dtypes, or shapes of rows, and rows on no rank, are an error on both ranks that names them."""
+def test_results_that_differ_between_ranks_are_refused():
+    """Different structures, dtypes, or row shapes, and rows on no rank, raise on both ranks and are named."""
 
     def evaluate():
         rank = current_rank().global_rank
@@ -186,13 +186,13 @@ def test_disagreements_are_told():
         samplers.append(functional.get_dataset_sampler(range(4 + rank), pad=True) if rank == 0 else loader)
         trees.append(torch.ones(2 + rank))
         samplers.append(functional.get_dataset_sampler(range(5 - 1 + rank * 2), pad=True))
-        told = []
+        found = []
         for tree, sampler in zip(trees, samplers, strict=True):
             try:
-                told.append(functional.gather_rows(tree, sampler))
+                found.append(functional.gather_rows(tree, sampler))
             except GatherError as error:
-                told.append(str(error))
-        return told
+                found.append(str(error))
+        return found
 
     one, other = on(2, evaluate)
     messages = [
@@ -228,7 +228,7 @@ LOADER = functional.shard_loader(DataLoader(range(3), 2))
     ids=lambda value: None,
 )
 def test_values_that_cannot_be_gathered_are_refused(tree, error, message):
-    """The error names the place, the value, and the cure."""
+    """The error names the place and the value."""
     with pytest.raises(error, match=message):
         functional.gather_rows(tree, LOADER)
 
@@ -243,14 +243,14 @@ def test_values_that_cannot_be_gathered_are_refused(tree, error, message):
     ],
     ids=["sampler", "loader", "batches", "keys"],
 )
-def test_samplers_that_do_not_know_the_rows_are_refused(sampler, message):
-    """A sampler that draws other rows each time, and one with keys for indices, are refused."""
+def test_samplers_that_do_not_record_the_rows_are_refused(sampler, message):
+    """Samplers that draw other rows each time, or yield keys instead of indices, are refused."""
     with pytest.raises(TypeError, match=message):
         functional.gather_rows(torch.ones(3), sampler)
 
 
 def test_ranks_must_share_the_rows_and_a_group():
-    """A loader that is not sharded is refused with two ranks, and ranks without a process group are refused too."""
+    """With two ranks, a loader that is not sharded is refused, and so are ranks without a process group."""
 
     def evaluate():
         for sampler in (None, DataLoader(range(3))):
@@ -265,8 +265,8 @@ def test_ranks_must_share_the_rows_and_a_group():
     on(2, alone, ipc_groups=None)
 
 
-def test_numbers_arrive_bit_for_bit():
-    """NaN, infinities, and subnormal numbers are the same after the way."""
+def test_numbers_are_gathered_bitwise():
+    """NaN, infinities, subnormal numbers, and -0.0 do not change."""
     values = torch.tensor([math.nan, -math.inf, 5e-324, -0.0], dtype=torch.float64)
 
     def evaluate(values):
