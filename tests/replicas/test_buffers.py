@@ -1,4 +1,4 @@
-"""A replica's own tensors: up to date in every lane, and those of lane 0 given back."""
+"""Buffers of replicas are up to date in every lane, and lane 0's buffers go back to the model."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from parawrap import parallel
 TWO, THREE = ["cpu"] * 2, ["cpu"] * 3
 
 
-def test_a_failed_call_leaves_nothing_for_the_next_one():
-    """Buffers that the caller sets after a call that raised are the start of the next call."""
+def test_buffers_of_a_failed_call_are_not_kept():
+    """After a call that raised, the next call starts from the buffers that the caller has set."""
     model = nn.BatchNorm1d(4)
     plain, x = copy.deepcopy(model), torch.randn(7, 4)
     with parallel(model, THREE):
@@ -30,8 +30,8 @@ def test_a_failed_call_leaves_nothing_for_the_next_one():
 
 
 @pytest.mark.parametrize(("first_rows", "lanes"), [(2, 2), (3, 4), (12, 2)], ids=["whole", "idle lanes", "all lanes"])
-def test_writes_through_data_are_seen_after_any_first_call(first_rows, lanes):
-    """Also if the first call ran whole, or left lanes idle."""
+def test_lanes_follow_writes_through_data_after_any_first_call(first_rows, lanes):
+    """This also holds if the first call ran whole or left lanes idle."""
     model = nn.BatchNorm1d(4).eval()
     x = torch.randn(12, 4)
     with torch.no_grad(), parallel(model, ["cpu"] * lanes):
@@ -42,7 +42,7 @@ def test_writes_through_data_are_seen_after_any_first_call(first_rows, lanes):
 
 
 class Part(nn.Module):
-    """A norm in eval mode inside a module in train mode, and a vector that looks like a running statistic."""
+    """A module in train mode with a norm in eval mode and a vector buffer of the same size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Part(nn.Module):
         return self.norm(x) + self.kept
 
 
-def test_writes_through_data_are_seen_next_to_buffers_that_are_renewed():
-    """Renewing one buffer does not make the others pass for up to date."""
+def test_lanes_follow_writes_through_data_next_to_other_buffers():
+    """Refreshing one buffer does not mark the other buffers as up to date."""
     model, x = Part(), torch.randn(10, 4)
     with parallel(model, TWO):
         model(x)
@@ -64,7 +64,7 @@ def test_writes_through_data_are_seen_next_to_buffers_that_are_renewed():
 
 
 class Returns(nn.Module):
-    """Returns a parameter and a buffer as they are."""
+    """Returns its input, a parameter, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +75,8 @@ class Returns(nn.Module):
         return x, self.given, self.kept
 
 
-def test_whole_calls_return_the_callers_own_tensors():
-    """A parameter or a buffer that `submit` or `map` returns is the model's, as in a cut call."""
+def test_whole_calls_return_the_models_own_tensors():
+    """A parameter or a buffer that `submit` or `map` returns is the model's own, as in a cut call."""
     model, x = Returns(), torch.randn(10, 4)
     with parallel(model, TWO) as p:
         for output in (model(x), model(x), p.submit(x).result(), *p.map([(x,)])):
@@ -85,7 +85,7 @@ def test_whole_calls_return_the_callers_own_tensors():
 
 
 class Scales(nn.Module):
-    """Multiplies by a vector that it does not write."""
+    """Multiplies by a buffer without writing to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Scales(nn.Module):
 
 
 def test_buffers_that_no_lane_wrote_keep_their_version():
-    """The graph of an earlier plain call, which saved the buffer, has its backward pass after a call in lanes."""
+    """A call in lanes does not invalidate the graph of an earlier plain call that saved the buffer."""
     model = Scales()
     x = torch.randn(10, 4, requires_grad=True)
     with parallel(model, TWO):
@@ -116,8 +116,8 @@ class Steps(nn.Module):
         return x + 0
 
 
-def test_buffers_of_whole_calls_come_back():
-    """What lane 0 counted in `map` is in the model when the outputs are."""
+def test_buffers_of_whole_calls_go_back_to_the_model():
+    """After `map`, the model has lane 0's buffers."""
     model = Steps()
     with torch.no_grad(), parallel(model, TWO) as p:
         for _ in range(3):
@@ -129,8 +129,8 @@ def test_buffers_of_whole_calls_come_back():
 @pytest.mark.parametrize(
     "write", [torch.Tensor.fill_, lambda buffer, value: buffer.data.fill_(value)], ids=["fill", "data"]
 )
-def test_buffers_that_the_caller_set_stay(write):
-    """A buffer that the caller sets after `map` is not overwritten by what lane 0 had before."""
+def test_buffers_that_the_caller_sets_are_not_overwritten(write):
+    """A buffer that the caller sets after `map` is not overwritten by an older value of lane 0."""
     model = nn.Sequential(nn.BatchNorm1d(1), Steps())
     with torch.no_grad(), parallel(model, TWO) as p:
         list(p.map([torch.rand(2, 1)] * 8))
@@ -142,13 +142,13 @@ def test_buffers_that_the_caller_set_stay(write):
 
 
 class Slotted:
-    """An object without a dict."""
+    """An object with a slot and without a `__dict__`."""
 
     __slots__ = ("owner",)
 
 
-def test_cycles_through_slots_are_freed_quietly():
-    """The end of a block empties a replica whose cycle goes through a slot."""
+def test_cycles_through_slots_are_freed_without_warnings():
+    """The end of a block frees a replica with a reference cycle through a slot."""
     model = nn.Linear(4, 4)
     model.box = Slotted()
     model.box.owner = model
@@ -157,8 +157,8 @@ def test_cycles_through_slots_are_freed_quietly():
 
 
 @pytest.mark.parametrize("held", [lambda tensor: (tensor, 1), lambda tensor: deque([tensor]), lambda tensor: [tensor]])
-def test_tensors_in_containers_of_any_kind_are_renewed(held):
-    """A write in place is seen in a tuple, a deque, and a list."""
+def test_tensors_in_containers_of_any_kind_are_refreshed(held):
+    """Lanes follow in-place writes to tensors in tuples, deques, and lists."""
     model, x = Scales(), torch.randn(6, 4)
     model.held = held(torch.ones(4))
     model.forward = types.MethodType(lambda self, x: x * self.held[0], model)

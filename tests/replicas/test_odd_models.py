@@ -1,4 +1,4 @@
-"""Odd models, each of which had a wrong answer in lanes: right now, or refused."""
+"""Models that once had a wrong output in lanes. They now have the plain output, or raise an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MISSING, NOTHING = Sentinel("missing"), object()
 
 
 class Choice:
-    """A singleton that its class holds."""
+    """A class that holds its only instance as an attribute."""
 
 
 Choice.first = Choice()
@@ -48,7 +48,7 @@ class Mode(enum.Enum):
 
 @pytest.mark.parametrize("held", [MISSING, NOTHING, Choice.first, Mode.FAST, ...], ids=str)
 def test_singletons_stay_the_same_object(held):
-    """`is` holds in every lane for sentinels, class attributes, and members of enums."""
+    """In every lane, sentinels, class attributes, and enum members are the caller's objects."""
 
     class Compares(nn.Linear):
         def forward(self, x):
@@ -74,7 +74,7 @@ class Steps(nn.Module):
 
 
 def test_both_parts_of_a_lane_start_from_the_same_buffers():
-    """In the first call of a kind the last lane runs its share in two parts."""
+    """In the first call of a kind, where the last lane runs two parts, both use the same buffers."""
     model = Steps()
     with torch.no_grad(), parallel(model, TWO):
         for step in (1.0, 2.0):
@@ -82,7 +82,7 @@ def test_both_parts_of_a_lane_start_from_the_same_buffers():
 
 
 class CacheInABuffer(nn.Module):
-    """Fills a buffer that is None."""
+    """Fills a buffer that is None at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class CacheInABuffer(nn.Module):
         return x * self.cache
 
 
-def test_a_buffer_that_was_none_comes_back_and_can_be_reset():
-    """What lane 0 puts there is in the model; None, set by the caller, is None in every lane."""
+def test_a_buffer_that_is_none_can_be_filled_and_reset():
+    """The model gets the buffer that lane 0 filled. If the caller sets it to None, it is None in every lane."""
     model = CacheInABuffer()
     with torch.no_grad(), parallel(model, TWO):
         for _ in range(3):
@@ -114,7 +114,7 @@ class Scaled(nn.Parameter):
 
 
 def test_parameters_and_buffers_keep_classes_and_attributes():
-    """Subclasses of Parameter, and attributes of parameters and buffers, are there in lanes."""
+    """In lanes, parameters keep their subclass, and parameters and buffers keep their attributes."""
 
     class Model(nn.Module):
         def __init__(self):
@@ -153,8 +153,8 @@ def replaces_a_layer(self, x):
 
 
 @pytest.mark.parametrize("change", [assigns_data, unfreezes, replaces_a_parameter, replaces_a_layer])
-def test_parameters_that_forward_exchanges_are_refused(change):
-    """Other memory, another requires_grad, another parameter, or another layer would learn nothing."""
+def test_parameters_that_forward_replaces_are_refused(change):
+    """If forward replaces a parameter, its data, its requires_grad, or a layer, the model would not train."""
 
     class Model(nn.Linear):
         def __init__(self):
@@ -171,8 +171,8 @@ def test_parameters_that_forward_exchanges_are_refused(change):
         model(X)
 
 
-def test_a_codebook_that_is_written_through_data_comes_back():
-    """Buffers of any shape that train mode writes through .data are those of lane 0 after the call."""
+def test_a_buffer_written_through_data_goes_back_to_the_model():
+    """In train mode, the model gets lane 0's buffers of any shape, also if forward writes them through `.data`."""
 
     class Codebook(nn.Module):
         def __init__(self):
@@ -192,8 +192,8 @@ def test_a_codebook_that_is_written_through_data_comes_back():
 @pytest.mark.parametrize(
     "refer", [weakref.proxy, lambda parent: weakref.WeakMethod(parent.scaled)], ids=["proxy", "method"]
 )
-def test_weak_references_of_all_kinds_lead_to_the_lanes_own_modules(refer):
-    """A weak proxy and a weak method."""
+def test_weak_references_refer_to_the_lanes_own_modules(refer):
+    """In a lane, a weak proxy or a weak method refers to the lane's own module."""
 
     class Parent(nn.Module):
         def __init__(self):
@@ -228,7 +228,7 @@ Pair = namedtuple("Pair", "a b")
 
 
 class Tagged(tuple):
-    """A tuple with an attribute and a constructor of its own."""
+    """A tuple subclass with its own constructor."""
 
     __slots__ = ()
 
@@ -236,8 +236,8 @@ class Tagged(tuple):
         return super().__new__(cls, (first, second))
 
 
-def test_containers_of_odd_classes_are_copied_whole():
-    """Dicts with items as attributes, tuples with constructors, named tuples, and namespaces."""
+def test_containers_of_unusual_classes_are_copied():
+    """Attribute dicts, tuple subclasses with a constructor, named tuples, and namespaces lead to the lane's own modules."""
 
     class Model(nn.Linear):
         def forward(self, x):
@@ -256,8 +256,8 @@ def test_containers_of_odd_classes_are_copied_whole():
             assert_close(model(X), expected)
 
 
-def test_changes_of_hook_functions_and_partials_are_seen():
-    """Attributes of a function, and keywords of a partial, that lead to the model."""
+def test_lanes_follow_changes_of_hook_functions():
+    """Lanes follow a changed attribute of a hook function that refers to the model."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
     def hook(module, args, output):
@@ -275,7 +275,7 @@ def test_changes_of_hook_functions_and_partials_are_seen():
 
 
 def test_a_generator_anywhere_in_the_model_makes_lanes_run_in_turns():
-    """A seed gives the same numbers, also if the generator is in a dict."""
+    """With a seed, outputs are the same in every call, also if the generator is in a dict."""
 
     class Noise(nn.Module):
         def __init__(self):
@@ -296,7 +296,7 @@ def test_a_generator_anywhere_in_the_model_makes_lanes_run_in_turns():
 
 @quiet
 def test_a_submodule_can_be_copied_in_forward():
-    """`copy.deepcopy` of a layer gives parameters, as it does plainly."""
+    """`copy.deepcopy` of a layer gives leaf parameters, as in a plain call."""
 
     class Teacher(nn.Linear):
         def forward(self, x):
@@ -311,8 +311,8 @@ def test_a_submodule_can_be_copied_in_forward():
         assert_close(model(X), expected)
 
 
-def test_empty_containers_in_outputs_stay():
-    """An empty tuple, list, or dict is joined to an empty one, at every call."""
+def test_empty_containers_in_outputs_stay_empty():
+    """In every call, empty tuples, lists, and dicts in outputs are joined to empty ones."""
 
     class Empty(nn.Linear):
         def forward(self, x):
@@ -326,7 +326,7 @@ def test_empty_containers_in_outputs_stay():
 
 
 def test_a_cached_method_is_copied():
-    """`functools.lru_cache` of a bound method leads to the lane's own module."""
+    """`functools.lru_cache` of a bound method works in lanes."""
 
     class Cached(nn.Linear):
         def __init__(self):
@@ -346,7 +346,7 @@ def test_a_cached_method_is_copied():
 
 
 def test_replicas_with_cycles_are_freed_when_the_model_changes():
-    """Without a garbage collection, replaced replicas go."""
+    """Replaced replicas are freed without garbage collection."""
     model = nn.Sequential(nn.Linear(4, 4))
     model[0].parent = [model]
     gc.collect()
@@ -366,7 +366,7 @@ globals_of_this_file = [nn.BatchNorm1d(4)]
 
 
 def test_modules_in_global_containers_are_refused():
-    """A list of modules that forward reads by a global name."""
+    """A module in a global list that forward uses raises ReplicaError."""
 
     class Reads(nn.Linear):
         def forward(self, x):

@@ -1,4 +1,4 @@
-"""Many tensors travel in few copies, and arrive as they were."""
+"""`Parcel`: many tensors are copied to a device in few transfers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What is brought to another device."""
+    """The tensors that are copied to another device."""
     brought = []
 
     def bring(tensor, device):
@@ -26,7 +26,7 @@ def sent(monkeypatch):
 
 
 def tensors():
-    """Of several dtypes, shapes and strides."""
+    """Return tensors of several dtypes, shapes, and strides."""
     return [
         torch.randn(3, 4),
         torch.arange(5),
@@ -41,8 +41,8 @@ def tensors():
     ]
 
 
-def test_values_arrive_in_their_order_and_shape():
-    """Whatever travels with what, each tensor arrives in its place with its shape, dtype and values."""
+def test_order_shapes_and_values_are_kept():
+    """Each copy has the position, shape, dtype, and values of its original."""
     given = tensors()
     arrived = Parcel(given).at(CPU)
     assert [(each.shape, each.dtype) for each in arrived] == [(each.shape, each.dtype) for each in given]
@@ -50,8 +50,8 @@ def test_values_arrive_in_their_order_and_shape():
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_small_tensors_of_a_dtype_travel_together(sent):
-    """One pack a dtype; what is alone of its dtype is not packed."""
+def test_small_tensors_are_packed_by_dtype(sent):
+    """There is one transfer per dtype."""
     Parcel(tensors()).at(CPU)
     assert sorted((str(each.dtype), each.ndim) for each in sent) == [
         ("torch.bool", 1),
@@ -61,8 +61,8 @@ def test_small_tensors_of_a_dtype_travel_together(sent):
     ]
 
 
-def test_large_tensors_travel_alone(sent, monkeypatch):
-    """A tensor beyond the limit is brought over as it is, not copied into a pack first."""
+def test_large_tensors_are_not_packed(sent, monkeypatch):
+    """A tensor above the limit is transferred directly, without a copy into a pack."""
     monkeypatch.setattr(_parcel, "_SMALL", 64)
     large, small = torch.randn(5, 5), [torch.randn(2), torch.randn(3)]
     Parcel([small[0], large, small[1]]).at(CPU)
@@ -70,7 +70,7 @@ def test_large_tensors_travel_alone(sent, monkeypatch):
 
 
 def test_packs_are_bounded(sent, monkeypatch):
-    """No pack is larger than the limit, and no tensor is left behind."""
+    """No pack is larger than the limit, and every tensor is copied."""
     monkeypatch.setattr(_parcel, "_MOST", 100)
     given = [torch.full((6,), float(i)) for i in range(10)]
     arrived = Parcel(given).at(CPU)
@@ -79,7 +79,7 @@ def test_packs_are_bounded(sent, monkeypatch):
 
 
 def test_a_parcel_is_packed_once_for_all_devices(monkeypatch):
-    """Sent twice, it is packed once."""
+    """A parcel that is copied twice is packed once."""
     packed = []
     pack = _parcel._packed
     monkeypatch.setattr(_parcel, "_packed", lambda tensors: packed.append(len(tensors)) or pack(tensors))
@@ -89,8 +89,8 @@ def test_a_parcel_is_packed_once_for_all_devices(monkeypatch):
     assert packed == [2]
 
 
-def test_gradients_flow_through_it():
-    """Each tensor gets the gradient of what arrived in its place, also a second one."""
+def test_gradients_flow_through_a_parcel():
+    """Each tensor gets the gradient of its copy, also in a double backward."""
     given = [torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(4)]
 
     def arrived(*tensors):
@@ -101,5 +101,5 @@ def test_gradients_flow_through_it():
 
 
 def test_an_empty_parcel():
-    """Nothing arrives of nothing."""
+    """A parcel without tensors has no copies."""
     assert Parcel([]).at(CPU) == []

@@ -1,4 +1,4 @@
-"""Replicas: one copy of the module's structure per lane, refreshed in place."""
+"""`ReplicaSet`: one copy of the module's structure per lane, refreshed in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 class Holds(nn.Module):
-    """A model with every kind of attribute."""
+    """A model with a child under two names, a bound method, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def modules(made):
 
 @pytest.mark.parametrize("lane", [0, 1, 2])
 def test_each_replica_has_its_own_attributes_and_buffers(lane):
-    """An attribute or a buffer that one lane writes, lane 0 too, is seen neither in the module nor in other lanes."""
+    """An attribute or buffer that one lane writes, also lane 0, does not change in the module or in other lanes."""
     model = Holds()
     made = modules(replicas(model))
     writer = made.pop(lane)
@@ -52,8 +52,8 @@ def test_each_replica_has_its_own_attributes_and_buffers(lane):
         assert other.count.item() == 0
 
 
-def test_lane_0_gives_its_buffers_back():
-    """`write_back` of lane 0 puts the buffers that the lane wrote into the module."""
+def test_write_back_copies_lane_0s_buffers_to_the_module():
+    """After `write_back` of lane 0, the module has the buffers that the lane wrote."""
     model = Holds()
     made = replicas(model)
     made.current[0].module.count += 5
@@ -62,7 +62,7 @@ def test_lane_0_gives_its_buffers_back():
 
 
 def test_every_replica_shares_the_parameters():
-    """On the module's device a replica has the memory of the module's parameters and copies nothing."""
+    """On the module's device, replicas use the memory of the module's parameters."""
     model = Holds()
     for replica in modules(replicas(model)):
         assert replica is not model
@@ -70,19 +70,19 @@ def test_every_replica_shares_the_parameters():
 
 
 def test_shared_submodules_stay_shared_in_a_replica():
-    """A module under two names is one module under two names in every replica."""
+    """A submodule with two names is also one submodule with two names in every replica."""
     for replica in modules(replicas(Holds())):
         assert replica.child is replica.alias
 
 
 def test_bound_methods_are_bound_to_the_replica():
-    """An attribute that is the module's own method is bound to the replica."""
+    """If an attribute is a bound method of the module, the replica's attribute is bound to the replica."""
     for replica in modules(replicas(Holds())):
         assert replica.bound() is replica
 
 
-def test_it_is_stale_only_when_something_changed():
-    """A buffer, an attribute, a child, a mode, or a parameter makes the replicas stale; a refresh ends it."""
+def test_replicas_are_stale_only_after_a_change():
+    """Changing a buffer, an attribute, a child, a mode, or a parameter makes replicas stale until the next refresh."""
     model = Holds().eval()
     made = replicas(model)
     changes = [
@@ -102,7 +102,7 @@ def test_it_is_stale_only_when_something_changed():
 
 
 def test_a_changed_value_makes_no_new_replica():
-    """The replicas are the same objects after a refresh, with the new value."""
+    """After a refresh, the replicas are the same objects with the new value."""
     model = Holds().eval()
     made = replicas(model)
     before = modules(made)
@@ -114,7 +114,7 @@ def test_a_changed_value_makes_no_new_replica():
 
 
 def test_home_of_a_module():
-    """The home is the device of the tensors, None without any; several devices are an error that names two."""
+    """`home_of` returns the device of the module's tensors, or None without tensors. Two devices raise ReplicaError."""
     assert home_of(nn.Linear(2, 2)) == CPU
     assert home_of(nn.ReLU()) is None
     with pytest.raises(ReplicaError, match=r"0\.weight.*1\.weight"):
@@ -122,7 +122,7 @@ def test_home_of_a_module():
 
 
 def test_put_and_restore_leave_no_trace():
-    """`restore` undoes `put`."""
+    """After `restore`, the module has the attributes that it had before `put`."""
     model = Holds()
     before = dict(vars(model))
     stand_in = StandIn(model.forward, lambda wrapped, instance, args, kwargs: "stood in")

@@ -1,4 +1,4 @@
-"""Scripted modules keep their attributes in C++: parawrap notices their changes, and only their changes."""
+"""Scripted modules keep their attributes in C++. Replicas are refreshed if, and only if, these attributes change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TWO = ["cpu"] * 2
 
 
 class Holds(nn.Module):
-    """Has tensors in a list, a dict, and a pair, words in a list, and a number, which may be NaN."""
+    """Has tensors in a list, a dict, and a tuple, strings in a list, and a number that may be NaN."""
 
     def __init__(self, size: int, limit: float) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ every_size = pytest.mark.parametrize("size", [1, 4])
 
 @every_size
 @every_change
-def test_what_changes_in_a_scripted_module_is_noticed(change, size):
-    """A new tensor in a list, dict, or tuple, also with equal values, makes the replicas stale until the next refresh."""
+def test_a_change_in_a_scripted_module_makes_replicas_stale(change, size):
+    """Replicas are stale from the change until the next refresh, also if a new tensor has equal values."""
     model = scripted(size, math.inf)
     made = ReplicaSet(model, [CPU] * 2)
     made.refresh()
@@ -125,8 +125,8 @@ def test_what_changes_in_a_scripted_module_is_noticed(change, size):
 
 
 @every_size
-def test_a_scripted_module_that_does_not_change_is_not_stale(size):
-    """Repeated checks find no change, also if a number of the module is NaN, which is not equal to itself."""
+def test_replicas_of_an_unchanged_scripted_module_are_not_stale(size):
+    """Repeated checks find no change, also if an attribute is NaN, which is not equal to itself."""
     model = scripted(size)
     assert math.isnan(model.limit)
     made = ReplicaSet(model, [CPU] * 2)
@@ -136,8 +136,8 @@ def test_a_scripted_module_that_does_not_change_is_not_stale(size):
 
 @every_size
 @every_change
-def test_calls_of_a_scripted_module_see_its_changes(change, size, monkeypatch):
-    """Both lanes give the plain answer before and after a change, and only a change refreshes the replicas."""
+def test_calls_of_a_scripted_module_follow_its_changes(change, size, monkeypatch):
+    """Calls have the plain output before and after a change, and only the change refreshes the replicas."""
     model = scripted(size)
     x = torch.randn(6, size)
     refresh, refreshes = ReplicaSet.refresh, []

@@ -1,4 +1,4 @@
-"""Replicas copy structure by identity: awkward models have the plain answer and the plain gradients."""
+"""Replicas copy structure by identity: models with an unusual structure have the plain outputs and gradients."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ quiet = pytest.mark.filterwarnings(
 @quiet
 @pytest.mark.parametrize(("event", "grad"), CASES)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_awkward_models_have_the_plain_answer(make, event, grad):
-    """Values and gradients equal those of a plain copy, call after call, with 2 to 4 lanes and 2 to 17 rows."""
+def test_awkward_models_equal_a_plain_copy(make, event, grad):
+    """Outputs and gradients equal those of a plain copy, with 2 to 4 lanes and 2 to 17 rows."""
     for lanes, rows in ((2, 17), (3, 5), (4, 2)):
         check(make, event, functools.partial(parallel, devices=["cpu"] * lanes), rows, grad=grad)
 
 
 @quiet
 def test_zero_grad_in_forward_keeps_the_gradients_of_the_caller():
-    """Lanes that call zero_grad warn like torch's replicas, and the caller's gradients add up."""
+    """If forward calls zero_grad, lanes warn as torch's replicas do, and the caller's gradients accumulate."""
     model = MODELS["zero_grad"]()
     x = torch.randn(8, 4, dtype=torch.float64)
     with parallel(model, ["cpu"] * 4):
@@ -49,8 +49,8 @@ def test_zero_grad_in_forward_keeps_the_gradients_of_the_caller():
     torch.testing.assert_close(model.a.bias.grad, torch.full((4,), 240.0, dtype=torch.float64))
 
 
-def test_no_lane_holds_a_leaf_that_learns():
-    """Parameters are views of the model's, and modules are marked like replicas of torch."""
+def test_parameters_of_replicas_are_not_leaves():
+    """Parameters of replicas are views of the model's parameters, and modules are marked like torch's replicas."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     made = ReplicaSet(model, [torch.device("cpu")] * 2)
     made.refresh()
@@ -73,8 +73,8 @@ def test_no_lane_holds_a_leaf_that_learns():
     ],
     ids=["iterator", "generator", "iterator over numbers", "object of C"],
 )
-def test_objects_that_cannot_be_opened_are_refused_with_their_path(hold, place):
-    """An iterator, and an object of C that leads to modules, is a ReplicaError that names it."""
+def test_objects_that_cannot_be_searched_are_refused(hold, place):
+    """An iterator, or a C object that refers to a module, raises ReplicaError with its path."""
     model = nn.Module()
     model.a = nn.Linear(4, 4)
     model.held = hold(model)
@@ -82,8 +82,8 @@ def test_objects_that_cannot_be_opened_are_refused_with_their_path(hold, place):
         Survey(model)
 
 
-def test_objects_that_cannot_be_opened_are_shared_if_they_do_not_lead_to_the_model():
-    """A lock, a logger, a getter, and `object()` stay the same ones."""
+def test_objects_without_references_to_the_model_are_shared():
+    """Replicas share locks, loggers, getters, and plain objects with the model."""
     model = nn.Linear(4, 4)
     model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object()]
     copied = Copy(Survey(model), lambda tensor: tensor).target.held
@@ -91,7 +91,7 @@ def test_objects_that_cannot_be_opened_are_shared_if_they_do_not_lead_to_the_mod
 
 
 def test_a_container_that_only_a_closure_holds_is_shared():
-    """An observing hook fills the user's list, once per lane."""
+    """A hook that appends to the user's list does so once per lane."""
     model, seen = nn.Sequential(nn.Linear(4, 4)), []
     model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
     with parallel(model, ["cpu"] * 2):
@@ -101,8 +101,8 @@ def test_a_container_that_only_a_closure_holds_is_shared():
     assert seen == [3, 3]
 
 
-def test_depth_costs_no_recursion():
-    """A chain of 3,000 modules is copied."""
+def test_deep_models_need_no_recursion():
+    """A chain of 3,000 modules can be searched."""
     model = inner = nn.Module()
     for _ in range(3000):
         inner.child = nn.Module()
@@ -140,7 +140,7 @@ def captured(module):
     ids=["global", "global of a callee", "closure of a method", "class attribute"],
 )
 def test_modules_that_the_target_does_not_hold_are_refused(make, says):
-    """A module that code reaches by a global name, a method's closure, or a class is refused with the cure."""
+    """A module reached through a global, a method's closure, or a class attribute raises an error that says what to do."""
     with pytest.raises(ReplicaError, match=rf"{says}.*Make it an attribute of the model"), parallel(make(), ["cpu"] * 2):
         pass
 
@@ -172,8 +172,8 @@ BEHIND = [behind_a_method, behind_a_closure, behind_a_partial, behind_an_object]
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
-def test_containers_that_a_call_returns_stay_what_they_are():
-    """A dict that forward fills, replaces, and returns belongs to the caller: later calls leave it alone."""
+def test_later_calls_do_not_change_returned_containers():
+    """A dict that forward fills and returns belongs to the caller."""
     model, x = MODELS["extractor"](), torch.randn(9, 4, dtype=torch.float64)
     with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
         outputs = [*p.map([x] * 8), p.submit(x).result(), model(x), model(x)]
@@ -184,7 +184,7 @@ def test_containers_that_a_call_returns_stay_what_they_are():
 
 @pytest.mark.parametrize("behind", BEHIND)
 def test_a_model_behind_a_callable_is_replicated(behind):
-    """Each lane has its own model: state of a call stays in the lane, and gradients are the plain ones."""
+    """Each lane has its own copy of the model, so outputs and gradients are the plain ones."""
     model = MODELS["extractor"]()
     plain = copy.deepcopy(model)
     x = torch.randn(9, 4, dtype=torch.float64)
@@ -199,7 +199,7 @@ def test_a_model_behind_a_callable_is_replicated(behind):
 
 
 class Counts(nn.Module):
-    """Keeps a number of steps between calls."""
+    """Keeps a step counter in a plain attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,8 +211,8 @@ class Counts(nn.Module):
         return self.linear(x) * self.steps
 
 
-def test_state_that_does_not_come_back_is_warned_of_once():
-    """The warning names the attribute that lanes wrote, at the first call."""
+def test_state_that_lanes_write_and_lose_warns_once():
+    """The first call warns and names the attribute that lanes wrote."""
     model = Counts()
     with torch.no_grad(), parallel(model, ["cpu"] * 2):
         with pytest.warns(UserWarning, match="wrote 'steps' during"):
@@ -222,7 +222,7 @@ def test_state_that_does_not_come_back_is_warned_of_once():
 
 
 class Caches(nn.Module):
-    """Keeps what it computed from its weight until `train` clears it, like timm's LeViT."""
+    """Caches values computed from its weight until `train` clears them, like timm's LeViT."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ class Caches(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_each_call_starts_from_the_state_of_the_model():
-    """State that a lane kept from an earlier call is dropped, so lanes never read what the model would have cleared."""
+    """State that a lane wrote in an earlier call is discarded, so lanes never use a stale cache."""
     model, x = Caches().eval(), torch.rand(6, 4)
     with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
         for _ in range(3):
@@ -260,7 +260,7 @@ def test_each_call_starts_from_the_state_of_the_model():
 
 
 def test_a_clone_with_the_dict_of_the_model_is_a_plain_module():
-    """A module made from `vars(model)` inside the block runs its own weights."""
+    """A module made from `vars(model)` inside the block runs plainly with its own weights."""
     model = nn.Linear(4, 4)
     with parallel(model, ["cpu"] * 2) as p:
         model(torch.ones(4, 4))
@@ -279,7 +279,7 @@ def test_a_clone_with_the_dict_of_the_model_is_a_plain_module():
     ids=["copy", "deepcopy", "pickle", "replicate"],
 )
 def test_copies_made_inside_the_block_are_plain(clone):
-    """A copy has no method of the block."""
+    """A copy has a plain `__dict__` without the parallel `forward`."""
     model = nn.Linear(4, 4)
     with parallel(model, ["cpu"] * 2):
         model(torch.ones(4, 4))
@@ -290,7 +290,7 @@ def test_copies_made_inside_the_block_are_plain(clone):
 @pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), Counts], ids=["norm", "state"])
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_the_end_of_a_block_frees_model_and_replicas(make):
-    """Without a garbage collection."""
+    """Model and replicas are freed without garbage collection."""
     gc.collect()
     gc.disable()
     try:
@@ -306,7 +306,7 @@ def test_the_end_of_a_block_frees_model_and_replicas(make):
 
 
 def test_the_end_of_a_block_frees_replicas_with_cycles():
-    """A replica whose child holds its parent is freed without a garbage collection."""
+    """A replica with a child that refers to its parent is freed without garbage collection."""
     model = MODELS["child with parent"]()
     gc.collect()
     gc.disable()

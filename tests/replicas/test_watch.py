@@ -1,4 +1,4 @@
-"""The structure check: every change is seen, and only changes are."""
+"""`Watch` and `Ledger`: every change of a module's structure or tensors is detected, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parawrap.replicas._watch import Ledger, Watch
 
 
 class Slotted:
-    """An object without a dict."""
+    """An object with a slot and without a `__dict__`."""
 
     __slots__ = ("value",)
 
@@ -155,8 +155,8 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen_until_a_new_watch(change):
-    """A change makes the watch not intact at every check; a new watch is intact."""
+def test_a_change_is_detected_until_a_new_watch(change):
+    """After a change, the watch is not intact at every check. A new watch is intact."""
     module = Net()
     seen = watch(module)
     assert seen.intact()
@@ -166,8 +166,8 @@ def test_a_change_is_seen_until_a_new_watch(change):
     assert watch(module).intact()
 
 
-def test_a_change_that_was_taken_back_is_none():
-    """Another value and then the one before leave the watch intact; the next change is seen."""
+def test_a_change_that_was_undone_is_not_a_change():
+    """If a value changes and changes back, the watch is intact. The next change is detected."""
     module = Net()
     seen = watch(module)
     features = module[0].out_features
@@ -178,8 +178,8 @@ def test_a_change_that_was_taken_back_is_none():
     assert not seen.intact()
 
 
-def test_another_order_of_children_is_seen():
-    """An OrderedDict whose order changes is another one."""
+def test_another_order_of_children_is_detected():
+    """Reordering an OrderedDict is a change."""
     module = Net()
     module._modules = OrderedDict(module._modules)
     seen = watch(module)
@@ -199,8 +199,8 @@ def test_another_order_of_children_is_seen():
     ],
     ids=["mode", "float", "int", "parameter", "module", "more keys"],
 )
-def test_changes_say_how_much_they_change(change, keeps_form, is_of_atoms):
-    """Train modes, floats, and tensors keep the form of outputs; atoms need no new copies; new keys have no list."""
+def test_changes_say_what_they_affect(change, keeps_form, is_of_atoms):
+    """A change reports if outputs keep their form and if the values are atoms. For new keys, `changes()` is None."""
     module = Net()
     seen = watch(module)
     assert seen.changes() == []
@@ -235,8 +235,8 @@ def freeze(tensor):
 
 
 @pytest.mark.parametrize("change", [half, other_memory, transposed, fewer_rows, freeze])
-def test_another_form_of_a_tensor_is_seen(change):
-    """Other memory, strides, sizes, dtype, or requires_grad."""
+def test_another_form_of_a_tensor_is_detected(change):
+    """The form of a tensor is its memory, strides, sizes, dtype, and requires_grad."""
     weight = nn.Parameter(torch.randn(3, 3))
     ledger = Ledger([weight], [])
     assert ledger.same_form()
@@ -245,7 +245,7 @@ def test_another_form_of_a_tensor_is_seen(change):
 
 
 def test_versions_show_writes_in_place():
-    """A write in place is seen for tensors that are copied, until the versions are entered again."""
+    """An in-place write to a copied tensor is detected until `enter_versions` is called."""
     weight, other = torch.zeros(2), torch.zeros(2)
     ledger = Ledger([weight, other], [weight])
     weight.add_(1)
@@ -257,7 +257,7 @@ def test_versions_show_writes_in_place():
 
 
 def test_inference_tensors_count_as_written():
-    """A tensor that was made in inference mode has no version, so it is copied each time."""
+    """A tensor made in inference mode has no version counter, so it always counts as written."""
     with torch.inference_mode():
         weight = torch.zeros(2)
     ledger = Ledger([weight], [weight])
