@@ -1,4 +1,4 @@
-"""How a call is cut: which leaves have rows, which go whole to every lane, and which calls are refused."""
+"""`Cutter`: leaves that are cut, leaves that are broadcast, and calls that are refused."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def cutter(**options):
     return Cutter(parameters=Parameters(forward), **options)
 
 
-def test_rows_that_disagree_are_refused_naming_both_and_the_cure():
-    """The message has both addresses, both row counts, and the `in_dims` that settles the question."""
+def test_unequal_row_counts_are_refused():
+    """The error names both arguments, both row counts, and the `in_dims` to set."""
     with pytest.raises(ShardError) as caught:
         cut(cutter(), torch.zeros(64, 3), mask=torch.zeros(2, 3))
     message = str(caught.value)
@@ -43,8 +43,8 @@ def test_rows_that_disagree_are_refused_naming_both_and_the_cure():
         assert part in message
 
 
-def test_the_message_names_the_parameter_of_a_positional_argument():
-    """The name is that of the parameter, also for values inside a container and for *rest."""
+def test_the_error_names_the_parameter_of_a_positional_argument():
+    """The error names the parameter, also for values inside a container and for `*rest`."""
     with pytest.raises(ShardError, match=r'args\[1\]\["k"\].*in_dims=\{"y": None\}'):
         cut(cutter(), torch.zeros(4), {"k": torch.zeros(3)})
     with pytest.raises(ShardError, match=r'args\[3\].*in_dims=\{"rest": None\}'):
@@ -53,27 +53,27 @@ def test_the_message_names_the_parameter_of_a_positional_argument():
 
 @pytest.mark.parametrize("rows", [2, 5, 8])
 def test_a_tensor_of_one_row_next_to_more_rows_is_broadcast(rows):
-    """As in torch's broadcasting, one row serves every row."""
+    """A tensor with one row goes whole to every lane, as in torch's broadcasting."""
     one = torch.ones(1, 3)
     shards = cut(cutter(), torch.zeros(rows, 3), one)
     assert all(shard.args[1] is one for shard in shards)
     assert sum(shard.rows for shard in shards) == rows
 
 
-def test_one_row_everywhere_is_one_shard():
-    """A batch of one row goes to one lane."""
+def test_a_batch_of_one_row_is_one_shard():
+    """If every tensor has one row, the call has one shard."""
     (shard,) = cut(cutter(), torch.zeros(1, 3), torch.zeros(1), lanes=4)
     assert shard.rows == 1
 
 
 def test_one_row_next_to_an_empty_batch_is_broadcast():
-    """An empty batch with a tensor of one row is an empty batch."""
+    """An empty batch stays empty next to a tensor of one row."""
     (shard,) = cut(cutter(), torch.zeros(0, 3), torch.zeros(1, 3), lanes=4)
     assert shard.rows == 0
 
 
 def test_a_0d_tensor_and_a_tensor_with_too_few_dims_are_broadcast():
-    """A tensor without `dim` has no rows and goes whole to every lane."""
+    """Tensors without dim `dim` go whole to every lane."""
     scale, bias = torch.tensor(2.0), torch.zeros(7)
     first, second = cut(Cutter(dim=1), torch.zeros(3, 4), scale, bias)
     assert first.args[0].shape == (3, 2)
@@ -83,36 +83,36 @@ def test_a_0d_tensor_and_a_tensor_with_too_few_dims_are_broadcast():
 
 @pytest.mark.parametrize("args", [(), (1, "a"), ({"k": [None]},), (torch.tensor(1.0),)])
 def test_a_call_without_rows_is_one_shard(args):
-    """A call without tensors, or with 0-d tensors alone, runs once."""
+    """A call without tensors, or with only 0-d tensors, runs once."""
     (shard,) = cut(cutter(), *args, lanes=4)
     assert shard.args == args
     assert shard.rows == 0
 
 
-def test_in_dims_none_shares_a_tensor():
-    """`in_dims` with None gives a tensor of any size whole to every lane."""
+def test_in_dims_none_broadcasts_a_tensor():
+    """With None in `in_dims`, a tensor of any size goes whole to every lane."""
     mask = torch.zeros(7, 3)
     for shard in cut(cutter(in_dims={"mask": None}), torch.zeros(4), mask=mask):
         assert shard.kwargs["mask"] is mask
 
 
-def test_in_dims_names_another_dim_also_counted_from_the_end():
-    """The rows of one argument may lie on another dim, also counted from the end."""
+def test_in_dims_can_name_another_dim():
+    """The rows of an argument can lie on another dim, which may be negative."""
     for dim in (1, -1):
         first, second = cut(cutter(in_dims={"y": dim}), torch.zeros(5, 2), torch.zeros(2, 5))
         assert (first.args[1].shape, second.args[1].shape) == ((2, 3), (2, 2))
 
 
-def test_in_dims_holds_for_positionals_and_keywords_alike():
-    """The parameter name decides, whether the argument is positional or a keyword."""
+def test_in_dims_apply_to_positional_and_keyword_arguments():
+    """`in_dims` uses the parameter name for positional and keyword arguments."""
     whole = torch.zeros(7)
     assert cut(cutter(in_dims={"y": None}), torch.zeros(4), whole)[1].args[1] is whole
     assert cut(cutter(in_dims={"y": None}), torch.zeros(4), y=whole)[1].kwargs["y"] is whole
     assert cut(cutter(in_dims={"rest": None}), torch.zeros(4), None, None, whole)[1].args[3] is whole
 
 
-def test_in_dims_holds_for_everything_inside_the_argument():
-    """A dim for a container is that of the tensors in it."""
+def test_in_dims_apply_inside_containers():
+    """A dim for a container applies to the tensors in it."""
     first, _ = cut(cutter(in_dims={"y": 1}), torch.zeros(4), {"a": [torch.zeros(2, 4)]})
     assert first.args[1]["a"][0].shape == (2, 2)
 
@@ -126,8 +126,8 @@ def test_a_sequence_that_in_dims_cuts_is_cut_as_a_sequence(texts):
     assert type(first.kwargs["texts"]) is type(texts)
 
 
-def test_a_sequence_alone_can_be_the_batch():
-    """A call without tensors is cut if `in_dims` names a sequence."""
+def test_a_sequence_can_be_the_batch():
+    """If `in_dims` names a sequence, a call without tensors is cut."""
     first, second = cut(cutter(in_dims={"texts": 0}), 1, texts=["a", "b", "c"])
     assert (first.kwargs["texts"], second.kwargs["texts"]) == (["a", "b"], ["c"])
     assert (first.rows, second.rows) == (2, 1)
@@ -139,14 +139,14 @@ def test_a_sequence_of_another_length_than_the_batch_is_refused():
         cut(cutter(in_dims={"texts": 0}), torch.zeros(3), texts=["a", "b"])
 
 
-def test_a_list_of_tensors_is_cut_tensor_by_tensor_also_with_in_dims():
-    """A dim for a list of tensors is the dim of each tensor."""
+def test_a_dim_for_a_list_of_tensors_cuts_each_tensor():
+    """With a dim in `in_dims`, each tensor of a list is cut on that dim."""
     first, _ = cut(cutter(in_dims={"texts": 1}), torch.zeros(4), texts=[torch.zeros(2, 4), torch.zeros(3, 4)])
     assert [part.shape for part in first.kwargs["texts"]] == [(2, 2), (3, 2)]
 
 
-def test_a_list_inside_an_argument_that_in_dims_names_is_cut_or_refused_never_shared_in_silence():
-    """in_dims={"batch": 0} says that what is in the batch is cut: a list of texts in it is not handed whole to all."""
+def test_a_list_inside_an_argument_with_in_dims_is_not_broadcast():
+    """With in_dims={"batch": 0}, a list of texts inside the batch is cut or refused, but not broadcast."""
     batch = {"x": torch.zeros(4), "texts": ["a", "b", "c", "d"]}
     named = Cutter(in_dims={"batch": 0}, parameters=Parameters(lambda batch: batch))
     try:
@@ -158,7 +158,7 @@ def test_a_list_inside_an_argument_that_in_dims_names_is_cut_or_refused_never_sh
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"], [1, 2, 3], [{"k": 1}] * 3, ("a", "b", "c"), [[1, 2]] * 3])
 def test_a_list_as_long_as_the_batch_is_ambiguous(texts):
-    """The list may have one item per row or be one value for all: the message has both declarations."""
+    """The list may have one item per row or be one value, so the error shows both values of `in_dims`."""
     with pytest.raises(ShardError) as caught:
         cut(cutter(), torch.zeros(3, 2), texts=texts)
     message = str(caught.value)
@@ -166,8 +166,8 @@ def test_a_list_as_long_as_the_batch_is_ambiguous(texts):
         assert part in message
 
 
-def test_an_ambiguous_list_is_found_wherever_it_lies():
-    """A list inside a dict or another list is refused with its address and the parameter's name."""
+def test_a_nested_ambiguous_list_is_refused():
+    """The error names the address of a nested list and the parameter."""
     with pytest.raises(ShardError, match=r'args\[1\]\["k"\]\[0\].*in_dims=\{"y": None\}'):
         cut(cutter(), torch.zeros(3, 2), {"k": [["a", "b", "c"]]})
 
@@ -186,48 +186,48 @@ def test_other_values_go_whole_to_every_lane(texts):
 
 
 def test_a_list_is_not_ambiguous_if_nothing_is_cut():
-    """With one lane, or one row, a list as long as the batch is passed on."""
+    """With one lane or one row, a list as long as the batch is passed unchanged."""
     assert cut(cutter(), torch.zeros(3), texts=["a"] * 3, lanes=1)[0].kwargs["texts"] == ["a"] * 3
     assert cut(cutter(), torch.zeros(1), texts=["a"], lanes=4)[0].kwargs["texts"] == ["a"]
 
 
-def test_in_dims_none_shares_a_list_as_long_as_the_batch():
-    """None is one of the two declarations that the refusal names."""
+def test_in_dims_none_broadcasts_a_list_as_long_as_the_batch():
+    """With None in `in_dims`, every lane gets the whole value."""
     texts = ["a", "b", "c"]
     for shard in cut(cutter(in_dims={"texts": None}), torch.zeros(3), texts=texts):
         assert shard.kwargs["texts"] == texts
 
 
-def test_lists_are_shared_where_the_cutter_says_so():
-    """As in torch.nn.DataParallel, a list without tensors may be broadcast without a question."""
+def test_lists_are_shared_option():
+    """With `lists_are_shared=True`, a list without tensors is broadcast, as in torch.nn.DataParallel."""
     for shard in cut(cutter(lists_are_shared=True), torch.zeros(3), texts=["a", "b", "c"]):
         assert shard.kwargs["texts"] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("dim", [2, -3])
 def test_a_dim_that_no_tensor_has_is_out_of_range(dim):
-    """If no tensor has the dim, the message has the dim, the address, and the shape."""
+    """If no tensor has the dim, the error names the dim, the address, and the shape."""
     with pytest.raises(ShardError, match=rf"dim {dim}.*args\[0\].*\(4, 3\)"):
         cut(Cutter(dim=dim), torch.zeros(4, 3))
 
 
-def test_a_dim_that_in_dims_names_must_be_there():
-    """A tensor without the dim that `in_dims` names for it is refused, not broadcast."""
+def test_a_dim_from_in_dims_must_exist():
+    """A tensor without its dim in `in_dims` is refused, not broadcast."""
     with pytest.raises(ShardError, match=r"dim 1.*args\[1\].*\(4,\)"):
         cut(cutter(in_dims={"y": 1}), torch.zeros(4), torch.zeros(4))
 
 
 @pytest.mark.parametrize("harmless", [3.0, torch.tensor(3.0)])
 def test_a_dim_out_of_range_is_refused_also_after_a_call_without_it(harmless):
-    """A plan for a number or a 0-d tensor does not serve a tensor that lacks the dim."""
+    """A cached plan for a number or a 0-d tensor is not used for a tensor without the dim."""
     used = cutter(in_dims={"y": 1})
     cut(used, torch.zeros(4), harmless)
     with pytest.raises(ShardError, match="dim 1"):
         cut(used, torch.zeros(4), torch.zeros(4))
 
 
-def test_a_number_has_no_dim_that_could_be_out_of_range():
-    """After the refusal, a call of the same structure with a number at that place is cut."""
+def test_a_number_is_accepted_after_a_dim_out_of_range():
+    """After the error, a call with a number at the same place is cut."""
     used = cutter(in_dims={"y": 1})
     with pytest.raises(ShardError):
         cut(used, torch.zeros(4), torch.zeros(4))
@@ -245,21 +245,21 @@ def test_a_packed_sequence_is_cut_by_its_sequences():
 
 
 def test_a_packed_sequence_must_agree_with_the_batch():
-    """The rows of a packed sequence are its sequences."""
+    """A packed sequence has one row per sequence, which must agree with the batch."""
     packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
     with pytest.raises(ShardError, match=r"args\[1\].*2.*args\[0\].*5"):
         cut(Cutter(), torch.zeros(5), packed)
 
 
 def test_a_packed_sequence_with_in_dims_none_goes_whole_to_every_lane():
-    """`in_dims` holds for packed sequences too."""
+    """`in_dims` applies to packed sequences too."""
     packed = rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
     for shard in cut(cutter(in_dims={"y": None}), torch.zeros(5), packed):
         assert torch.equal(shard.args[1].data, packed.data)
 
 
 def test_a_plan_is_cached_by_structure_rows_and_lanes():
-    """Calls with the same structure and rows share a plan; other rows, lanes, or structures have their own."""
+    """Calls with the same structure, row count, and number of lanes share a plan; other calls do not."""
     used = cutter()
 
     def plan(*args, lanes=2, **kwargs):
@@ -274,14 +274,14 @@ def test_a_plan_is_cached_by_structure_rows_and_lanes():
 
 
 def test_a_plan_never_depends_on_values():
-    """Tensors without values (on the meta device) can be planned."""
+    """Calls with meta tensors, which have no values, can be planned."""
     meta = torch.empty(4, 3, device="meta")
     plan, _ = planned(cutter(), meta, torch.empty((), device="meta"), mask=torch.empty(1, device="meta"))
     assert plan.sizes == (2, 2)
 
 
 def test_an_uncut_plan_gives_the_call_whole_to_one_lane():
-    """`uncut` keeps the rows and cuts nothing."""
+    """The only shard of `uncut()` holds the whole call and its row count."""
     x = torch.arange(4.0)
     plan, flat = planned(cutter(), x, texts="a")
     (shard,) = plan.uncut().scatter(flat, [CPU])
@@ -289,22 +289,22 @@ def test_an_uncut_plan_gives_the_call_whole_to_one_lane():
     assert (shard.kwargs, shard.rows) == ({"texts": "a"}, 4)
 
 
-def test_a_whole_call_may_hold_rows_that_disagree():
-    """The rows of a call that is not cut need not agree. The first tensor with rows counts."""
+def test_a_whole_call_may_have_unequal_row_counts():
+    """If a call is not cut, row counts may differ, and the first tensor with rows counts."""
     plan, leaves = cutter().whole((torch.zeros(4), torch.zeros(3)), {})
     (shard,) = plan.scatter(leaves, [CPU])
     assert (shard.rows, len(shard.args)) == (4, 2)
 
 
 def test_each_lane_has_its_own_containers():
-    """A lane that writes into a dict does not change the dict of another lane or of the caller."""
+    """A write to a dict in one lane does not change the dict of another lane."""
     first, second = cut(cutter(), torch.zeros(4), {"k": 1})
     first.args[1]["k"] = 2
     assert second.args[1] == {"k": 1}
 
 
-def test_threads_may_plan_at_once():
-    """Threads may share a cutter: each gets a plan for its own call."""
+def test_threads_can_share_a_cutter():
+    """Concurrent calls each get their own plan."""
     used, gate = cutter(), threading.Barrier(8)
     found = {}
 
@@ -320,14 +320,14 @@ def test_threads_may_plan_at_once():
     assert found == {rows: list(range(rows, rows + 50)) for rows in range(8)}
 
 
-def test_a_cutter_keeps_working_beyond_the_plans_that_it_keeps():
-    """The cache of plans has a limit, beyond which calls are still planned."""
+def test_a_cutter_works_after_its_cache_is_full():
+    """Calls are still planned after the cache of plans has reached its limit."""
     used = cutter()
     assert [planned(used, torch.empty(rows))[0].rows for rows in range(1100)] == list(range(1100))
 
 
-def test_parameters_name_what_the_target_takes():
-    """Positional arguments are named by place, and the rest by the starred name."""
+def test_names_of_parameters():
+    """`Parameters` names positional arguments by position, and the rest by the name of `*rest`."""
     names = Parameters(forward)
     assert [names.at(place) for place in range(4)] == ["x", "y", "rest", "rest"]
     assert names.takes("mask")
@@ -335,14 +335,14 @@ def test_parameters_name_what_the_target_takes():
     assert str(names) == "x, y, *rest"
 
 
-def test_parameters_of_a_target_with_any_keyword_take_any_name():
-    """A target with **kwargs takes every name."""
+def test_parameters_of_a_target_with_kwargs_take_any_name():
+    """For a target with `**kwargs`, `takes` is True for every name."""
     assert Parameters(lambda x, **options: x).takes("anything")
     assert Parameters(lambda: None).at(0) is None
 
 
-def test_parameters_of_a_script_module_are_its_schemas():
-    """A TorchScript method names its arguments in its schema."""
+def test_parameters_of_a_scripted_module():
+    """The parameter names of a scripted method are read from its schema."""
 
     class Scale(torch.nn.Module):
         def forward(self, x, factor: float = 2.0):
@@ -355,8 +355,8 @@ def test_parameters_of_a_script_module_are_its_schemas():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["sparse", "jagged"])
-def test_a_tensor_that_torch_cannot_split_is_named_with_the_cure(kind):
-    """A sparse or nested tensor is cut or refused at its address; torch's own error says neither where nor what to do."""
+def test_a_sparse_or_nested_tensor_is_cut_or_refused(kind):
+    """A sparse or nested tensor is cut, or raises an error that names the argument and `in_dims`."""
     if kind == "sparse":
         tensor = torch.eye(4).to_sparse()
     else:
@@ -370,8 +370,8 @@ def test_a_tensor_that_torch_cannot_split_is_named_with_the_cure(kind):
     assert [shard.args[1].shape[0] for shard in shards] == [2, 2]
 
 
-def test_an_array_of_another_library_as_long_as_the_batch_is_refused():
-    """A numpy array with as many rows as the batch is refused with every way to settle it; a shorter one is broadcast."""
+def test_a_numpy_array_as_long_as_the_batch_is_refused():
+    """The error names `in_dims` and `from_numpy`. A shorter array is broadcast."""
     numpy = pytest.importorskip("numpy")
     with pytest.raises(ShardError) as caught:
         cut(cutter(), torch.zeros(6, 2), numpy.arange(6.0))
@@ -383,7 +383,7 @@ def test_an_array_of_another_library_as_long_as_the_batch_is_refused():
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"], ("a", "b", "c"), (1, 2, 3), [torch.zeros(n) for n in (1, 2, 3)]])
 def test_items_cuts_a_sequence_with_one_item_per_row(texts):
-    """With "items" each lane gets its rows' items: strings, numbers, or tensors of different sizes."""
+    """With "items", each lane gets the items of its rows: strings, numbers, or tensors of different sizes."""
     first, second = cut(cutter(in_dims={"texts": "items"}), torch.zeros(3), texts=texts)
     assert list(map(id, first.kwargs["texts"])) == list(map(id, texts[:2]))
     assert list(map(id, second.kwargs["texts"])) == list(map(id, texts[2:]))
@@ -391,41 +391,41 @@ def test_items_cuts_a_sequence_with_one_item_per_row(texts):
 
 
 def test_items_cuts_a_list_of_tensors_with_equal_sizes():
-    """With "items" a list of tensors is cut as a list, also if the sizes of the tensors equal the batch."""
+    """With "items", a list of tensors is cut as a list, even if the tensors are as long as the batch."""
     images = [torch.full((3, 2), float(n)) for n in range(3)]
     first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), images)
     assert (first.args[1], second.args[1]) == (images[:2], images[2:])
 
 
 def test_items_cuts_an_array():
-    """With "items" a numpy array is cut on its first dim."""
+    """With "items", a NumPy array is cut on its first dim."""
     numpy = pytest.importorskip("numpy")
     first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), numpy.arange(6).reshape(3, 2))
     assert (first.args[1].tolist(), second.args[1].tolist()) == ([[0, 1], [2, 3]], [[4, 5]])
 
 
-def test_items_holds_for_the_sequences_inside_an_argument():
-    """With "items" for a dict, each list in the dict has one item per row."""
+def test_items_applies_to_sequences_inside_an_argument():
+    """With "items" for a dict, each list in the dict is cut."""
     batch = {"x": torch.zeros(3), "texts": ["a", "b", "c"], "sizes": (4, 5, 6)}
     first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), batch)
     assert (first.args[1]["texts"], first.args[1]["sizes"]) == (["a", "b"], (4, 5))
     assert (second.args[1]["texts"], second.args[1]["x"].shape) == (["c"], (1,))
 
 
-def test_items_of_another_count_than_the_rows_are_refused():
+def test_items_of_another_length_than_the_batch_are_refused():
     """A sequence declared as "items" must have one item per row."""
     with pytest.raises(ShardError, match=r"args\[1\] has 2.*args\[0\] has 3"):
         cut(cutter(in_dims={"y": "items"}), torch.zeros(3), [torch.zeros(1), torch.zeros(2)])
 
 
-def test_a_list_with_one_tensor_per_row_names_items_in_its_refusal():
-    """A list of tensors of different sizes disagrees with the batch, and the message names "items"."""
+def test_the_error_for_a_list_with_one_tensor_per_row_names_items():
+    """A list of tensors of other sizes than the batch raises an error that names "items"."""
     with pytest.raises(ShardError, match=r'args\[1\]\[0\].*if it is a list with one tensor per row, give "items"'):
         cut(cutter(), torch.zeros(3), [torch.zeros(4), torch.zeros(5), torch.zeros(6)])
 
 
 def test_a_list_of_0d_tensors_as_long_as_the_batch_is_ambiguous():
-    """A list of 0-d tensors may have one item per row, so it is refused like a list of numbers."""
+    """A list of 0-d tensors as long as the batch may have one item per row, so it is refused."""
     with pytest.raises(ShardError, match=r'in_dims=\{"y": "items"\}'):
         cut(cutter(), torch.zeros(3), [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)])
 
@@ -434,7 +434,7 @@ def test_a_list_of_0d_tensors_as_long_as_the_batch_is_ambiguous():
 
 
 class Holder:
-    """An object that parawrap does not know, with a value somewhere inside."""
+    """An object of an unknown class that holds a value."""
 
     def __init__(self, value):
         self.value = value
@@ -462,7 +462,7 @@ class Slots:
     ids=["attribute", "nested", "slot", "module-inside", "module", "set", "bound-method"],
 )
 def test_an_unknown_object_that_holds_tensors_is_refused(unknown, rows):
-    """An object with tensors in attributes, slots, or containers is refused with both ways to settle it."""
+    """The error for tensors in attributes, slots, or containers names `register_split` and `in_dims`."""
     with pytest.raises(ShardError) as caught:
         cut(cutter(), torch.zeros(rows), {"cache": unknown})
     kind = type(unknown).__name__
@@ -475,8 +475,8 @@ def test_an_unknown_object_that_holds_tensors_is_refused(unknown, rows):
         assert part in str(caught.value)
 
 
-def test_an_unknown_object_that_holds_a_cycle_is_searched_once():
-    """The search for tensors ends, also if objects refer to each other."""
+def test_a_cycle_in_an_unknown_object_is_searched_once():
+    """The search for tensors ends even if objects refer to each other."""
     one, other = Holder(None), Holder(None)
     one.value, other.value = other, one
     assert all(shard.args[1] is one for shard in cut(cutter(), torch.zeros(3), one))
@@ -491,8 +491,8 @@ def test_an_object_without_tensors_goes_whole_to_every_lane(known):
     assert all(shard.args[1] is known for shard in cut(cutter(), torch.zeros(3), known))
 
 
-def test_in_dims_none_gives_an_unknown_object_whole_to_every_lane():
-    """None is one of the two declarations that the refusal names."""
+def test_in_dims_none_broadcasts_an_unknown_object():
+    """With None in `in_dims`, every lane gets the whole value."""
     unknown = Holder(torch.zeros(3))
     assert all(shard.args[1] is unknown for shard in cut(cutter(in_dims={"y": None}), torch.zeros(3), unknown))
 
@@ -501,7 +501,7 @@ def test_in_dims_none_gives_an_unknown_object_whole_to_every_lane():
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("alone", [True, False])
 def test_a_strided_nested_tensor_is_refused(dim, alone):
-    """Torch cannot split a nested tensor of the strided layout: the message names the place and `in_dims`."""
+    """Torch cannot split a nested tensor with strided layout. The error names the argument and `in_dims`."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     args = (nested,) if alone else (torch.zeros(2, 2), nested)
     with pytest.raises(ShardError, match=rf"args\[{len(args) - 1}\].*nested.*in_dims") as caught:
@@ -510,8 +510,8 @@ def test_a_strided_nested_tensor_is_refused(dim, alone):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_strided_nested_tensor_with_in_dims_none_goes_whole_to_every_lane():
-    """None is the declaration that the refusal names."""
+def test_in_dims_none_broadcasts_a_strided_nested_tensor():
+    """With None in `in_dims`, every lane gets the same nested tensor."""
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for shard in cut(cutter(in_dims={"y": None}), torch.zeros(2), nested):
         assert shard.args[1] is nested
@@ -520,16 +520,16 @@ def test_a_strided_nested_tensor_with_in_dims_none_goes_whole_to_every_lane():
 # Plans
 
 
-def test_a_telling_plan_has_its_own_place_in_the_cache():
-    """A plan that shows which outputs follow the rows has uneven shards; later calls have balanced shards."""
+def test_telling_and_balanced_plans_are_cached_separately():
+    """Calls with `tell=True` get uneven shards; other calls get balanced shards."""
     used = cutter()
     assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
     assert planned(used, torch.zeros(16))[0].sizes == (8, 8)
     assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
 
 
-def test_scatter_takes_one_device_per_shard():
-    """A plan with more shards than lanes takes a device for each shard."""
+def test_scatter_needs_one_device_per_shard():
+    """A plan with more shards than lanes needs a device for each shard."""
     plan, flat = planned(cutter(), torch.arange(16.0), None, tell=True)
     shards = plan.scatter(flat, [CPU] * 3)
     assert [(len(shard.args[0]), shard.rows) for shard in shards] == [(8, 8), (4, 4), (4, 4)]
@@ -537,23 +537,23 @@ def test_scatter_takes_one_device_per_shard():
         plan.scatter(flat, [CPU, CPU])
 
 
-def test_shards_remember_where_their_parts_come_from():
-    """A shard maps a part of a value with its own rules to the caller's value."""
+def test_shards_map_parts_to_the_callers_values():
+    """`origins` maps a part of a packed sequence to the caller's packed sequence."""
     packed = rnn.pack_sequence([torch.ones(2), torch.ones(1)])
     for shard in cut(cutter(), torch.zeros(2), packed):
         assert shard.origins[id(shard.args[1])] is packed
         assert id(shard.args[0]) not in shard.origins
 
 
-def test_lanes_may_write_into_their_rows():
-    """Shards without a graph are separate views, so torch lets each lane add a parameter in place."""
+def test_lanes_can_write_to_their_rows():
+    """Shards without a graph are separate views, so each lane can add a parameter in place."""
     bias = torch.nn.Parameter(torch.ones(()))
     for shard in cut(cutter(), torch.zeros(4)):
         shard.args[0].add_(bias)
 
 
 def test_attributes_of_containers_are_those_of_the_call():
-    """A plan serves many calls, but attributes of a list subclass are those of each call."""
+    """Calls that share a plan keep their own attributes of a list subclass."""
 
     class Tagged(list):
         scale = 1.0

@@ -1,4 +1,4 @@
-"""Evidence: the calls of one kind show how later calls with equal shards are joined."""
+"""`Evidence`: calls of one kind show how later calls of that kind with equal shards are joined."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def joined(evidence, *outputs, sizes=EQUAL, witness=None, **rules):
     return join(list(outputs), sizes, JoinRules(**rules), None, None, evidence, witness)
 
 
-def taught(*outputs, sizes=(3, 1), **rules):
+def evidence_of(*outputs, sizes=(3, 1), **rules):
     """Return the evidence of one call with shards of different sizes."""
     evidence = Evidence()
     joined(evidence, *outputs, sizes=sizes, **rules)
@@ -23,7 +23,7 @@ def taught(*outputs, sizes=(3, 1), **rules):
 
 
 def test_equal_shards_prove_nothing():
-    """Without evidence an output of equal shards is refused, even if its sizes match the rows or its values are equal."""
+    """Without evidence, an output of equal shards is refused, even if its sizes match the rows or its values are equal."""
     for output in (torch.zeros(2), torch.zeros(7), "text", ["a", "b"], [torch.zeros(2)]):
         with pytest.raises(GatherError, match="no earlier call of this kind had shards of different sizes") as caught:
             joined(Evidence(), output, output.clone() if isinstance(output, torch.Tensor) else output)
@@ -32,13 +32,13 @@ def test_equal_shards_prove_nothing():
 
 
 def test_a_call_with_different_sizes_proves_its_outputs():
-    """After such a call, the same outputs of equal shards are joined in the same way."""
+    """After such a call, the same outputs are joined in the same way for equal shards."""
     table = torch.ones(7)
 
     def output(rows):
         return {"y": torch.zeros(rows, 2), "t": table.clone(), "l": ["a"] * rows, "s": "x", "p": [torch.zeros(rows)]}
 
-    evidence = taught(output(3), output(1))
+    evidence = evidence_of(output(3), output(1))
     assert evidence.complete
     found = joined(evidence, output(2), output(2))
     assert (found["y"].shape, found["l"], found["s"], found["p"][0].shape) == ((4, 2), ["a"] * 4, "x", (4,))
@@ -57,8 +57,8 @@ def test_declared_outputs_need_no_evidence():
 
 
 def test_the_same_object_from_every_lane_needs_no_evidence():
-    """A tensor that is the same object in every lane follows no rows; it is one value."""
-    shared, evidence = torch.zeros(2), taught(torch.zeros(7), torch.zeros(7))
+    """A tensor that is the same object in every lane is returned once."""
+    shared, evidence = torch.zeros(2), evidence_of(torch.zeros(7), torch.zeros(7))
     assert joined(evidence, shared, shared) is shared
 
 
@@ -74,22 +74,22 @@ def test_the_same_object_from_every_lane_needs_no_evidence():
     ],
     ids=["rows", "same", "items", "fixed", "value", "keys"],
 )
-def test_what_was_learned_is_checked_on_every_call(before, later):
-    """An output that does not fit the evidence is refused, and names `out_dims`."""
+def test_evidence_is_checked_on_every_call(before, later):
+    """An output that contradicts the evidence is refused, and the error names `out_dims`."""
     with pytest.raises(GatherError, match="out_dims"):
-        joined(taught(*before), *later)
+        joined(evidence_of(*before), *later)
 
 
-def test_an_output_that_the_evidence_does_not_know_is_refused():
-    """An additional output that appears after the learning call has not been proved."""
-    evidence = taught((torch.zeros(3),), (torch.zeros(1),))
+def test_an_output_without_evidence_is_refused():
+    """An output that appears only after the first call is refused."""
+    evidence = evidence_of((torch.zeros(3),), (torch.zeros(1),))
     with pytest.raises(GatherError, match=r"output.*cannot be joined"):
         joined(evidence, (torch.zeros(2), torch.ones(2)), (torch.zeros(2), torch.ones(2)))
 
 
 def test_evidence_belongs_to_a_key_and_not_to_a_position():
-    """A new key at the place of a known key does not take over its evidence."""
-    evidence = taught({"logits": torch.zeros(3)}, {"logits": torch.zeros(1)})
+    """Evidence about one key is not used for another key at the same position."""
+    evidence = evidence_of({"logits": torch.zeros(3)}, {"logits": torch.zeros(1)})
     constant = torch.tensor([5.0, 6.0])  # happens to have as many entries as the shards have rows
     with pytest.raises(GatherError):
         joined(evidence, {"aux": constant}, {"aux": constant.clone()})
@@ -97,7 +97,7 @@ def test_evidence_belongs_to_a_key_and_not_to_a_position():
 
 def test_another_structure_does_not_use_the_evidence():
     """Evidence on a tuple does not hold for a dict."""
-    evidence = taught((torch.zeros(3), torch.zeros(7)), (torch.zeros(1), torch.zeros(7)))
+    evidence = evidence_of((torch.zeros(3), torch.zeros(7)), (torch.zeros(1), torch.zeros(7)))
     outputs = [{"a": torch.zeros(2), "b": torch.zeros(7)} for _ in range(2)]
     with pytest.raises(GatherError):
         joined(evidence, *outputs)
@@ -107,8 +107,8 @@ def test_another_structure_does_not_use_the_evidence():
     ("empty", "full"), [(torch.zeros(0, 4), torch.zeros(2, 4)), ([], ["a", "a"])], ids=["tensors", "lists"]
 )
 def test_empty_outputs_prove_nothing(empty, full):
-    """An output that is empty in every lane may be of any kind, so a later output with rows is joined or refused."""
-    evidence = taught(empty, empty)
+    """Empty outputs give no evidence, so a later output with rows is concatenated or refused."""
+    evidence = evidence_of(empty, empty)
     try:
         found = joined(evidence, full, full.clone() if isinstance(full, torch.Tensor) else list(full))
     except GatherError:
@@ -117,8 +117,8 @@ def test_empty_outputs_prove_nothing(empty, full):
 
 
 def test_empty_lists_do_not_make_later_items_numbers_of_one_list():
-    """After lists that were empty in every lane, one number per row is not reduced across the lanes."""
-    evidence = taught([], [], reduce="sum")
+    """After lists that were empty in every lane, a list with one number per row is not reduced across lanes."""
+    evidence = evidence_of([], [], reduce="sum")
     try:
         found = joined(evidence, [1, 2], [3, 4], reduce="sum")
     except GatherError:
@@ -127,8 +127,8 @@ def test_empty_lists_do_not_make_later_items_numbers_of_one_list():
 
 
 def test_a_refusal_makes_the_evidence_incomplete():
-    """After a GatherError the next call of the kind learns again."""
-    evidence = taught(torch.zeros(3), torch.zeros(1))
+    """After a GatherError, the next call of the kind gathers evidence again."""
+    evidence = evidence_of(torch.zeros(3), torch.zeros(1))
     with pytest.raises(GatherError):
         joined(evidence, torch.zeros(5), torch.zeros(5))
     assert (evidence.complete, evidence.places) == (False, {})
@@ -136,28 +136,28 @@ def test_a_refusal_makes_the_evidence_incomplete():
     assert joined(evidence, torch.ones(7), torch.ones(7)).shape == (7,)
 
 
-def test_a_refusal_in_a_learning_call_teaches_nothing():
-    """Places that were joined before a refused place are not kept."""
+def test_a_refused_first_call_gives_no_evidence():
+    """Evidence of outputs that were joined before a refused output is not kept."""
     evidence = Evidence()
     with pytest.raises(GatherError):
         joined(evidence, (torch.zeros(3), torch.zeros(2)), (torch.zeros(1), torch.ones(2)), sizes=(3, 1))
     assert (evidence.complete, evidence.places) == (False, {})
 
 
-def test_a_second_learning_call_adds_to_the_first():
-    """A kind that is cut unevenly every time checks every call and keeps its evidence."""
-    evidence = taught((torch.zeros(3),), (torch.zeros(1),))
+def test_later_uneven_calls_keep_the_evidence():
+    """If every call of a kind has uneven shards, each call is checked, and the evidence is kept."""
+    evidence = evidence_of((torch.zeros(3),), (torch.zeros(1),))
     joined(evidence, (torch.zeros(2),), (torch.zeros(1),), sizes=(2, 1))
     assert evidence.complete
     with pytest.raises(GatherError):
         joined(evidence, (torch.zeros(2),), (torch.zeros(2),), sizes=(2, 1))
 
 
-# Witnesses: a whole call is one of two row counts
+# Witnesses: a whole call supplies one of the two row counts
 
 
 def test_a_whole_call_and_a_cut_call_prove_an_output_together():
-    """Shards of equal sizes next to a whole call with another row count show which outputs follow the rows."""
+    """Equal shards, together with a whole call with another row count, show which outputs follow the rows."""
     evidence = Evidence()
     witness = {"y": torch.zeros(5, 2), "t": torch.ones(7), "l": list("abcde")}, 5
     outputs = [{"y": torch.zeros(2, 2), "t": torch.ones(7), "l": ["f", "g"]} for _ in range(2)]
@@ -168,7 +168,7 @@ def test_a_whole_call_and_a_cut_call_prove_an_output_together():
 
 
 def test_a_witness_is_not_part_of_the_output():
-    """The rows of a whole call are evidence only: they are neither concatenated, padded to, nor reduced."""
+    """The output of the whole call is only evidence: it does not affect rows, padding, or reductions."""
     witness = (torch.zeros(5, 9), 100.0), 5
     outputs = [(torch.ones(2, 3), 1.0), (torch.ones(2, 3), 3.0)]
     found = joined(Evidence(), *outputs, witness=witness, join="pad", reduce="mean")
@@ -176,8 +176,8 @@ def test_a_witness_is_not_part_of_the_output():
 
 
 @pytest.mark.parametrize("output", [torch.zeros(2), "b", ["a"], {"k": torch.zeros(5)}])
-def test_a_witness_that_does_not_fit_refuses_the_output(output):
-    """An output that has neither the rows of both calls nor one value in both is refused."""
+def test_an_output_that_contradicts_the_witness_is_refused(output):
+    """An output must follow the rows in both calls, or have equal values in both."""
     evidence = Evidence()
     later = output.clone() if isinstance(output, torch.Tensor) else output
     with pytest.raises(GatherError):
@@ -185,13 +185,13 @@ def test_a_witness_that_does_not_fit_refuses_the_output(output):
     assert not evidence.complete
 
 
-def test_a_witness_needs_the_same_sizes_beyond_the_rows():
-    """A whole call with other sizes on the other dims does not prove that the rows lie on the dim."""
+def test_a_witness_needs_the_same_other_dims():
+    """A whole call with different sizes on other dims is not evidence."""
     with pytest.raises(GatherError, match=r"\(2, 3\).*\(5, 9\)"):
         joined(Evidence(), torch.zeros(2, 3), torch.zeros(2, 3), witness=(torch.zeros(5, 9), 5))
 
 
 def test_a_witness_with_as_many_rows_as_each_shard_proves_nothing():
-    """A whole call is evidence only if it has another row count."""
+    """A whole call is evidence only if its row count differs from that of the shards."""
     with pytest.raises(GatherError, match="no earlier call of this kind"):
         joined(Evidence(), torch.zeros(2), torch.zeros(2), witness=(torch.zeros(2), 2))

@@ -1,4 +1,4 @@
-"""How outputs are joined: rows in order, equal values once, numbers reduced; everything else is refused."""
+"""`join`: rows are concatenated in order, equal values are returned once, numbers are reduced, and the rest raises."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parawrap.shards import Evidence, JoinRules, join, register_split
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
-WAYS_OUT = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')
+OPTIONS = ("out_dims=0", "None for one value", '"items"', '"ragged"', 'join="list"')
 
 
 @dataclasses.dataclass
@@ -48,7 +48,7 @@ def refusal(*outputs, **options):
 
 
 def rows(*sizes, width=2):
-    """One tensor per size, with numbers that tell the rows apart."""
+    """Return one tensor per size, with different numbers in each row."""
     whole = torch.arange(float(sum(sizes) * width)).view(-1, width)
     return whole.split(sizes)
 
@@ -62,7 +62,7 @@ def scalar(value, dtype=torch.float32):
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_tensors_are_concatenated_on_the_dim_in_lane_order(dim):
-    """Rows are in the order of the lanes."""
+    """The joined rows are in lane order."""
     whole = torch.arange(16.0).view(4, 4)
     assert torch.equal(joined(*whole.split([3, 1], dim), dim=dim), whole)
 
@@ -75,9 +75,9 @@ def test_a_joined_tensor_has_gradients():
 
 
 def test_ragged_shapes_are_refused_with_both_shapes_and_join_pad():
-    """Outputs that differ beyond the dim of the rows cannot be concatenated: the message names join="pad"."""
+    """Outputs with different sizes on other dims cannot be concatenated. The error names join="pad"."""
     message = refusal({"h": [torch.zeros(3, 5)]}, {"h": [torch.zeros(1, 7)]})
-    for part in ('output["h"][0]', "(3, 5), (1, 7)", "differ beyond dim 0", 'join="pad"', *WAYS_OUT):
+    for part in ('output["h"][0]', "(3, 5), (1, 7)", "differ beyond dim 0", 'join="pad"', *OPTIONS):
         assert part in message
 
 
@@ -85,22 +85,22 @@ def test_ragged_shapes_are_refused_with_both_shapes_and_join_pad():
     "shapes", [((3, 5), (1,)), ((3,), ()), ((), (1,)), ((2, 3), (2, 2)), ((3, 2), (0, 2)), ((6, 2), (2, 2)), ((2,), (1,))]
 )
 def test_outputs_without_the_rows_are_refused(shapes):
-    """Outputs with other sizes on the dim than the shards have rows are refused with their shapes and the ways out."""
+    """If sizes on the dim differ from the shards' row counts, the error names the shapes and the options."""
     message = refusal({"y": torch.zeros(shapes[0])}, {"y": torch.zeros(shapes[1])})
     for part in ('output["y"]', *map(str, shapes)):
         assert part in message
-    for part in WAYS_OUT:
+    for part in OPTIONS:
         assert part in message
 
 
 def test_an_output_without_the_dim_is_refused():
-    """A vector has no dim 1 for the rows."""
+    """A vector has only dim 0, so it cannot have rows on dim 1."""
     assert "dim 1" in refusal(torch.zeros(3), torch.ones(3), dim=1)
     assert "dim 1" in refusal(torch.zeros(3), torch.zeros(1), out_dims=1)
 
 
 def test_a_tensor_with_equal_values_in_all_lanes_is_returned_once():
-    """A tensor that does not follow the rows, such as a table of weights, is the same in every lane."""
+    """A tensor that does not follow the rows, such as a weight table, is returned once if all lanes agree."""
     table = torch.tensor([1.0, math.nan])
     found = joined({"y": torch.zeros(3), "t": table.clone()}, {"y": torch.zeros(1), "t": table.clone()})
     assert found["y"].shape == (4,)
@@ -111,29 +111,29 @@ def test_a_tensor_with_equal_values_in_all_lanes_is_returned_once():
     "other", [torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([[1.0, 2.0]])]
 )
 def test_a_tensor_with_different_values_in_the_lanes_is_refused(other):
-    """Values, dtype, and shape must be equal for a tensor that does not follow the rows."""
+    """A tensor that does not follow the rows must have equal values, dtypes, and shapes in all lanes."""
     message = refusal(torch.tensor([1.0, 2.0]), other)
     assert "the lanes had 3, 1 rows and returned different values" in message
-    assert all(part in message for part in WAYS_OUT)
+    assert all(part in message for part in OPTIONS)
 
 
-def test_the_same_tensor_from_every_lane_is_returned_as_it_is():
-    """A parameter or an uncut argument that every lane returns keeps its identity."""
+def test_the_same_tensor_from_every_lane_is_returned_unchanged():
+    """If every lane returns the same parameter or uncut argument, the output is that object."""
     shared = torch.zeros(7)
     assert joined({"w": shared}, {"w": shared})["w"] is shared
     assert joined(shared, shared) is shared
 
 
-def test_copies_of_one_tensor_are_returned_as_the_original():
-    """Lanes may return their own copies of a parameter, with values that no longer need be equal."""
+def test_copies_of_a_parameter_are_returned_as_the_original():
+    """If lanes return their own copies of a parameter, the output is the parameter, even if the values differ."""
     original, one, other = torch.zeros(7), torch.zeros(7), torch.ones(7)
     finds = [{id(each): original}.get for each in (one, other)]
     originals = [lambda value, find=find: find(id(value)) for find in finds]
     assert joined(one, other, originals=lambda: originals) is original
 
 
-def test_a_copy_in_one_lane_alone_is_not_the_original():
-    """Another value next to a copy of a parameter is compared with it."""
+def test_a_copy_in_only_one_lane_is_compared_by_value():
+    """If only one lane returns a copy of a parameter, the values are compared."""
     original, one, other = torch.zeros(7), torch.zeros(7), torch.ones(7)
     originals = [lambda value: original if value is one else None] * 2
     assert "different values" in refusal(one, other, originals=lambda: originals)
@@ -144,7 +144,7 @@ def test_a_copy_in_one_lane_alone_is_not_the_original():
 
 @pytest.mark.parametrize("value", [0, -1, 7.5])
 def test_pad_fills_the_other_dims_to_the_longest_lane(value):
-    """Every dim except that of the rows is padded at its end."""
+    """Every dim except the dim of the rows is padded at its end."""
     found = joined(torch.ones(3, 5, 1), torch.ones(1, 4, 2), join="pad", pad_value=value)
     assert found.shape == (4, 5, 2)
     assert found[:3, :, :1].eq(1).all()
@@ -154,26 +154,26 @@ def test_pad_fills_the_other_dims_to_the_longest_lane(value):
 
 
 def test_pad_keeps_the_dim_of_the_rows():
-    """Rows on another dim are concatenated, and the first dim is padded."""
+    """With rows on dim 1, dim 0 is padded."""
     found = joined(torch.ones(2, 3), torch.ones(4, 1), join="pad", dim=1)
     assert found.shape == (4, 4)
     assert found.sum() == 10
 
 
 def test_pad_is_differentiable():
-    """Gradients flow through the padding."""
+    """Gradients flow to the unpadded outputs."""
     one, other = torch.ones(3, 2, requires_grad=True), torch.ones(1, 4, requires_grad=True)
     joined(one, other, join="pad").sum().backward()
     assert (one.grad.sum(), other.grad.sum()) == (6, 4)
 
 
 def test_pad_refuses_another_number_of_dims():
-    """Outputs with different numbers of dims have no common padding."""
+    """Outputs with different numbers of dims cannot be padded to each other."""
     assert "have no dim 0 in common" in refusal(torch.zeros(3, 1), torch.zeros(1), join="pad")
 
 
 def test_pad_still_checks_the_rows():
-    """Padding never hides rows that are missing."""
+    """With join="pad", missing rows are still refused."""
     assert "without the rows" in refusal(torch.zeros(2, 1), torch.zeros(1, 3), join="pad", out_dims=0)
 
 
@@ -181,7 +181,7 @@ def test_pad_still_checks_the_rows():
 
 
 def test_a_mean_is_weighted_by_rows():
-    """The mean over shards of 3 and 1 rows is the mean over the 4 rows, and differentiable."""
+    """Means of shards with 3 rows and 1 row give the mean over 4 rows, and gradients flow through it."""
     values = torch.tensor([1.0, 2.0, 3.0, 10.0], requires_grad=True)
     loss = joined(values[:3].mean(), values[3:].mean(), reduce="mean")
     assert loss.ndim == 0
@@ -193,13 +193,13 @@ def test_a_mean_is_weighted_by_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_a_mean_keeps_its_dtype(dtype):
-    """Weights by rows do not promote."""
+    """Weighting by rows does not change the dtype."""
     assert joined(scalar(1, dtype), scalar(2, dtype), scalar(3, dtype), sizes=(2, 2, 1), reduce="mean").dtype == dtype
 
 
 @pytest.mark.parametrize("make", [scalar, float])
 def test_sum_stack_and_a_function(make):
-    """`reduce` may be a sum, one value per lane, or any function of that vector."""
+    """`reduce` can be "sum", "stack" (one value per lane), or a function of that vector."""
     values = [make(1.0), make(4.0)]
     assert joined(*values, reduce="sum") == 5
     assert joined(*values, reduce="stack").tolist() == [1, 4]
@@ -210,7 +210,7 @@ def test_sum_stack_and_a_function(make):
     "values", [(scalar(1.0), scalar(2.0)), (1.0, 2.0), (1, 1), (True, True), (scalar(1.0), scalar(1.0))]
 )
 def test_numbers_without_a_reduction_are_refused(values):
-    """No reduction is right for every number, also not for equal ones: the message has every way to settle it."""
+    """Even equal numbers are refused without `reduce`. The error names every option."""
     message = refusal({"loss": values[0]}, {"loss": values[1]})
     for part in ('output["loss"]', 'reduce="mean"', '"sum"', '"stack"', "a function", "out_dims=None"):
         assert part in message
@@ -218,7 +218,7 @@ def test_numbers_without_a_reduction_are_refused(values):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
 def test_a_0d_integer_has_no_mean(dtype):
-    """A count or a flag has no mean: the message names the other reductions."""
+    """A count or a flag has no mean. The error names the other reductions."""
     message = refusal(scalar(1, dtype), scalar(0, dtype), reduce="mean")
     for part in (str(dtype), 'reduce="sum"', 'reduce="stack"', "a function"):
         assert part in message
@@ -227,19 +227,19 @@ def test_a_0d_integer_has_no_mean(dtype):
 
 @pytest.mark.parametrize("values", [(1, 0), (True, False)])
 def test_a_python_integer_has_no_mean(values):
-    """Python integers and bools are counts and flags."""
+    """Python integers and bools are refused with reduce="mean"."""
     assert "has no mean" in refusal(*values, reduce="mean")
 
 
 @pytest.mark.parametrize("make", [bool, lambda value: scalar(value, torch.bool)])
 def test_a_flag_has_no_sum(make):
-    """The message names a function: torch.any, for instance."""
+    """A bool with reduce="sum" is refused, and the error suggests a function such as torch.any."""
     assert "torch.any" in refusal(make(1), make(0), reduce="sum")
     assert joined(make(1), make(0), reduce=torch.any).item() is True
 
 
 def test_scalars_of_numpy_are_numbers():
-    """Scalars of numpy follow the rules of Python numbers."""
+    """NumPy scalars follow the rules of Python numbers."""
     numpy = pytest.importorskip("numpy")
     assert "float64" in refusal(numpy.float64(1), numpy.float64(2))
     assert joined(numpy.float64(2), numpy.float64(10), reduce="mean") == pytest.approx(4)
@@ -249,22 +249,22 @@ def test_scalars_of_numpy_are_numbers():
 
 
 @pytest.mark.parametrize("make", [scalar, float])
-def test_stack_and_a_function_also_serve_a_call_that_was_not_cut(make):
-    """A call of one shard returns a vector with one value, so the shape of a stack does not depend on the rows."""
+def test_reduce_applies_to_a_call_that_was_not_cut(make):
+    """With one shard, "stack" returns a vector with one value, and a function gets that vector."""
     assert joined(make(1.5), sizes=(1,), reduce="stack").tolist() == [1.5]
     assert joined(make(1.5), sizes=(1,), reduce=torch.sum).item() == 1.5
     assert joined((torch.zeros(1), make(1.5)), sizes=(1,), reduce="stack")[1].tolist() == [1.5]
 
 
 @pytest.mark.parametrize("reduce", ["median", 3, 1.5])
-def test_an_unknown_reduce_is_refused_at_once(reduce):
-    """The rules are checked when they are made."""
+def test_an_unknown_reduce_is_refused(reduce):
+    """JoinRules checks `reduce` when it is created."""
     with pytest.raises(GatherError, match="'mean', 'sum', 'stack', or a function"):
         JoinRules(reduce=reduce)
 
 
-def test_an_unknown_join_is_refused_at_once():
-    """The message has the three ways to join."""
+def test_an_unknown_join_is_refused():
+    """The error names the three values of `join`."""
     with pytest.raises(GatherError, match="'cat', 'pad', or 'list'"):
         JoinRules(join="stack")
 
@@ -282,14 +282,14 @@ def test_equal_values_are_returned_once(value):
 
 @pytest.mark.parametrize("values", [("a", "b"), (None, "a"), ("a", 1.0), (None, torch.zeros(1)), (Color.RED, CPU)])
 def test_unequal_values_are_refused(values):
-    """The message has the place, the types or the values, and the ways out."""
+    """The error names the place and the options."""
     message = refusal({"n": values[0]}, {"n": values[1]})
     assert 'output["n"]' in message
-    assert all(part in message for part in WAYS_OUT)
+    assert all(part in message for part in OPTIONS)
 
 
-def test_values_that_cannot_be_compared_are_unequal():
-    """An object with an `==` that raises is refused, unless all lanes return the same object."""
+def test_values_that_cannot_be_compared_are_refused():
+    """An object with an `==` that raises is refused unless all lanes return the same object."""
 
     class Moody:
         __hash__ = None
@@ -321,18 +321,18 @@ def test_values_that_cannot_be_compared_are_unequal():
     ids=["texts", "numbers", "nones", "lists", "tensors", "dicts"],
 )
 def test_a_list_with_one_item_per_row_is_concatenated(items):
-    """Items are in the order of the rows, whatever they are."""
+    """Items of any type are concatenated in row order."""
     found = joined({"labels": items[:3]}, {"labels": items[3:]})["labels"]
     assert list(map(id, found)) == list(map(id, items))
 
 
 def test_a_tuple_with_one_item_per_row_stays_a_tuple():
-    """The type of a sequence is kept."""
+    """A tuple with one item per row is concatenated to a tuple."""
     assert joined(("a", "b", "c"), ("d",)) == ("a", "b", "c", "d")
 
 
 def test_a_list_of_outputs_is_joined_item_by_item():
-    """A list with the same length in every lane holds outputs, each of them joined."""
+    """A list with the same length in every lane is a list of outputs, which are joined one by one."""
     first, second = rows(3, 1)
     found = joined([first, "name", [first]], [second, "name", [second]])
     assert found[0].shape == (4, 2)
@@ -341,14 +341,14 @@ def test_a_list_of_outputs_is_joined_item_by_item():
 
 
 def test_lists_of_other_lengths_are_refused():
-    """A list that is neither one item per row nor of one length in all lanes is refused with the lengths."""
+    """A list without one item per row, and with different lengths in the lanes, is refused. The error names the lengths."""
     message = refusal({"boxes": ["a", "b"]}, {"boxes": ["c"]})
     assert "the lanes had 3, 1 rows and returned 2, 1 items" in message
-    assert all(part in message for part in WAYS_OUT)
+    assert all(part in message for part in OPTIONS)
 
 
 def test_numbers_in_a_list_of_outputs_are_reduced():
-    """A list of one length in all lanes may hold numbers, which need a reduction."""
+    """Numbers in a list with the same length in all lanes need `reduce`."""
     assert joined([1, 2], [3, 4], reduce="sum") == [4, 6]
     assert "output[0]" in refusal([1, 2], [3, 4])
 
@@ -360,14 +360,14 @@ numpy = pytest.importorskip("numpy")
 
 
 def test_arrays_with_the_rows_are_concatenated():
-    """Arrays of numpy follow the rule of tensors."""
+    """NumPy arrays follow the rules of tensors."""
     found = joined(*numpy.split(numpy.arange(8).reshape(4, 2), [3]))
     assert found.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert joined(numpy.zeros((2, 3)), numpy.zeros((2, 1)), dim=1).shape == (2, 4)
 
 
 def test_equal_arrays_are_returned_once():
-    """An array that does not follow the rows must have equal values and dtypes in all lanes."""
+    """Arrays that do not follow the rows must have equal values and dtypes in all lanes."""
     table = numpy.array([1.0, numpy.nan])
     found = joined(table.copy(), table.copy())
     assert numpy.array_equal(found, table, equal_nan=True)
@@ -377,14 +377,14 @@ def test_equal_arrays_are_returned_once():
 
 
 def test_arrays_that_cannot_be_concatenated_are_refused():
-    """Arrays with other sizes beyond the rows, or without the rows, are refused with their shapes."""
+    """Arrays with different other dims, or without the rows, are refused. The error names their shapes."""
     assert "(3, 2), (1, 4)" in refusal(numpy.zeros((3, 2)), numpy.zeros((1, 4)))
     assert "(2,), (1,)" in refusal(numpy.zeros(2), numpy.zeros(1))
     assert "(2,), (1,)" in refusal(numpy.zeros(2), numpy.zeros(1), out_dims=0)
 
 
 def test_a_declared_array_without_the_dim_is_refused():
-    """A declared dim that an array lacks is a GatherError, not an error of numpy."""
+    """An array without its declared dim raises GatherError instead of NumPy's error."""
     for declared in (1, "ragged"):
         assert "(3,), (1,)" in refusal(numpy.zeros(3), numpy.zeros(1), dim=1, out_dims=declared)
 
@@ -394,7 +394,7 @@ def test_a_declared_array_without_the_dim_is_refused():
 
 @pytest.mark.parametrize("make", [dict, OrderedDict, Fields, lambda **items: defaultdict(int, **items)])
 def test_mappings_keep_their_types(make):
-    """Mappings are joined by their keys and stay of their type."""
+    """Mappings are joined by key and keep their type."""
     first, second = rows(3, 1)
     found = joined(make(a=first, b="x"), make(a=second, b="x"))
     assert type(found) is type(make())
@@ -402,7 +402,7 @@ def test_mappings_keep_their_types(make):
 
 
 def test_namedtuples_and_dataclasses_keep_their_types():
-    """Nested containers are joined leaf by leaf."""
+    """Named tuples and dataclasses are joined field by field."""
     found = joined(*(Pair(Output(part, scalar(1.0)), {"k": [part]}) for part in rows(3, 1)), reduce="mean")
     assert type(found) is Pair
     assert type(found.first) is Output
@@ -412,19 +412,19 @@ def test_namedtuples_and_dataclasses_keep_their_types():
 
 
 def test_none_stays_none():
-    """An optional output that is None in every lane is None."""
+    """An output that is None in every lane is None."""
     assert joined(*(Output(part) for part in rows(3, 1))).loss is None
 
 
 def test_keys_must_agree():
-    """A lane with other keys is named, with the keys of both."""
+    """The error names the lane with other keys, and the keys of both lanes."""
     message = refusal({"a": torch.zeros(3)}, {"b": torch.zeros(1)})
     for part in ("output cannot be joined", "'a'", "lane 1", "'b'", 'join="list"'):
         assert part in message
 
 
 def test_the_order_of_keys_does_not_matter():
-    """A dict is joined by its keys."""
+    """Dicts are joined by key, whatever their order."""
     found = joined({"a": torch.zeros(3), "b": torch.ones(3)}, {"b": torch.ones(1), "a": torch.zeros(1)})
     assert (found["a"].tolist(), found["b"].tolist()) == ([0] * 4, [1] * 4)
 
@@ -444,7 +444,7 @@ def test_the_order_of_keys_does_not_matter():
     ids=["order", "key-types", "deque", "factories", "twins", "list-and-tuple", "leaf-and-dict", "tensor-and-dict"],
 )
 def test_structures_that_differ_are_joined_or_refused(outputs):
-    """Structures that differ, even slightly, never cause an error other than GatherError."""
+    """Structures that differ between lanes are joined or raise GatherError."""
     try:
         found = joined(*outputs)
     except GatherError:
@@ -456,7 +456,7 @@ def test_structures_that_differ_are_joined_or_refused(outputs):
 
 
 def test_join_list_returns_the_outputs_of_the_lanes():
-    """The outputs stay as they are, also if there is one lane."""
+    """With join="list", the outputs are unchanged, also with one lane."""
     ragged = [torch.zeros(2, 5), torch.zeros(2, 7)]
     found = joined(*ragged, join="list")
     assert all(one is other for one, other in zip(found, ragged, strict=True))
@@ -466,13 +466,13 @@ def test_join_list_returns_the_outputs_of_the_lanes():
 
 @pytest.mark.parametrize("output", [scalar(3, torch.int64), 3, "text", [1, 2], {"loss": 1.5}, Output(torch.zeros(7))])
 @pytest.mark.parametrize("reduce", [None, "mean", "sum"])
-def test_the_output_of_one_lane_is_returned_as_it_is(output, reduce):
-    """With one shard nothing is joined, and nothing is refused."""
+def test_the_output_of_one_lane_is_returned_unchanged(output, reduce):
+    """With one shard, the output is the same object, and nothing is refused."""
     assert joined(output, sizes=(4,), reduce=reduce) is output
 
 
-def test_outputs_are_brought_to_the_output_device():
-    """Tensors end on the requested device, in whichever way they are joined."""
+def test_outputs_are_moved_to_the_output_device():
+    """Tensors lie on the output device, however they are joined."""
     outputs = [{"y": part, "v": "x", "loss": scalar(1.0)} for part in rows(3, 1)]
     found = joined(*outputs, device=META, reduce="mean")
     assert (found["y"].device, found["loss"].device, found["v"]) == (META, META, "x")
@@ -491,14 +491,14 @@ def sequences(*lengths):
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_a_packed_sequence_is_brought_to_the_output_device(lanes):
-    """A packed sequence moves like a tensor, from one lane and from several."""
+def test_a_packed_sequence_is_moved_to_the_output_device(lanes):
+    """A packed sequence is moved, from one lane and from several."""
     outputs = [rnn.pack_sequence(sequences(3, 2)) for _ in range(lanes)]
     assert joined(*outputs, sizes=(2,) * lanes, device=META).data.device.type == "meta"
 
 
 def test_packed_sequences_are_joined_in_the_callers_order():
-    """The sequences of the lanes are in order, also if their lengths are not."""
+    """Sequences keep the caller's order, also if they are not sorted by length."""
     whole = sequences(3, 1, 4, 2)
     found = joined(*(rnn.pack_sequence(part, enforce_sorted=False) for part in (whole[:3], whole[3:])))
     assert all(map(torch.equal, rnn.unpack_sequence(found), whole))
@@ -508,7 +508,7 @@ def test_packed_sequences_are_joined_in_the_callers_order():
 
 
 def test_packed_sequences_that_the_caller_sorted_have_no_sorted_indices():
-    """`sorted_indices` of None stays None if the lengths of all lanes are sorted."""
+    """If the lengths over all lanes are sorted, `sorted_indices` stays None."""
     whole = sequences(4, 3, 3, 1)
     found = joined(rnn.pack_sequence(whole[:3]), rnn.pack_sequence(whole[3:]))
     assert (found.sorted_indices, found.unsorted_indices) == (None, None)
@@ -516,25 +516,25 @@ def test_packed_sequences_that_the_caller_sorted_have_no_sorted_indices():
 
 
 def test_the_same_packed_sequence_from_every_lane_is_returned_once():
-    """A packed sequence that every lane returns keeps its identity, like a tensor."""
+    """If every lane returns the same packed sequence, the output is that object."""
     packed = rnn.pack_sequence(sequences(3, 2))
     assert joined({"p": packed}, {"p": packed})["p"] is packed
 
 
 def test_a_packed_sequence_without_the_rows_is_refused():
-    """A value with its own rules that has other rows than its shard is refused, like a tensor."""
+    """A packed sequence with another number of sequences than its shard has rows is refused."""
     message = refusal(rnn.pack_sequence(sequences(3, 2)), rnn.pack_sequence(sequences(2, 2)))
     assert "rows" in message
     assert "out_dims" in message
 
 
 def test_a_packed_sequence_declared_as_equal_is_returned_once():
-    """With None a value with its own rules is the same in every lane."""
+    """With out_dims=None, equal packed sequences are returned once."""
     outputs = [rnn.pack_sequence(sequences(3, 2)) for _ in range(2)]
     assert len(rnn.unpack_sequence(joined(*outputs, out_dims=None))) == 2
 
 
-def test_a_registered_class_is_joined_wherever_it_lies():
+def test_a_registered_class_is_joined_inside_containers():
     """The `join` of a registered class gets the lanes' parts in order."""
 
     class Words:
@@ -552,15 +552,15 @@ def test_a_registered_class_is_joined_wherever_it_lies():
 # out_dims
 
 
-def test_one_declaration_serves_every_output():
-    """A single entry of `out_dims` holds for all leaves, also with equal sizes, where nothing can be learned."""
+def test_one_declaration_applies_to_every_output():
+    """A single dim as `out_dims` applies to all leaves, also with equal shards, which give no evidence."""
     parts = rows(2, 2)
     found = joined(*({"a": part, "b": [part, (part,)]} for part in parts), sizes=(2, 2), out_dims=0)
     assert found["a"].shape == found["b"][0].shape == found["b"][1][0].shape == (4, 2)
 
 
 def test_a_tree_of_out_dims_declares_each_output():
-    """An LSTM returns its rows on dim 0 and its states' rows on dim 1."""
+    """For an LSTM, the output has its rows on dim 0 and the states have their rows on dim 1."""
     outputs = [(torch.zeros(n, 7, 3), (torch.zeros(2, n, 3), torch.ones(2, n, 3))) for n in (2, 2)]
     found = joined(*outputs, sizes=(2, 2), out_dims=(0, (1, 1)))
     assert [tuple(part.shape) for part in (found[0], *found[1])] == [(4, 7, 3), (2, 4, 3), (2, 4, 3)]
@@ -569,7 +569,7 @@ def test_a_tree_of_out_dims_declares_each_output():
 
 @pytest.mark.parametrize("make", [dict, Fields, Output])
 def test_a_tree_of_out_dims_may_name_keys_and_fields(make):
-    """A dict declares the keys of mappings and the fields of dataclasses."""
+    """A dict in `out_dims` declares keys of mappings and fields of dataclasses."""
     outputs = [make(logits=torch.zeros(3, n), loss=scalar(2.0)) for n in (2, 2)]
     found = joined(*outputs, sizes=(2, 2), out_dims={"logits": 1, "loss": None})
     logits, loss = (found.logits, found.loss) if make is Output else (found["logits"], found["loss"])
@@ -577,14 +577,14 @@ def test_a_tree_of_out_dims_may_name_keys_and_fields(make):
 
 
 def test_a_tree_of_out_dims_may_declare_a_namedtuple():
-    """A tuple declares the fields of a namedtuple in order."""
+    """A tuple in `out_dims` declares the fields of a namedtuple in order."""
     outputs = [Pair(torch.zeros(3, n), torch.ones(n)) for n in (2, 2)]
     found = joined(*outputs, sizes=(2, 2), out_dims=(1, 0))
     assert (type(found), found.first.shape, found.second.shape) == (Pair, (3, 4), (4,))
 
 
-def test_a_key_that_out_dims_does_not_name_is_learned():
-    """A dict of `out_dims` need not be complete."""
+def test_a_key_that_out_dims_does_not_name_needs_evidence():
+    """A dict in `out_dims` may omit keys, which are then joined by evidence."""
     evidence = Evidence()
     outputs = [{"a": torch.zeros(2, n), "b": torch.ones(n)} for n in (3, 1)]
     found = joined(*outputs, evidence=evidence, out_dims={"a": 1})
@@ -595,18 +595,18 @@ def test_a_key_that_out_dims_does_not_name_is_learned():
 
 
 def test_a_declared_dim_is_checked():
-    """An output without the rows on its declared dim is refused with the rows, the shapes, and the dim."""
+    """If an output does not have the rows on its declared dim, the error names the rows, the shapes, and the dim."""
     message = refusal(torch.zeros(2, 3), torch.zeros(2, 3), sizes=(2, 2), out_dims=1)
     assert "the lanes had 2, 2 rows and returned shapes (2, 3), (2, 3), without the rows on dim 1" in message
 
 
 def test_a_negative_dim_counts_from_the_end():
-    """`out_dims=-1` is the last dim."""
+    """With `out_dims=-1`, the rows lie on the last dim."""
     assert joined(torch.zeros(5, 2), torch.zeros(5, 2), sizes=(2, 2), out_dims=-1).shape == (5, 4)
 
 
 def test_none_declares_one_value_for_all_lanes():
-    """A value that is declared as the same in every lane is compared, and returned once."""
+    """With `out_dims=None`, values are compared between lanes and returned once."""
     for value in (torch.zeros(2), scalar(3.0), 3, 1.5, True, "text", [1, 2], numpy.zeros(2)):
         found = joined(value, value, sizes=(2, 2), out_dims=None)
         assert type(found) is type(value)
@@ -614,27 +614,27 @@ def test_none_declares_one_value_for_all_lanes():
         assert "out_dims" in refusal(one, other, sizes=(2, 2), out_dims=None)
 
 
-def test_none_does_not_return_copies_of_equal_tensors_as_rows():
-    """A tensor with as many rows as the shards is returned once if it is declared as the same."""
+def test_none_returns_a_tensor_as_long_as_a_shard_once():
+    """With `out_dims=None`, a tensor as long as the shards is not concatenated."""
     assert joined(torch.ones(2), torch.ones(2), sizes=(2, 2), out_dims=None).shape == (2,)
 
 
 @pytest.mark.parametrize("items", [["a", "b", "c", "d"], [torch.zeros(n) for n in range(4)], [1, 2, 3, 4]])
 def test_items_declares_a_list_with_one_item_per_row(items):
-    """A declared list is concatenated without evidence, and checked."""
+    """With "items", a list is concatenated without evidence, and its length is checked."""
     assert joined(items[:2], items[2:], sizes=(2, 2), out_dims="items") == items
     assert joined({"l": items[:2]}, {"l": items[2:]}, sizes=(2, 2), out_dims={"l": "items"})["l"] == items
     message = refusal(items[:3], items[3:], sizes=(2, 2), out_dims="items")
     assert "the lanes had 2, 2 rows and returned 3, 1 items" in message
 
 
-def test_a_dim_declares_a_list_of_values_like_items():
-    """A list without tensors has no dim, so a dim means one item per row."""
+def test_a_dim_for_a_list_without_tensors_means_items():
+    """For a list without tensors, `out_dims=0` means one item per row."""
     assert joined(["a", "b"], ["c", "d"], sizes=(2, 2), out_dims=0) == ["a", "b", "c", "d"]
 
 
-def test_ragged_joins_whatever_number_of_rows_a_lane_returns():
-    """Detections or several sequences per row are concatenated in order."""
+def test_ragged_joins_any_number_of_rows():
+    """With "ragged", rows are concatenated in order, whatever their number per lane."""
     assert joined(torch.zeros(6, 2), torch.ones(1, 2), sizes=(2, 2), out_dims="ragged").shape == (7, 2)
     assert joined(torch.zeros(0, 2), torch.ones(1, 2), sizes=(2, 2), out_dims="ragged").shape == (1, 2)
     assert joined(["a", "b", "c"], [], sizes=(2, 2), out_dims="ragged") == ["a", "b", "c"]
@@ -643,14 +643,14 @@ def test_ragged_joins_whatever_number_of_rows_a_lane_returns():
 
 
 def test_ragged_needs_the_same_other_dims():
-    """Only the number of rows may differ, unless the other dims are padded."""
+    """With "ragged", only the number of rows may differ, unless join="pad" pads the other dims."""
     assert "differ beyond dim 0" in refusal(torch.zeros(3, 2), torch.zeros(1, 4), out_dims="ragged")
     assert joined(torch.zeros(3, 2), torch.zeros(4, 4), out_dims="ragged", join="pad").shape == (7, 4)
 
 
 @pytest.mark.parametrize("declared", [True, 1.5, "rows", {"a": "cat"}, (0, [None, object()])])
-def test_an_unknown_declaration_is_refused_at_once(declared):
-    """The tree is checked when the rules are made, and the message has every known entry."""
+def test_an_unknown_declaration_is_refused(declared):
+    """JoinRules checks `out_dims` when it is created, and the error names every valid entry."""
     with pytest.raises(GatherError, match='Use a dim, None, "items", "ragged", or a tuple or dict of these') as caught:
         JoinRules(out_dims=declared)
     assert "out_dims has" in str(caught.value)
@@ -658,7 +658,7 @@ def test_an_unknown_declaration_is_refused_at_once(declared):
 
 @pytest.mark.parametrize("declared", [(0,), (0, 0, 0)])
 def test_a_tuple_of_out_dims_must_be_as_long_as_the_output(declared):
-    """A tuple with more or fewer entries than the output is refused."""
+    """A tuple with another number of entries than the output is refused."""
     outputs = [(torch.zeros(n), torch.ones(n)) for n in (3, 1)]
     assert f"out_dims declares {len(declared)} items" in refusal(*outputs, out_dims=declared)
     assert "out_dims declares" in refusal(*map(Pair._make, outputs), out_dims=declared)
@@ -666,7 +666,7 @@ def test_a_tuple_of_out_dims_must_be_as_long_as_the_output(declared):
 
 @pytest.mark.parametrize("declared", [(0, 0), {"a": 0}, {0: 0}])
 def test_a_tree_of_out_dims_must_have_the_structure_of_the_output(declared):
-    """A tuple or dict for an output of another structure is refused, never read as a single dim."""
+    """A tuple or dict for an output of another structure is refused."""
     for outputs in (rows(3, 1), [[part] for part in rows(3, 1)]):
         assert "out_dims" in refusal(*outputs, out_dims=declared)
 
@@ -674,15 +674,15 @@ def test_a_tree_of_out_dims_must_have_the_structure_of_the_output(declared):
 # torch.nn.DataParallel's rules
 
 
-def test_the_rules_of_torch_concatenate_whatever_the_sizes():
-    """`as_torch` concatenates without checks of rows and returns numbers as a vector."""
+def test_the_rules_of_torch_do_not_check_sizes():
+    """With `as_torch=True`, tensors are concatenated without a check of their rows, and "stack" returns a vector."""
     assert joined(torch.zeros(6), torch.zeros(1), as_torch=True).shape == (7,)
     assert joined(scalar(1.0), scalar(2.0), as_torch=True, reduce="stack").tolist() == [1, 2]
     assert joined("a", "a", as_torch=True) == "a"
 
 
-def test_only_open_places_are_learned():
-    """`learns` is False if everything is declared, if lanes' outputs are returned, or with the rules of torch."""
+def test_learns_is_true_only_with_undeclared_outputs():
+    """`learns` is False if all outputs are declared, with join="list", and with the rules of torch."""
     assert JoinRules().learns
     assert JoinRules(out_dims={"a": 0}).learns
     assert JoinRules(join="pad").learns
@@ -694,5 +694,5 @@ def test_only_open_places_are_learned():
 
 
 def test_dtypes_that_differ_between_lanes_are_refused():
-    """torch.cat would promote them, and the plain call has one dtype."""
+    """With torch.cat, the joined dtype would differ from that of the plain call."""
     assert "torch.float32 and torch.float64" in refusal(torch.zeros(3), torch.zeros(1, dtype=torch.float64))

@@ -34,7 +34,7 @@ def _packages():
 
 
 def rule_for(cls):
-    """The built-in rules of a class."""
+    """Return the built-in rules of a class."""
     return cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
 
 
@@ -51,7 +51,7 @@ def join(parts):
 
 
 def tensors_of(state):
-    """Every tensor of a cache, by its path."""
+    """Return every tensor of a cache by its path."""
     if isinstance(state, torch.Tensor):
         return {"": state}
     if isinstance(state, Mapping):
@@ -116,8 +116,8 @@ def filled(model, cache, rows=5, length=6):
 
 @pytest.mark.parametrize("cache_kind", CACHES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_cache_survives_the_round_trip(kind, cache_kind):
-    """A cache that is cut and joined holds what it held."""
+def test_a_cache_can_be_cut_and_joined(kind, cache_kind):
+    """A cache that is cut and joined equals the original, which does not change."""
     model = tiny(kind)
     cache = filled(model, new_cache(cache_kind, model))
     before = {path: tensor.clone() for path, tensor in tensors_of(cache).items()}
@@ -131,8 +131,8 @@ def test_a_cache_survives_the_round_trip(kind, cache_kind):
 
 @pytest.mark.parametrize("cache_kind", CACHES)
 @pytest.mark.parametrize("kind", MODELS)
-def test_decoding_on_the_parts_is_decoding_on_the_whole(kind, cache_kind):
-    """Cached steps on the parts give the rows of the whole, and `update` puts the state into the caller's cache."""
+def test_decoding_with_the_parts_equals_decoding_with_the_whole_cache(kind, cache_kind):
+    """Decoding with the parts has the logits of the whole cache, and `update` writes the state to the caller's cache."""
     model = tiny(kind)
     whole, cache = (filled(model, new_cache(cache_kind, model)) for _ in range(2))
     rule = rule_for(type(cache))
@@ -148,7 +148,7 @@ def test_decoding_on_the_parts_is_decoding_on_the_whole(kind, cache_kind):
                 for rows, part in zip(token.split([2, 3]), parts, strict=True)
             ]
         torch.testing.assert_close(torch.cat(got), expected)
-        torch.testing.assert_close(tensors_of(cache), before)  # no lane writes into the caller's cache
+        torch.testing.assert_close(tensors_of(cache), before)  # lanes do not write to the caller's cache
         rule.update(cache, rule.join(parts))
         assert_same_cache(cache, whole)
         assert cache.get_seq_length() == whole.get_seq_length() == 7 + step
@@ -157,7 +157,7 @@ def test_decoding_on_the_parts_is_decoding_on_the_whole(kind, cache_kind):
 
 @pytest.mark.parametrize("cache_kind", CACHES)
 def test_an_empty_cache_is_cut_into_empty_caches(cache_kind):
-    """Each lane fills its own empty cache; the joined state reaches the caller's cache."""
+    """Each lane fills its own empty cache, and `update` writes the joined state to the caller's cache."""
     model = tiny("llama")
     cache, whole = new_cache(cache_kind, model), filled(model, new_cache(cache_kind, model))
     rule, layers = rule_for(type(cache)), cache.layers
@@ -173,7 +173,7 @@ def test_an_empty_cache_is_cut_into_empty_caches(cache_kind):
 
 
 def test_a_static_cache_keeps_its_addresses():
-    """Compiled models hold the addresses of a static cache: `update` writes into the same tensors."""
+    """Compiled models hold the addresses of a static cache, so `update` writes to the same tensors."""
     model = tiny("llama")
     cache = filled(model, new_cache("static", model))
     rule, keys = rule_for(type(cache)), cache.layers[0].keys
@@ -187,20 +187,20 @@ def test_a_static_cache_keeps_its_addresses():
 
 
 def test_a_cache_initialised_early_has_rows():
-    """A static cache with tensors is cut like a filled one, also before the first call."""
+    """A static cache that was initialised before the first call has rows and is cut."""
     model = tiny("llama")
     static = new_cache("static", model)
     static.early_initialization(4, 1, 8, torch.float32, CPU)
     assert rule_for(type(static)).rows(static) == 4
     assert_same_cache(join(cut(static, [1, 3])), static)
     dynamic = new_cache("config", model)
-    dynamic.early_initialization(4, 1, 8, torch.float32, CPU)  # notes only dtype and device
+    dynamic.early_initialization(4, 1, 8, torch.float32, CPU)  # stores only dtype and device
     assert rule_for(type(dynamic)).rows(dynamic) == 0
     assert all(part.layers[0].is_initialized for part in cut(dynamic, [1, 3]))
 
 
-def test_a_partly_filled_cache():
-    """Layers without a tensor yet stay without one."""
+def test_a_partly_filled_cache_can_be_cut_and_joined():
+    """Layers without tensors stay without tensors."""
     import transformers
 
     cache = transformers.DynamicCache(config=tiny("llama").config)
@@ -211,7 +211,7 @@ def test_a_partly_filled_cache():
 
 
 def test_layers_without_keys_are_cut_by_their_states():
-    """Convolution states are tensors in a dictionary, written in-place."""
+    """Convolution states, which are tensors in a dict that are written in place, are cut and joined."""
     model = tiny("lfm2")
     whole, cache = (filled(model, new_cache("config", model)) for _ in range(2))
     parts = cut(cache, [2, 3])
@@ -225,8 +225,8 @@ def test_layers_without_keys_are_cut_by_their_states():
 
 
 @pytest.mark.parametrize("empty", [False, True])
-def test_an_encoder_decoder_cache(empty):
-    """Both caches of a T5 decoder are cut, and the caller's two caches stay the same objects."""
+def test_an_encoder_decoder_cache_can_be_cut_and_joined(empty):
+    """Both caches of a T5 decoder are cut, and the caller's caches stay the same objects."""
     import transformers as t
 
     model = tiny("t5")
@@ -250,8 +250,8 @@ def test_an_encoder_decoder_cache(empty):
     assert_same_cache(cache, whole)
 
 
-def test_the_gradients_reach_the_whole_cache():
-    """Cutting and joining are part of the autograd graph."""
+def test_gradients_flow_to_the_whole_cache():
+    """Cutting and joining a cache is differentiable."""
     import transformers
 
     keys = torch.randn(4, 1, 3, 8, requires_grad=True)
@@ -260,8 +260,8 @@ def test_the_gradients_reach_the_whole_cache():
     torch.testing.assert_close(keys.grad, torch.full_like(keys, 2))
 
 
-def test_a_part_moves_to_a_device_with_what_it_notes_of_it():
-    """A static layer creates tensors on the device that it notes."""
+def test_a_moved_static_layer_has_the_new_device():
+    """A static layer stores the device of the tensors that it creates, and `to` updates it."""
     model = tiny("llama")
     cache = filled(model, new_cache("static", model))
     moved = rule_for(type(cache)).to(cache, torch.device("meta"))
@@ -272,7 +272,7 @@ def test_a_part_moves_to_a_device_with_what_it_notes_of_it():
 
 
 def test_a_subclass_keeps_its_class_and_its_attributes():
-    """A user's cache class is rebuilt without a call of its constructor."""
+    """A user-defined cache class is copied without calling its constructor."""
     import transformers
 
     class Mine(transformers.DynamicCache):
@@ -292,8 +292,8 @@ def test_a_subclass_keeps_its_class_and_its_attributes():
     assert (joined.label, joined.counts) == ("a", {"calls": [0]})
 
 
-def test_what_may_have_rows_on_any_dim_is_refused():
-    """A tensor that transformers does not know, a foreign layout, a quantized layer: each names its type and the cure."""
+def test_caches_with_unknown_tensors_or_layers_are_refused():
+    """Unknown tensors, other layouts, and quantized layers raise errors that name the type and `register_split`."""
     import transformers
     from transformers.cache_utils import DynamicLayer, Fp8QuantizedLayer
 
@@ -325,7 +325,7 @@ def test_what_may_have_rows_on_any_dim_is_refused():
 
 
 def test_parts_that_differ_are_not_joined():
-    """Lanes that decoded different numbers of tokens are refused."""
+    """Parts with different numbers of tokens are refused."""
     model = tiny("mistral")
     for kind in CACHES:
         parts = cut(filled(model, new_cache(kind, model)), [2, 3])
@@ -346,7 +346,7 @@ def new_tensordict():
     return td.TensorDict(values, batch_size=[5], names=["row"])
 
 
-def test_a_tensordict_survives_the_round_trip():
+def test_a_tensordict_can_be_cut_and_joined():
     """Batch size, names, nested TensorDicts, lazy stacks, and non-tensor entries are kept."""
     import tensordict as td
 
@@ -364,8 +364,8 @@ def test_a_tensordict_survives_the_round_trip():
     torch.testing.assert_close(joined["inner", "b"], whole["inner", "b"])
 
 
-def test_what_a_lane_adds_stays_out_of_the_callers_tensordict():
-    """Nested TensorDicts and the TensorDicts in a lazy stack belong to the part."""
+def test_entries_that_a_lane_adds_are_not_in_the_callers_tensordict():
+    """Each part has its own nested TensorDicts, also in lazy stacks."""
     whole = new_tensordict()
     part = cut(whole, [2, 3])[0]
     part["new"] = part["inner", "new"] = torch.zeros(2, 3)
@@ -375,7 +375,7 @@ def test_what_a_lane_adds_stays_out_of_the_callers_tensordict():
 
 
 def test_a_lazy_stack_on_another_dim():
-    """Rows that lie across the stacked TensorDicts."""
+    """A lazy stack is cut on the rows of its TensorDicts if it is stacked on another dim."""
     import tensordict as td
 
     whole = td.lazy_stack([td.TensorDict({"w": torch.randn(5, i + 1)}, batch_size=[5]) for i in range(3)], 1)
@@ -386,7 +386,7 @@ def test_a_lazy_stack_on_another_dim():
 
 
 def test_a_locked_tensordict_has_locked_parts():
-    """A model cannot add entries to a part of a locked TensorDict."""
+    """The parts of a locked TensorDict, and the joined one, are locked."""
     whole = new_tensordict().lock_()
     parts = cut(whole, [2, 3])
     assert all(part.is_locked for part in parts)
@@ -395,8 +395,8 @@ def test_a_locked_tensordict_has_locked_parts():
 
 
 @pytest.mark.parametrize("style", ["decorator", "base class"])
-def test_a_tensorclass_survives_the_round_trip(style):
-    """Instances keep their class, whichever way it was declared."""
+def test_a_tensorclass_can_be_cut_and_joined(style):
+    """Instances keep their class, whether it was declared by decorator or by base class."""
     import tensordict as td
 
     namespace = {"__annotations__": {"a": torch.Tensor, "label": str}, "__module__": __name__}
@@ -411,8 +411,8 @@ def test_a_tensorclass_survives_the_round_trip(style):
     torch.testing.assert_close(joined.a, whole.a)
 
 
-def test_a_tensordict_without_a_device_moves_without_one():
-    """Only a TensorDict that has a device gets the new one."""
+def test_a_moved_tensordict_without_a_device_has_none():
+    """Moving changes `device` only if the TensorDict has one."""
     import tensordict as td
 
     whole = td.TensorDict({"a": torch.zeros(2)}, batch_size=[2])
@@ -423,7 +423,7 @@ def test_a_tensordict_without_a_device_moves_without_one():
 
 
 def test_tensordicts_that_are_refused():
-    """An empty batch_size has no rows; an entry without rows, or a set of keys, may not differ between lanes."""
+    """An empty batch_size is refused, and so are parts with different keys or different entries without rows."""
     import tensordict as td
 
     with pytest.raises(ShardError, match=r"batch_size is empty.*register_split"):
@@ -461,8 +461,8 @@ def assert_same_batch(one, other):
                 assert value == right[key]
 
 
-def test_a_batch_of_graphs_survives_the_round_trip():
-    """Graphs of different sizes, one of them without edges, with attributes of graphs and follow_batch."""
+def test_a_batch_of_graphs_can_be_cut_and_joined():
+    """Graphs may have different sizes, no edges, graph attributes, and follow_batch."""
     from torch_geometric.data import Batch
 
     lonely = graph(2)
@@ -477,8 +477,8 @@ def test_a_batch_of_graphs_survives_the_round_trip():
     assert_same_batch(join(parts), whole)
 
 
-def test_a_model_on_parts_is_the_model_on_the_whole():
-    """A message-passing network with pooling, run on the parts."""
+def test_a_model_on_parts_equals_the_model_on_the_whole_batch():
+    """A message-passing network with pooling has the same outputs on the parts."""
     from torch_geometric.data import Batch
     from torch_geometric.nn import GCNConv, global_mean_pool
 
@@ -489,7 +489,7 @@ def test_a_model_on_parts_is_the_model_on_the_whole():
 
 
 def test_graphs_without_features():
-    """A count of nodes is an attribute of each graph."""
+    """Graphs that have only `num_nodes` keep it."""
     from torch_geometric.data import Batch, Data
 
     whole = Batch.from_data_list([Data(edge_index=torch.tensor([[0], [1]]), num_nodes=n) for n in (3, 2, 4)])
@@ -499,7 +499,7 @@ def test_graphs_without_features():
 
 
 def test_a_batch_of_heterogeneous_graphs():
-    """Each type of nodes and edges is cut at its own places."""
+    """Each node type and edge type is cut at its own positions."""
     from torch_geometric.data import Batch, HeteroData
 
     def hetero(nodes):
@@ -515,8 +515,8 @@ def test_a_batch_of_heterogeneous_graphs():
     assert_same_batch(join(parts), whole)
 
 
-def test_own_classes_of_graphs_and_batches():
-    """A class says how its indices grow; parts are of the same classes."""
+def test_user_defined_classes_of_graphs_and_batches():
+    """Indices follow the class's `__inc__`, and parts keep their classes."""
     from torch_geometric.data import Batch, Data
 
     class Paired(Data):
@@ -537,7 +537,7 @@ def test_own_classes_of_graphs_and_batches():
 
 
 def test_edges_between_two_kinds_of_nodes():
-    """A class of graphs may count the two ends of an edge separately, as hypergraphs do."""
+    """A class may offset the two ends of an edge separately, as hypergraphs do."""
     from torch_geometric.data import Batch, Data
     from torch_geometric.data.hypergraph_data import HyperGraphData
 
@@ -560,7 +560,7 @@ def test_edges_between_two_kinds_of_nodes():
 
 
 def test_the_assignment_of_nodes_follows_the_batch_to_its_device():
-    """torch_geometric makes it on the CPU for every device but CUDA."""
+    """Parts have `batch` and `ptr` on the batch's device, although torch_geometric may create them on the CPU."""
     from torch_geometric.data import Batch
 
     whole = Batch.from_data_list([graph(n) for n in (3, 1)])
@@ -571,8 +571,8 @@ def test_the_assignment_of_nodes_follows_the_batch_to_its_device():
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_batches_that_no_longer_are_what_was_batched_are_refused():
-    """torch_geometric would drop an attribute that was added later, and cut one that was replaced at the old places."""
+def test_batches_that_were_changed_after_batching_are_refused():
+    """torch_geometric would drop attributes that were added later, and cut replaced attributes at the old positions."""
     from torch_geometric.data import Batch, Data
 
     def changed(change):
@@ -603,7 +603,7 @@ def test_batches_that_no_longer_are_what_was_batched_are_refused():
 
 
 def test_other_classes_have_no_rule():
-    """Single graphs, tensors, and containers are left to the general rules."""
+    """Single graphs, tensors, and containers have no built-in rule."""
     import transformers
     from torch_geometric.data import Data
 
@@ -611,8 +611,8 @@ def test_other_classes_have_no_rule():
         assert rule_for(cls) is None
 
 
-def test_no_package_is_imported():
-    """The rules only look at packages that the program has loaded."""
+def test_the_rules_import_no_package():
+    """The rules use packages only if the program has already imported them."""
     code = (
         "import sys; from parawrap.shards._tensordicts import tensordict_rules; assert tensordict_rules(dict) is None;"
         "import parawrap; assert not {'transformers', 'tensordict', 'torch_geometric'} & {*sys.modules}"

@@ -1,4 +1,4 @@
-"""Joining the shards of a call gives the call: no row is padded, dropped, doubled, or moved."""
+"""Joining the shards of a call gives the call again: no row is padded, dropped, repeated, or moved."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Fields(UserDict):
 
 
 def tensors(rows: int, dim: int):
-    """Tensors with that many rows on `dim`, and with numbers that tell the rows apart."""
+    """Strategy for tensors with `rows` rows on `dim` and different numbers in each row."""
 
     def made(rest: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         shape = list(rest)
@@ -132,7 +132,7 @@ def assert_same(joined, value):
 @given(calls(), st.booleans())
 @settings(deadline=None)
 def test_joining_the_shards_of_a_call_gives_the_call(call, tell):
-    """With declared dims, join(scatter(tree)) == tree for any tree, row count, dim, dtype, and number of lanes."""
+    """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes."""
     value = call[:2]
     _, plan, shards = cut(call, tell=tell)
     assert len(shards) == len(plan.sizes) <= call[4] + tell
@@ -144,7 +144,7 @@ def test_joining_the_shards_of_a_call_gives_the_call(call, tell):
 @given(calls())
 @settings(deadline=None)
 def test_shards_of_different_sizes_show_how_to_join_them(call):
-    """Without declarations, the shards of a telling plan are joined to the call, if it holds no numbers and no lists."""
+    """Without `out_dims`, shards of different sizes are joined to the call if it holds neither numbers nor lists."""
     _, plan, shards = cut(call, tell=True)
     if len(plan.sizes) == 1:
         return
@@ -154,7 +154,7 @@ def test_shards_of_different_sizes_show_how_to_join_them(call):
 
 
 class Tagged(list):
-    """A list subclass is a container, never one item per row."""
+    """A list subclass, which is always a container and never a list with one item per row."""
 
 
 def number(leaf):
@@ -164,7 +164,7 @@ def number(leaf):
 @given(calls(), st.booleans())
 @settings(deadline=None)
 def test_every_shard_has_its_rows(call, tell):
-    """Each cut leaf has, on its dim, as many rows as its shard; other leaves are the caller's objects."""
+    """Each cut leaf has its shard's row count on its dim. Other leaves are the caller's objects."""
     rows = call[2]
     flat, plan, shards = cut(call, tell=tell)
     assert plan.rows in (rows, 0, 1)
@@ -184,7 +184,7 @@ def split(x, lanes=2):
 
 
 def test_shards_on_the_same_device_are_views():
-    """Rows that lie on the lane's device are not copied."""
+    """Shards on the input's device share its memory."""
     x = torch.arange(6.0)
     first, second = split(x)[1]
     assert first.args[0].data_ptr() == x.data_ptr()
@@ -193,7 +193,7 @@ def test_shards_on_the_same_device_are_views():
 
 
 def test_gradients_flow_through_scatter_and_join():
-    """Cutting and joining is differentiable, row by row."""
+    """Cutting and joining is differentiable."""
     x = torch.arange(5.0, requires_grad=True)
     plan, shards = split(x)
     join([shard.args[0] ** 2 for shard in shards], plan.sizes, JoinRules()).sum().backward()

@@ -1,4 +1,4 @@
-"""The row counts of shards: balanced, telling, equal, and in units."""
+"""Row counts of shards: balanced, telling (different sizes, as evidence), equal, and in units."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ lanes = st.integers(1, 64)
 
 @given(counts, lanes)
 def test_balanced_sizes_add_up_and_differ_by_at_most_one(rows, parts):
-    """The larger sizes come first, no size is zero unless there are no rows, and there are at most `parts` sizes."""
+    """Larger sizes are first, sizes are positive unless `rows` is 0, and there are at most `parts` sizes."""
     sizes = balanced(rows, parts)
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
@@ -31,8 +31,8 @@ def test_balanced_sizes_add_up_and_differ_by_at_most_one(rows, parts):
 
 
 @given(counts, lanes)
-def test_telling_sizes_hold_every_row(rows, parts):
-    """The sizes add up to the rows, and no size is zero unless there are no rows."""
+def test_telling_sizes_add_up(rows, parts):
+    """The sizes add up to `rows` and are positive unless `rows` is 0."""
     sizes = telling(rows, parts)
     assert sum(sizes) == rows
     assert min(sizes) > 0 or sizes == (0,)
@@ -40,7 +40,7 @@ def test_telling_sizes_hold_every_row(rows, parts):
 
 @given(counts, lanes)
 def test_telling_sizes_have_two_row_counts_or_are_the_whole_call(rows, parts):
-    """One call shows which outputs follow the rows; a single size means that the call runs whole."""
+    """Two row counts show which outputs follow the rows. A single size means that the call runs whole."""
     sizes = telling(rows, parts)
     assert len(set(sizes)) > 1 or sizes == (rows,)
 
@@ -55,15 +55,15 @@ def test_a_lane_has_no_more_rows_in_a_telling_call(rows, parts):
 
 
 @given(counts, lanes)
-def test_a_call_runs_whole_only_if_its_rows_allow_no_two_sizes(rows, parts):
-    """Only one lane, one row, or two lanes with one or two rows each make a call run whole."""
+def test_a_call_runs_whole_only_if_two_sizes_are_impossible(rows, parts):
+    """A call runs whole only with one lane, with one row, or with two lanes of one or two rows each."""
     used = min(parts, rows)
     assert (len(telling(rows, parts)) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
 
 
 @given(counts, lanes)
-def test_a_telling_call_splits_off_no_single_row(rows, parts):
-    """BatchNorm refuses one row in training, so a share is split only into parts of two rows or more."""
+def test_telling_sizes_avoid_single_rows(rows, parts):
+    """BatchNorm refuses a single row in train mode, so parts of a split share have at least two rows."""
     sizes, usual = telling(rows, parts), balanced(rows, parts)
     if min(usual) >= 2 and len(sizes) > 1:
         assert min(sizes) >= 2
@@ -71,7 +71,7 @@ def test_a_telling_call_splits_off_no_single_row(rows, parts):
 
 @given(counts, lanes)
 def test_uneven_balanced_sizes_are_telling(rows, parts):
-    """A call with sizes that differ anyway is cut like every other call."""
+    """If balanced sizes already differ, they are used."""
     usual = balanced(rows, parts)
     if len(set(usual)) > 1:
         assert telling(rows, parts) == usual
@@ -81,8 +81,8 @@ def test_uneven_balanced_sizes_are_telling(rows, parts):
 
 
 @given(counts, lanes, st.integers(1, 16))
-def test_sizes_in_units_are_multiples_except_the_last(rows, parts, unit):
-    """The sizes add up to the rows, and only the last may be less than a multiple of the unit."""
+def test_sizes_in_units_are_multiples_except_the_last_one(rows, parts, unit):
+    """The sizes add up to `rows`, and all but the last are multiples of `unit`."""
     *full, last = in_units(rows, parts, unit)
     assert sum(full) + last == rows
     assert all(size % unit == 0 and size > 0 for size in full)
@@ -93,8 +93,8 @@ def test_sizes_in_units_are_multiples_except_the_last(rows, parts, unit):
 # Equal sizes
 
 
-def test_equal_sizes_hold_every_row():
-    """Sizes add up to the rows; all are equal except the last, which is no larger; there are at most `parts` sizes."""
+def test_equal_sizes_add_up():
+    """The sizes add up to `rows`, and all but the last, which may be smaller, are equal. There are at most `parts`."""
     for rows, parts, size in product(range(40), range(1, 7), range(9)):
         sizes = equal(rows, parts, size)
         *full, last = sizes
@@ -107,7 +107,7 @@ def test_equal_sizes_hold_every_row():
 
 @given(counts, st.integers(1, 64), counts)
 def test_an_equal_size_stays_until_it_is_too_small(rows, parts, size):
-    """A call that fits is cut by the earlier size; a larger call is cut by the smallest size that it fits."""
+    """A call that fits uses the earlier size. A larger call uses the smallest size that it fits."""
     first = equal(rows, parts, size)[0]
     assert first == min(rows, size if rows <= size * parts else -(-rows // parts))
 
@@ -118,7 +118,7 @@ def sizes_of(cutter, rows, lanes=4, **named):
 
 @given(st.lists(counts.filter(bool), min_size=1, max_size=20), st.integers(1, 16))
 def test_a_call_brings_at_most_one_new_size(calls, lanes):
-    """A call has at most one size that no earlier call had. A call with more rows than any before may have two."""
+    """A call has at most one new size, or two if it has more rows than every earlier call."""
     cutter = Cutter(equal_sizes=True)
     met, most = set(), 0
     for rows in calls:
@@ -157,8 +157,8 @@ def test_each_structure_and_number_of_lanes_has_its_own_size():
     assert sizes_of(cutter, 6) == (2, 2, 2)
 
 
-def test_threads_that_share_a_cutter_agree_on_the_size():
-    """After calls from several threads at once, the size is that of the largest call."""
+def test_threads_can_share_a_cutter_with_equal_sizes():
+    """After concurrent calls, the size is that of the largest call."""
     cutter = Cutter(equal_sizes=True)
     start = threading.Barrier(8)
 
@@ -178,20 +178,20 @@ def test_threads_that_share_a_cutter_agree_on_the_size():
 
 
 def test_shards_are_balanced_by_default():
-    """Without options nothing is remembered."""
+    """Without options, sizes do not depend on earlier calls."""
     cutter = Cutter()
     assert [sizes_of(cutter, rows) for rows in (64, 20, 5)] == [(16, 16, 16, 16), (5, 5, 5, 5), (2, 1, 1, 1)]
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8])
-def test_a_cutter_may_have_its_own_rule(rows):
-    """`sizes` returns the sizes of the shards from the rows and the lanes."""
+def test_a_cutter_can_have_its_own_rule(rows):
+    """The `sizes` function computes the shard sizes from the rows and the number of lanes."""
     cutter = Cutter(sizes=lambda rows, lanes: in_units(rows, lanes, 4))
     assert sizes_of(cutter, rows, lanes=2) == in_units(rows, 2, 4)
 
 
 def test_a_telling_plan_overrides_the_rule_of_a_cutter():
-    """Sizes that show which outputs follow the rows are the same for every cutter."""
+    """With `tell=True`, every cutter uses the telling sizes."""
     for cutter in (Cutter(), Cutter(equal_sizes=True)):
         flat = cutter.flatten((torch.empty(16),), {})
         assert cutter.plan(flat, 2, tell=True).sizes == (8, 4, 4)

@@ -1,4 +1,4 @@
-"""register_split: your own classes, cut and joined by your own rules."""
+"""`register_split`: user-defined classes are cut and joined by user-defined functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def new_class(base=object):
-    """Return a new class of words, so that tests share no rules."""
+    """Return a new class with its `split` and `join`, so that tests do not share rules."""
 
     class Words(base):
         def __init__(self, items):
@@ -58,8 +58,8 @@ def test_a_registered_class_is_cut_and_joined(base):
     assert found["w"][0].items == ["a", "b", "c"]
 
 
-def test_a_class_may_be_registered_after_its_values_were_seen():
-    """A class without tensors is broadcast until it is registered, and then cut, by cutters in use too."""
+def test_a_class_can_be_registered_after_values_were_passed():
+    """Values of a class without tensors are broadcast until it is registered, and cut afterwards."""
     words, split, put_together = new_class()
     cutter, value = Cutter(), words("ab")
     assert cut(torch.zeros(2), value, cutter=cutter)[1].args[1] is value
@@ -68,7 +68,7 @@ def test_a_class_may_be_registered_after_its_values_were_seen():
 
 
 def test_a_class_that_holds_tensors_is_refused_until_it_is_registered():
-    """The refusal of an unknown class that holds tensors names register_split, which settles it."""
+    """The error names `register_split`."""
     words, split, put_together = new_class()
     value = words([torch.zeros(1), torch.zeros(2)])
     with pytest.raises(ShardError, match=r"register_split\(Words, ...\)"):
@@ -77,21 +77,21 @@ def test_a_class_that_holds_tensors_is_refused_until_it_is_registered():
     assert [len(shard.args[1]) for shard in cut(torch.zeros(2), value)] == [1, 1]
 
 
-def test_its_rows_must_agree_with_the_batch():
-    """The rows of a registered value must agree with the other rows of the call."""
+def test_rows_of_a_registered_value_must_agree_with_the_batch():
+    """A registered value with another row count than the batch is refused."""
     words = registered()
     with pytest.raises(ShardError, match=r"args\[1\] has 2.*args\[0\] has 3"):
         cut(torch.zeros(3), words("ab"))
 
 
-def test_it_alone_can_be_the_batch():
-    """A call of one registered value and no tensor is cut."""
+def test_a_registered_value_can_be_the_batch():
+    """A call with a registered value and without tensors is cut."""
     words = registered()
     assert [shard.rows for shard in cut(words("abcde"), lanes=3)] == [2, 2, 1]
 
 
-def test_rows_may_be_counted_in_another_way_than_by_len():
-    """`rows` returns the row count."""
+def test_rows_can_replace_len():
+    """If `rows` is given, it returns the row count instead of `len`."""
 
     class Table:
         def __init__(self, height):
@@ -110,7 +110,7 @@ def test_rows_may_be_counted_in_another_way_than_by_len():
 
 @pytest.mark.parametrize("wrong", [0, 1, 3])
 def test_a_split_that_returns_another_number_of_parts_is_refused(wrong):
-    """`split` returns one part per size, so no part is dropped and no lane stays without."""
+    """`split` must return one part per size."""
     words, _, put_together = new_class()
     register_split(words, split=lambda value, sizes: [value] * wrong, join=put_together)
     with pytest.raises(ParawrapError, match="Words"):
@@ -118,20 +118,20 @@ def test_a_split_that_returns_another_number_of_parts_is_refused(wrong):
 
 
 def test_the_same_object_from_every_lane_is_not_joined():
-    """A registered value that every lane returns as the same object keeps its identity, like a tensor."""
+    """If every lane returns the same registered object, the output is that object."""
     shared = registered()("ab")
     assert join([shared, shared], (2, 2), JoinRules()) is shared
 
 
-def test_an_output_of_one_lane_is_unwrapped():
-    """With one shard the value is returned as it is."""
+def test_a_value_of_one_shard_is_returned_unchanged():
+    """With one shard, the output is the same object."""
     value = registered()("ab")
     assert join([[value]], (2,), JoinRules(), CPU)[0] is value
     assert join([[value]], (2,), JoinRules(reduce="stack"), CPU)[0] is value
 
 
-def test_a_packed_sequence_round_trips_with_its_order():
-    """Cut and joined, a packed sequence is equal to the original in data, order, and indices."""
+def test_a_packed_sequence_keeps_its_order():
+    """A packed sequence that is cut and joined has the data, order, and indices of the original."""
     sequences = [torch.randn(length, 2) for length in (1, 4, 2, 3, 1)]
     packed = rnn.pack_sequence(sequences, enforce_sorted=False)
     for lanes in (2, 3, 5):
@@ -142,8 +142,8 @@ def test_a_packed_sequence_round_trips_with_its_order():
 
 
 @pytest.mark.parametrize("lengths", [(4, 3, 3, 1), (2, 2, 2, 2)])
-def test_a_packed_sequence_without_sorted_indices_round_trips_without_them(lengths):
-    """The lanes and the caller get `sorted_indices` of None if the caller sorted the sequences."""
+def test_a_packed_sequence_without_sorted_indices_stays_without_them(lengths):
+    """If the caller sorted the sequences, `sorted_indices` is None in the lanes and in the output."""
     packed = rnn.pack_sequence([torch.randn(length, 2) for length in lengths])
     shards = cut(packed, lanes=3)
     assert [shard.args[0].sorted_indices for shard in shards] == [None] * 3
@@ -154,7 +154,7 @@ def test_a_packed_sequence_without_sorted_indices_round_trips_without_them(lengt
 
 
 def test_gradients_flow_through_a_packed_sequence():
-    """Cutting it is differentiable."""
+    """Cutting a packed sequence is differentiable."""
     x = torch.ones(3, requires_grad=True)
     packed = rnn.pack_sequence([x, x[:2] * 2])
     sum(shard.args[0].data.sum() for shard in cut(packed)).backward()
@@ -162,7 +162,7 @@ def test_gradients_flow_through_a_packed_sequence():
 
 
 def test_sequences_are_cut_by_slices():
-    """A sequence that `in_dims` cuts has rules too: slices of the same type."""
+    """A sequence is split into slices of the same type."""
     splitter = splitter_of(["a", "b", "c"])
     assert splitter.split(["a", "b", "c"], (2, 1)) == [["a", "b"], ["c"]]
     assert splitter.join([("a",), ("b", "c")]) == ("a", "b", "c")

@@ -1,4 +1,4 @@
-"""check_equal: compare a parallel output with the plain output."""
+"""`check_equal`: compare a parallel output with the plain output."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from parawrap.shards import check_equal
         (torch.ones(2, requires_grad=True), torch.ones(2)),
     ],
 )
-def test_what_is_equal_up_to_rounding_passes(ours, theirs):
+def test_values_that_are_equal_up_to_rounding_pass(ours, theirs):
     """Rounding errors and equal NaNs raise nothing."""
     check_equal(ours, theirs)
 
 
-def test_a_difference_is_reported_with_address_size_and_usual_cause():
-    """The message has the place, the absolute and relative difference, and the usual cause."""
+def test_a_difference_is_reported_with_place_size_and_usual_cause():
+    """The error names the place, the absolute and relative difference, and the usual cause."""
     with pytest.raises(VerifyError, match=r'output\["a"\]\[1\].*max abs 0.5, max rel 0.25.*BatchNorm'):
         check_equal({"a": [torch.zeros(2), torch.tensor([2.0, 2.5])]}, {"a": [torch.zeros(2), torch.tensor([2.0, 2.0])]})
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.complex64])
 def test_a_difference_of_any_dtype_is_a_verify_error(dtype):
-    """Masks, labels and complex values are compared as well."""
+    """Masks, labels, and complex values are compared too."""
     with pytest.raises(VerifyError, match="max abs 1"):
         check_equal(torch.tensor([1, 0]).to(dtype), torch.tensor([0, 0]).to(dtype))
 
