@@ -1,4 +1,4 @@
-"""The public API as a type checker sees it: checked by ``mypy --strict`` and pyright, never run."""
+"""Uses of the public API for type checkers. ``mypy --strict`` and pyright check this file; it is never run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from parawrap import (
 )
 
 
-def a_block_knows_its_target(model: torch.nn.Linear, x: torch.Tensor) -> None:
+def a_block_is_generic_in_its_target(model: torch.nn.Linear, x: torch.Tensor) -> None:
     block = parallel(model, ["cpu", "cpu"])
     assert_type(block, Parallel[torch.nn.Linear])
     with block as p:
@@ -122,7 +122,7 @@ def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tenso
     block.map([x], buffersize="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def the_data_parallels_know_their_module(model: torch.nn.Linear, x: torch.Tensor) -> None:
+def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.Tensor) -> None:
     net = DataParallel(model, device_ids=["cpu", "cpu"], output_device="cpu", dim=0)
     assert_type(net.module, torch.nn.Linear)
     torch_net: torch.nn.DataParallel[torch.nn.Linear] = net
@@ -168,7 +168,7 @@ def the_helpers(x: torch.Tensor) -> None:
 
 
 class Sample(Batch):
-    """A batch of the user's own."""
+    """A user-defined batch."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
@@ -181,7 +181,7 @@ def batches_keep_their_class(sample: Sample) -> None:
 
 
 class Words:
-    """A value that is cut in a way of its own."""
+    """A user-defined class for `register_split`."""
 
     def __init__(self, items: list[str]) -> None:
         self.items = items
@@ -203,7 +203,7 @@ def a_class_is_registered() -> None:
     register_split(Words, split=_split, join=_join, rows=len)
 
 
-def errors_are_what_they_say() -> None:
+def errors_have_their_bases() -> None:
     try:
         parallel(len)
     except ShardError as error:
@@ -244,11 +244,11 @@ class Trainer:
 
     @staticmethod
     @wrapper(TWO)
-    def of_nothing(steps: int) -> bytes:
+    def of_static(steps: int) -> bytes:
         return bytes(steps)
 
 
-def a_launch_knows_what_its_function_takes_and_returns() -> None:
+def a_launch_has_the_types_of_its_function() -> None:
     results = train(1, b=2.0)
     assert_type(results, RankResults[str])
     assert_type(results[0], str)
@@ -262,7 +262,7 @@ def a_launch_knows_what_its_function_takes_and_returns() -> None:
     assert_type(wrapper(TWO)(lambda: 3)(), RankResults[int])
 
 
-def what_a_function_does_not_take_is_an_error() -> None:
+def wrong_arguments_of_a_launch_are_errors() -> None:
     train("1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     train()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     train.submit(1, c=2)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -276,13 +276,13 @@ def methods_launch_without_their_self(trainer: Trainer) -> None:
     assert_type(trainer.method(3), RankResults[list[float]])
     assert_type(trainer.method.submit(steps=3), Launch[list[float]])
     assert_type(Trainer.method(trainer, 3), RankResults[list[float]])
-    assert_type(Trainer.of_nothing(3), RankResults[bytes])
+    assert_type(Trainer.of_static(3), RankResults[bytes])
     trainer.method("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     trainer.method(trainer, 3)  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
-    Trainer.of_nothing("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Trainer.of_static("3")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def a_launch_tells_how_it_goes(launch: Launch[int]) -> None:
+def a_launch_has_typed_attributes(launch: Launch[int]) -> None:
     assert_type(launch.done(), bool)
     assert_type(launch.cancel(), None)
     assert_type(launch.state, Literal["pending", "running", "finished", "failed", "cancelled"])
@@ -298,7 +298,7 @@ def task(global_rank: int, local_rank: int, process_group: ProcessGroup | None, 
     return global_rank / 2
 
 
-def tasks_take_their_place_as_arguments() -> None:
+def tasks_take_ranks_group_and_args() -> None:
     assert_type(Wrapper(TWO).start(task, ("example",)), RankResults[float])
     assert_type(Wrapper(TWO).start(task), RankResults[float])
     assert_type(Wrapper(TWO).platform, Platform)
@@ -307,7 +307,7 @@ def tasks_take_their_place_as_arguments() -> None:
     Wrapper(task)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def a_rank_knows_its_place() -> None:
+def a_rank_has_typed_attributes() -> None:
     rank = current_rank()
     assert_type(rank, Rank)
     assert_type(
@@ -341,7 +341,7 @@ def the_helpers_of_a_rank(
     functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def errors_of_a_launch_tell_what_they_know(
+def errors_of_a_launch_have_typed_attributes(
     died: RankDiedError, late: LaunchTimeoutError, unsendable: UnsendableError
 ) -> None:
     assert_type(died.rank, int | None)
