@@ -1,4 +1,4 @@
-"""Row-wise models that keep modules, tensors, and state in awkward places; each was wrong in lanes once."""
+"""Row-wise models that keep modules, tensors, or state in unusual places. Each once had a wrong output in lanes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 __all__ = ["CASES", "MODELS", "check"]
 
-WRITES = "the model wrote"  # the warning on attributes that do not come back
+WRITES = "the model wrote"  # start of the warning about attributes that lanes write and lose
 
 
 def linear(out_features: int = 4) -> nn.Linear:
@@ -23,7 +23,7 @@ def linear(out_features: int = 4) -> nn.Linear:
 
 
 class HookOfTheModule(nn.Module):
-    """A hook that is bound to the model stores a tensor in it."""
+    """Has a hook that is a bound method of the model and stores a tensor in it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class HookOfTheModule(nn.Module):
 
 
 class Listed(nn.Module):
-    """Runs its submodules by way of plain lists, tuples, dicts, and deques."""
+    """Calls its submodules through plain lists, tuples, dicts, and deques."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Listed(nn.Module):
 
 
 class PartialForward(nn.Module):
-    """`forward` is a partial of a bound method."""
+    """Has a `forward` attribute that is a partial of a bound method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class PartialForward(nn.Module):
 
 
 class DictsOfDicts(nn.Module):
-    """Reads tensors from dicts in dicts, and writes there."""
+    """Reads and writes tensors in nested dicts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class DictsOfDicts(nn.Module):
 
 
 class ChildWithParent(nn.Module):
-    """A child holds its parent in a list, and reads a parameter of it in a hook."""
+    """Has a child that holds its parent in a list, with a hook that reads the parent's parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,10 +96,10 @@ class ChildWithParent(nn.Module):
 
 
 class Extractor(nn.Module):
-    """Collects outputs by hooks of an object, like the feature extractors of timm."""
+    """Collects outputs with hooks of a separate object, like timm's feature extractors."""
 
     class Taken:
-        """Outputs by name."""
+        """Holds outputs by name."""
 
         def __init__(self) -> None:
             self.outputs: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ class Extractor(nn.Module):
 
 
 class Equal(nn.Linear):
-    """A layer that equals every other one."""
+    """A layer that is equal to every other layer of its class."""
 
     def __init__(self) -> None:
         super().__init__(4, 4, dtype=torch.float64)
@@ -146,7 +146,7 @@ class Slotted:
 
 
 class Objects(nn.Module):
-    """Keeps modules in objects, slots, namespaces, weak references, and sets, and state in a namespace."""
+    """Keeps modules in slots, namespaces, weak references, and sets, and state in a namespace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Objects(nn.Module):
 
 
 class Closures(nn.Module):
-    """Runs submodules by way of closures, defaults, and lambdas."""
+    """Calls submodules through closures, default arguments, and lambdas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,8 +200,8 @@ class ZeroGrad(nn.Module):
         return self.a(x)
 
 
-class LearningBuffer(nn.Module):
-    """Has a buffer and a plain attribute that require gradients."""
+class BufferWithGradients(nn.Module):
+    """Has a buffer that requires gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class LearningBuffer(nn.Module):
 
 
 class NormInAList(nn.Module):
-    """Reaches a norm in eval mode by way of a list; the rest is in train mode."""
+    """Calls a norm in eval mode through a list."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class NormInAList(nn.Module):
 
 
 class Scratch(nn.Module):
-    """Writes buffers and plain tensors in place, and reads them in the same call."""
+    """Writes a buffer and a plain tensor in place, and reads the buffer in the same call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "objects": Objects,
     "closures": Closures,
     "zero_grad": ZeroGrad,
-    "learning buffer": LearningBuffer,
+    "buffer with gradients": BufferWithGradients,
     "norm in a list": NormInAList,
     "scratch": Scratch,
 }
@@ -308,7 +308,7 @@ CASES = [
 
 
 def check(make, event, opened, rows: int, *, grad: bool, calls: int = 3) -> None:
-    """Compare calls of a model in a block with those of a plain copy, with the event between them."""
+    """Compare several calls of a model in a block with calls of a plain copy. Apply `event` to both after each call."""
     torch.manual_seed(rows)
     model = make()
     for module in model.modules():
@@ -323,7 +323,7 @@ def check(make, event, opened, rows: int, *, grad: bool, calls: int = 3) -> None
             if grad and any(parameter.requires_grad for parameter in model.parameters()):
                 _backward(output)
                 _backward(expected)
-            pairs = zip(_learning(model), _learning(plain), strict=True)
+            pairs = zip(_requiring_gradients(model), _requiring_gradients(plain), strict=True)
             for (name, mine), (_, theirs) in pairs:
                 torch.testing.assert_close(mine.grad, theirs.grad, msg=lambda text, name=name: f"{name}: {text}")
             event(model, step)
@@ -337,5 +337,5 @@ def _backward(output) -> None:
     sum(value.square().sum() for value in values).backward()
 
 
-def _learning(model: nn.Module) -> list[tuple[str, Tensor]]:
+def _requiring_gradients(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if buffer.requires_grad)]

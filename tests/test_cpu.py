@@ -23,7 +23,7 @@ ON_GLIBC = pytest.mark.skipif(
     LIBRARY != "glibc" or tuple(map(int, VERSION.split("."))) < (2, 35), reason="the C library is not glibc 2.35 or later"
 )
 
-# 64 MiB: more than the largest M_MMAP_THRESHOLD that glibc chooses by itself, so each buffer has new pages.
+# 64 MiB is more than the largest M_MMAP_THRESHOLD that glibc chooses on its own, so each buffer has new pages.
 COUNT_FAULTS = """
 import resource, torch
 from parawrap.cpu import keep_freed_memory
@@ -47,7 +47,7 @@ def run(script: str, **environment: str) -> list[int]:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The calls of mallopt and malloc_trim, in order; the process keeps its own thresholds."""
+    """Replace mallopt and malloc_trim with functions that record their calls, and return the list of calls."""
     made = []
     library = SimpleNamespace(
         gnu_get_libc_version=None,
@@ -68,8 +68,8 @@ OPENED, CLOSED = settings(KEPT, KEPT), [*settings(*RESET), "trim"]
 
 
 @ON_GLIBC
-def test_the_block_spares_page_faults():
-    """Inside the block freed buffers cost no page faults again; before it and after it they do."""
+def test_the_block_avoids_page_faults():
+    """Inside the block, reusing freed buffers causes few page faults; before and after it, it causes many."""
     before, inside, after = run("""
 print(faults())
 with keep_freed_memory():
@@ -83,7 +83,7 @@ print(faults())
 
 @ON_GLIBC
 def test_memory_is_kept_until_the_last_of_nested_blocks_ends():
-    """The end of an inner block changes nothing."""
+    """The end of an inner block does not reset the thresholds."""
     inside, after = run("""
 with keep_freed_memory():
     with keep_freed_memory():
@@ -99,14 +99,14 @@ print(faults())
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.trim_threshold=131072")],
 )
-def test_thresholds_from_the_environment_are_obeyed(name, value):
-    """If the environment sets a threshold, page faults are the same inside the block."""
+def test_thresholds_from_the_environment_are_kept(name, value):
+    """If the environment sets a threshold, the block does not reduce page faults."""
     outside, inside = run("print(faults())\nwith keep_freed_memory():\n    print(faults())\n", **{name: value})
     assert inside * 2 > outside > 0
 
 
 def test_the_first_block_sets_the_thresholds_and_the_last_resets_them(calls):
-    """Blocks in between are only counted."""
+    """Nested blocks only change a counter."""
     with keep_freed_memory():
         with keep_freed_memory():
             assert calls == OPENED
@@ -115,14 +115,14 @@ def test_the_first_block_sets_the_thresholds_and_the_last_resets_them(calls):
 
 
 def test_an_exception_ends_the_block(calls):
-    """The thresholds are reset, and the exception leaves the block."""
+    """The thresholds are reset, and the exception is raised."""
     with pytest.raises(KeyError), keep_freed_memory():
         raise KeyError
     assert calls == OPENED + CLOSED
 
 
 def test_blocks_of_several_threads_are_counted(calls):
-    """A block in one thread keeps memory for as long as it is open, also when another thread's block ends."""
+    """The thresholds stay set while any thread's block is open."""
     opened, close = threading.Event(), threading.Event()
 
     def hold():
@@ -142,8 +142,8 @@ def test_blocks_of_several_threads_are_counted(calls):
 
 
 @pytest.mark.stress
-def test_any_number_of_threads_leave_the_count_at_zero(calls):
-    """After many overlapping blocks the last call resets the thresholds, and each opening has its end."""
+def test_many_overlapping_blocks_reset_the_thresholds(calls):
+    """After many overlapping blocks in several threads, each setting of the thresholds was followed by a reset."""
 
     def repeat():
         for _ in range(200):
@@ -159,8 +159,8 @@ def test_any_number_of_threads_leave_the_count_at_zero(calls):
     assert calls
 
 
-def test_an_older_glibc_gets_the_largest_value_that_it_takes(calls, monkeypatch):
-    """M_MMAP_THRESHOLD is set to 32 MiB where glibc, before 2.35, refuses more."""
+def test_an_older_glibc_gets_the_largest_allowed_value(calls, monkeypatch):
+    """If glibc refuses a larger M_MMAP_THRESHOLD, as before version 2.35, the block sets 32 MiB."""
 
     def refuse(name, value):
         calls.append((name, value))
@@ -186,8 +186,8 @@ def test_the_block_is_logged(calls, caplog):
         ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1", "glibc.malloc.mmap_threshold"),
     ],
 )
-def test_a_threshold_of_the_user_is_left_alone(calls, caplog, monkeypatch, name, value, named):
-    """The block logs which setting it found, and changes nothing."""
+def test_a_threshold_of_the_user_is_not_changed(calls, caplog, monkeypatch, name, value, named):
+    """The block only logs the setting that it found."""
     monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
         pass
@@ -195,15 +195,15 @@ def test_a_threshold_of_the_user_is_left_alone(calls, caplog, monkeypatch, name,
     assert caplog.messages == [f"freed memory is not kept: the environment sets {named}"]
 
 
-def test_other_tunables_do_not_matter(calls, monkeypatch):
-    """GLIBC_TUNABLES without a threshold changes nothing about the block."""
+def test_other_tunables_are_ignored(calls, monkeypatch):
+    """If GLIBC_TUNABLES sets no threshold, the block sets the thresholds."""
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
     with keep_freed_memory():
         assert calls == OPENED
 
 
 def test_without_glibc_the_block_does_nothing(calls, caplog, monkeypatch):
-    """On macOS, Windows, and musl the block only logs the reason."""
+    """On macOS, Windows, and musl, the block only logs the reason."""
     monkeypatch.setattr(parawrap.cpu, "_libc", None)
     with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
         pass

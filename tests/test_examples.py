@@ -1,4 +1,4 @@
-"""The examples run as they stand, as their reader would run them. ``make demo`` runs examples/digits.py."""
+"""The programs in examples/ run unchanged. ``make demo`` runs examples/digits.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def test_the_task_style_trains_saves_and_evaluates():
-    """The example that ddpw documents moved to digits, trains in two ranks and evaluates every image once."""
+    """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
     command = [sys.executable, "-W", "error", EXAMPLES / "digits_wrapper.py"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -25,8 +25,8 @@ def test_the_task_style_trains_saves_and_evaluates():
     assert "the same on every rank: True" in last
 
 
-def test_a_training_that_is_preempted_comes_to_the_same_weights():
-    """The example of preemption is told to leave, starts anew where it was, and loses nothing."""
+def test_a_preempted_training_ends_with_the_same_weights():
+    """The example is preempted once, restarts from its checkpoint, and has the weights of an uninterrupted training."""
     command = [sys.executable, "-W", "error", EXAMPLES / "preemption.py"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
@@ -34,19 +34,19 @@ def test_a_training_that_is_preempted_comes_to_the_same_weights():
     assert found.stdout.splitlines()[-1] == "the same weights as without: True"
 
 
-def test_the_page_shows_the_programs():
-    """docs/train.md shows the plain loop as it is, and every line in which the two programs differ."""
+def test_the_guide_page_shows_the_programs():
+    """docs/train.md shows the plain loop and every line that differs between the two programs."""
     page = (EXAMPLES.parent / "docs" / "train.md").read_text()
     texts = [(EXAMPLES / f"train_digits_{name}.py").read_text() for name in ("plain", "ranks")]
     plain, ranks = (text[text.index("from __future__") :].splitlines() for text in texts)
     loop, diff = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "diff"))
     assert loop in "\n".join(plain) + "\n"
-    found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]  # below the names of the files
+    found = list(difflib.unified_diff(plain, ranks, n=0, lineterm=""))[2:]  # without the header with file names
     assert [line for line in found if line[0] != "@" and line[1:]] == [line for line in diff.splitlines() if line[1:]]
 
 
-def test_ranks_train_as_the_plain_loop_does():
-    """Two ranks have the losses and the accuracy of one rank; the plain loop has another order and nearly the accuracy."""
+def test_ranks_train_like_the_plain_loop():
+    """Two ranks have the losses and accuracy of one rank. The plain loop has another row order and a similar accuracy."""
     script = (
         "import json, torch, train_digits_plain, train_digits_ranks\n"
         "torch.manual_seed(0)\n"
@@ -54,7 +54,7 @@ def test_ranks_train_as_the_plain_loop_does():
         "print(json.dumps([plain, one, *two]))"
     )
     command = [sys.executable, "-W", "error", "-c", script]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # the model is tiny, and torch's threads slow down on busy cores
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several threads on busy cores are slower
     found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=environ)
     assert found.returncode == 0, found.stderr
     (plain_losses, plain), (losses, accuracy), *ranks = json.loads(found.stdout.splitlines()[-1])

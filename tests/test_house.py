@@ -1,4 +1,4 @@
-"""The house rules: who imports whom, what an import loads, and what every public name owes its reader."""
+"""House rules: allowed imports between rooms, side effects of importing parawrap, and documentation of public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import parawrap
 PACKAGE = Path(parawrap.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Who may import whom, beside `errors` and itself. "." is parawrap/__init__.py.
+# The rooms that each room may import, in addition to `errors` and itself. "." is parawrap/__init__.py.
 ALLOWED = {
     "_version": set(),
     "errors": set(),
@@ -61,7 +61,7 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def imports_of(module: str, *, at_import: bool) -> set[str]:
-    """The parawrap modules that a module names in imports; `at_import`: only those that run when it is imported."""
+    """Return the parawrap modules that a module imports. With `at_import`, skip imports in functions and for types."""
     found: set[str] = set()
 
     def note(node: ast.AST) -> None:
@@ -86,17 +86,17 @@ def imports_of(module: str, *, at_import: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_imports_only_from_the_rooms_below_it(module):
-    """Every edge between rooms, also one inside a function or for types alone, is one that the design allows."""
+def test_a_module_imports_only_from_allowed_rooms(module):
+    """Imports inside functions and for type checking count too."""
     room = room_of(module)
-    assert room in ALLOWED, f"{room} has no place in the order of rooms: give it one here and in the design"
+    assert room in ALLOWED, f"room {room!r} is not in ALLOWED: add it there and to the design"
     allowed = ALLOWED[room] | {"errors", room}
     for name in imports_of(module, at_import=False):
         assert room_of(name) in allowed, f"{module} imports {name}"
 
 
-def test_no_modules_import_each_other_in_a_circle():
-    """There is an order in which modules can be imported one after the other."""
+def test_there_are_no_circular_imports():
+    """The import graph can be sorted topologically, and no module imports its own room's `__init__`."""
     inits = {name for name, file in MODULES.items() if file.name == "__init__.py"}
     graph = {module: imports_of(module, at_import=True) & set(MODULES) for module in MODULES}
     for module, names in graph.items():
@@ -105,18 +105,15 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_room_is_entered_by_its_door(module):
-    """A module takes from other rooms what their __init__ offers, not from their underscored files."""
+def test_modules_use_only_the_public_modules_of_other_rooms(module):
+    """A module does not import from underscored files of other rooms."""
     for name in imports_of(module, at_import=False):
         private = [part for part in name.split(".")[1:] if part.startswith("_") and part != "_version"]
-        assert not private or room_of(name) == room_of(module), f"{module} reaches into {name}"
+        assert not private or room_of(name) == room_of(module), f"{module} imports from the private module {name}"
 
 
 def test_importing_parawrap_loads_nothing_heavy():
-    """In a fresh interpreter, `import parawrap` loads no cluster, no vendor's runtime, no compiler, bars and plots.
-
-    What `import torch` loads of its own accord (torch.hub takes tqdm where it is installed) is not parawrap's doing.
-    """
+    """In a new interpreter, `import parawrap` loads none of `NEVER_LOADED`, except modules that `import torch` loads."""
     script = (
         "import sys, torch; before = set(sys.modules); import parawrap; "
         f"print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])"
@@ -126,7 +123,7 @@ def test_importing_parawrap_loads_nothing_heavy():
 
 
 def test_importing_parawrap_has_no_side_effects():
-    """No thread is started, no figure of threads set, nothing written, no signal taken and no environment changed."""
+    """Importing starts no thread, prints nothing, and changes no thread count, signal handler, or environment variable."""
     script = """
 import os, signal, sys, threading, torch
 def state():
@@ -140,8 +137,8 @@ assert state() == before, (before, state())
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-def test_every_public_name_is_there_and_listed_in_order():
-    """`__all__` is sorted, has no name twice, and dir() shows all of it."""
+def test_every_public_name_exists_and_all_is_sorted():
+    """`__all__` is sorted and has no duplicates, and `dir()` has every name."""
     assert parawrap.__all__ == sorted(parawrap.__all__)
     assert len(parawrap.__all__) == len(set(parawrap.__all__))
     for name in parawrap.__all__:
@@ -150,7 +147,7 @@ def test_every_public_name_is_there_and_listed_in_order():
 
 
 def test_every_error_is_public():
-    """What parawrap raises can be caught by a name from `parawrap`."""
+    """Every exception in parawrap.errors is in `parawrap.__all__`."""
     errors = {
         name for name, value in vars(parawrap.errors).items() if isinstance(value, type) and issubclass(value, Exception)
     }
@@ -166,7 +163,7 @@ def _public_things():
 
 @pytest.mark.parametrize(("name", "value"), list(_public_things()))
 def test_every_public_name_is_documented_with_an_example(name, value):
-    """A function or class has a docstring of its own with a doctest; an error has a docstring."""
+    """A public function or class has its own docstring with a doctest. An exception needs only a docstring."""
     document = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     assert document, f"{name} has no docstring"
     if not (inspect.isclass(value) and issubclass(value, parawrap.ParawrapError)):
@@ -174,8 +171,8 @@ def test_every_public_name_is_documented_with_an_example(name, value):
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_every_module_says_what_it_is(module):
-    """Each file has a docstring, and `__all__`, where there is one, holds names that exist (ruff sorts them)."""
+def test_every_module_has_a_docstring(module):
+    """Every module has a docstring, and every name in its `__all__` exists."""
     file = MODULES[module]
     assert ast.get_docstring(ast.parse(file.read_text())), f"{module} has no docstring"
     loaded = importlib.import_module(module) if not module.startswith("parawrap.cli") else None
@@ -183,15 +180,15 @@ def test_every_module_says_what_it_is(module):
     assert all(hasattr(loaded, name) for name in offered)
 
 
-def test_no_file_is_named_for_nothing_in_particular():
-    """A name such as utils says nothing about what is inside."""
+def test_no_file_or_folder_has_a_vague_name():
+    """A name such as `utils` does not describe the contents."""
     vague = {"utils", "util", "helpers", "helper", "common", "core", "manager", "managers", "misc"}
     assert [file for file in FILES if vague & set(file.with_suffix("").name.strip("_").split("_"))] == []
     assert [folder for folder in PACKAGE.rglob("*") if folder.is_dir() and folder.name.strip("_") in vague] == []
 
 
-def test_the_hierarchy_that_errors_draws_is_the_one_there_is():
-    """The tree in the docstring of `errors` has every class, once, under the classes that it derives from."""
+def test_the_tree_in_the_docstring_of_errors_is_complete():
+    """The tree names every exception once, with its builtin bases."""
     drawn = inspect.getdoc(parawrap.errors) or ""
     for name in sorted(parawrap.__all__):
         value = getattr(parawrap, name)
@@ -200,9 +197,9 @@ def test_the_hierarchy_that_errors_draws_is_the_one_there_is():
         (line,) = [line for line in drawn.splitlines() if name in line.replace("(", " ").split()]
         for base in value.__bases__:
             if base.__module__ == "builtins" and base is not Exception:
-                assert base.__name__ in line, f"{name} is a {base.__name__} and the drawing does not say so"
+                assert base.__name__ in line, f"{name} derives from {base.__name__}, which the tree does not show"
 
 
-def test_the_package_says_that_it_is_typed():
-    """py.typed is there for type checkers."""
+def test_the_package_has_py_typed():
+    """Type checkers need the file py.typed."""
     assert (PACKAGE / "py.typed").exists()
