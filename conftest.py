@@ -1,4 +1,4 @@
-"""What every test and every example shares: nothing is left behind."""
+"""Hooks and fixtures for all tests and examples: no test leaves a thread or a file behind."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-# The clusters are for more than one folder of tests.
+# Several folders of tests use the clusters.
 pytest_plugins = ["tests.clusters.fixtures"]
 
-# A simulated accelerator becomes torch's accelerator for the whole process: those tests run in a process of their own.
+# A simulated accelerator becomes torch's accelerator for the whole process, so its tests need a separate process.
 _ON_DEVICES = ["tests/simdevice", "tests/devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES
 
@@ -24,7 +24,7 @@ _PATIENCE_S = 30.0
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """A process that does not end soon after its last test says where every thread hangs, and fails."""
+    """Print the stack of each thread and fail if the process does not end soon after its last test."""
 
     def end() -> None:
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
@@ -36,19 +36,19 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was loaded before the tests is not searched for garbage after each of them: that takes longer than most."""
+    """Exclude modules and collected tests from garbage collection, which takes longer than most tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No lane outlives its test, and no test writes into the folder it was started from."""
+    """Fail a test that leaves a thread running, and run it in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     yield
     if _lanes():
-        gc.collect()  # only then: over thousands of tests it takes minutes
-    assert not _lanes(), "lanes left behind"
+        gc.collect()  # only here, because a collection per test takes minutes
+    assert not _lanes(), "threads still run after the test"
 
 
 def _lanes() -> list[str]:

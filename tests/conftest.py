@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 
 import pytest
-
-
-def pytest_collection_finish() -> None:
-    """Exclude modules and collected tests from garbage collection. A full collection is then about ten times as fast."""
-    gc.freeze()
 
 
 def require(tier: str, missing: str | None) -> None:
