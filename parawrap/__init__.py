@@ -113,7 +113,7 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what many programs do not need at its first use: launching, NeuronCores, functions for single steps."""
+    """Import the parts that many programs do not use when they are first accessed."""
     if name in ("cpu", "functional", "neuron"):
         return importlib.import_module(f"parawrap.{name}")
     if name not in _LATER:

@@ -1,25 +1,25 @@
-"""Every exception that parawrap raises of its own accord.
+"""The exceptions that parawrap raises.
 
-An exception raised by *your* code inside a lane is never replaced by one of these: it reaches you with its own type
-and traceback and gains a note that names the lane, the device and the shard.
+An exception that *your* code raises inside a lane keeps its type and traceback. parawrap adds a note that names the lane,
+the device, and the shard.
 
 ::
 
     ParawrapError
-    ├── ShardError (ValueError)                 a call that cannot be cut: rows disagree, an ambiguous list
-    ├── GatherError (ValueError)                outputs that cannot be joined: ragged shapes, unequal keys
-    ├── VerifyError (RuntimeError)              verify=True found a parallel output that differs from the plain one
-    ├── ShapeError (ValueError)                 a compiled model does not take this shape
-    ├── ReplicaError (RuntimeError)             a module of which no replica can be made
-    ├── SessionError (RuntimeError)             a block used after it was closed, or closed out of order
-    ├── DeviceListError (ValueError)            a list of devices that makes no sense: empty, or of mixed types
-    ├── DeviceUnavailableError (RuntimeError)   a device that this machine does not have
-    ├── PlatformError (ValueError)              a field of Platform with a value that is not allowed
-    └── LaunchError (RuntimeError)              a launch that could not be started or finished
-        ├── RankDiedError                       a rank that was killed, or left without a result
-        ├── LaunchTimeoutError                  ranks that took, or were silent for, too long
-        ├── LaunchCancelledError                the results of a launch that was cancelled
-        └── UnsendableError (TypeError)         an argument or a result that cannot be sent to another process
+    ├── ShardError (ValueError)                 a call cannot be cut: rows disagree, or a list is ambiguous
+    ├── GatherError (ValueError)                outputs cannot be joined: shapes or keys differ
+    ├── VerifyError (RuntimeError)              a parallel output differs from the plain one
+    ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
+    ├── ReplicaError (RuntimeError)             a module cannot be replicated
+    ├── SessionError (RuntimeError)             a block is used after it was closed, or is closed out of order
+    ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
+    ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
+    ├── PlatformError (ValueError)              a field of Platform has a value that is not allowed
+    └── LaunchError (RuntimeError)              a launch could not start or finish
+        ├── RankDiedError                       a rank was killed, or exited without a result
+        ├── LaunchTimeoutError                  ranks ran, or were silent, for too long
+        ├── LaunchCancelledError                a launch was cancelled and has no results
+        └── UnsendableError (TypeError)         an argument or a result cannot be sent to another process
 """
 
 from __future__ import annotations
@@ -29,56 +29,59 @@ from signal import Signals
 
 
 class ParawrapError(Exception):
-    """The root: ``except ParawrapError`` catches everything that parawrap itself raises."""
+    """The base class of every exception that parawrap defines."""
 
 
 class ShardError(ParawrapError, ValueError):
-    """A call that cannot be cut into shards; the message names the argument, its rows and the cure."""
+    """A call cannot be cut into shards. The message names the argument, its rows, and the remedy."""
 
 
 class GatherError(ParawrapError, ValueError):
-    """Outputs of several lanes that cannot be joined; the message names the place in the output and the cure."""
+    """The outputs of several lanes cannot be joined. The message names the place in the output and the remedy."""
 
 
 class VerifyError(ParawrapError, RuntimeError):
-    """With ``verify=True``: the parallel output differs from the plain one by more than rounding."""
+    """A parallel output differs from the plain one by more than rounding.
+
+    Raised by ``parallel(..., verify=True)`` and `parawrap.testing.check_rowwise`.
+    """
 
 
 class ShapeError(ParawrapError, ValueError):
-    """A compiled model that does not take this shape or dtype; the message names both."""
+    """A compiled model does not accept a shape or dtype. The message names both the given and the compiled one."""
 
 
 class ReplicaError(ParawrapError, RuntimeError):
-    """A module of which no replica can be made on a device; the message names the submodule."""
+    """A module cannot be replicated on a device. The message names the submodule or attribute."""
 
 
 class SessionError(ParawrapError, RuntimeError):
-    """A parallel block used after it was closed, or closed while a later one on the same model is still open."""
+    """A block is used after it was closed, or is closed before a later block on the same model."""
 
 
 class DeviceListError(ParawrapError, ValueError):
-    """A list of devices that makes no sense on any machine: empty, of mixed types, or with an entry of no device."""
+    """A device list is malformed on any machine: empty, of mixed types, or with an entry that is not a device."""
 
 
 class DeviceUnavailableError(ParawrapError, RuntimeError):
-    """A device that this machine does not have; the message names those that it has."""
+    """This machine does not have a device. The message names the devices that it has."""
 
 
 class PlatformError(ParawrapError, ValueError):
-    """A field of ``Platform`` whose value is not allowed; the message names the field, the value and what is."""
+    """A field of ``Platform`` has a value that is not allowed. The message names the field, the value, and valid values."""
 
 
 class LaunchError(ParawrapError, RuntimeError):
-    """A launch that could not be started or finished."""
+    """A launch could not start or finish."""
 
 
 class RankDiedError(LaunchError):
-    """A rank that was killed by a signal, or left without handing back a result.
+    """A rank was killed by a signal, or exited without returning a result.
 
     Attributes:
-        rank: the global rank.
-        signal: what killed it (a number, where the signal has no name), None where it left by itself.
-        exit_code: what it left with, None where it was killed.
+        rank: The global rank.
+        signal: The signal that killed the rank, as a number if it has no name. None if the rank exited.
+        exit_code: The exit code. None if a signal killed the rank.
     """
 
     def __init__(
@@ -91,10 +94,10 @@ class RankDiedError(LaunchError):
 
 
 class LaunchTimeoutError(LaunchError):
-    """Ranks that took longer than ``timeout_min``, or were silent for longer than ``hang_timeout_s``.
+    """Ranks ran for longer than ``timeout_min``, or were silent for longer than ``hang_timeout_s``.
 
     Attributes:
-        stacks: by global rank, what each of its threads was doing.
+        stacks: The stacks of all threads of each rank, by global rank.
     """
 
     def __init__(self, message: str, *, stacks: Mapping[int, str] | None = None) -> None:
@@ -103,8 +106,8 @@ class LaunchTimeoutError(LaunchError):
 
 
 class LaunchCancelledError(LaunchError):
-    """The results were asked of a launch that was cancelled."""
+    """A launch was cancelled, so it has no results."""
 
 
 class UnsendableError(LaunchError, TypeError):
-    """An argument or a result that cannot be sent to another process, named by its address."""
+    """An argument or a result cannot be sent to another process. The message names the part that cannot be sent."""

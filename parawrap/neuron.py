@@ -1,8 +1,8 @@
-"""NeuronCores: the vendor's names on the vendor's runtimes, and on emulated cores wherever there are none.
+"""AWS NeuronCores: the API of torch_neuronx, on NeuronCores or on cores that parawrap emulates.
 
-The lines that run here are the lines that run on inf2 and trn1. PARAWRAP_NEURON_RUNTIME names the runtime (torch_neuronx,
-torch_neuron or host, which emulates cores on the CPU); without it, the first of the vendor's that is installed is taken,
-and else host, with a warning.
+The same code runs on inf2 and trn1, and on any other machine with emulated cores. The environment variable
+PARAWRAP_NEURON_RUNTIME names the runtime: torch_neuronx, torch_neuron, or host, which emulates cores on the CPU. By default
+parawrap uses the vendor's runtime that is installed, torch_neuronx first. Without either, it uses host and warns.
 
 >>> import torch
 >>> from parawrap import neuron, testing
@@ -27,13 +27,13 @@ __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", 
 
 
 def core_count() -> int:
-    """How many NeuronCores are allocated to this process.
+    """Return the number of NeuronCores that are allocated to this process.
 
-    The emulated runtime has 2, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES says otherwise.
+    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets another number.
 
     Raises:
-        DeviceUnavailableError: the runtime that is asked for is not there, or the cores cannot be counted.
-        DeviceListError: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES is malformed.
+        DeviceUnavailableError: If the runtime is not installed, or the cores cannot be counted.
+        DeviceListError: If NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES is malformed.
 
     Example:
         >>> from parawrap import neuron, testing
@@ -45,19 +45,19 @@ def core_count() -> int:
 
 
 def trace(model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
-    """Compile a module or function for NeuronCores: torch_neuronx.trace, torch_neuron.trace, or the emulated runtime's.
+    """Compile a module or function for NeuronCores, with the ``trace`` function of the runtime.
 
-    What it returns takes tensors of the shapes and dtypes of the examples, and no others; `save` keeps it.
+    The compiled model accepts only tensors with the shapes and dtypes of the examples. `save` writes it to a file.
 
     Args:
-        model: a module or function that ``torch.jit.trace`` takes; in eval mode, as a rule.
-        example_inputs: a tensor, or a tuple with one entry an argument; an entry may nest tuples, lists and dicts.
-        compiler: options of the vendor's trace, ``compiler_args=...`` say. The emulated runtime ignores them.
+        model: A module or function that ``torch.jit.trace`` accepts, usually in eval mode.
+        example_inputs: A tensor, or a tuple with one entry per argument. An entry may nest tuples, lists, and dicts.
+        compiler: Options of the vendor's trace, such as ``compiler_args``. The emulated runtime ignores them.
 
     Raises:
-        DeviceUnavailableError: the runtime that is asked for is not there.
-        TypeError: emulated: the model takes or gives something else than tensors in tuples, lists and dicts.
-        Exception: whatever the vendor's compiler or the model itself raises.
+        DeviceUnavailableError: If the runtime is not installed.
+        TypeError: On emulated cores, if an input or output holds values other than tensors in tuples, lists, and dicts.
+        Exception: Any error of the vendor's compiler or of the model.
 
     Example:
         >>> import torch
@@ -71,19 +71,20 @@ def trace(model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptM
 
 
 def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
-    """A compiled model that takes any number of rows on dim 0, in chunks of the compiled size; as torch_neuronx's.
+    """Make a compiled model accept any number of rows on dim 0, like ``torch_neuronx.dynamic_batch``.
 
-    `DataParallel` and `parallel` do this by themselves. How a short last chunk is run: docs/neuron.md.
+    The model processes the rows in chunks of the compiled size. `DataParallel` and `parallel` call this function
+    themselves. docs/neuron.md explains how a short last chunk runs.
 
     Args:
-        model: what `trace` returned, or a module that holds such models.
+        model: A model from `trace`, or a module that contains such models.
 
     Returns:
-        `model` itself, changed in place, where the runtime can do that; else a module around it.
+        `model`, changed in place, if the runtime supports that; otherwise a module that wraps it.
 
     Raises:
-        ReplicaError: it was not traced for NeuronCores.
-        ShapeError: an input or output has no batch dimension, or not the others' size there.
+        ReplicaError: If `model` was not traced for NeuronCores.
+        ShapeError: If an input or output has no dim 0, or its size on dim 0 differs from that of the others.
 
     Example:
         >>> import torch
@@ -97,16 +98,16 @@ def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def load(file: str | os.PathLike[str] | IO[bytes]) -> torch.jit.ScriptModule:
-    """``torch.jit.load`` of a compiled model, once the runtime that it needs is imported.
+    """Load a compiled model from a file with ``torch.jit.load``, after importing the runtime.
 
     Args:
-        file: a path, or a file that is open for reading bytes.
+        file: A path, or a file that is open for reading bytes.
 
     Returns:
-        The model, loaded onto a core by the runtime's own choice; `DataParallel` and `parallel` say onto which.
+        The model. The runtime chooses its core; use `DataParallel` or `parallel` to choose cores yourself.
 
     Raises:
-        DeviceUnavailableError: the runtime that is asked for is not there.
+        DeviceUnavailableError: If the runtime is not installed.
 
     Example:
         >>> import io, torch
@@ -125,11 +126,11 @@ def load(file: str | os.PathLike[str] | IO[bytes]) -> torch.jit.ScriptModule:
 
 
 def save(model: torch.jit.ScriptModule, file: str | os.PathLike[str] | IO[bytes]) -> None:
-    """``torch.jit.save`` of a compiled model, weights and all.
+    """Save a compiled model and its weights to a file with ``torch.jit.save``.
 
     Args:
-        model: what `trace` returned.
-        file: a path, or a file that is open for writing bytes.
+        model: A model from `trace`.
+        file: A path, or a file that is open for writing bytes.
 
     Example:
         >>> import io, torch

@@ -1,4 +1,4 @@
-"""`parallel`: inside the block the same object is parallel."""
+"""`parallel` and the `Parallel` that it returns: a target that is data-parallel inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _BATCHES_PER_LANE = 2
 
 
 class Parallel(Generic[TargetT]):
-    """A parallel block over one target; what `parallel` returns.
+    """A parallel block over one target, as `parallel` returns it.
 
-    Lanes and replicas start when they are first needed and live until the block ends; used without ``with``, until
-    `close`. Any number of threads may use it at once; it may be entered while it is entered, and again after it ended.
+    Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement.
+    A `Parallel` is thread-safe. It is reentrant, and reusable after its block has ended.
 
     Example:
         >>> import torch
@@ -64,7 +64,7 @@ class Parallel(Generic[TargetT]):
         verify: bool = False,
     ) -> None:
         if not callable(target):
-            msg = f"parallel takes a module or another callable, not {target!r}"
+            msg = f"target={target!r} is not callable. Give parallel a module or another callable"
             raise ShardError(msg)
         self.target = target
         self._cores: tuple[NeuronCore, ...] = ()
@@ -82,14 +82,14 @@ class Parallel(Generic[TargetT]):
         if in_dims and self._cores:
             msg = (
                 "in_dims is not supported on NeuronCores: a compiled model has the rows of all inputs on one dim. "
-                "Make what is the same for all rows a constant of the model that is traced"
+                "Make a value that all rows share a constant of the traced model"
             )
             raise ShardError(msg)
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
-        # Kept from block to block: shapes compiled for the shards of one block serve the next.
+        # Kept between blocks: the next block then cuts batches into shapes that are compiled already.
         self._device_cutters = self._cutters(equal_sizes=compiles) if self._devices else {}
         self._joining = Joining(
             rules=joining_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles),
@@ -98,13 +98,13 @@ class Parallel(Generic[TargetT]):
         )
         self._lock = threading.RLock()
         self._session: Session | NeuronSession | None = None
-        self._last: Session | NeuronSession | None = None  # for its counters
+        self._last: Session | NeuronSession | None = None  # for stats() after the block
         self._depth = 0
         self._closed = False
 
     @property
     def devices(self) -> tuple[torch.device, ...] | tuple[NeuronCore, ...]:
-        """What the lanes are on."""
+        """The device of each lane, or the NeuronCores of a block on NeuronCores."""
         return self._cores or self._devices
 
     def __repr__(self) -> str:
@@ -120,28 +120,32 @@ class Parallel(Generic[TargetT]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._lock:
             self._write_back()
-            session = self._taken_out() if self._depth == 0 else None
+            session = self._detach_session() if self._depth == 0 else None
         if session is not None:
             if error is not None:
                 session.cancel()
             session.close()
 
     def close(self) -> None:
-        """Give the model its methods back and end the lanes, once they have finished. Calling it twice does no harm.
+        """Restore the model, wait for running tasks, and end the lanes. A second call does nothing.
 
         Raises:
-            SessionError: a block that was opened later on the same model is still open; nothing is changed then.
+            SessionError: If a block that was opened later on the same model is still open. Nothing changes then.
         """
         with self._lock:
             if self._depth and self._in_place is not None:
                 self._in_place.uninstall()
             self._depth = 0
-            session = self._taken_out()
+            session = self._detach_session()
         if session is not None:
             session.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target in parallel; or, given nothing but a function, decorate it: the block is then the call."""
+        """Call the target in parallel.
+
+        With a module as the target and a function as the only argument, decorate the function: each call of it runs inside
+        the block.
+        """
         if self._in_place is not None and len(args) == 1 and not kwargs and inspect.isroutine(args[0]):
             return self._decorated(args[0])
         session = self._opened()
@@ -151,13 +155,14 @@ class Parallel(Generic[TargetT]):
             return self.target(*args, **kwargs)
 
     def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Run the call whole, not cut, in one lane, on the CPU in whichever is free first; a future of its output.
+        """Submit one whole call to a lane, and return a future of its output.
 
-        An exception is raised by ``future.result()``. A future that has not begun can be cancelled; leaving the block by an
-        exception cancels all of those.
+        The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with the least pending work.
+        ``future.result()`` raises the exception of the call. ``future.cancel()`` cancels a call that has not started. If an
+        exception leaves the block, all calls that have not started are cancelled.
 
         Raises:
-            SessionError: the block is closed.
+            SessionError: If the block is closed.
 
         Example:
             >>> import torch
@@ -172,12 +177,12 @@ class Parallel(Generic[TargetT]):
     def map(self, batches: Iterable[Any], *, buffersize: int | None = None, progress: bool = False) -> Iterator[Any]:
         """Stream whole batches through the lanes and yield their outputs in order.
 
-        Batches are neither cut nor joined; each runs whole in one lane. A tuple batch is ``model(*batch)``, a dict
-        ``model(**batch)``, anything else ``model(batch)``. An exception is raised in its batch's place; closing the
-        generator drops the batches that no lane has started.
+        Each batch runs whole in one lane, without cutting or joining. A tuple batch is ``model(*batch)``, a dict batch
+        ``model(**batch)``, any other batch ``model(batch)``. If a batch raises, the generator raises in its place. Closing
+        the generator drops the batches that no lane has started.
 
         Args:
-            batches: Any iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
+            batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
             buffersize: The number of batches in flight, 2 per lane by default. It bounds the memory.
             progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
 
@@ -195,7 +200,7 @@ class Parallel(Generic[TargetT]):
             [(4, 1), (4, 1), (2, 1)]
         """
         if buffersize is not None and buffersize < 1:
-            msg = f"buffersize={buffersize}: at least one batch must be in flight. Use 1 or more"
+            msg = f"buffersize={buffersize} is too small: at least one batch must be in flight. Use 1 or more"
             raise ShardError(msg)
         session = self._opened()
         entry = Entry(self.target)
@@ -206,10 +211,10 @@ class Parallel(Generic[TargetT]):
         )
 
     def refresh(self) -> None:
-        """Copy the model to the lanes again at their next call.
+        """Copy the model to the lanes again at the next call.
 
-        Two inference calls share copies on other devices, and only a change of version, memory, or structure renews them.
-        Call this after an in-place write through ``tensor.data``, which changes none of these.
+        Inference calls reuse the copies on other devices until a tensor's version, its memory, or the model's structure
+        changes. An in-place write through ``tensor.data`` changes none of these, so call `refresh` after it.
 
         Example:
             >>> import torch
@@ -217,7 +222,7 @@ class Parallel(Generic[TargetT]):
             >>> model = torch.nn.Linear(3, 1)
             >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
             ...     _ = model(torch.ones(4, 3))
-            ...     model.weight.data = torch.zeros(1, 3)
+            ...     _ = model.weight.data.zero_()
             ...     p.refresh()
             ...     bool((model(torch.ones(4, 3)) == model.bias).all())
             True
@@ -225,21 +230,22 @@ class Parallel(Generic[TargetT]):
         self._opened().refresh()
 
     def stats(self) -> Stats:
-        """What was done since the block was opened; after it ended, what had been done by then. `print` shows a table."""
+        """Return the counters of the open block, or of the last one if none is open. `print` shows them as a table."""
         with self._lock:
             if self._session is None and self._last is not None:
                 return self._last.stats()
         return self._opened().stats()
 
     def trace(self, path: str | Path) -> Trace:
-        """Record when each lane works inside ``with p.trace("lanes.json") as trace:``.
+        """Record when each lane works, inside ``with p.trace("lanes.json") as trace:``.
 
-        The file is in the format that chrome://tracing and ui.perfetto.dev open; ``trace.spans`` holds the same.
+        At the end of the block, `path` holds a trace for chrome://tracing or ui.perfetto.dev. ``trace.spans`` holds the
+        same data.
         """
         return self._opened().trace(path)
 
-    def _taken_out(self) -> Session | NeuronSession | None:
-        """The session, which this block no longer has: to be closed without the lock, as lanes may still be at work."""
+    def _detach_session(self) -> Session | NeuronSession | None:
+        """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
         session, self._session = self._session, None
         if self._in_place is not None:
             self._in_place.send_to(None)
@@ -255,17 +261,17 @@ class Parallel(Generic[TargetT]):
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
     def _cutters(self, sizes: Sizes = balanced, *, equal_sizes: bool = False) -> dict[str | None, Cutter]:
-        """Return one cutter per method, and one for the target called as a whole."""
+        """Return one cutter per method, and one for a call of the target itself."""
         return {
             method: Cutter(self._dim, self._in_dims, taken, equal_sizes=equal_sizes, sizes=sizes)
             for method, taken in self._parameters.items()
         }
 
     def _opened(self) -> Session | NeuronSession:
-        """The session, started on first use."""
+        """Return the session; open it on first use."""
         with self._lock:
             if self._session is None and self._closed:
-                msg = f"{self!r} is closed: use it inside its `with` block, or make a new one"
+                msg = f"{self!r} is closed. Use it inside its `with` block, or make a new one"
                 raise SessionError(msg)
             return self._open()
 
@@ -331,46 +337,55 @@ def parallel(
 ) -> Parallel[TargetT]:
     """Make a model, or any callable, data-parallel inside a ``with`` block.
 
-    A call is cut into one shard per lane, the shards run at the same time, and their outputs are joined. The answer and the
-    gradients are those of the plain call up to rounding, for a target that treats rows independently. A module is changed
-    in place, so that every reference to it is parallel, and is what it was after the block. A callable that is not a
-    module is called through the value of ``as``.
+    Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins their outputs. The output
+    and the gradients equal those of the plain call up to rounding, if the target treats rows independently.
 
-    Without `out_dims`, the first call of each kind shows which outputs follow the rows: its lanes run one after another, on
+    A module changes in place: every reference to it is parallel inside the block, and the block restores it at its end.
+    Call any other callable through the `Parallel` that ``with ... as`` returns.
+
+    Without `out_dims`, the first call of each kind shows which outputs follow the rows. Its lanes run one after another, on
     shards of different sizes. A kind is the method, the structure of the arguments, the non-tensor arguments, and the
-    train, grad, and autocast modes. Calls that draw random numbers run their lanes in order, so a seed gives the same
-    numbers every time.
+    train, grad, and autocast modes. Lanes that share a random generator run in order if the call draws random numbers, so
+    a seed gives the same numbers every time.
 
     Args:
         target: A module (also scripted or compiled), or any callable.
-        devices: One entry per lane: a sequence of ``"cuda:1"``, ``"cpu"``, indices, or torch devices, of one type; a device
-            may repeat. None or ``"auto"``: every visible accelerator; without one, a single CPU lane, which is the plain
-            call. ``"cuda"``: all of that kind. A number: that many of the best kind. ``"nc:0"`` is a NeuronCore, with two
-            lanes, for a model that `parawrap.neuron.trace` compiled; ``"neuron"`` is all of these.
+        devices: The devices of the lanes.
+
+            - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices, or torch devices. All
+              are of one type. A device may repeat.
+            - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane, which is the plain call.
+            - A kind such as ``"cuda"`` uses every device of that kind.
+            - A number uses that many devices of the best kind.
+            - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
+              uses every NeuronCore.
         dim: The dim of inputs and outputs that the rows lie on.
-        in_dims: By parameter name, another dim, None for a value that every lane gets whole, or "items" for a sequence
-            with one item per row (0 means the same for a list without tensors).
-        out_dims: Where the rows of outputs lie: a dim, None for one value that is the same in every lane, "items" for a
-            list with one item per row, "ragged" for rows in order whatever their number; or a tuple or dict of these, like
-            the output. An LSTM has ``out_dims=(0, (1, 1))``. Undeclared outputs are learned.
+        in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
+            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
+        out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
+            with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
+            nested output: an LSTM has ``out_dims=(0, (1, 1))``. Undeclared outputs are learned.
         methods: The methods of a module that are parallel inside the block.
-        output_device: Where outputs are joined; by default where the module's parameters are.
-        reduce: How 0-d tensors and numbers are joined, a loss for example: "mean" weighs each shard by its rows, "sum"
-            adds, "stack" gives one value per lane, and a function gets that vector. By default they are refused.
-        join: "cat" concatenates; "pad" also pads the other dims to the longest lane; "list" returns the lanes' outputs.
-        pad_value: The value that ``join="pad"`` pads with.
-        verify: Run the first call of each kind plainly too, and compare.
+        output_device: The device of joined outputs; by default the device of the module's parameters.
+        reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
+            "stack" returns one value per lane, and a function reduces that vector. By default they are refused.
+        join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
+            lanes as a list.
+        pad_value: The padding value of ``join="pad"``.
+        verify: Also run the first call of each kind plainly, and compare the outputs.
 
     Returns:
-        A `Parallel`: a context manager, a decorator (``@parallel(model)``: the block is the call), and a callable with
-        `map`, `submit`, `stats`, `trace` and `close`.
+        A `Parallel`: a context manager, a callable, and, for a module, a decorator. With ``@parallel(model)`` each call of
+        the function runs inside the block. Its methods are `map`, `submit`, `refresh`, `stats`, `trace`, and `close`.
 
     Raises:
-        DeviceListError, DeviceUnavailableError: If `devices` names devices that make no sense, or that are not there.
-        ShardError: If `in_dims` or `methods` name what the target does not have; at the call, if an argument cannot be cut.
-        GatherError: If `out_dims`, `reduce`, or `join` has an unknown value; at the call, if an output cannot be joined.
-        ReplicaError: At the first call, if no replica of the module can be made.
-        VerifyError: With `verify`, at the call, if outputs differ.
+        DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.
+        DeviceUnavailableError: If this machine does not have one of `devices`.
+        ShardError: If `in_dims` or `methods` names a parameter or method that the target does not have; at the call, if an
+            argument cannot be cut.
+        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
+        ReplicaError: At the first call, if the module cannot be replicated.
+        VerifyError: With `verify`, at the call, if the parallel output differs from the plain one.
 
     Example:
         >>> import torch

@@ -1,6 +1,6 @@
-"""`wrapper` and `Wrapper`: a function that runs once per rank of a platform when it is called.
+"""`wrapper` and `Wrapper`: run a function once per rank of a platform.
 
-This layer knows functions and how they are bound and sent. It refuses to know processes: it asks a launcher.
+This module checks, binds, and pickles functions. `parawrap.launch` starts the processes.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ T = TypeVar("T")
 
 
 class Launchable(Protocol[P, R]):
-    """A function decorated by ``@wrapper(platform)``. Without state, so any thread may call it at any time."""
+    """A function decorated with ``@wrapper(platform)``. It has no state and is thread-safe."""
 
     __wrapped__: Callable[..., Any]
     platform: Platform
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
-        """Run the function once per rank; wait, and give what each rank returned."""
+        """Run the function once per rank, wait, and return the value of each rank."""
         ...
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
-        """Start the ranks, and give a handle on them without waiting."""
+        """Start the ranks and return a handle without waiting."""
         ...
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:
-        """Launch the function once per item, as ``function(item)``. Yield the results of each launch in order.
+        """Launch ``function(item)`` once per item, and yield the results of each launch in order.
 
-        A launch that fails does not end the others: its exception takes the place of its results.
+        If a launch fails, the iterator yields its exception in place of its results and continues.
 
         Args:
-            configs: the items. All are taken before the first launch.
-            max_parallel: launches at a time. None is one on this machine, and all of them on a cluster. On Slurm the
-                launches are one job array.
+            configs: The items. All are read before the first launch.
+            max_parallel: The number of launches that run at the same time. By default one on this machine, and all of them
+                on a cluster. On Slurm, the launches form one job array.
 
         Raises:
             ValueError: If `max_parallel` is less than 1.
@@ -79,11 +79,11 @@ class Launchable(Protocol[P, R]):
         ...
 
     def dry_run(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
-        """Return a preview of a call, without starting it."""
+        """Return a preview of the launch without starting it."""
         ...
 
     def inline(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
-        """Run the function in this process, as rank 0 of 1, where a debugger can follow it."""
+        """Run the function in this process as rank 0 of 1, for use with a debugger."""
         ...
 
     @overload
@@ -93,24 +93,34 @@ class Launchable(Protocol[P, R]):
 
 
 def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
-    """Make a function run once per rank of `platform` when it is called, and return what each rank returned.
+    """Run the decorated function once per rank of `platform`, and return the value of each rank.
 
-    Any function will do: global, local, a lambda, a method, one from a notebook's cell. It, its arguments and its results
-    travel by cloudpickle; tensors arrive on the CPU. The decorated function has ``.submit`` (does not wait), ``.dry_run``
-    (tells what would be started), ``.inline`` (runs here, for a debugger) and ``.__wrapped__``, the function itself.
+    Any function works: global or local, a lambda, a method, a function of a notebook cell. cloudpickle sends the function,
+    its arguments, and its results. Tensors arrive on the CPU.
 
-    Inside, ``current_rank()`` tells which rank it is, and torch.distributed works. When a rank fails, the others are ended,
-    and the exception of the rank that failed first is raised here, with its own type; notes give its traceback.
+    Inside the function, ``current_rank()`` describes the rank, and torch.distributed works. When a rank fails, parawrap
+    ends the other ranks. The exception of the rank that failed first is raised here with its own type, and with the remote
+    traceback in its notes.
+
+    The decorated function has these methods and attributes:
+
+    - ``submit(...)`` starts the ranks and returns a handle without waiting.
+    - ``map(items)`` launches the function once per item.
+    - ``dry_run(...)`` describes the launch without starting it.
+    - ``inline(...)`` runs the function in this process, for use with a debugger.
+    - ``__wrapped__`` is the original function.
+
+    Args:
+        platform: The devices, the number of ranks, and the launcher.
 
     Raises:
-        PlatformError: `platform` is none.
-        TypeError: what is decorated is not callable, or gives a coroutine or a generator.
-
-    When called:
-        UnsendableError: the function, an argument or a result cannot be sent; the message names the part that cannot.
-        RankDiedError: a rank was killed, or left without returning.
-        LaunchTimeoutError: the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
-        LaunchError: called within a rank; or ranks could not be started.
+        PlatformError: If `platform` is not a `Platform`.
+        TypeError: If the decorated object is not callable, or is a coroutine or generator function.
+        UnsendableError: At the call, if the function, an argument, or a result cannot be sent. The message names the part
+            that cannot.
+        RankDiedError: At the call, if a rank was killed, or exited without returning.
+        LaunchTimeoutError: At the call, if ranks exceed the platform's ``timeout_min`` or ``hang_timeout_s``.
+        LaunchError: At the call, if it is made inside a rank, or the ranks cannot be started.
 
     Example:
         >>> import torch
@@ -129,10 +139,10 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
         bare = getattr(function, "__func__", function)  # a classmethod or staticmethod
         if not callable(bare):
-            msg = f"wrapper decorates a function, not {function!r}: give it a callable"
+            msg = f"wrapper cannot decorate {function!r}, which is not callable. Give it a function"
             raise TypeError(msg)
         if inspect.iscoroutinefunction(bare) or inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
-            msg = f"{bare.__qualname__} gives a coroutine or a generator, which no rank can send: return values"
+            msg = f"{bare.__qualname__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
             raise TypeError(msg)
         return cast("Launchable[P, T]", _Launchable(function, platform))
 
@@ -140,13 +150,13 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
 
 
 class Wrapper:
-    """Starts tasks that take their rank as arguments. Frozen like its platform, and as safe to share.
+    """Launcher of tasks that receive their rank as arguments. Immutable and thread-safe.
 
     Args:
-        platform: what the tasks run on.
+        platform: The devices, the number of ranks, and the launcher.
 
     Raises:
-        PlatformError: `platform` is none.
+        PlatformError: If `platform` is not a `Platform`.
 
     Example:
         >>> from parawrap import Platform, Wrapper
@@ -165,16 +175,21 @@ class Wrapper:
         task: Callable[[int, int, ProcessGroup | None, tuple[Any, ...] | None], T],
         args: tuple[Any, ...] | None = None,
     ) -> RankResults[T]:
-        """Run ``task(global_rank, local_rank, process_group, args)`` in every rank; raises what decorated functions raise.
+        """Run ``task(global_rank, local_rank, process_group, args)`` once per rank, and return the value of each rank.
+
+        Args:
+            task: The function to run. Its fourth argument is `args`, or None without `args`.
+            args: A tuple for the task.
 
         Raises:
-            TypeError: `task` is not callable.
+            TypeError: If `task` is not callable, or `args` is neither a tuple nor a list.
+            LaunchError: As for a function decorated with `wrapper`.
         """
         if not callable(task):
-            msg = f"Wrapper.start takes a task, not {task!r}: give it a callable"
+            msg = f"Wrapper.start cannot run {task!r}, which is not callable. Give it a function"
             raise TypeError(msg)
         if args is not None and not isinstance(args, (tuple, list)):
-            msg = f"Wrapper.start takes the task's arguments as a tuple, not {args!r}: write ({args!r},)"
+            msg = f"args={args!r} is not a tuple. Give Wrapper.start the task's arguments as a tuple: ({args!r},)"
             raise TypeError(msg)
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job)
@@ -183,7 +198,7 @@ class Wrapper:
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
-    """A task, as a function of what is in its ``args``."""
+    """Return a function that takes the items of `args` and calls the task."""
 
     def run(*args: Any) -> T:
         rank = current_rank()
@@ -194,19 +209,19 @@ def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
 
 
 class _Calls:
-    """What a decorated function and a decorated method have in common; `_job` differs."""
+    """The methods that decorated functions and decorated methods share. Each class defines its own `_job`."""
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
         raise NotImplementedError
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Launch[Any]:
-        """Start the ranks, and give a handle on them without waiting."""
+        """Start the ranks and return a handle without waiting."""
         return _launched(self._job(args, kwargs))
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[Any] | Exception]:
-        """Launch the function once per item. Yield results in order, exceptions in their places."""
+        """Launch the function once per item. Yield the results of each launch, or its exception, in order."""
         if max_parallel is not None and max_parallel < 1:
-            msg = f"max_parallel={max_parallel}: give a number of launches, at least 1, or None"
+            msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
             raise ValueError(msg)
         jobs = [self._job((config,), {}) for config in configs]
         for job in jobs:
@@ -214,22 +229,22 @@ class _Calls:
         return launch_each(jobs, max_parallel)
 
     def dry_run(self, /, *args: Any, **kwargs: Any) -> Preview:
-        """What a call would start, without starting it."""
+        """Return a preview of the launch without starting it."""
         return preview(self._job(args, kwargs))
 
     def inline(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
-        """Run the function in this process, as rank 0 of 1, where a debugger can follow it."""
+        """Run the function in this process as rank 0 of 1, for use with a debugger."""
         job = self._job(args, kwargs)
         _refuse_in_a_rank(job)
         return run_inline(job)
 
 
 def _call(_wrapped: object, _instance: object, _args: object, _kwargs: object) -> None:
-    raise AssertionError  # the classes below have a __call__ of their own
+    raise AssertionError  # the classes below define __call__, so wrapt never calls this
 
 
 class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A decorated method, bound; made anew by each attribute access, as bound methods are."""
+    """A decorated bound method. Each attribute access makes a new one, as Python does for bound methods."""
 
     __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -244,7 +259,7 @@ class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type
         return _shown(self)
 
     def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """The bare function, and what it is bound to: a bound method would come out decorated in a rank."""
+        """Send the undecorated function and its instance or class. A bound method would be decorated again in a rank."""
         method: Any = self.__wrapped__
         function = getattr(method, "__func__", method)
         return Job(self.platform, function, args, kwargs, Undecorated.of(self._self_parent), self._bound_to())
@@ -265,7 +280,7 @@ class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type
 
 
 class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """The decorated function; lives as long as the function."""
+    """A decorated function."""
 
     __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
     __bound_function_wrapper__ = _BoundLaunchable
@@ -289,7 +304,7 @@ class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
         return Job(self.platform, self.__wrapped__, args[len(bound_to) :], kwargs, Undecorated.of(self), bound_to)
 
     def _is_classmethod_of(self, args: tuple[Any, ...]) -> bool:
-        """True if a classmethod put its class in front of the arguments: since Python 3.13 it does not call ``__get__``."""
+        """True if a classmethod passed its class as the first argument. Since Python 3.13 it does not call ``__get__``."""
         if not args or not isinstance(args[0], type):
             return False
         found = inspect.getattr_static(args[0], getattr(self.__wrapped__, "__name__", ""), None)
@@ -321,7 +336,7 @@ sent_by_cloudpickle(_Launchable, _reduced_by_value)
 def _called(job: Job) -> RankResults[Any]:
     try:
         return _launched(job).results()
-    except BaseException:  # Ctrl-C too, which may come before this function has the handle
+    except BaseException:  # also Ctrl-C before this function has the handle
         cancel_launches(job)
         raise
 
@@ -336,38 +351,38 @@ def _launched(job: Job) -> Launch[Any]:
 
 
 def _check(job: Job) -> None:
-    """Refuse a call that cannot succeed, before any rank is started."""
+    """Raise if a call cannot succeed, before any rank starts."""
     _refuse_in_a_rank(job)
     _check_arguments(job.function, (*job.bound_to, *job.args), job.kwargs or {})
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise Python's own TypeError for arguments that do not fit, before any rank is started."""
+    """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # builtins that do not tell
+    except (TypeError, ValueError):  # some builtins have no signature
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
         msg = f"{getattr(function, '__name__', function)}() {error}"
         if next(iter(signature.parameters), "") == "cls" and not isinstance(next(iter(args), type), type):
-            msg += "; since Python 3.13, write @wrapper(...) above @classmethod for submit, map, dry_run, and inline"
+            msg += ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, dry_run, and inline"
         raise TypeError(msg) from None
 
 
 def _refuse_in_a_rank(job: Job) -> None:
     if below_a_rank() and not inside_a_rank():
         msg = (
-            f"{job.name} was launched in a process that a rank had started: a rank starts no ranks. If that process ran "
-            f"the main script again, as spawned workers do, put what the script does under if __name__ == '__main__':"
+            f"{job.name} was launched in a process that a rank started: a rank cannot launch ranks. If that process ran "
+            f"the main script again, as spawned workers do, put the script's code under if __name__ == '__main__':"
         )
         raise LaunchError(msg)
     if inside_a_rank():
         rank = current_rank()
         msg = (
-            f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank starts no ranks. Call "
-            f"{job.name}.__wrapped__(...) to run it in this rank alone"
+            f"{job.name} was launched within rank {rank.global_rank} of {rank.world_size}: a rank cannot launch ranks. "
+            f"Call {job.name}.__wrapped__(...) to run it in this rank only"
         )
         raise LaunchError(msg)
 
@@ -375,9 +390,9 @@ def _refuse_in_a_rank(job: Job) -> None:
 def _check_platform(platform: object, face: str) -> None:
     if callable(platform):
         name = getattr(platform, "__qualname__", repr(platform))
-        how = f"@{face}(Platform(...)) above it" if face == "wrapper" else f"{face}(Platform(...)).start({name})"
-        msg = f"{face} was given {name} where the platform belongs: write {how}"
+        usage = f"@{face}(Platform(...)) above {name}" if face == "wrapper" else f"{face}(Platform(...)).start({name})"
+        msg = f"{face} got the callable {name} instead of a platform. Write {usage}"
         raise PlatformError(msg)
     if not isinstance(platform, Platform):
-        msg = f"{face} takes a Platform, not {platform!r}: write {face}(Platform(device=...))"
+        msg = f"{face} got {platform!r} instead of a platform. Write {face}(Platform(device=...))"
         raise PlatformError(msg)

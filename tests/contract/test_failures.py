@@ -133,7 +133,7 @@ def test_a_launch_within_a_rank_raises(launcher, note_for_page):
     error = launcher.play(scenarios.fail_while_others_wait, scenarios.launch_from_rank).expect_error()
     note_for_page("nested", error)
     assert error.kind is LaunchError
-    assert "a rank starts no ranks" in error.message
+    assert "a rank cannot launch ranks" in error.message
 
 
 def test_ranks_left_in_a_collective_raise(launcher, note_for_page):

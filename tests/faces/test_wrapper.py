@@ -1,4 +1,4 @@
-"""`wrapper` and `Wrapper`: callables that can be decorated, metadata of decorated functions, errors, and pickling."""
+"""`wrapper` and `Wrapper`: any callable launches, a decorated one keeps its face, and both travel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ launched = wrapper(TWO)
 
 @launched
 def shift(a: int, b: float = 2.0, *, scale: int = 1) -> str:
-    """Return the sum and the rank."""
+    """Tell where this went."""
     return f"{scale * (a + b)} in rank {current_rank().global_rank}"
 
 
@@ -49,7 +49,7 @@ decorated_elsewhere = launched(bare)
 
 
 class Model:
-    """Has a decorated method of every kind, with the decorators in both orders."""
+    """Has a method of every kind, decorated in every order."""
 
     bias = 10
 
@@ -93,7 +93,7 @@ class Model:
 
 
 class Small(Model):
-    """Inherits the decorated methods."""
+    """Inherits all of them."""
 
     bias = 0
 
@@ -102,7 +102,7 @@ class Small(Model):
 
 
 class MyError(Exception):
-    """An exception that does not survive a plain pickle: its `args` differ from the arguments of `__init__`."""
+    """Cannot be pickled as it is: its arguments are not what it keeps."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}")
@@ -118,11 +118,11 @@ KINDS = {
 }
 
 
-# --- metadata of a decorated function ---
+# --- what a decorated function looks like ---
 
 
-def test_a_decorated_function_keeps_its_metadata():
-    """Name, docstring, module, source, and signature are those of the function, and `__wrapped__` is the function."""
+def test_a_decorated_function_keeps_its_face():
+    """Name, docstring, module, source and signature are the function's own, and __wrapped__ is the function."""
     plain = shift.__wrapped__
     assert inspect.isfunction(plain)
     for name in ("__name__", "__qualname__", "__doc__", "__module__", "__defaults__", "__kwdefaults__"):
@@ -133,13 +133,13 @@ def test_a_decorated_function_keeps_its_metadata():
 
 
 def test_a_decorated_function_keeps_its_annotations():
-    """Tools that read annotations find those of the function."""
+    """What documents and validators read off a function, they read off its decorated form."""
     assert shift.__annotations__ == shift.__wrapped__.__annotations__
     assert typing.get_type_hints(shift) == {"a": int, "b": float, "scale": int, "return": str}
 
 
-def test_a_decorated_method_keeps_its_metadata():
-    """Name, docstring, and signature of a bound method are those of the undecorated one, and `platform` is readable."""
+def test_a_decorated_method_keeps_its_face():
+    """Name, docstring and signature of a bound method are those without the decorator, and the platform is there."""
     for kind in KINDS:
         method = getattr(Model(2), kind)
         assert (method.__name__, method.__qualname__) == (kind, f"Model.{kind}")
@@ -148,15 +148,15 @@ def test_a_decorated_method_keeps_its_metadata():
         assert method.platform is TWO
 
 
-def test_the_platform_is_a_read_only_attribute():
-    """`platform` is the platform that the function was decorated with. Setting it raises AttributeError."""
+def test_the_platform_can_be_asked_for_and_not_changed():
+    """The platform is an attribute that tells what the function was decorated with."""
     assert shift.platform is TWO
     with pytest.raises(AttributeError):
         shift.platform = Platform(device="cpu")
 
 
-def test_attributes_are_set_on_the_wrapped_function():
-    """An attribute set on the decorated function is set on the function itself."""
+def test_attributes_set_on_it_are_the_functions():
+    """A note that is stuck to the decorated function sticks to the function."""
 
     @launched
     def function():
@@ -166,11 +166,11 @@ def test_attributes_are_set_on_the_wrapped_function():
     assert function.__wrapped__.note == 3
 
 
-# --- callables that can be decorated ---
+# --- what can be decorated ---
 
 
 def test_a_function_runs_once_per_rank():
-    """Ranks get positional arguments, keyword arguments, and defaults. The results are in rank order."""
+    """Positional and keyword arguments and defaults arrive, and there is one result for each rank, in order."""
     results = shift(1, scale=3)
     assert results == ("9.0 in rank 0", "9.0 in rank 1")
     assert type(results) is RankResults
@@ -191,12 +191,12 @@ def test_a_function_runs_once_per_rank():
     ids=["lambda", "partial", "builtin", "bound", "object", "builtin method", "class", "function"],
 )
 def test_any_callable_launches(function, args, expected):
-    """Any callable can be decorated and launched."""
+    """Whatever can be called can be decorated, and runs in ranks."""
     assert launched(function)(*args) == expected
 
 
-def test_a_closure_is_sent_with_its_captured_values():
-    """Ranks see the values that the captured variables have at the time of the call."""
+def test_a_closure_takes_what_it_captures_along():
+    """A local function sees the values of its surroundings as they are when it is called."""
     factor = 2
 
     @launched
@@ -210,7 +210,7 @@ def test_a_closure_is_sent_with_its_captured_values():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_of_every_kind_launch(kind):
-    """The decorator works above and below classmethod and staticmethod, called on the instance and on the class."""
+    """Decorated above or below classmethod and staticmethod, through the instance and through the class."""
     x, expected = KINDS[kind]
     model = Model(2)
     assert getattr(model, kind)(x) == expected
@@ -220,14 +220,14 @@ def test_methods_of_every_kind_launch(kind):
 
 
 def test_a_subclass_inherits_decorated_methods():
-    """An inherited decorated method is bound to the subclass, also through super()."""
+    """A method is bound to the subclass, also by super()."""
     assert Small.outer_class(3) == (3, 3)
     assert Small.inner_class(3) == (3, 3)
     assert Small(2).method(3) == (6, 7)
 
 
 def test_a_parameter_may_have_any_name():
-    """The decorator reserves no keyword names."""
+    """No keyword is taken away from the function by the decorator."""
     function = launched(lambda **given: sorted(given))
     given = dict.fromkeys(["args", "function", "instance", "kwargs", "platform", "self"])
     assert function.inline(**given) == (list(given),)
@@ -235,8 +235,8 @@ def test_a_parameter_may_have_any_name():
     assert len(function.dry_run(**given).ranks) == 2
 
 
-def test_a_function_can_refer_to_its_decorated_name():
-    """In a rank, a recursive function can call itself through the `__wrapped__` of its decorated name."""
+def test_a_function_may_mention_its_decorated_self():
+    """A recursive function calls its bare form by its decorated name, in the rank too."""
 
     @launched
     def count(n):
@@ -246,7 +246,7 @@ def test_a_function_can_refer_to_its_decorated_name():
 
 
 def test_a_decorated_call_operator_launches():
-    """Calling an object whose class has a decorated `__call__` launches it."""
+    """An object whose class has a decorated __call__ launches when it is called."""
 
     class Callable:
         @launched
@@ -272,33 +272,33 @@ async def _an_async_generator():
     "function",
     [_a_coroutine, _a_generator, _an_async_generator],
 )
-def test_async_functions_and_generators_are_refused(function):
-    """Coroutines and generators cannot leave their process, so decorating such a function raises at once."""
-    with pytest.raises(TypeError, match=rf"{function.__name__} gives a coroutine or a generator"):
+def test_what_gives_a_coroutine_or_generator_is_refused(function):
+    """Async functions and generators return what lives in one process: the decorator says so at once."""
+    with pytest.raises(TypeError, match=rf"{function.__name__} returns a coroutine or a generator"):
         launched(function)
 
 
 def test_a_missing_argument_is_an_error_before_any_rank_starts():
-    """Arguments that do not match the signature raise TypeError with the parameter's name."""
+    """Arguments that do not fit raise the type that the bare function raises, with the parameter's name."""
     with pytest.raises(TypeError, match=r"shift\(\) missing a required argument: 'a'"):
         shift()
 
 
-# --- values that cannot be decorated ---
+# --- what cannot ---
 
 
-@pytest.mark.parametrize("make", [wrapper, Wrapper])
-def test_a_value_that_is_not_a_platform_is_refused(make):
-    """The error shows the value and a correct call."""
+@pytest.mark.parametrize("face", [wrapper, Wrapper])
+def test_what_is_no_platform_is_refused(face):
+    """The error names the face, what it was given, and what belongs there."""
     for value in (None, "cpu", {"device": "cpu"}, 2):
         with pytest.raises(PlatformError) as caught:
-            make(value)
+            face(value)
         assert repr(value) in str(caught.value)
-        assert f"{make.__name__}(Platform(device=...))" in str(caught.value)
+        assert f"{face.__name__}(Platform(device=...))" in str(caught.value)
 
 
 def test_wrapper_class_of_a_function_is_refused():
-    """Wrapper is not a decorator, and its error does not suggest the decorator syntax."""
+    """Wrapper is no decorator, and its error does not say that it is one."""
     with pytest.raises(PlatformError, match="bare") as caught:
         Wrapper(bare)
     assert "@Wrapper" not in str(caught.value)
@@ -306,15 +306,15 @@ def test_wrapper_class_of_a_function_is_refused():
 
 @pytest.mark.parametrize("function", [bare, Model, shift, Platform], ids=["function", "class", "decorated", "Platform"])
 def test_wrapper_without_parentheses_is_refused(function):
-    """`@wrapper` without arguments raises when it decorates, and the error shows the correct syntax."""
-    with pytest.raises(PlatformError, match=rf"given {function.__qualname__} where.*@wrapper\(Platform\("):
+    """A decorator that was given the function instead of the platform says how to write it, when it decorates."""
+    with pytest.raises(PlatformError, match=rf"got the callable {function.__qualname__} .*@wrapper\(Platform\("):
         wrapper(function)
 
 
-def test_a_value_that_is_not_callable_cannot_be_decorated():
-    """Decorating raises at once, and the error shows the value."""
+def test_what_is_not_callable_cannot_be_decorated():
+    """The error comes when it is decorated, not when it is called, and shows the value."""
     for value in (None, 3, "shift", [shift]):
-        with pytest.raises(TypeError, match=r"wrapper decorates a function, not .*: give it a callable") as caught:
+        with pytest.raises(TypeError, match=r"wrapper cannot decorate .*\. Give it a function") as caught:
             launched(value)
         assert repr(value) in str(caught.value)
 
@@ -329,9 +329,9 @@ def test_a_value_that_is_not_callable_cannot_be_decorated():
     ],
     ids=["call", "submit", "inline", "start"],
 )
-def test_a_launch_inside_a_rank_is_refused(call):
-    """Every way to launch raises LaunchError inside a rank."""
-    with pytest.raises(LaunchError, match=r"within rank \d of 2: a rank starts no ranks"):
+def test_a_rank_launches_nothing(call):
+    """A launch within a rank is refused, and the error says how to run the function there."""
+    with pytest.raises(LaunchError, match=r"within rank \d of 2: a rank cannot launch ranks"):
         launched(call)(shift)
 
 
@@ -348,7 +348,7 @@ def test_a_launch_inside_a_rank_is_refused(call):
     ids=["KeyError", "MyError", "OSError", "StopIteration", "Unicode", "KeyboardInterrupt", "Group"],
 )  # fmt: skip
 def test_an_exception_of_a_rank_keeps_its_type(make):
-    """Type, message, and attributes are the original ones, and a note shows the rank and its traceback."""
+    """Type, arguments and attributes are those that were raised, and notes tell the rank and its traceback."""
 
     @launched
     def fail():
@@ -360,13 +360,13 @@ def test_an_exception_of_a_rank_keeps_its_type(make):
         fail()
     assert type(caught.value) is type(expected)
     assert str(caught.value) == str(expected)
-    attributes = {name: value for name, value in vars(caught.value).items() if name != "__notes__"}
-    assert attributes == vars(expected)
+    told = {name: value for name, value in vars(caught.value).items() if name != "__notes__"}
+    assert told == vars(expected)
     assert any("rank 1 of 2" in note and "raise make()" in note for note in caught.value.__notes__)
 
 
-def test_sys_exit_in_a_rank_raises_with_the_exit_code():
-    """A rank that calls sys.exit has no result, so the launch raises RankDiedError."""
+def test_leaving_by_sys_exit_is_an_error_that_tells_the_code():
+    """A rank that calls sys.exit has returned nothing."""
     with pytest.raises(RankDiedError, match=r"sys\.exit\(3\)"):
         launched(sys.exit)(3)
 
@@ -402,21 +402,21 @@ class Holder:
     ],
     ids=["position", "keyword", "method", "classmethod", "method keyword", "result", "start"],
 )
-def test_an_unsendable_value_is_named_by_its_address(call, address):
-    """The address starts at the argument as the caller wrote it; a method's `self` does not count."""
+def test_what_cannot_be_sent_is_named_as_the_caller_wrote_it(call, address):
+    """The address begins at the argument that the caller passed: the object that a method belongs to is not counted."""
     with pytest.raises(UnsendableError) as caught:
         call()
     assert str(caught.value).startswith(f"{address} cannot be sent to another process: lock")
 
 
-def test_an_unsendable_attribute_of_self_is_named():
-    """A method is sent with its object. The error names the object's unsendable attribute."""
+def test_an_object_that_cannot_be_sent_with_its_method_is_named():
+    """A method's own object is sent with it, and the attribute that keeps it from that is named."""
     with pytest.raises(UnsendableError, match=r"\.lock cannot be sent to another process: lock"):
         Holder(lock=threading.Lock()).take(1)
 
 
-def test_an_unsendable_captured_value_is_named():
-    """A closure over a lock raises before any rank starts. The error names the variable."""
+def test_a_captured_value_that_cannot_be_sent_is_named():
+    """A closure over a lock is refused with the variable's name, before anything starts."""
     lock = threading.Lock()
 
     @launched
@@ -428,15 +428,15 @@ def test_an_unsendable_captured_value_is_named():
             refused()
 
 
-def test_an_unsendable_value_inside_a_decorated_argument_is_named():
-    """If a decorated function is an argument, the error names the captured value that prevents sending it."""
+def test_a_decorated_argument_that_cannot_be_sent_is_searched_too():
+    """What keeps a decorated function from being an argument is named, not only the function."""
     lock = threading.Lock()
     holding = launched(lambda: lock)
     with pytest.raises(UnsendableError, match=r"the variable 'lock' .*args\[0\]"):
         launched(lambda function: None)(holding)
 
 
-# --- pickling and copying decorated functions ---
+# --- how decorated functions travel ---
 
 
 def _local():
@@ -444,14 +444,14 @@ def _local():
 
 
 def test_a_global_decorated_function_is_pickled_by_name():
-    """With pickle and cloudpickle, a module-level decorated function unpickles to the same object."""
+    """What a module defines comes back as that very function, from pickle and from cloudpickle."""
     for mod in (cloudpickle, pickle):
         assert mod.loads(mod.dumps(shift)) is shift
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decorated_methods_are_pickled(kind):
-    """With pickle and cloudpickle, a method of an instance or a class stays decorated and bound."""
+    """A method comes back decorated and bound as before, of an instance and of a class, by pickle and by cloudpickle."""
     x, expected = KINDS[kind]
     for mod in (cloudpickle, pickle):
         back = mod.loads(mod.dumps(getattr(Model(2), kind)))
@@ -462,22 +462,22 @@ def test_decorated_methods_are_pickled(kind):
 
 
 def test_a_local_decorated_function_is_pickled_by_value():
-    """With cloudpickle, the function stays decorated. With pickle, it raises, as any lambda does."""
+    """By cloudpickle it goes with its decoration; pickle refuses it as it refuses any lambda."""
     back = cloudpickle.loads(cloudpickle.dumps(_local()))
     assert (back.platform, back(2)) == (TWO, (3, 3))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(_local())
 
 
-def test_a_function_decorated_under_another_name_is_pickled_by_value():
-    """`decorated_elsewhere = launched(bare)` stays decorated, although the function's own name leads to the bare one."""
+def test_a_function_decorated_under_another_name_travels():
+    """`launched(bare)` kept under a name of its own is not what the function's name leads to, and comes back decorated."""
     back = cloudpickle.loads(cloudpickle.dumps(decorated_elsewhere))
     assert (back.platform, back(2)) == (TWO, (2, 3))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies_of_a_decorated_function_launch(copied):
-    """`copy` and `deepcopy` work on decorated functions and methods, and on containers that hold them."""
+    """Copying what holds a decorated function works as with a function: methods and local functions among them."""
     for function in (shift.inline, shift, _local(), {"a": shift}["a"]):
         assert callable(copied(function))
     assert copied(_local())(1) == (2, 2)
@@ -486,24 +486,24 @@ def test_copies_of_a_decorated_function_launch(copied):
 
 
 def test_decorated_functions_are_arguments_and_results():
-    """Ranks receive decorated functions with `platform` and `__wrapped__`, and can return them."""
+    """In a rank a decorated function is one too, with its platform and its bare function, and can be returned."""
 
     def receive(functions):
         return [(each.platform.n_cpus, each.__wrapped__(3)) for each in functions], functions[0]
 
-    for received, back in launched(receive)([_local(), decorated_elsewhere, Model(2).outer_static]):
-        assert [n_cpus for n_cpus, _ in received] == [2, 2, 2]
-        assert [value for _, value in received][::2] == [4, 4]
+    for told, back in launched(receive)([_local(), decorated_elsewhere, Model(2).outer_static]):
+        assert [n_cpus for n_cpus, _ in told] == [2, 2, 2]
+        assert [value for _, value in told][::2] == [4, 4]
         assert back(1) == (2, 2)
 
 
 def test_an_object_with_a_decorated_method_is_an_argument():
-    """In a rank, the undecorated method of the instance can be called through `__wrapped__`."""
+    """An instance arrives with its decorated methods, and its bare method can be called in the rank."""
     assert launched(lambda model: model.method.__wrapped__(3))(Model(2)) == (6, 7)
 
 
-def test_a_local_class_with_a_decorated_method_is_sent_by_value():
-    """Instances and methods of a class defined in a function can be sent to ranks."""
+def test_a_local_class_with_a_decorated_method_travels():
+    """A class of a function's own is sent by value, decorated methods and all."""
 
     class Local:
         @launched
@@ -579,7 +579,7 @@ def locked(tmp_path, monkeypatch):
 
 
 def test_a_module_is_imported_in_ranks(locked):
-    """A module's decorated function is sent by name: ranks import the module, which may have unpicklable globals."""
+    """A decorated function of a module goes by its name: its globals may be what no pickle takes, and start anew."""
     locked.SEEN.extend("here")
     assert locked.function(1) == (1, 1)
     assert locked.renamed(2) == (2, 2)
@@ -588,7 +588,7 @@ def test_a_module_is_imported_in_ranks(locked):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_of_a_module_are_imported_in_ranks(locked, kind):
-    """Methods of every kind are sent by name too."""
+    """Methods of every kind go by their names too."""
     assert getattr(locked.Locked(), kind)(1) == (1, 1)
 
 
@@ -603,7 +603,7 @@ def by_path(path, name, *, registered):
 
 @pytest.fixture(params=[True, False], ids=["in sys.modules", "not in sys.modules"])
 def loaded_by_path(request, tmp_path):
-    """A module that was loaded from its file and cannot be imported by name."""
+    """A module that was loaded from a file, and that no import statement finds."""
     folder = tmp_path / "plugins"
     folder.mkdir()
     source = textwrap.dedent("""
@@ -620,13 +620,13 @@ def loaded_by_path(request, tmp_path):
     sys.modules.pop("a_plugin_by_path", None)
 
 
-def test_a_function_of_a_module_that_ranks_cannot_import_is_sent_by_value(loaded_by_path):
-    """The function is sent with the globals that it uses."""
+def test_a_function_of_a_module_that_ranks_cannot_import_launches(loaded_by_path):
+    """A decorated function of a file that no import finds goes by value, with the globals that it uses."""
     assert loaded_by_path.function(1) == (1, 11)
 
 
-def test_functions_of_a_module_registered_with_cloudpickle_are_sent_by_value(locked):
-    """After `register_pickle_by_value(module)`, decorated functions are sent with this process's globals."""
+def test_a_module_registered_with_cloudpickle_goes_by_value(locked):
+    """Where cloudpickle was told to send a module by value, its decorated functions go with this process's globals."""
     locked.LOCK = NoLock()
     locked.SEEN.extend("here")
     cloudpickle.register_pickle_by_value(locked)
@@ -637,7 +637,7 @@ def test_functions_of_a_module_registered_with_cloudpickle_are_sent_by_value(loc
 
 
 class NoLock:
-    """A picklable context manager in place of a lock."""
+    """A lock that can be sent."""
 
     def __enter__(self):
         pass
@@ -689,7 +689,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_launches_its_own_functions(tmp_path):
-    """Functions, classes, and exceptions of `__main__` are sent by value, with the globals of the time of the call."""
+    """What __main__ defines goes by value, with its globals as they are at the call; so do its classes and exceptions."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-W", "error", "script.py"], capture_output=True, text=True, timeout=60, check=False
@@ -701,7 +701,7 @@ def test_a_script_launches_its_own_functions(tmp_path):
 
 
 def test_threads_call_a_decorated_function_at_once():
-    """Concurrent calls from several threads each return their own results."""
+    """Calls from several threads run at the same time and get their own results."""
     barrier = threading.Barrier(4)
 
     def call(x):
@@ -720,8 +720,8 @@ def place(global_rank, local_rank, process_group, args):
     return (global_rank, local_rank, process_group is rank.group, args)
 
 
-def test_a_task_gets_ranks_group_and_args():
-    """A task is called with its global rank, its local rank, its process group, and the unchanged `args`."""
+def test_a_task_gets_its_place_as_arguments():
+    """A task is called with its global and local rank, its process group, and the args as they are."""
     for args in (None, (), ("example", 3)):
         results = Wrapper(TWO).start(place, args)
         assert results == ((0, 0, True, args), (1, 1, True, args))
@@ -729,7 +729,7 @@ def test_a_task_gets_ranks_group_and_args():
 
 
 def test_a_task_without_a_group_gets_none():
-    """The process group is None if the platform creates no group that contains the rank."""
+    """Where the platform makes no group, or none with this rank, the process group is None."""
 
     def group_size(global_rank, local_rank, process_group, args):
         return None if process_group is None else process_group.size()
@@ -740,20 +740,20 @@ def test_a_task_without_a_group_gets_none():
 
 
 def test_a_task_that_is_not_callable_is_refused():
-    """The error shows the value."""
+    """The error shows what was given."""
     for task in (None, 3, "task"):
-        with pytest.raises(TypeError, match=rf"Wrapper\.start takes a task, not {task!r}"):
+        with pytest.raises(TypeError, match=rf"Wrapper\.start cannot run {task!r}"):
             Wrapper(TWO).start(task)
 
 
-def test_a_task_with_a_wrong_signature_raises_before_any_rank_starts():
-    """A task must accept four arguments."""
+def test_a_task_of_other_parameters_is_an_error_before_any_rank_starts():
+    """A task that does not take four arguments fails here."""
     with pytest.raises(TypeError, match="too many positional arguments"):
         Wrapper(TWO).start(lambda args: None)
 
 
 def test_a_tasks_exception_keeps_its_type():
-    """`start` raises the task's exception with its type and attributes."""
+    """What a task raises is raised by start."""
 
     def fail(global_rank, local_rank, process_group, args):
         raise MyError(global_rank, detail=args)

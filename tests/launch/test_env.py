@@ -304,7 +304,7 @@ def test_a_launch_within_a_rank_of_a_world_raises(world):
     """Calling a decorated function within a decorated function raises LaunchError."""
     for kind, message, _ in returned(world, "recursion"):
         assert kind == "LaunchError"
-        assert "a rank starts no ranks" in message
+        assert "a rank cannot launch ranks" in message
 
 
 # --- an existing process group ---

@@ -579,7 +579,7 @@ def test_a_launch_within_a_rank_raises():
 
     launchable = wrapper(ranks())(recurses)
     assert launchable(bare=True) == ("inner", "inner")
-    with pytest.raises(LaunchError, match=r"launched within rank \d of 2: a rank starts no ranks.*__wrapped__"):
+    with pytest.raises(LaunchError, match=r"launched within rank \d of 2: a rank cannot launch ranks.*__wrapped__"):
         launchable(bare=False)
 
 
