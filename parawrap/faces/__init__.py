@@ -1,1 +1,1 @@
-"""Thin fronts over the engine: each builds what the engine takes, and delegates."""
+"""The public functions and classes. Each one checks its arguments and delegates to the engine or to a launcher."""

@@ -34,7 +34,7 @@ def joining_rules(
     *,
     compiles: bool,
 ) -> JoinRules:
-    """Return the rules. Where each new shape costs a compilation nothing is learned: the rows of outputs lie on `dim`."""
+    """Return the rules for joining. If each new shape costs a compilation, undeclared outputs have their rows on `dim`."""
     if compiles and out_dims is UNSET:
         out_dims = dim
     return JoinRules(dim, out_dims, reduce, join, pad_value)
@@ -42,17 +42,17 @@ def joining_rules(
 
 def checked_methods(module: Any, methods: Sequence[str]) -> Sequence[str]:
     if isinstance(methods, str) or not methods:
-        msg = f'methods={methods!r}: give a sequence of at least one name, as in methods=("forward",)'
+        msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
         raise ShardError(msg)
     for name in methods:
         if not callable(getattr(module, name, None)):
-            msg = f"methods: {type(module).__name__} has no method {name!r}"
+            msg = f"methods names {name!r}, but {type(module).__name__} has no such method"
             raise ShardError(msg)
     return methods
 
 
 def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Parameters]:
-    """The parameters of each way into the target; None is the target called as a whole."""
+    """Return the parameters of each method. The key None stands for a call of the target itself."""
     if not isinstance(target, torch.nn.Module):
         return {None: Parameters(target)}
     plain = {name: original_method(getattr(target, name)) for name in ("forward", *methods)}
@@ -71,7 +71,7 @@ def checked_in_dims(
         if not any(taken.takes(name) for taken in parameters):
             named = getattr(target, "__name__", type(target).__name__)
             has = "; ".join(dict.fromkeys(map(str, parameters)))
-            msg = f"in_dims names {name!r}, and {named} has no such parameter. It has: {has}"
+            msg = f"in_dims names {name!r}, but {named} has no such parameter. It has: {has}"
             raise ShardError(msg)
         if dim not in (None, "items") and (isinstance(dim, bool) or not isinstance(dim, int)):
             msg = f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, or "items"'

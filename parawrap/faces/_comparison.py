@@ -31,10 +31,10 @@ class Way:
     Attributes:
         name: "plain" or "lanes".
         seconds: The time of each timed call.
-        extra_bytes: The growth of memory up to its peak, in the last turn; None where the peak cannot be read.
+        extra_bytes: The growth of memory up to its peak, in the last turn; None if the peak cannot be read.
         page_faults: Page faults of the process per timed call.
         outputs: The greatest difference of the outputs from the plain way.
-        gradients: The same for the gradients; None without `train`.
+        gradients: The greatest difference of the gradients from the plain way; None without `train`.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Comparison:
 
 
 def difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Difference:
-    """Return the greatest difference; infinite where shapes or NaNs differ."""
+    """Return the greatest difference, infinite if shapes or positions of NaNs differ."""
     if [tensor.shape for tensor in ours] != [tensor.shape for tensor in plain]:
         return Difference(math.inf, math.inf)
     greatest = Difference(0.0, 0.0)

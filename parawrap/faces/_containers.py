@@ -1,4 +1,4 @@
-"""What tuples, lists, namedtuples and mappings have in common: positions or keys, and items."""
+"""Read and rebuild containers: tuples, lists, namedtuples, and mappings."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ __all__ = [
 
 
 def transposed(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> Any:
-    """``transpose`` for at least one container, with the caller's ``noun`` for a row and way to raise."""
+    """Transpose rows, at least one. Messages refer to a row by `noun`; `refuse` raises them."""
     return rebuilt(plain_tuple(rows[0]), columns(rows, noun, refuse))
 
 
 def is_container(value: Any) -> bool:
-    """Whether ``value`` has positions or keys of its own; a PackedSequence, though a namedtuple, is a single value."""
+    """True for tuples, lists, and mappings. A PackedSequence is a namedtuple, but counts as a single value."""
     return isinstance(value, (tuple, list, Mapping)) and not isinstance(value, PackedSequence)
 
 
 def items_of(container: Any) -> dict[Any, Any]:
-    """Key or position -> item."""
+    """Return the items by key or position."""
     if type(container) is dict:
         return container
     return dict(container.items() if isinstance(container, Mapping) else enumerate(container))
 
 
 def plain_tuple(container: Any) -> Any:
-    """What a container becomes when it is turned around: a list becomes a tuple, any other keeps its type."""
+    """Return a list as a tuple, and any other container as it is."""
     return tuple(container) if isinstance(container, list) else container
 
 
 def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
-    """A container of the type of ``like`` that holds ``items``, whose keys or positions are those of ``like``."""
+    """Return a container of the type of ``like`` with new items under the same keys or positions."""
     if type(like) is dict:
         return items
     if optree.is_namedtuple_instance(like):
@@ -63,19 +63,19 @@ def rebuilt(like: Any, items: dict[Any, Any]) -> Any:
     content = items if isinstance(like, Mapping) else list(items.values())
     try:
         return make(content)
-    except TypeError:  # not made from its items
+    except TypeError:  # the class cannot be built from its items
         return content
 
 
 def check_kinds(values: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> None:
-    """Call ``refuse`` with a message unless all values are of one kind: tensors, sequences, dicts, one namedtuple..."""
+    """Call ``refuse`` with a message unless all values are of one kind, such as tensors, sequences, or mappings."""
     for position, value in enumerate(values):
         if kind_of(value) is not kind_of(values[0]):
             refuse(f"{noun} {position} is {described(value)}, {noun} 0 is {described(values[0])}")
 
 
 def kind_of(value: Any) -> type:
-    """What must agree between parts: lists and tuples are alike, and so are all mappings."""
+    """Return the kind of a value. Lists and tuples are of one kind, and so are all mappings."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if value is None:
@@ -92,7 +92,7 @@ def described(value: Any) -> str:
 
 
 def columns(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]) -> dict[Any, tuple[Any, ...]]:
-    """Position or key -> that item of every row, after checking that all rows have the same ones."""
+    """Return the items of all rows by key or position. Call ``refuse`` if the rows differ in kind, keys, or length."""
     check_kinds(rows, noun, refuse)
     tables = [items_of(row) for row in rows]
     for position, table in enumerate(tables):

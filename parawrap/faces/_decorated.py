@@ -1,7 +1,7 @@
-"""How decorated functions travel to other processes: by their name where that leads to them, else by value.
+"""Pickle decorated functions: by name if possible, else by value.
 
-wrapt's wrappers say that they are functions, and cloudpickle would send the bare function in their place. What decorates
-nothing any more when it arrives is no use, so the classes here say what they are.
+The ``__class__`` of a wrapt wrapper is that of the wrapped function, so cloudpickle would pickle the undecorated function.
+The wrapper classes therefore define their own ``__class__``.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ def _type_of(self: object) -> type:
 
 
 own_class = property(_type_of)
-"""For ``__class__`` of a wrapper class."""
+"""The ``__class__`` attribute of a wrapper class."""
 
 
 def is_global(decorated: Any) -> bool:
-    """Whether the function's own name leads to its decorated form, as it does after ``@decorator`` in a module."""
+    """True if the function's qualified name refers to its decorated form, as after ``@decorator`` in a module."""
     return (
         _looked_up(sys.modules.get(getattr(decorated, "__module__", "")), getattr(decorated, "__qualname__", ""))
         is decorated
@@ -34,7 +34,7 @@ def is_global(decorated: Any) -> bool:
 
 
 def _looked_up(module: Any, qualname: str) -> Any:
-    """What a qualified name leads to, without binding it to the class that holds it; None where it leads nowhere."""
+    """Return the object with a qualified name, without binding it to its class; None if there is none."""
     found = module
     for name in qualname.split("."):
         found = inspect.getattr_static(found, name, None)
@@ -42,7 +42,7 @@ def _looked_up(module: Any, qualname: str) -> Any:
 
 
 def reduced_by_name(decorated: Any) -> str | tuple[Any, ...]:
-    """Return how pickle finds a global decorated function. In a class, attribute access would bind it."""
+    """Return the reduction of a global decorated function. In a class, attribute access would bind it."""
     if "." not in decorated.__qualname__:
         return str(decorated.__qualname__)
     return _decorated_at, (decorated.__module__, decorated.__qualname__)
@@ -53,7 +53,7 @@ def _decorated_at(module: str, qualname: str) -> Any:
 
 
 def sent_by_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -> None:
-    """Have cloudpickle send objects of `cls` as pickle does, but by value what ``__main__`` defines, as it promises."""
+    """Make cloudpickle reduce objects of `cls` as pickle does, except by value if ``__main__`` defines them."""
 
     def reduced(decorated: Any) -> str | tuple[Any, ...]:
         reduction: str | tuple[Any, ...] = decorated.__reduce_ex__(4)
@@ -63,9 +63,9 @@ def sent_by_cloudpickle(cls: type, by_value: Callable[[Any], tuple[Any, ...]]) -
 
 
 class Undecorated:
-    """Stands for the bare function within a global decorated one, and is that function once it was unpickled.
+    """A stand-in for the undecorated function inside a global decorated one. It unpickles as that function.
 
-    By value, a bare function would take all the globals that it uses with it, locks and open files among them.
+    Pickled by value, the undecorated function would take along every global that it uses, such as locks and open files.
     """
 
     def __init__(self, decorated: Any) -> None:
@@ -73,7 +73,7 @@ class Undecorated:
 
     @classmethod
     def of(cls, decorated: Any) -> Undecorated | None:
-        """None where another process would not find the function by its name, or is not to look for it."""
+        """Return a stand-in, or None if another process cannot import the function or should receive it by value."""
         module = getattr(decorated, "__module__", None)
         if module in (None, "__main__") or not is_global(decorated) or _goes_by_value(module):
             return None
@@ -84,13 +84,13 @@ class Undecorated:
 
 
 def _goes_by_value(module: str) -> bool:
-    """Whether the user told cloudpickle so, of the module or of a package that it is in."""
+    """True if the user registered the module, or a package that contains it, with cloudpickle for pickling by value."""
     by_value = cloudpickle.list_registry_pickle_by_value()
     return any(module == each or module.startswith(f"{each}.") for each in by_value)
 
 
 def _is_importable(module: str) -> bool:
-    """Whether the import path leads to it. That it was loaded here says nothing: that may have been by a file's path."""
+    """True if the import path finds the module. A loaded module need not be importable: it may come from a file path."""
     path: Any = None
     parts = module.split(".")
     for i in range(len(parts)):
@@ -105,4 +105,4 @@ def _is_importable(module: str) -> bool:
 
 def _found(module: str, qualname: str) -> Any:
     bare = _looked_up(importlib.import_module(module), qualname).__wrapped__
-    return getattr(bare, "__func__", bare)  # of a classmethod or staticmethod
+    return getattr(bare, "__func__", bare)  # the function of a classmethod or staticmethod

@@ -1,4 +1,4 @@
-"""One launch per item of an iterable: the results in order, and errors in their places."""
+"""Run one launch per item of an iterable, and yield the results or the exceptions in order."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Outcome = RankResults[Any] | Exception
 
 
 def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outcome]:
-    """Launch the jobs. Yield the results of each in order, or the exception in their place.
+    """Launch the jobs, and yield the results or the exception of each launch in order.
 
-    Launchers with job arrays (Slurm) get all jobs at once. Others run at most `max_parallel` at a time: by default one on
-    this machine, and all of them on a cluster. Closing the iterator cancels the launches that have not ended.
+    A launcher with job arrays (Slurm) gets all jobs at once. Other launchers run at most `max_parallel` jobs at a time: by
+    default one on this machine, and all of them on a cluster. Closing the iterator cancels unfinished launches.
     """
     if not jobs:
         return iter(())
@@ -37,13 +37,13 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
 
 
 def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
-    """Launch each job in the calling thread, when its results are asked for."""
+    """Launch each job in the calling thread, when the iterator reaches it."""
     for job in jobs:
         running = None
         try:
             running = launch(job)
             outcome: Outcome = running.results()
-        except Exception as error:  # noqa: BLE001 (yielded in the results' place)
+        except Exception as error:  # noqa: BLE001 (yielded instead of results)
             outcome = error
         finally:
             if running is not None and not running.done():
@@ -52,7 +52,10 @@ def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
 
 
 class _Outcomes(Iterator[Outcome]):
-    """The outcomes of launches that run already. Not a generator: one that never began has nothing to close."""
+    """The outcomes of running launches.
+
+    This is not a generator, because closing a generator that has not started runs no cleanup.
+    """
 
     def __init__(self, waits: Sequence[Callable[[], RankResults[Any]]], cancel: Callable[[], None]) -> None:
         self._waits = iter(waits)
@@ -62,11 +65,11 @@ class _Outcomes(Iterator[Outcome]):
         wait = next(self._waits)
         try:
             return wait()
-        except Exception as error:  # noqa: BLE001 (yielded in the results' place)
+        except Exception as error:  # noqa: BLE001 (yielded instead of results)
             return error
 
     def close(self) -> None:
-        """Cancel the launches that have not ended."""
+        """Cancel the unfinished launches."""
         self._waits = iter(())
         self._cancel()
 
@@ -75,9 +78,9 @@ class _Outcomes(Iterator[Outcome]):
 
 
 class _Queue:
-    """Jobs that wait for their turn, and the launches that run.
+    """The pending jobs and the running launches.
 
-    The threads are daemons, and an interpreter that ends cancels the queue: it does not run the jobs that are left.
+    Daemon threads start the jobs. At exit, the interpreter cancels the queue and does not start the pending jobs.
     """
 
     def __init__(self, jobs: Sequence[Job], max_parallel: int) -> None:
@@ -94,19 +97,19 @@ class _Queue:
             running, future = started
             try:
                 future.set_result(running.results())
-            except BaseException as error:  # noqa: BLE001 (yielded in the results' place)
+            except BaseException as error:  # noqa: BLE001 (yielded instead of results)
                 future.set_exception(error)
             with self._access:
                 self._running.discard(running)
 
     def _started(self) -> tuple[Launch[Any], Future[RankResults[Any]]] | None:
-        """Launch the next job that can be launched. None if no job is left."""
+        """Launch the next job that can be launched; return None if no job is left."""
         with self._access:
             while self._waiting:
                 job, future = self._waiting.popleft()
                 try:
                     running = launch(job)
-                except BaseException as error:  # noqa: BLE001 (yielded in the results' place)
+                except BaseException as error:  # noqa: BLE001 (yielded instead of results)
                     future.set_exception(error)
                 else:
                     self._running.add(running)
@@ -114,12 +117,12 @@ class _Queue:
         return None
 
     def cancel(self) -> None:
-        """End the launches that run, and start no more."""
+        """End the running launches, and start no others."""
         atexit.unregister(self.cancel)
         with self._access:
             left = [future for _, future in self._waiting]
             self._waiting.clear()
             running = list(self._running)
         for future in left:
-            future.set_exception(LaunchCancelledError("the launch was cancelled before its turn"))
+            future.set_exception(LaunchCancelledError("the launch was cancelled before it started"))
         cancel_all(running)

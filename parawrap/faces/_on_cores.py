@@ -1,4 +1,4 @@
-"""What the faces have in common on NeuronCores: which cores are meant, and how a model comes to them."""
+"""NeuronCores in `parallel` and `neuron.DataParallel`: resolve cores, and load a model onto them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from parawrap.shards import Cutter, Sizes
 __all__ = ["WORKERS_PER_CORE", "cores_of", "open_session", "place"]
 
 WORKERS_PER_CORE = 2
-"""One runs while the other one's input is brought over; also torch_neuronx.DataParallel's default of num_workers."""
+"""One lane runs while the other copies its input. Also the default of num_workers in torch_neuronx.DataParallel."""
 
 
 def cores_of(devices: Any) -> tuple[NeuronCore, ...]:
-    """The cores that `devices` names; None and a kind are all that this process has.
+    """Return the cores that `devices` names. None or a kind means every core of this process.
 
     Raises:
-        DeviceListError: empty, with a duplicate, or with an entry that is no core.
-        DeviceUnavailableError: a core that this process does not have, or no runtime.
+        DeviceListError: If `devices` is empty, repeats a core, or has an entry that is not a core.
+        DeviceUnavailableError: If this process does not have one of the cores, or the runtime is not installed.
     """
     return resolve_cores(devices, runtime().core_count())
 
 
 def place(
-    model: Any, cores: Sequence[NeuronCore], dim: int, *, dynamic: bool = True, tell: Callable[[str], None] | None = None
+    model: Any, cores: Sequence[NeuronCore], dim: int, *, dynamic: bool = True, warn: Callable[[str], None] | None = None
 ) -> PlacedModel:
-    """The model on these cores: with dynamic batching, if that is wanted and can be had; `tell` is told why it cannot.
+    """Load the model onto cores, with dynamic batching if `dynamic` is True and the model supports it.
+
+    If the model does not support it, call `warn` with the reason.
 
     Raises:
-        ShardError: `dim` is no dim of the model's inputs.
+        ShardError: If `dim` is not a dim of the model's inputs.
     """
     if isinstance(dim, bool) or not isinstance(dim, int):
-        msg = f"dim={dim!r} is no dim: give a whole number, as in dim=0"
+        msg = f"dim={dim!r} is not an integer. Give one, such as dim=0"
         raise ShardError(msg)
     _refuse_out_of_range(model, dim)
     why_not = None
@@ -46,9 +48,9 @@ def place(
         except ShapeError as error:
             why_not = str(error)
     elif dynamic:
-        why_not = f"dynamic batching is off, since dim={dim}: it works on dim 0 alone"
-    if why_not is not None and tell is not None:
-        tell(why_not)
+        why_not = f"dynamic batching is off because dim={dim}: it works only on dim 0"
+    if why_not is not None and warn is not None:
+        warn(why_not)
     return PlacedModel(model, cores, dynamic=False)
 
 
@@ -56,7 +58,7 @@ def _refuse_out_of_range(model: Any, dim: int) -> None:
     signature = runtime().signature(model)
     most = max((len(spec.shape) for spec in signature.inputs), default=0) if signature is not None else None
     if most is not None and not -most <= dim < most:
-        msg = f"dim={dim} is out of range: the model is compiled for inputs of {most} dimensions at the most"
+        msg = f"dim={dim} is out of range: the model is compiled for inputs with at most {most} dims"
         raise ShardError(msg)
 
 
@@ -67,9 +69,9 @@ def open_session(
     cutter_of: Callable[[Sizes], Mapping[str | None, Cutter]],
     joining: Joining,
 ) -> NeuronSession:
-    """A session that loads the model onto the cores and frees them when it is closed.
+    """Return a session that loads the model onto the cores, and frees them when it is closed.
 
-    Without a word where dynamic batching is off: who names another dim knows, and a call of another size is told why.
+    It does not warn if dynamic batching is off. A call that needs it raises ShapeError with the reason.
     """
     placed = place(model, cores, dim)
     batching = Batching.of(placed, dim)

@@ -1,4 +1,4 @@
-"""A progress bar over a stream: rows per second, lane by lane."""
+"""A progress bar for `Parallel.map` that shows the rows per second of each lane."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Progress"]
 
 
 class Progress:
-    """A tqdm bar that counts batches; call it with each ticket that has arrived."""
+    """A tqdm bar that counts batches. Call it with each finished ticket."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
-            msg = "progress=True draws its bar with tqdm, which is not installed: pip install 'parawrap[cli]'"
+            msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap[cli]'"
             raise ImportError(msg) from error
         self._bar = tqdm(total=len(batches) if isinstance(batches, Sized) else None, unit="batch")
         self._rows: Counter[int] = Counter()

@@ -1,4 +1,4 @@
-"""Keep one way of `compare` from changing what the next one finds, and measure its memory."""
+"""Isolate the ways of `compare` from each other, and measure memory and page faults."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["memory_growth", "page_faults", "turn"]
 
 @contextlib.contextmanager
 def turn(name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices: list[torch.device]) -> Iterator[None]:
-    """Restore the state of the model and of torch at the end, and name the way in a note on an error."""
+    """Restore the state of the model and torch's random state at the end. Add a note with the way's name to errors."""
     owners = [(owner, owner.training) for owner in module.modules()]
     buffers = [(owner, key, old, old.clone()) for owner, _ in owners for key, old in owner.named_buffers(recurse=False)]
     gradients = [leaf.grad for leaf in leaves]
@@ -42,7 +42,7 @@ def turn(name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices
 
 
 def memory_growth(devices: list[torch.device]) -> Callable[[], int | None]:
-    """Return a function that reads how far memory has grown at its peak since now, on the busiest device."""
+    """Return a function that returns the peak growth of memory since this call, on the device with the largest growth."""
     module = torch.get_device_module(devices[0].type) if devices else None
     if module is not None and hasattr(module, "max_memory_allocated"):
         before = {device: module.memory_allocated(device) for device in devices}
@@ -51,7 +51,7 @@ def memory_growth(devices: list[torch.device]) -> Callable[[], int | None]:
         return lambda: max(module.max_memory_allocated(device) - size for device, size in before.items())
     with contextlib.suppress(OSError, AttributeError, TypeError):  # no /proc, or a C library without malloc_trim
         if module is None:
-            ctypes.CDLL(None).malloc_trim(0)  # or this turn reuses pages that the previous one freed
+            ctypes.CDLL(None).malloc_trim(0)  # otherwise this turn reuses pages that the previous one freed
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of VmRSS
             resident = _status("VmRSS")
             return lambda: _status("VmHWM") - resident
@@ -64,5 +64,5 @@ def _status(field: str) -> int:
 
 
 def page_faults() -> int:
-    """Return the page faults of the process so far that needed no disk."""
+    """Return the number of minor page faults of the process so far."""
     return 0 if sys.platform == "win32" else resource.getrusage(resource.RUSAGE_SELF).ru_minflt

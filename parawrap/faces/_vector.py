@@ -1,4 +1,4 @@
-"""What torch.nn.DataParallel and the vendor's make of 0-d outputs."""
+"""Join 0-d outputs as torch.nn.DataParallel and torch_neuronx.DataParallel do: into a vector."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["vector"]
 
 
 def vector(values: torch.Tensor) -> torch.Tensor:
-    """The 0-d outputs of the shards, as they are, and a warning that they are so."""
+    """Return the vector of the shards' 0-d outputs, and warn about it."""
     warn_caller(
-        "the module returned 0-d tensors: they are joined into a vector with one value a shard, as torch.nn.DataParallel "
-        'does; parallel(module, reduce="mean") gives their mean'
+        "the module returned 0-d tensors. Like torch.nn.DataParallel, parawrap joins them into a vector with one value per "
+        'shard. For their mean, use parallel(module, reduce="mean")'
     )
     return values

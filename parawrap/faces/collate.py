@@ -1,7 +1,4 @@
-"""Collate functions that give a DataLoader's batch in tuple form, one part per device.
-
-This layer knows lists of samples and how to cut them. It refuses to know devices: ``ndevices`` is only a number.
-"""
+"""`tp_collate` and `default_collate`: collate functions that return one mini-batch per device."""
 
 from __future__ import annotations
 
@@ -25,30 +22,34 @@ __all__ = ["default_collate", "tp_collate"]
 
 P = ParamSpec("P")
 
-_sizes = functools.lru_cache(maxsize=64)(balanced)  # a DataLoader knows two lengths: of a batch, and of the last one
+_sizes = functools.lru_cache(maxsize=64)(balanced)  # the batches of a DataLoader have at most two lengths
 
 
 def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any]]:
-    """Make a collate function (samples -> batch) return one part per device, as ``TupleParallel`` takes them.
+    """Make a collate function return one part per device, in the format of ``TupleParallel``.
 
-    The samples are cut into ``min(ndevices, len(samples))`` parts in their order, whose sizes differ by at most one,
-    the larger first, and each part is collated. A short last batch thus gives fewer parts, never an empty one; no
-    samples at all give one part, the function's answer to the empty list.
+    The decorated function cuts the samples, in order, into ``min(ndevices, len(samples))`` parts and collates each part.
+    The sizes of the parts differ by at most one, and larger parts come first. A short last batch gives fewer parts, none
+    of them empty. An empty list of samples gives one part, collated from the empty list.
 
     ===============================================  ==================================================
     the function returns                             the decorated function returns
     ===============================================  ==================================================
     a tuple or list ``(x, y)``                       ``((x1, x2), (y1, y2))``
-    a dict ``{"x": x}``                               ``{"x": (x1, x2)}``
-    a namedtuple                                     that namedtuple of tuples
+    a dict ``{"x": x}``                              ``{"x": (x1, x2)}``
+    a namedtuple                                     the same namedtuple, with a tuple in each field
     one value ``x``, or its list of samples itself   ``(x1, x2)``
     ===============================================  ==================================================
 
-    Only the outermost level is turned around. Methods may be decorated too. What pickles undecorated also pickles
-    decorated, so DataLoader workers of every start method take it.
+    Only the outermost level is transposed. Methods may be decorated. A decorated function pickles if the undecorated one
+    does, so it works in DataLoader workers with every start method.
+
+    Args:
+        ndevices: The number of devices.
 
     Raises:
-        ShardError: ``ndevices`` is no int of at least 1; or, when called, parts of unequal structure.
+        ShardError: If ``ndevices`` is not an int of at least 1, or the decorated object is not callable; at the call, if
+            the parts differ in structure.
 
     >>> import torch
     >>> @tp_collate(2)
@@ -68,13 +69,17 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any
 
 
 def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
-    """What ``tp_collate(ndevices)`` makes of ``torch.utils.data.default_collate``; pickles for DataLoader workers.
+    """Return ``torch.utils.data.default_collate``, decorated by ``tp_collate(ndevices)``.
 
-    ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. The whole batch is collated at once and then
-    cut, so the parts of a tensor are views of one storage, as those of ``chunk`` are.
+    Use it as ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. It is picklable for DataLoader
+    workers. It collates the whole batch and then cuts it, so the parts of a tensor are views of one storage, as with
+    ``torch.chunk``.
+
+    Args:
+        ndevices: The number of devices.
 
     Raises:
-        ShardError: ``ndevices`` is no int of at least 1.
+        ShardError: If ``ndevices`` is not an int of at least 1.
 
     >>> default_collate(2)([1, 2, 3])
     (tensor([1, 2]), tensor([3]))
@@ -84,11 +89,11 @@ def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
 
 
 class _DefaultCollate:
-    """Collates all samples and then cuts; lives as long as the DataLoader, keeps no state, and so is thread-safe.
+    """Collates the whole batch, then cuts it. Stateless and thread-safe.
 
-    Part by part it collates only where cutting the whole might give something else: where the user registered a collate
-    function for a type (what it returns need not have a row per sample), and where samples of unequal shapes may yet be
-    equal within each part.
+    It collates part by part if a cut of the whole batch could differ. The user may have registered a collate function for a
+    type, with results that do not have one row per sample. Or the samples have different shapes, which may be equal within
+    each part.
     """
 
     def __init__(self, ndevices: int) -> None:
@@ -117,29 +122,29 @@ class _DefaultCollate:
 
 
 def _cut_batch(batch: Any, sizes: tuple[int, ...]) -> Any:
-    if isinstance(batch, torch.Tensor) or _is_texts(batch) or not is_container(batch):
+    if isinstance(batch, torch.Tensor) or _is_strings(batch) or not is_container(batch):
         return _cut_rows(batch, sizes)
-    if type(batch) is list:  # what torch makes of samples that are tuples: the usual case, so without ado
+    if type(batch) is list:  # fast path: torch collates tuples into a list
         return tuple([_cut_rows(item, sizes) for item in batch])
     return rebuilt(plain_tuple(batch), {key: _cut_rows(item, sizes) for key, item in items_of(batch).items()})
 
 
 def _cut_rows(value: Any, sizes: tuple[int, ...]) -> tuple[Any, ...]:
-    """The parts of a nested value whose leaves, tensors and sequences of texts, have a row per sample."""
+    """Cut a nested value into parts. Its leaves, tensors and sequences of strings, have one row per sample."""
     if isinstance(value, torch.Tensor):
         return tuple(value.split_with_sizes(sizes))
-    if _is_texts(value):
+    if _is_strings(value):
         return tuple(_sliced(value, sizes))
     cut = {key: _cut_rows(item, sizes) for key, item in items_of(value).items()}
     return tuple(rebuilt(value, {key: parts[i] for key, parts in cut.items()}) for i in range(len(sizes)))
 
 
-def _is_texts(value: Any) -> bool:
+def _is_strings(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) > 0 and isinstance(value[0], (str, bytes))
 
 
 class _BoundTupleCollate(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A decorated method, bound; made anew by each attribute access, as bound methods are."""
+    """A decorated bound method. Each attribute access makes a new one, as Python does for bound methods."""
 
     __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
 
@@ -153,13 +158,13 @@ class _BoundTupleCollate(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
         return getattr(copy.deepcopy(self._owner(), memo), self.__name__)
 
     def _owner(self) -> Any:
-        """The instance or class that the method is bound to, else the class that holds it."""
+        """Return the instance or class that the method is bound to, else the class that defines it."""
         bound_to = getattr(self.__wrapped__, "__self__", None)
         return self._self_owner if bound_to is None else bound_to
 
 
 class _TupleCollate(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """The decorated collate function; lives as long as the function, keeps no state, and so is thread-safe."""
+    """A decorated collate function. Stateless and thread-safe."""
 
     __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
     __bound_function_wrapper__ = _BoundTupleCollate
@@ -188,41 +193,41 @@ sent_by_cloudpickle(_TupleCollate, _reduced_by_value)
 def _check_ndevices(ndevices: object, face: str) -> None:
     if callable(ndevices):
         name = getattr(ndevices, "__qualname__", repr(ndevices))
-        msg = f"{face} was given {name} where the number of devices belongs: write {face}(2), with parentheses"
+        msg = f"{face} got the callable {name} instead of a number of devices. Write {face}(2), with parentheses"
         raise ShardError(msg)
     if not isinstance(ndevices, int) or isinstance(ndevices, bool) or ndevices < 1:
-        value = reprlib.repr(ndevices)  # short: collate_fn=default_collate, without (2), gives it a whole batch
-        msg = f"ndevices={value} is not a number of devices: give {face} an int of at least 1, e.g. len(device_ids)"
+        value = reprlib.repr(ndevices)  # shortened: collate_fn=default_collate, without (2), passes a whole batch
+        msg = f"ndevices={value} is not a number of devices. Give {face} an int of at least 1, such as len(device_ids)"
         raise ShardError(msg)
 
 
 def _check_collate(collate: object) -> None:
     if not callable(collate) and not isinstance(collate, classmethod):
-        msg = f"tp_collate decorates a collate function, not {collate!r}: give it a callable"
+        msg = f"tp_collate cannot decorate {collate!r}, which is not callable. Give it a collate function"
         raise ShardError(msg)
 
 
 def _collate_in_parts(
     ndevices: int, collate: Callable[..., Any], _instance: object, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The body of the decorated function, with the parameters that wrapt calls it with after ``ndevices``."""
-    samples, args, kwargs = _taken_out(collate, args, kwargs)
+    """Run the decorated function. wrapt passes all parameters after ``ndevices``."""
+    samples, args, kwargs = _split_arguments(collate, args, kwargs)
     cuts = _cut(samples, ndevices)
     parts = tuple(collate(cut, *args, **kwargs) for cut in cuts)
-    is_single = parts[0] is cuts[0] or not is_container(parts[0])  # a list of texts collates to that very list
+    is_single = parts[0] is cuts[0] or not is_container(parts[0])  # a list of strings collates to itself
     check_kinds(parts, "part", _refuse_parts)
     return parts if is_single else transposed(parts, "part", _refuse_parts)
 
 
 def _refuse_parts(reason: str) -> NoReturn:
-    msg = f"the collate function's parts disagree: {reason}; return the same structure whatever the number of samples"
+    msg = f"the collate function's parts differ: {reason}. Return the same structure for any number of samples"
     raise ShardError(msg)
 
 
-def _taken_out(
+def _split_arguments(
     collate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The samples, then the arguments beside them; the samples are the first parameter, by position or by name."""
+    """Return the samples and the other arguments. The samples are the first parameter, by position or by name."""
     if args:
         return args[0], args[1:], kwargs
     name = next(iter(inspect.signature(collate).parameters), "")
@@ -233,7 +238,7 @@ def _taken_out(
 
 def _cut(samples: Any, ndevices: int) -> list[Any]:
     if isinstance(samples, Mapping) or not hasattr(samples, "__len__"):
-        msg = f"tp_collate cuts a list of samples, not a {type(samples).__qualname__}: give list(samples)"
+        msg = f"tp_collate cannot cut a {type(samples).__qualname__}. Give it a list: list(samples)"
         raise ShardError(msg)
     return _sliced(samples, _sizes(len(samples), ndevices))
 

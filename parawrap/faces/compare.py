@@ -1,4 +1,4 @@
-"""`compare`: one call, plain and in lanes, side by side."""
+"""`compare`: measure a call as a plain call and in lanes."""
 
 from __future__ import annotations
 
@@ -36,25 +36,27 @@ def compare(
     show: bool = True,
     **options: Any,
 ) -> Comparison:
-    """Run one call plain and in lanes, print a table of times, memory, and differences, and return the numbers.
+    """Run a call plainly and in lanes, print a table of times, memory, and differences, and return the measurements.
 
-    "plain" is the call as torch runs it; "lanes" is the call inside ``parallel(model, devices, **options)``. The ways take
-    turns. A turn starts with untimed calls, from the same buffers, training flags, `.grad`, and torch random states each
-    time, and restores them. Accelerators are synchronised around each timed call.
+    In the table, "plain" is the call as torch runs it, and "lanes" is the call inside
+    ``parallel(model, devices, **options)``. These two ways alternate in turns. Each turn starts from the same buffers,
+    training flags, `.grad`, and torch random states, and restores them at its end. Its first calls are not timed.
+    Accelerators are synchronised around each timed call.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
-        batch: A tuple is spread, a dict becomes keywords, anything else is one argument, as in `Parallel.map`.
+        batch: The arguments, as in `Parallel.map`: a tuple is ``model(*batch)``, a dict ``model(**batch)``.
         devices: The lanes, as in `parallel`.
         train: Compare training steps (forward, loss, backward) instead of forward calls under `torch.no_grad`.
-        loss: Function from the output to a scalar; by default the sum of all floating-point output tensors.
-        rounds: Turns of each way, at least 2.
-        calls: Timed calls per turn.
+        loss: A function that reduces the output to a scalar. By default the sum of all floating-point output tensors.
+        rounds: The number of turns of each way, at least 2.
+        calls: The number of timed calls per turn.
         show: Print the table.
         **options: Options of `parallel`. `methods` names the one method to compare.
 
     Raises:
-        ShardError: If `rounds`, `calls`, or `methods` is not allowed, or if the output has no tensor for the default loss.
+        ShardError: If `rounds` or `calls` is too small, `methods` names several methods, or the output has no tensor for
+            the default loss.
 
     Example:
         >>> import torch
@@ -65,11 +67,11 @@ def compare(
     """
     method, *others = options.get("methods", ("forward",))
     if rounds < 2 or calls < 1 or others:
-        msg = f"compare needs rounds >= 2, calls >= 1, and one method, not {rounds=}, {calls=}, methods={[method, *others]}"
+        msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {rounds=}, {calls=}, methods={[method, *others]}"
         raise ShardError(msg)
     block = parallel(model, devices, **options)
     ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model), "lanes": block}
-    owner = getattr(model, "__self__", model)  # of a bound method
+    owner = getattr(model, "__self__", model)  # the module of a bound method
     module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
     args, kwargs = as_call(batch)
     held = [*module.parameters(), *_tensors([args, kwargs])]
@@ -143,6 +145,6 @@ def _copies(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _sum(output: object) -> torch.Tensor:
     parts = [tensor.sum() for tensor in _tensors(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not parts:
-        msg = "the output has no floating-point tensor that requires gradients: pass loss=, a function of the output"
+        msg = "the output has no floating-point tensor that requires gradients. Pass loss=, a function of the output"
         raise ShardError(msg)
     return sum((part.to(parts[0].device) for part in parts[1:]), start=parts[0])

@@ -1,4 +1,4 @@
-"""`DataParallel`: torch.nn.DataParallel's name, signature and meaning on persistent lanes."""
+"""`DataParallel` and `data_parallel`: drop-in replacements for torch's, on persistent lanes."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ _UNEQUAL_BELOW = 0.75
 
 
 class DataParallel(torch.nn.DataParallel[T]):
-    """A module that cuts its input over devices, with torch.nn.DataParallel's API; an ``isinstance`` of it too.
+    """Split each batch over several devices: a subclass of torch.nn.DataParallel with the same API.
 
-    Shards run on the replicas of `module`, gradients sum into `module`, outputs are joined on `output_device`. The
-    differences from torch: shards are balanced (their sizes differ by at most one, and none is dropped), replicas are kept
-    and refreshed only when `module` changed, autocast and all other modes follow into the lanes, keyword arguments are cut
-    like positional ones, and ``device_ids=["cpu", "cpu"]`` makes lanes on the CPU. As in torch, 0-d outputs become a
-    vector with one value a device (with a warning), and lists without tensors go to every device.
+    Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and joins the outputs on
+    `output_device`. Gradients accumulate in the parameters of `module`.
 
-    `scatter`, `replicate`, `parallel_apply` and `gather` may be overridden, as torch's may. Lanes start at the first call
-    and end with the module. Any number of threads may call it at once.
+    As in torch, 0-d outputs become a vector with one value per device (with a warning), lists without tensors go to every
+    device, and subclasses may override `scatter`, `replicate`, `parallel_apply`, and `gather`. The differences from torch:
+
+    - Shards are balanced: their sizes differ by at most one, and none is dropped.
+    - Keyword arguments are cut like positional ones.
+    - Replicas persist between calls, and are refreshed only if `module` changed.
+    - Autocast and all other modes apply in the lanes.
+    - ``device_ids=["cpu", "cpu"]`` creates lanes on the CPU.
+
+    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. A `DataParallel` is thread-safe.
 
     Args:
-        module: the module to replicate; its parameters and buffers lie on ``device_ids[0]``.
-        device_ids: indices, strings or torch devices of one type, one a lane; every visible accelerator by default.
-            Where there is no accelerator and the CPU is not named, calls go straight to `module`.
-        output_device: where outputs are joined; ``device_ids[0]`` by default.
-        dim: the dim that the rows lie on.
+        module: The module to replicate, with its parameters and buffers on ``device_ids[0]``.
+        device_ids: One entry per lane: indices, strings, or torch devices, all of one type. By default every visible
+            accelerator. On a machine without an accelerator, calls run `module` directly unless `device_ids` names the
+            CPU.
+        output_device: The device of joined outputs; ``device_ids[0]`` by default.
+        dim: The dim that the rows lie on.
 
     Attributes:
-        module: the module that was given.
+        module: The wrapped module.
 
     Raises:
-        DeviceListError: `device_ids` is empty or of mixed types.
-        DeviceUnavailableError: one of them is not there.
+        DeviceListError: If `device_ids` is empty, mixes types, or has an entry that is not a device.
+        DeviceUnavailableError: If this machine does not have one of the devices.
 
     Example:
         >>> import torch
@@ -65,10 +71,10 @@ class DataParallel(torch.nn.DataParallel[T]):
         output_device: DeviceLike | None = None,
         dim: int = 0,
     ) -> None:
-        torch.nn.Module.__init__(self)  # torch's own __init__ knows indices of accelerators alone
+        torch.nn.Module.__init__(self)  # torch.nn.DataParallel.__init__ takes only indices of accelerators
         self.module = module
         self.dim = dim
-        self._engine: tuple[tuple[Any, ...], Session] | None = None  # and the settings that it was made for
+        self._engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
         self._changing = threading.RLock()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
@@ -82,30 +88,33 @@ class DataParallel(torch.nn.DataParallel[T]):
             self.module.to(self.src_device_obj)
 
     def close(self) -> None:
-        """End the lanes and let go of the replicas. The next call starts them again."""
+        """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
             engine, self._engine = self._engine, None
         if engine is not None:
             engine[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy or an unpickled one starts lanes of its own.
+        # Copies and unpickled instances start their own lanes.
         return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_engine": None, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Scatter, replicate, apply, gather; the plain call where there are no lanes or it runs in a lane already.
+        """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
+
+        Without lanes, and inside a lane, the call runs plainly.
 
         Raises:
-            RuntimeError: a parameter or buffer is not on ``device_ids[0]``.
-            ShardError, GatherError: of what cannot be cut or joined.
+            RuntimeError: If a parameter or buffer is not on ``device_ids[0]``.
+            ShardError: If an input cannot be cut.
+            GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             if not self._lanes or here.lane is not None or self._session().must_run_plainly():
                 return self.module(*inputs, **kwargs)
-            self._refuse_elsewhere()
+            self._check_placement()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             if len(self._lanes) == 1:
                 return self.module(*args[0], **module_kwargs[0])
@@ -114,7 +123,7 @@ class DataParallel(torch.nn.DataParallel[T]):
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
-        """A tuple of args and a tuple of kwargs, one entry a shard; a call without rows gives one shard."""
+        """Return a tuple of args and a tuple of kwargs, with one entry per shard. A call without rows gives one shard."""
         devices = [device_named(device_id) for device_id in device_ids]
         cutter = self._session().cutters[None]
         flat = cutter.flatten(inputs, kwargs or {})
@@ -123,7 +132,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
-        """What the first ``len(device_ids)`` lanes run: kept from call to call and refreshed when `module` changed."""
+        """Return the replicas of the first ``len(device_ids)`` lanes, refreshed if `module` changed."""
         if module is self.module:
             return [replica.module for replica in self._session().replicate(len(device_ids))]
         others = ReplicaSet(module, [device_named(device_id) for device_id in device_ids])
@@ -131,9 +140,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         return [replica.module for replica in others.current]
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Call replica i with args and kwargs i in lane i; return their outputs in lane order.
+        """Call replica i with args i and kwargs i in lane i, and return the outputs in lane order.
 
-        Lanes that share a device draw random numbers in lane order, and run in turns for that.
+        Lanes that share a device run one after another if the call draws random numbers, to draw them in lane order.
         """
         session = self._session()
         lanes = session.replicate()
@@ -147,13 +156,13 @@ class DataParallel(torch.nn.DataParallel[T]):
             return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Join outputs along `dim` on the device; 0-d ones become a vector with one value a lane."""
+        """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
         outputs, session = list(outputs), self._session()
         with intra_op_threads(session.pool.threads):
             return session.gather(outputs, (1,) * len(outputs), device_named(output_device))
 
     def _session(self) -> Session:
-        """The engine for the module, devices and dim that the attributes name now."""
+        """Return the session for the current `module`, `dim`, and `device_ids`."""
         settings = (self.module, self.dim, tuple(self.device_ids))
         engine = self._engine
         if engine is not None and engine[0] == settings:
@@ -167,7 +176,7 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
-        self._refuse_elsewhere()
+        self._check_placement()
         equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
         parameters = Parameters(self.module.forward)
         cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
@@ -175,7 +184,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         output = device_named(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
 
-    def _refuse_elsewhere(self) -> None:
+    def _check_placement(self) -> None:
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             if tensor.device != self.src_device_obj:
                 msg = (
@@ -193,20 +202,20 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Evaluate ``module(*inputs, **module_kwargs)`` over devices once; torch.nn.parallel.data_parallel's signature.
+    """Evaluate ``module(*inputs, **module_kwargs)`` once over several devices, like torch.nn.parallel.data_parallel.
 
-    Lanes live for this one call: for many calls, keep a `DataParallel` or open a `parallel` block.
+    The lanes end with the call. For many calls, keep a `DataParallel`, or open a `parallel` block.
 
     Args:
-        module: as in `DataParallel`.
-        inputs: a tuple of positional inputs, one input, or None for none.
-        device_ids: as in `DataParallel`.
-        output_device: where the output is joined; -1 is the CPU.
-        dim: the dim that the rows lie on.
-        module_kwargs: keyword inputs, cut like the positional ones.
+        module: The module, as in `DataParallel`.
+        inputs: A tuple of positional inputs, a single input, or None.
+        device_ids: The devices of the lanes, as in `DataParallel`.
+        output_device: The device of the joined output; -1 is the CPU.
+        dim: The dim that the rows lie on.
+        module_kwargs: Keyword inputs. They are cut like positional ones.
 
     Raises:
-        DeviceListError, DeviceUnavailableError, ShardError, GatherError: as for `DataParallel`.
+        DeviceListError, DeviceUnavailableError, ShardError, GatherError: As for `DataParallel`.
 
     Example:
         >>> import torch
@@ -223,18 +232,18 @@ def data_parallel(
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:
-    """The devices of the lanes; none where calls are to pass straight through."""
+    """Return the device of each lane, or nothing if calls run the module directly."""
     if device_ids is not None and not isinstance(device_ids, (str, int, torch.device)) and len(device_ids) == 0:
-        msg = "device_ids is empty: name at least one device, or leave it out to take every visible one"
+        msg = "device_ids is empty. Name at least one device, or leave it out to use every visible one"
         raise DeviceListError(msg)
     no_accelerator = best_backend().type == "cpu"
-    if no_accelerator and not _names_what_is_there(device_ids):
+    if no_accelerator and not _names_available_kind(device_ids):
         return ()
     return resolve_devices(device_ids)
 
 
-def _names_what_is_there(device_ids: Any) -> bool:
-    """Whether a list of devices names a kind that this machine has; what is a device on no machine is refused."""
+def _names_available_kind(device_ids: Any) -> bool:
+    """Return True if an entry names a kind of device that this machine has. Refuse entries that are not devices."""
     entries = [device_ids] if isinstance(device_ids, (str, int, torch.device)) else device_ids or []
     kinds = set()
     for entry in entries:
@@ -244,14 +253,15 @@ def _names_what_is_there(device_ids: Any) -> bool:
             kinds.add(backend_of(entry.partition(":")[0]).type)
         elif isinstance(entry, bool) or not isinstance(entry, int) or entry < 0:
             msg = (
-                f"device_ids holds {entry!r}, which is no device: give indices, strings such as 'cuda:0', or torch devices"
+                f"device_ids holds {entry!r}, which is not a device. "
+                "Use indices, strings such as 'cuda:0', or torch devices"
             )
             raise DeviceListError(msg)
     return any(backend_of(kind).count() for kind in kinds)
 
 
 def _as_id(device: torch.device) -> Any:
-    """Torch keeps indices, which are those of the best kind there is; any other device is kept as it is."""
+    """Return the index of a device of the best kind, as torch stores it in `device_ids`; otherwise the device itself."""
     return device if device.index is None or device.type != best_backend().type else device.index
 
 
@@ -262,7 +272,7 @@ def _warn_imbalance(devices: Sequence[torch.device]) -> None:
         if amounts and min(amounts.values()) < _UNEQUAL_BELOW * max(amounts.values()):
             least, most = min(amounts, key=amounts.__getitem__), max(amounts, key=amounts.__getitem__)
             warn_caller(
-                f"the devices are unequal: {least} has less than {_UNEQUAL_BELOW:.0%} of the {what} of {most}, which will "
-                "wait for it; leave it out of device_ids, or hide it with CUDA_VISIBLE_DEVICES"
+                f"the devices are unequal: {least} has less than {_UNEQUAL_BELOW:.0%} of the {what} of {most}, so {most} "
+                f"waits for {least} in every call. Leave {least} out of device_ids, or hide it with CUDA_VISIBLE_DEVICES"
             )
             return

@@ -1,4 +1,4 @@
-"""Nested values and attributes, moved to a device."""
+"""Move nested values and the attributes of objects to a device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,19 @@ T = TypeVar("T")
 
 
 def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
-    """Move ``val`` with ``.to(device, **kwargs)``, recursing lists, tuples, namedtuples and mappings.
+    """Move a nested value to a device with ``.to(device, **kwargs)``.
 
-    A value that has a callable ``.to`` moves itself, also if it is a container (PackedSequence does); any other value
-    comes back as it is. Containers are rebuilt, not changed. ``kwargs`` such as ``non_blocking`` go to every ``.to``.
+    The function recurses into lists, tuples, namedtuples, and mappings, and returns new containers. A value with a
+    ``.to`` method is moved by that method, even if it is a container, such as a PackedSequence. Other values are returned
+    unchanged.
+
+    Args:
+        val: The value.
+        device: The first argument of each ``.to``.
+        kwargs: Options for each ``.to``, such as ``non_blocking=True``.
 
     Raises:
-        TypeError: a ``.to`` that returned None; the message names its class.
+        TypeError: If a ``.to`` method returns None. The message names its class.
 
     >>> recursive_to({"x": torch.zeros(2), "name": "a"}, torch.float64)
     {'x': tensor([0., 0.], dtype=torch.float64), 'name': 'a'}
@@ -30,12 +36,18 @@ def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
 
 
 def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
-    """Move ``val`` with ``.cuda(device, **kwargs)``, else ``.to(device, **kwargs)``, else hand it back as it is.
+    """Move a nested value to a CUDA device, like `recursive_to`.
 
-    Recurses as :func:`recursive_to` does. ``device`` None is the current CUDA device.
+    Each value is moved by its ``.cuda(device, **kwargs)`` method, or by its ``.to`` method if it has no ``.cuda``. Other
+    values are returned unchanged.
+
+    Args:
+        val: The value.
+        device: The CUDA device; by default the current one.
+        kwargs: Options for each ``.cuda`` or ``.to``, such as ``non_blocking=True``.
 
     Raises:
-        TypeError: a ``.cuda`` or ``.to`` that returned None; the message names its class.
+        TypeError: If a ``.cuda`` or ``.to`` method returns None. The message names its class.
 
     >>> recursive_cuda([1, "a"])  # neither has .cuda or .to
     [1, 'a']
@@ -47,9 +59,9 @@ def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
 
 
 def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
-    """Move every attribute of ``obj`` in place with ``recursive_cuda(value, *args, **kwargs)``; return ``obj``.
+    """Move every attribute of an object in place with ``recursive_cuda(value, *args, **kwargs)``, and return the object.
 
-    If one of them cannot be moved, none is replaced. Attributes in ``__slots__`` count.
+    Attributes in ``__slots__`` are included. If moving an attribute raises, no attribute changes.
 
     >>> from types import SimpleNamespace
     >>> cuda_attrs(SimpleNamespace(n=3))
@@ -59,10 +71,10 @@ def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
 
 
 class Batch:
-    """A base for your own batches: ``.cuda``, ``.to`` and ``.pin_memory`` treat every attribute in place, return self.
+    """Base class for your own batches, with ``.cuda``, ``.to``, and ``.pin_memory`` methods.
 
-    Hence ``recursive_cuda`` moves it, and a DataLoader with ``pin_memory=True`` pins it. Lives as long as your batch
-    does; no more thread-safe than its attributes.
+    Each method changes every attribute in place and returns self. `recursive_cuda` therefore moves a `Batch`, and a
+    DataLoader with ``pin_memory=True`` pins it. A `Batch` is only as thread-safe as its attributes.
 
     >>> class Pair(Batch):
     ...     def __init__(self, x, y):
@@ -72,20 +84,20 @@ class Batch:
     """
 
     def cuda(self, *args: Any, **kwargs: Any) -> Self:
-        """Move every attribute with :func:`recursive_cuda`; return self."""
+        """Move every attribute with `recursive_cuda`, and return self."""
         return cuda_attrs(self, *args, **kwargs)
 
     def to(self, device: Any, **kwargs: Any) -> Self:
-        """Move every attribute with :func:`recursive_to`; return self."""
+        """Move every attribute with `recursive_to`, and return self."""
         return _replace_attrs(self, lambda value: recursive_to(value, device, **kwargs))
 
     def pin_memory(self) -> Self:
-        """Pin every attribute that has a ``.pin_memory`` of its own, recursing; return self."""
+        """Pin every attribute, and every nested value, that has a ``.pin_memory`` method; return self."""
         return _replace_attrs(self, lambda value: _call_on_leaves(value, {"pin_memory": ()}, {}))
 
 
 def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: Mapping[str, Any]) -> Any:
-    """Replace each leaf by the result of the first of ``methods`` (name -> arguments) that it has."""
+    """Replace each leaf by the result of its first method in ``methods``, which maps names to arguments."""
 
     def moves(node: Any) -> bool:
         return any(_has_method(node, name) for name in methods)
@@ -98,14 +110,14 @@ def _call_on_leaves(value: Any, methods: Mapping[str, tuple[Any, ...]], kwargs: 
 
 
 def _has_method(value: Any, name: str) -> bool:
-    """Whether ``value.name`` can be called; a namedtuple's field called "to" cannot, a class has no value to move."""
+    """True if ``value.name`` is callable. False for classes, which hold no value to move."""
     return not isinstance(value, type) and callable(getattr(value, name, None))
 
 
 def _not_none(result: T | None, value: Any, name: str) -> T:
     if result is None:
         cls = type(value).__qualname__
-        msg = f"{cls}.{name}() returned None: end it with `return self`, or return the moved {cls}"
+        msg = f"{cls}.{name}() returned None. End it with `return self`, or return the moved {cls}"
         raise TypeError(msg)
     return result
 
@@ -118,6 +130,6 @@ def _replace_attrs(obj: T, replacement: Callable[[Any], Any]) -> T:
 
 
 def _attrs(obj: object) -> dict[str, Any]:
-    state: Any = object.__getstate__(obj)  # the attributes, or a pair of those in __dict__ and those in __slots__
+    state: Any = object.__getstate__(obj)  # the __dict__, or a pair of the __dict__ and the __slots__
     pair = state if isinstance(state, tuple) else (state,)
     return {name: value for attrs in pair for name, value in (attrs or {}).items()}

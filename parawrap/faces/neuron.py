@@ -1,4 +1,4 @@
-"""`neuron.DataParallel`: the name, signature and meaning of torch_neuronx.DataParallel on persistent lanes."""
+"""`neuron.DataParallel`: a drop-in replacement for torch_neuronx.DataParallel, on persistent lanes."""
 
 from __future__ import annotations
 
@@ -23,40 +23,47 @@ __all__ = ["DataParallel"]
 
 
 class DataParallel(torch.nn.Module):
-    """A model that was compiled for NeuronCores, on several of them: torch_neuronx.DataParallel's API and torch.neuron's.
+    """Split each batch over several NeuronCores: the API of torch_neuronx.DataParallel and torch.neuron.DataParallel.
 
-    Each core gets a replica, loaded here and now; consecutive cores in one call. A call is cut into whole inferences over
-    the cores, and the outputs are joined in row order, rows in = rows out, nested inputs and outputs included. Lanes start
-    at the first call and end with the module. Any number of threads may call it at once; a core runs one inference at a
-    time, while the input of the next is brought to it.
+    The constructor loads one replica of the compiled model onto each core, and onto consecutive cores in one call. Each
+    call cuts the rows, runs them on the cores, and joins the outputs in row order. Inputs and outputs may be nested.
 
-    With dynamic batching (by default, on dim 0) a call may have any number of rows: the cores go through them in chunks of
-    the compiled size. Without it, each core must get exactly that size. As in torch, 0-d outputs become a vector with one
-    value a shard (with a warning).
+    With dynamic batching, a call may have any number of rows. Each core processes its rows in chunks of the compiled
+    size. Dynamic batching works on dim 0, where it is the default. Without it, each core must get exactly the compiled
+    size.
 
-    The differences from the vendor's: the threads are kept from call to call; where the compiled size is known, rows are
-    cut so that no core computes in vain; `model` itself is never moved or changed; outputs have no gradients.
+    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. It is thread-safe. A core runs one
+    inference at a time, and the next input is copied to it meanwhile.
+
+    As in torch, 0-d outputs become a vector with one value per shard (with a warning). The differences from
+    torch_neuronx:
+
+    - Threads persist between calls.
+    - If the compiled size is known, shards consist of whole inferences, so cores compute as few unused rows as possible.
+    - `model` is not moved or changed.
+    - Outputs have no gradients.
 
     Args:
-        model: what `parawrap.neuron.trace` or the vendor's trace returned, or a module that holds such models.
-        device_ids: indices or ``"nc:#"``, zero-based within the process; every core allocated to it by default.
-        dim: the dim that the rows lie on. Any but 0 turns dynamic batching off, with a warning.
-        set_dynamic_batching: whether to use dynamic batching where the model is eligible.
+        model: A model from `parawrap.neuron.trace` or the vendor's trace, or a module that contains such models.
+        device_ids: Indices or ``"nc:#"``, counted from zero within the process. By default, every core that is allocated to
+            the process.
+        dim: The dim that the rows lie on. A dim other than 0 turns dynamic batching off, with a warning.
+        set_dynamic_batching: Use dynamic batching if the model supports it.
 
     Attributes:
-        module: the model that was given. What is put in its place is seen by the replicas after `close`.
-        device_ids: the indices of the cores, in the order given.
-        num_workers: how many lanes serve the cores, 2 a core by default. May be set.
-        split_size: the most rows that a core is given at once; None is whole inferences where the compiled size is known,
-            else about ``rows // number of cores``. May be set.
-        dim: the dim that was given.
+        module: The given model. To load another one, set `module` and call `close`.
+        device_ids: The indices of the cores, in the given order.
+        num_workers: The number of lanes, by default 2 per core. Can be set.
+        split_size: The largest number of rows that a core gets at once. None, the default, is whole
+            inferences if the compiled size is known, and else about ``rows // number of cores``. Can be set.
+        dim: The given dim.
 
     Raises:
-        DeviceListError: `device_ids` is empty, names a core twice, or has an entry that is no core.
-        DeviceUnavailableError: a core that this process does not have, or no runtime.
-        ReplicaError: `model` was not traced for NeuronCores.
-        ShardError: `dim` is no dim of the inputs; `num_workers` or `split_size` is set to less than 1.
-        RuntimeError: of the runtime, when the model does not fit, say.
+        DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a core.
+        DeviceUnavailableError: If this process does not have one of the cores, or the runtime is not installed.
+        ReplicaError: If `model` was not traced for NeuronCores.
+        ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to less than 1.
+        RuntimeError: If the runtime cannot load the model, for example because it does not fit into memory.
 
     Example:
         >>> import torch
@@ -83,7 +90,9 @@ class DataParallel(torch.nn.Module):
         self._wants_dynamic = set_dynamic_batching
         self._changing = threading.RLock()
         self._session: NeuronSession | None = None
-        self._placed: PlacedModel | None = place(model, self._cores, dim, dynamic=set_dynamic_batching, tell=_tell)
+        self._placed: PlacedModel | None = place(
+            model, self._cores, dim, dynamic=set_dynamic_batching, warn=_warn_fixed_size
+        )
         self.module = model
 
     @property
@@ -113,7 +122,7 @@ class DataParallel(torch.nn.Module):
         self._end_lanes()
 
     def disable_dynamic_batching(self) -> None:
-        """Load the model anew, without dynamic batching: each core then gets exactly the compiled size."""
+        """Reload the model without dynamic batching. Each core must then get exactly the compiled size."""
         with self._changing:
             self._wants_dynamic = False
             if self._placed is None or self._placed.dynamic:
@@ -121,7 +130,7 @@ class DataParallel(torch.nn.Module):
                 self._placed = place(self.module, self._cores, self.dim, dynamic=False)
 
     def close(self) -> None:
-        """End the lanes and free the cores' memory. The next call starts them and loads the model again."""
+        """End the lanes and free the cores' memory. The next call starts lanes and loads the model again."""
         with self._changing:
             self._end_lanes()
             placed, self._placed = self._placed, None
@@ -129,17 +138,19 @@ class DataParallel(torch.nn.Module):
             placed.unplace()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Scatter, apply, gather.
+        """Scatter the inputs, run the replicas, and gather the outputs.
 
         Raises:
-            ShapeError: the model is not compiled for such tensors; without dynamic batching, for so many rows.
-            ShardError, GatherError: of what cannot be cut or joined.
+            ShapeError: If the model is not compiled for the tensors' shapes or dtypes, or, without dynamic batching, for
+                the number of rows.
+            ShardError: If an input cannot be cut.
+            GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"), self._in_use() as session:
             return session.call(Entry(self.module), inputs, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy loads replicas and starts lanes of its own, at its first call.
+        # A copy loads its own replicas and starts its own lanes at its first call.
         own = ("_session", "_placed", "_changing")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -149,7 +160,7 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def _in_use(self) -> Iterator[NeuronSession]:
-        """The engine, of which nobody takes the cores away inside the block."""
+        """Yield the session, and keep its model on the cores inside the block."""
         with ExitStack() as held:
             with self._changing:
                 session = self._opened()
@@ -157,11 +168,13 @@ class DataParallel(torch.nn.Module):
             yield session
 
     def _opened(self) -> NeuronSession:
-        """The engine for the attributes as they are now."""
+        """Return the session for the current attributes."""
         with self._changing:
             if self._session is None:
                 if self._placed is None:
-                    self._placed = place(self.module, self._cores, self.dim, dynamic=self._wants_dynamic, tell=_tell)
+                    self._placed = place(
+                        self.module, self._cores, self.dim, dynamic=self._wants_dynamic, warn=_warn_fixed_size
+                    )
                 self._session = self._new_session(self._placed)
             return self._session
 
@@ -183,26 +196,28 @@ class DataParallel(torch.nn.Module):
             session.close()
 
 
-def _tell(why_not: str) -> None:
-    warn_caller(f"{why_not}. Each core must get exactly the compiled size; set_dynamic_batching=False agrees to that")
+def _warn_fixed_size(why_not: str) -> None:
+    warn_caller(
+        f"{why_not}. Each core must get exactly the compiled size. To silence this warning, set set_dynamic_batching=False"
+    )
 
 
 def _at_least_one(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
-        msg = f"{name}={value!r} is no whole number of at least 1"
+        msg = f"{name}={value!r} is not a valid number. Use an integer of at least 1"
         raise ShardError(msg)
     return value.__index__()
 
 
 def _sizes(batching: Batching, rows: int, lanes: int) -> tuple[int, ...]:
-    """The shards' sizes, with a warning where they leave cores idle."""
+    """Return the sizes of the shards. Warn if they leave cores idle."""
     sizes = batching.cut(rows, lanes)
     each = batching.split_size or batching.compiled or 1
     busy = -(-rows // each)
     if 0 < busy < batching.cores:
         keeps = "1 row keeps" if rows == 1 else f"{rows} rows keep"
         warn_caller(
-            f"{keeps} {busy} of {batching.cores} NeuronCores busy; a number of rows that can be divided by "
-            f"{batching.cores * each} uses all of them alike"
+            f"{keeps} {busy} of {batching.cores} NeuronCores busy. To use all cores evenly, give a multiple of "
+            f"{batching.cores * each} rows"
         )
     return sizes

@@ -1,4 +1,4 @@
-"""`ParallelWrapper`: a model that knows its device and uses every GPU."""
+"""`ParallelWrapper`: a model on a device, or on every GPU."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
 class ParallelWrapper(torch.nn.Module):
-    """Moves a model to a device and, where several GPUs are visible, spreads its calls over them with `DataParallel`.
+    """Move a model to a device, and split its calls over all GPUs with `DataParallel` if several are visible.
 
-    Attributes are the model's own, to read and to set, and so are ``len``, ``iter`` and indexing where the model has
-    them. Pickle and deepcopy work. Lives as long as the model; may be called by any number of threads.
+    Reading or setting an attribute reads or sets it on the model. ``len``, ``iter``, and indexing also go to the model. A
+    `ParallelWrapper` can be pickled and deep-copied. Calls are thread-safe.
 
     Args:
-        model: any module.
-        device: a string such as "cuda" or "cuda:1", a torch device, or "auto" for the best that is there.
-        use_data_parallel: spread calls over all GPUs where the device is a GPU and there are several.
+        model: Any module.
+        device: A string such as "cuda" or "cuda:1", a torch device, or "auto" for the best available device.
+        use_data_parallel: Split calls over all GPUs if `device` is a CUDA device and there are several.
 
     Attributes:
-        model: the model; inside a `DataParallel` where there are several GPUs.
-        device: the device as it was given, "auto" resolved.
+        model: The model, or the `DataParallel` around it.
+        device: The given device. "auto" is replaced by the chosen device.
 
     Raises:
-        DeviceUnavailableError: the device is not there; the message names those that are.
+        DeviceUnavailableError: If this machine does not have the device. The message names the devices that it has.
 
     Example:
         >>> import torch
@@ -53,33 +53,33 @@ class ParallelWrapper(torch.nn.Module):
         return self.model(*args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> ParallelWrapper:
-        """Move the model, with the arguments of ``torch.nn.Module.to``; update `device`; return self.
+        """Move the model with the arguments of ``torch.nn.Module.to``, update `device`, and return self.
 
         Raises:
-            DeviceUnavailableError: the device is not there; nothing has moved then.
+            DeviceUnavailableError: If this machine does not have the device. The model does not move then.
         """
-        asked = kwargs.pop("device", None)
-        if asked is None and args and isinstance(args[0], (int, str, torch.device)):
-            asked, args = args[0], args[1:]
-        if asked is not None and asked != "auto":
-            resolve_device(asked)  # refused before anything has changed
+        given = kwargs.pop("device", None)
+        if given is None and args and isinstance(args[0], (int, str, torch.device)):
+            given, args = args[0], args[1:]
+        if given is not None and given != "auto":
+            resolve_device(given)  # raises before anything changes
         if args or kwargs:
             device, *_ = _parse_to(*args, **kwargs)
-            asked = device if asked is None else asked
+            given = device if given is None else given
             kwargs.pop("device", None)
             self._inner().to(*args, **kwargs)
-        if asked is not None:
-            self._place(self._inner(), asked)
+        if given is not None:
+            self._place(self._inner(), given)
         return self
 
     def _place(self, model: torch.nn.Module, device: DeviceLike) -> None:
         device = str(best_backend().device(None)) if device == "auto" else device
-        there = resolve_device(device)
-        model.to(there)
-        spread = self.use_data_parallel and there.type == "cuda" and torch.cuda.device_count() > 1
-        # The lanes begin with the model's own device, which is where DataParallel wants the parameters.
-        others = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != there.index]
-        self.model = DataParallel(model, [there, *others]) if spread else model
+        resolved = resolve_device(device)
+        model.to(resolved)
+        spread = self.use_data_parallel and resolved.type == "cuda" and torch.cuda.device_count() > 1
+        # The first lane is on the model's device, because DataParallel requires the parameters there.
+        others = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != resolved.index]
+        self.model = DataParallel(model, [resolved, *others]) if spread else model
         self.device = device
 
     def _inner(self) -> torch.nn.Module:
@@ -92,7 +92,7 @@ class ParallelWrapper(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "model" not in self.__dict__.get("_modules", {}):  # before __init__, as in unpickling: nothing to ask
+            if "model" not in self.__dict__.get("_modules", {}):  # before __init__, as during unpickling
                 raise
             return getattr(self._inner(), name)
 

@@ -1,4 +1,4 @@
-"""`check_rowwise`: find out if a model treats the rows of a batch independently."""
+"""`check_rowwise`: check that a model treats the rows of a batch independently."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ def check_rowwise(
     loss: Callable[[Any], torch.Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Compare plain calls of copies of a model with calls that are cut in several ways, in values and gradients.
+    """Check that a model is row-wise: that row i of each output depends only on row i of each input.
 
-    A model is row-wise if row i of each output depends only on row i of each input. `parallel` refuses the models that
-    sizes show to mix rows. Sizes cannot show a softmax over the batch or ``x - x.mean(0)``; only values can. The check runs
-    on the model's device, in the modes of the caller, and leaves the model as it is. Batches of 4 rows and more are cut
-    in up to six ways.
+    The check compares a plain call with calls that are cut in several ways: outputs, gradients, and buffers. `parallel`
+    raises an error if the sizes of outputs show that a model mixes rows. Sizes do not show a softmax over the batch or
+    ``x - x.mean(0)``; this check finds both.
+
+    The check uses copies of the model, and does not change the model. It runs on the model's device, in the modes of the
+    caller. It cuts batches of 4 or more rows in up to six ways.
 
     Args:
-        model: The model, in train or eval mode. Numbers that it draws differ from cut to cut: use eval mode for dropout.
+        model: The model, in train or eval mode. Random numbers differ between cuts, so use eval mode for dropout.
         batch: One batch, as for `Parallel.map`: a tuple is ``model(*batch)``, a dict ``model(**batch)``.
         rtol: The largest difference allowed, relative to the largest value of the same tensor. By default the square root
-            of the precision of the tensor's dtype: 3.5e-4 for float32.
+            of the machine epsilon of the tensor's dtype: 3.5e-4 for float32.
         loss: A function of the output. By default, a sum of all floating-point values with random weights.
-        options: Options of `parallel`: `in_dims`, `out_dims`, `reduce`, `methods`, ...
+        options: Options of `parallel`, such as `in_dims`, `out_dims`, `reduce`, and `methods`.
 
     Raises:
         VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut, and the difference.
-        ShardError, GatherError, ReplicaError: As `parallel` raises them.
+        ShardError, GatherError, ReplicaError: As for `parallel`.
 
     Example:
         >>> import torch
@@ -66,7 +68,7 @@ def check_rowwise(
     for lanes in _LANES:
         cut = copy.deepcopy(model)
         with parallel(cut, [device] * lanes, **options) as block:
-            for _ in range(2):  # the shards of the first call differ in size
+            for _ in range(2):  # the first call has shards of different sizes, the second call has balanced ones
                 cut.load_state_dict(model.state_dict())
                 cut.zero_grad()
                 found = _parts_of(cut, _call(cut, method, batch, loss, weights.manual_seed(0)))
@@ -98,7 +100,7 @@ def _call(
 
 
 def _weighted(output: Any, weights: torch.Generator) -> torch.Tensor | None:
-    """A sum of all values of an output, with weights that make each of them count for itself."""
+    """Return the sum of all values of an output with random weights, so that differences do not cancel out."""
     total = None
     for leaf in flatten(output)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.requires_grad:
@@ -108,7 +110,7 @@ def _weighted(output: Any, weights: torch.Generator) -> torch.Tensor | None:
 
 
 def _parts_of(model: torch.nn.Module, called: tuple[Any, list[torch.Tensor]]) -> tuple[Any, Parts]:
-    """The structure of the output; and outputs, gradients, and buffers by name."""
+    """Return the structure of the output, and all outputs, gradients, and buffers by name."""
     output, inputs = called
     leaves, spec = flatten(output)
     names = addresses(spec, ("output",))
@@ -129,12 +131,12 @@ def _problems(found: tuple[Any, Parts], expected: tuple[Any, Parts], rtol: float
     differ = mismatch([found[0], expected[0]], "output")
     if differ is not None:
         place, (cut, whole) = differ
-        yield f"{place} is {cut} when cut and {whole} when whole"
+        yield f"{place} is {cut} in the cut call, and {whole} in the plain call"
         return
     for name in dict.fromkeys((*expected[1], *found[1])):
         ours, plain = found[1].get(name), expected[1].get(name)
         if ours is None or plain is None:
-            yield f"{name} is missing {'when cut' if ours is None else 'when whole'}"
+            yield f"{name} is missing in the {'cut' if ours is None else 'plain'} call"
             continue
         gap = difference([ours.to_dense()], [plain.to_dense()])
         if gap.relative > _allowed(plain, rtol):
@@ -156,6 +158,6 @@ def _allowed(plain: torch.Tensor, rtol: float | None) -> float:
 def _message(model: torch.nn.Module, problems: list[str], sizes: tuple[int, ...], *, draws: bool) -> str:
     more = [f"{len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
     cut = " + ".join(map(str, sizes))
-    drawn = ". It draws random numbers, which differ from cut to cut: use eval mode" if draws else ""
+    drawn = ". It draws random numbers, which differ between cuts. Use eval mode" if draws else ""
     listed = "; ".join([*problems[:_MOST_NAMED], *more])
     return f"{type(model).__name__} mixes rows. With {sum(sizes)} rows cut as {cut}, {listed}{drawn}"

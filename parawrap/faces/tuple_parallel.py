@@ -1,4 +1,4 @@
-"""`TupleParallel` and `tuple_fn`: the caller cuts, one part a device; outputs stay where they were made."""
+"""`TupleParallel` and `tuple_fn`: calls with arguments that are already cut into one part per device."""
 
 from __future__ import annotations
 
@@ -27,22 +27,26 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 class TupleParallel(DataParallel[T]):
-    """A module that takes each argument as a tuple of parts, one a device, and returns a tuple of outputs.
+    """Run a module on arguments that are tuples with one part per device, and return a tuple of outputs.
 
-    Where forward returns a tuple, so does the call, with a tuple of parts in each place:
-    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. Attributes of `module` are reached through it. Fewer parts than
-    devices, as in a short last batch, use fewer lanes. Where there is no accelerator and the CPU is not named, the parts
-    run one after another, however many they are.
+    If ``forward`` returns a tuple, the call returns one tuple of parts per output:
+    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. Attributes of `module` are available on the `TupleParallel`.
+
+    Fewer parts than devices, as in a short last batch, use fewer lanes. On a machine without an accelerator, unless
+    `device_ids` names the CPU, any number of parts runs one after another.
 
     Args:
-        module, device_ids, output_device, dim: as in `DataParallel`.
-        transfer_input: bring each part to its device first; False where the collate function or the loop did.
-        transfer_output: bring outputs to `output_device`; they stay on their devices by default.
-        reduction: what is applied to the tuple of outputs, `cat` say.
+        module: The module to replicate, as in `DataParallel`.
+        device_ids: The devices of the lanes, as in `DataParallel`.
+        output_device: The device of outputs, used only with `transfer_output`.
+        dim: Accepted as in `DataParallel`, and not used: parts are not cut.
+        transfer_input: Move each part to its device first. Use False if the parts are on their devices already.
+        transfer_output: Move outputs to `output_device`. By default each output stays on its device.
+        reduction: A function of the tuple of outputs, such as `cat`.
 
     Raises:
-        ShardError: at the call, for an argument that is no tuple or list, for unequal numbers of parts, and for more
-            parts than devices.
+        ShardError: At the call, if an argument is not a tuple or list, if arguments have different numbers of parts, or if
+            there are more parts than devices.
 
     Example:
         >>> import torch
@@ -79,21 +83,21 @@ class TupleParallel(DataParallel[T]):
             return getattr(module, name)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
-        """Part i of every argument is the call of lane i; nothing is cut."""
+        """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
         parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
         if self.transfer_input and self._lanes:
             parts = _on_lanes(parts, self._lanes)
         return tuple(args for args, _ in parts), tuple(named for _, named in parts)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call `module` once a part, each in its lane; a tuple of outputs, or what `reduction` makes of it."""
+        """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
         with torch.autograd.profiler.record_function("TupleParallel.forward"):
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             outputs = self._outputs(args, module_kwargs)
             return self.gather(outputs, self.output_device if self._lanes else None)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """The outputs as a tuple, turned around where they are tuples themselves; moved and reduced as was asked."""
+        """Return the outputs as a tuple. Move, transpose, and reduce them as configured."""
         if self.transfer_output and self._lanes:
             outputs = recursive_to(
                 list(outputs), torch.device(output_device) if isinstance(output_device, str) else output_device
@@ -104,7 +108,7 @@ class TupleParallel(DataParallel[T]):
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
         if not self._lanes or here.lane is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
-        self._refuse_elsewhere()
+        self._check_placement()
         if not args:
             return []
         replicas = self.replicate(self.module, self.device_ids[: len(args)])
@@ -120,16 +124,16 @@ def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -
 
 
 def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None) -> Any:
-    """Make a function take each argument as a tuple of parts and return a tuple of results, as `TupleParallel` does.
+    """Make a function accept tuples of parts as arguments and return a tuple of results, like `TupleParallel`.
 
     Args:
-        fn: the function; left out, a decorator is returned: ``@tuple_fn(parallel=True)``.
-        parallel: run the parts on lanes, at the same time, rather than one after another.
-        devices: the devices of the lanes, to which the parts are brought; by default every visible accelerator, and on a
-            machine without one as many lanes on the CPU as there are parts.
+        fn: The function. Without it, return a decorator: ``@tuple_fn(parallel=True)``.
+        parallel: Run the parts at the same time, in lanes. By default they run one after another.
+        devices: The devices of the lanes; each part moves to its device. By default every visible accelerator. On a machine
+            without one, one CPU lane per part.
 
     Raises:
-        ShardError: at the call, as for `TupleParallel`.
+        ShardError: If `fn` is not callable; at the call, as for `TupleParallel`.
 
     Example:
         >>> from parawrap import tuple_fn
@@ -142,7 +146,7 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
     if fn is None:
         return functools.partial(tuple_fn, parallel=parallel, devices=devices)
     if not callable(fn):
-        msg = f"tuple_fn decorates a function, not {fn!r}"
+        msg = f"tuple_fn cannot decorate {fn!r}, which is not callable. Give it a function"
         raise ShardError(msg)
     run: Callable[..., Any] = _InLanes(devices) if parallel else _in_turn
 
@@ -157,7 +161,7 @@ def _in_turn(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 class _InLanes:
-    """Runs the parts of a function's calls on lanes, which start with its first call and end with the function."""
+    """Runs the parts of a function's calls in lanes. The lanes start at the first call and end with the function."""
 
     def __init__(self, devices: Devices) -> None:
         self._on_cpu = devices is None and best_backend().type == "cpu"
@@ -185,11 +189,11 @@ class _InLanes:
 
 
 def _nothing() -> None:
-    """The target of a session of which `apply` alone is used."""
+    """Do nothing: the target of a session that only uses `apply`."""
 
 
 def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:
-    """Each part on its lane's device; a copy to the CPU is waited for."""
+    """Move each part to its lane's device. Copies to the CPU block until they are complete."""
     return [
         recursive_to(part, device, non_blocking=device.type != "cpu") for part, device in zip(parts, devices, strict=False)
     ]
@@ -199,25 +203,25 @@ _Part = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> list[_Part]:
-    """Part i of every argument, for each i; a call without arguments is one part."""
+    """Return the args and kwargs of each part. A call without arguments has one part."""
     named = {**{f"args[{index}]": value for index, value in enumerate(args)}, **{f"{k}=": v for k, v in kwargs.items()}}
     for place, value in named.items():
         if not isinstance(value, (tuple, list)):
-            msg = f"{place} is a {type(value).__name__}, where a tuple or list of parts is wanted, one a device"
+            msg = f"{place} is a {type(value).__name__}. Give a tuple or list with one part per device"
             raise ShardError(msg)
     counts = {place: len(value) for place, value in named.items()}
     if len(set(counts.values())) > 1:
-        msg = f"the arguments have unequal numbers of parts: {counts}; give each of them one part a device"
+        msg = f"the arguments have different numbers of parts: {counts}. Give each argument one part per device"
         raise ShardError(msg)
     count = next(iter(counts.values()), 1)
     if lanes is not None and count > lanes:
-        msg = f"{count} parts for {lanes} devices: cut into at most {lanes} parts, as tp_collate({lanes}) does"
+        msg = f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does"
         raise ShardError(msg)
     return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
 
 
 def _together(outputs: Sequence[Any]) -> Any:
-    """The outputs as a tuple; turned around where they are tuples or lists themselves."""
+    """Return the outputs as a tuple, transposed if they are tuples or lists."""
     if outputs and all(isinstance(output, (tuple, list)) for output in outputs):
         return cast("tuple[Any, ...]", transpose(outputs))
     return tuple(outputs)

@@ -1,7 +1,6 @@
-"""Values in tuple form, one part a device: join them, transpose them.
+"""`cat` and `transpose`: join and transpose tuples that hold one part per device.
 
-Knows tuples, lists, namedtuples and mappings of tensors; refuses to know modules, lanes and plans. The public names are
-those of the library tuple_parallel, which this succeeds.
+The public names are those of the library tuple_parallel, which parawrap succeeds.
 """
 
 from __future__ import annotations
@@ -29,23 +28,29 @@ __all__ = ["cat", "transpose"]
 
 
 def cat(returns: Any, dim: int = 0) -> Any:
-    """Join what ``TupleParallel`` or ``tuple_fn`` returned: ``TupleParallel(model, devices, reduction=cat)``.
+    """Join the parts that ``TupleParallel`` or ``tuple_fn`` returned.
 
-    =========================================================  ======================================
-    ``returns``                                                the result
-    =========================================================  ======================================
-    ``(x1, x2)``, tensors: ``forward`` returned a tensor       ``x``, joined along ``dim``
-    0-d tensors: it returned a loss                            a vector with an entry per part
-    ``((x1, x2), (y1, y2))``: it returned a tuple or list      ``(x, y)``
-    ``({"x": x1}, {"x": x2})``: it returned a dict             ``{"x": x}``
-    a dict or namedtuple of tuples, as ``tp_collate`` has it   that dict or namedtuple of joined values
-    =========================================================  ======================================
+    Use it as a reduction: ``TupleParallel(model, devices, reduction=cat)``.
 
-    Deeper levels follow the same rule per position or key. Every joined tensor lies on the device of its first part.
-    None stays None; any other value that is no tensor cannot be joined and stays a tuple of its parts.
+    =========================================  ==============================================
+    ``returns``                                result
+    =========================================  ==============================================
+    ``(x1, x2)``                               ``x``, joined along ``dim``
+    ``(x1, x2)`` of 0-d tensors (a loss)       a vector with one entry per part
+    ``((x1, x2), (y1, y2))``                   ``(x, y)``
+    ``({"x": x1}, {"x": x2})``                 ``{"x": x}``
+    ``{"x": (x1, x2)}``, as from `tp_collate`  ``{"x": x}``
+    =========================================  ==============================================
+
+    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. Each joined tensor is on
+    the device of its first part. None stays None. Other values are not joined: the result holds the tuple of their parts.
+
+    Args:
+        returns: The parts.
+        dim: The dim that the rows lie on.
 
     Raises:
-        GatherError: parts of unequal structure, or tensors whose shapes differ elsewhere than on ``dim``.
+        GatherError: If the parts differ in structure, or the shapes of tensors differ beyond ``dim``.
 
     >>> cat(((torch.zeros(3, 4), torch.zeros(2, 4)), (torch.tensor(1.0), torch.tensor(2.0))))[1]
     tensor([1., 2.])
@@ -58,13 +63,15 @@ def cat(returns: Any, dim: int = 0) -> Any:
 
 
 def transpose(rows: Iterable[Any]) -> Any:
-    """Turn rows into columns: what ``zip(*rows)`` does, but without dropping anything.
+    """Turn rows into columns, like ``zip(*rows)`` but without dropping items.
 
-    Rows of tuples or lists give a tuple of tuples, rows of one namedtuple class that namedtuple of tuples, rows of
-    dicts a dict of tuples (a Mapping subclass keeps its type where it can). No rows give an empty tuple.
+    - Tuples or lists give a tuple of tuples.
+    - Namedtuples of one class give a namedtuple of tuples.
+    - Dicts give a dict of tuples. A Mapping subclass keeps its type if it can be built from its items.
+    - No rows give an empty tuple.
 
     Raises:
-        ShardError: rows of unequal lengths, keys or kinds; the message names both rows.
+        ShardError: If rows differ in length, keys, or kind. The message names both rows.
 
     >>> transpose([(1, 2), (3, 4), (5, 6)])
     ((1, 3, 5), (2, 4, 6))
@@ -74,7 +81,7 @@ def transpose(rows: Iterable[Any]) -> Any:
     rows = tuple(rows)
     for position, row in enumerate(rows):
         if not is_container(row):
-            _refuse_row(f"row {position} is {described(row)}: give every row as a tuple, a list or a dict")
+            _refuse_row(f"row {position} is {described(row)}. Give every row as a tuple, a list, or a dict")
     return transposed(rows, "row", _refuse_row) if rows else ()
 
 
@@ -84,7 +91,7 @@ def _refuse_row(reason: str) -> NoReturn:
 
 
 def _is_transposed(returns: Any) -> bool:
-    """Whether the outermost level is the positions or keys of one output, not the parts of it."""
+    """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
     return len(returns) > 0 and kind_of(returns[0]) is tuple
@@ -93,11 +100,11 @@ def _is_transposed(returns: Any) -> bool:
 def _check_part_counts(items: dict[Any, Any]) -> None:
     for key, parts in items.items():
         if kind_of(parts) is not tuple:
-            msg = f"cannot join output[{key!r}]: it is {described(parts)}, not the tuple of its parts"
+            msg = f"cannot join output[{key!r}]: it is {described(parts)}. Give the tuple of its parts"
             raise GatherError(msg)
     counts = {key: len(parts) for key, parts in items.items()}
     if len(set(counts.values())) > 1:
-        msg = f"cannot join outputs of unequal numbers of parts: {counts}: return one part per device for each of them"
+        msg = f"cannot join outputs with different numbers of parts: {counts}. Return one part per device for each output"
         raise GatherError(msg)
 
 
@@ -107,7 +114,7 @@ def _joined_items(items: dict[Any, Any], dim: int, place: str) -> dict[Any, Any]
 
 def _joined(parts: tuple[Any, ...], dim: int, place: str) -> Any:
     def refuse(reason: str) -> NoReturn:
-        msg = f"cannot join {place}: {reason}; return the same structure on every device"
+        msg = f"cannot join {place}: {reason}. Return the same structure on every device"
         raise GatherError(msg)
 
     if not parts:
@@ -122,20 +129,20 @@ def _joined(parts: tuple[Any, ...], dim: int, place: str) -> Any:
 
 
 def _joined_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> torch.Tensor:
-    if len({_shape_beside(part, dim) for part in parts}) > 1:
+    if len({_shape_except(part, dim) for part in parts}) > 1:
         shapes = ", ".join(str(tuple(part.shape)) for part in parts)
-        msg = f"cannot join {place}: shapes {shapes} differ elsewhere than on dim {dim}: pad them, or do not join"
+        msg = f"cannot join {place}: shapes {shapes} differ beyond dim {dim}. Pad them, or do not join them"
         raise GatherError(msg)
     here = [part.to(parts[0].device) for part in parts]
     if here[0].dim() == 0:
         return torch.stack(here)
     if not -here[0].dim() <= dim < here[0].dim():
-        msg = f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}: give a dim that it has"
+        msg = f"cannot join {place}: shape {tuple(here[0].shape)} has no dim {dim}. Give a dim that it has"
         raise GatherError(msg)
     return torch.cat(here, dim)
 
 
-def _shape_beside(tensor: torch.Tensor, dim: int) -> tuple[int | None, ...]:
-    """The shape with ``dim`` blanked out, so that equality means that the tensors can be joined on it."""
+def _shape_except(tensor: torch.Tensor, dim: int) -> tuple[int | None, ...]:
+    """Return the shape with None in place of ``dim``. Tensors with equal results can be joined on ``dim``."""
     joined = dim % max(tensor.dim(), 1)
     return tuple(None if position == joined else size for position, size in enumerate(tensor.shape))

@@ -1,4 +1,4 @@
-"""`Tuplewise`: one operation on every item of a sequence."""
+"""`Tuplewise`: apply an operation to every item of a sequence."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ __all__ = ["Tuplewise"]
 
 
 class Tuplewise:
-    """A sequence whose attributes, items and calls are those of each of its items; sugar for a list comprehension.
+    """A sequence that forwards attribute access, indexing, and calls to each of its items.
 
-    The result of each is a Tuplewise again, and equals the list of results. Setting an attribute sets it on each item;
-    a call hands the same arguments to each. ``iter`` and ``len`` are the sequence's own: ``list(t)[1]`` is the second
-    item. An item's exception keeps its type and gains a note that says which item it was. Names of the form ``__x__``
-    are never forwarded. As thread-safe as the items are; pickles and copies if they do.
+    Each operation returns a new `Tuplewise` of the results. It equals the list of the results. Setting an attribute sets
+    it on each item. A call passes the same arguments to each item. ``iter`` and ``len`` apply to the sequence itself:
+    ``list(t)[1]`` is the second item. Names of the form ``__x__`` are not forwarded.
+
+    If an item raises, the exception keeps its type and gains a note with the item's position. A `Tuplewise` is thread-safe,
+    picklable, and copyable if its items are.
 
     >>> Tuplewise([(0, 1), (2, 3), (4, 5)])[0] == [0, 2, 4]
     True
@@ -23,7 +25,7 @@ class Tuplewise:
     """
 
     __slots__ = ("__seq",)
-    __hash__ = None  # type: ignore[assignment]  # equal to a list, so as unhashable as one
+    __hash__ = None  # type: ignore[assignment]  # it equals a list, and lists are not hashable
     __seq: tuple[Any, ...]
 
     def __init__(self, seq: Iterable[Any]) -> None:
@@ -31,7 +33,7 @@ class Tuplewise:
 
     def __getattr__(self, name: str) -> Tuplewise:
         if (name.startswith("__") and name.endswith("__")) or name == "_Tuplewise__seq":
-            raise AttributeError(name)  # copy and pickle ask for these, also before there are items
+            raise AttributeError(name)  # copy and pickle look these up, also before __init__ has run
         return self.__each(lambda item: getattr(item, name))
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The steps of `DataParallel` as functions with the signatures of torch: scatter, replicate, parallel_apply, gather."""
+"""The four steps of data parallelism as functions with torch's signatures: scatter, replicate, parallel_apply, gather."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
-    """Cut a nested value into one part per device; torch.nn.parallel.scatter's signature.
+    """Cut a nested value into one part per device, like torch.nn.parallel.scatter.
 
     Args:
         inputs: A tensor, or tensors in tuples, lists, and dicts. Other values go to every device.
@@ -29,7 +29,8 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         dim: The dim that the rows lie on.
 
     Returns:
-        One value per device like `inputs`, with balanced row counts; fewer if there are fewer rows than devices.
+        A list with one part per device, each nested like `inputs`. Row counts differ by at most one. With fewer rows than
+        devices, one part per row.
 
     Raises:
         ShardError: If the row counts of tensors disagree.
@@ -48,10 +49,10 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
 
 
 def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -> list[T]:
-    """Return one replica of a module per device; torch.nn.parallel.replicate's signature.
+    """Return one replica of a module per device, like torch.nn.parallel.replicate.
 
-    A replica on the module's device has views of its parameters, one elsewhere has copies. Gradients reach the module's
-    parameters, unless `detach` is true.
+    A replica on the module's device holds views of the module's parameters. A replica on another device holds copies.
+    Gradients flow back to the module's parameters unless `detach` is True.
 
     Raises:
         ReplicaError: If the module cannot be copied.
@@ -77,16 +78,16 @@ def parallel_apply(
     kwargs_tup: Any = None,
     devices: Sequence[DeviceLike | None] | None = None,
 ) -> list[Any]:
-    """Call module i with input i at the same time as the others; torch.nn.parallel.parallel_apply's signature.
+    """Call module i with input i, all at the same time, like torch.nn.parallel.parallel_apply.
 
     Args:
         modules: One callable per call.
-        inputs: A tuple or list of positional arguments per call, or one argument.
-        kwargs_tup: A dict of keyword arguments per call; None for none.
-        devices: The device of each call. By default, that of its first input on a device.
+        inputs: One entry per call: a tuple or list of positional arguments, or a single argument.
+        kwargs_tup: A dict of keyword arguments per call, or None.
+        devices: The device of each call. By default, the device of its first argument that has one.
 
     Raises:
-        BaseException: The error of the first call that failed, with a note on its place.
+        BaseException: The error of the first call that failed, with a note that names the lane and the device.
 
     Example:
         >>> import torch
@@ -108,10 +109,10 @@ def parallel_apply(
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
-    """Join nested values of several devices on one; torch.nn.parallel.gather's signature.
+    """Join nested values from several devices on one device, like torch.nn.parallel.gather.
 
     Args:
-        outputs: One value per device, of equal structure. 0-d tensors become a vector, with a warning.
+        outputs: One value per device, all with the same structure. 0-d tensors become a vector, with a warning.
         target_device: The device of the result; -1 is the CPU.
         dim: The dim that the rows lie on.
 
@@ -133,14 +134,14 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[partial[Any]]:
-    """Return the calls of `parallel_apply`: an input other than a tuple or a list is the only argument."""
+    """Return the calls of `parallel_apply`. An input that is not a tuple or list is the only argument of its call."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
     positional = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
     return [partial(each, *args, **named) for each, args, named in zip(modules, positional, kwargs, strict=True)]
 
 
 def device_named(device: Any) -> torch.device:
-    """Return a device by torch's names for it; -1 is the CPU."""
+    """Return the torch device for an index, a string, or a device; -1 is the CPU."""
     if isinstance(device, torch.device):
         return device
     return _CPU if device == -1 else resolve_device(device)

@@ -177,13 +177,15 @@ def test_parts_of_unequal_structure_are_refused(collate, words):
 @pytest.mark.parametrize("make", [tp_collate, default_collate])
 def test_an_invalid_number_of_devices_is_refused(make, ndevices):
     """The error shows the value and a valid call."""
-    with pytest.raises(ShardError, match=rf"ndevices={ndevices!r} is not a number of devices: give {make.__name__} an int"):
+    with pytest.raises(
+        ShardError, match=rf"ndevices={ndevices!r} is not a number of devices\. Give {make.__name__} an int"
+    ):
         make(ndevices)
 
 
 def test_a_decorator_without_parentheses_is_refused():
     """`@tp_collate` without a number raises, and the error shows the correct syntax."""
-    with pytest.raises(ShardError, match=r"tp_collate was given plain where .* write tp_collate\(2\)"):
+    with pytest.raises(ShardError, match=r"tp_collate got the callable plain .* Write tp_collate\(2\)"):
         tp_collate(plain)
 
 
@@ -196,14 +198,14 @@ def test_a_batch_in_place_of_the_number_is_shortened_in_the_error():
 
 def test_a_value_that_is_not_callable_cannot_be_decorated():
     """The decorator refuses the value at once."""
-    with pytest.raises(ShardError, match="not 'text': give it a callable"):
+    with pytest.raises(ShardError, match="'text', which is not callable"):
         tp_collate(2)("text")
 
 
 @pytest.mark.parametrize("samples", [{"x": 1}, iter([1])])
 def test_samples_must_be_a_list(samples):
     """A dict or an iterator of samples cannot be cut, and raises."""
-    with pytest.raises(ShardError, match=r"cuts a list of samples, not a .*: give list\(samples\)"):
+    with pytest.raises(ShardError, match=r"tp_collate cannot cut a .*\. Give it a list: list\(samples\)"):
         tp_collate(2)(plain)(samples)
 
 

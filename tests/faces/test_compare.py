@@ -242,7 +242,7 @@ def test_the_default_loss_sums_all_floating_point_outputs():
 
 def test_an_output_without_gradients_requires_a_loss():
     """The error names `loss`, and its note names the way."""
-    with pytest.raises(ShardError, match="pass loss=") as caught:
+    with pytest.raises(ShardError, match="Pass loss=") as caught:
         compare(torch.argmax, (torch.randn(8, 3), 1), LANES, train=True, **SHORT)
     assert caught.value.__notes__ == ["raised in the way 'plain' of parawrap.compare"]
 

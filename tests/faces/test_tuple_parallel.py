@@ -193,7 +193,7 @@ def test_more_parts_than_devices_are_refused():
     ("args", "match"),
     [
         ((torch.zeros(4),), r"args\[0\] is a Tensor"),
-        (((1, 2), (1,)), "unequal numbers of parts"),
+        (((1, 2), (1,)), "different numbers of parts"),
         (((1, 2), 3), r"args\[1\] is a int"),
     ],
     ids=["tensor", "unequal", "number"],

@@ -142,9 +142,9 @@ def test_cat_keeps_tuples_of_packed_sequences():
         (({"h": [1]}, {"h": [1, 2]}), "output['h']: part 1 has 2 items, part 0 has 1"),
         ((Output(1, 2), {"x": 1}), "output: part 1 is of type dict, part 0 is of type Output"),
         ((({"x": 1}, {"x": 2}), ({"x": 1}, (2,))), "output[1]: part 1 is of type tuple, part 0 is of type dict"),
-        (((torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)), "unequal numbers of parts: {0: 2, 1: 1}"),
-        (((torch.zeros(1),), torch.zeros(1)), "output[1]: it is of type Tensor, not the tuple of its parts"),
-        ((torch.zeros(2, 3), torch.zeros(2, 4)), "output: shapes (2, 3), (2, 4) differ elsewhere than on dim 0"),
+        (((torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)), "different numbers of parts: {0: 2, 1: 1}"),
+        (((torch.zeros(1),), torch.zeros(1)), "output[1]: it is of type Tensor. Give the tuple of its parts"),
+        ((torch.zeros(2, 3), torch.zeros(2, 4)), "output: shapes (2, 3), (2, 4) differ beyond dim 0"),
         ((torch.zeros(2, 3), torch.tensor(0)), "output: shapes (2, 3), () differ"),
     ],
 )
@@ -207,7 +207,7 @@ def test_transpose_is_its_own_inverse(rows):
         ([(1, 2), (1,)], "row 1 has 1 item, row 0 has 2"),
         ([{"x": 1}, {"z": 1}], "row 1 has the keys ['z'], row 0 has ['x']"),
         ([(1,), {"x": 1}], "row 1 is of type dict, row 0 is of type tuple"),
-        ([(1,), 3], "row 1 is of type int: give every row as a tuple, a list or a dict"),
+        ([(1,), 3], "row 1 is of type int. Give every row as a tuple, a list, or a dict"),
     ],
 )
 def test_transpose_refuses_ragged_rows(rows, words):
@@ -333,7 +333,7 @@ def test_recursive_cuda_uses_the_current_device_by_default(monkeypatch):
 @pytest.mark.parametrize(("move", "name"), [(recursive_to, "to"), (recursive_cuda, "cuda")])
 def test_a_move_that_returns_none_raises(move, name):
     """A `to` or `cuda` without `return self` raises TypeError, which names the class."""
-    with pytest.raises(TypeError, match=rf"Forgetful\.{name}\(\) returned None: end it with `return self`"):
+    with pytest.raises(TypeError, match=rf"Forgetful\.{name}\(\) returned None\. End it with `return self`"):
         move([Forgetful()], "cpu")
 
 

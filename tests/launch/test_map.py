@@ -95,7 +95,7 @@ def test_a_function_with_two_arguments_raises(tmp_path):
 @pytest.mark.parametrize("max_parallel", [0, -1])
 def test_max_parallel_below_one_raises(max_parallel):
     """ValueError names the value and the allowed values."""
-    with pytest.raises(ValueError, match=f"max_parallel={max_parallel}: give a number"):
+    with pytest.raises(ValueError, match=f"max_parallel={max_parallel} is too small"):
         train()(lambda x: x).map([1], max_parallel=max_parallel)
 
 

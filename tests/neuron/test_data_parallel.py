@@ -127,7 +127,7 @@ def test_rows_are_cut_into_whole_inferences(host):
 def test_underused_cores_are_told_of_with_the_number_that_uses_them(host):
     """The warning names rows, cores, and what to divide by; it points at the caller's line."""
     _, _, net = net_of(batch=2)
-    with pytest.warns(UserWarning, match=r"4 rows keep 2 of 4 NeuronCores busy; .* divided by 8 uses all") as found:
+    with pytest.warns(UserWarning, match=r"4 rows keep 2 of 4 NeuronCores busy\. .* a multiple of 8 rows") as found:
         net(torch.randn(4, 3))
     assert found[0].filename == __file__
 
@@ -225,7 +225,7 @@ class Along(nn.Module):
 def test_another_dim_turns_dynamic_batching_off_with_a_warning(host, dim):
     """Rows on another dim must be the compiled size for each core; the cut and the join are on that dim."""
     compiled = neuron.trace(Along(), torch.zeros(1, 4, 4))
-    with pytest.warns(UserWarning, match=f"dynamic batching is off, since dim={dim}"):
+    with pytest.warns(UserWarning, match=f"dynamic batching is off because dim={dim}"):
         net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=dim)
     shape = [1, 4, 4]
     shape[dim] = 8
@@ -314,7 +314,9 @@ def test_an_input_that_is_compiled_without_rows_goes_whole_to_every_core(host):
         net(x, table)
 
 
-@pytest.mark.parametrize(("dim", "says"), [(2, "out of range"), (-3, "out of range"), ("0", "no dim"), (None, "no dim")])
+@pytest.mark.parametrize(
+    ("dim", "says"), [(2, "out of range"), (-3, "out of range"), ("0", "not an integer"), (None, "not an integer")]
+)
 def test_a_dim_that_the_inputs_do_not_have_is_refused(host, dim, says):
     """When the face is made, before anything is loaded."""
     with pytest.raises(ShardError, match=says):
@@ -521,7 +523,7 @@ def test_0d_outputs_of_chunks_are_one_vector(host):
     for workers in (1, 4, 8):
         net = neuron.DataParallel(compiled, set_dynamic_batching=False)
         net.num_workers, net.split_size = workers, 2
-        with pytest.warns(UserWarning, match="one value a shard"):
+        with pytest.warns(UserWarning, match="one value per shard"):
             torch.testing.assert_close(net(x), x.view(5, 6).sum(1))
         net.close()
 
