@@ -1,4 +1,4 @@
-"""Means of parameters and gradients over ranks, in buckets."""
+"""Average parameters and gradients over ranks, in buckets."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _BUCKET_BYTES = 64 << 20
 
 
 def average_params_grads(module: nn.Module, params: bool = False, grads: bool = True) -> None:
-    """Replace gradients, parameters, or both by their mean over all ranks, in place and bit for bit alike on every rank.
+    """Replace gradients, parameters, or both by their mean over all ranks, in place.
 
-    Tensors of one dtype and device are flattened into buckets of at most 64 MiB: one collective per bucket. A parameter
-    without a gradient on this rank counts as zeros if another rank has one, as in DistributedDataParallel. With one rank
-    nothing happens.
+    The results are bit-identical on all ranks. Tensors of one dtype and device are flattened into buckets of at most 64
+    MiB, with one collective per bucket. If only some ranks have a gradient for a parameter, the gradients of the other
+    ranks count as zeros, as in DistributedDataParallel. With one rank, the function does nothing.
 
     Args:
-        module: The same architecture on every rank.
-        params: True averages the parameters.
-        grads: True averages their gradients.
+        module: A module with the same architecture on every rank.
+        params: Average the parameters.
+        grads: Average the gradients.
 
     Example:
         >>> import torch
@@ -53,7 +53,10 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
 
 
 def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
-    """Make every rank send the same tensors: zeros if only others have a gradient, dense ones if any rank's is dense."""
+    """Make all ranks send tensors of the same layout.
+
+    A missing gradient becomes zeros if another rank has one. All ranks send a dense gradient if any rank has one.
+    """
     if not parameters:
         return
     flags = torch.tensor(
@@ -92,13 +95,13 @@ def _average(tensors: list[Tensor]) -> None:
         for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(mean.view_as(tensor))
     for tensor in tensors:
-        if tensor.layout is not torch.strided:  # an embedding's sparse gradient has another size on every rank
+        if tensor.layout is not torch.strided:  # an embedding's sparse gradient has a different size on each rank
             dist.all_reduce(tensor)
             tensor.div_(ranks)
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield groups of a bounded size of tensors of one dtype and device, in order."""
+    """Yield the tensors in buckets of bounded size, each of one dtype and device."""
     for _, alike in groupby(sorted(tensors, key=_kind), key=_kind):
         bucket: list[Tensor] = []
         size = 0

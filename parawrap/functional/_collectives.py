@@ -1,4 +1,4 @@
-"""The size of the process group, the device of its collectives, and an exchange of bytes that unpickles nothing."""
+"""The size of the process group, the device of its collectives, and an exchange of bytes without pickles."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def group_size() -> int:
 
 
 def require_group(helper: str) -> int:
-    """Return the number of ranks that `helper` can exchange numbers with.
+    """Return the number of ranks in the process group, for a helper that exchanges values.
 
     Raises:
-        PlatformError: If this rank has other ranks, but no process group with them.
+        PlatformError: If there are several ranks, but no process group.
     """
     ranks = current_rank().world_size if inside_a_rank() else 1
     if ranks > 1 and group_size() == 1:
@@ -37,7 +37,7 @@ def require_group(helper: str) -> int:
 
 
 def collective_device() -> torch.device:
-    """Return a device that the process group has a backend for: the CPU if possible."""
+    """Return a device with a backend in the process group: the CPU if possible."""
     kinds = [entry.partition(":")[0] for entry in dist.get_backend_config().split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
@@ -64,7 +64,7 @@ def exchange(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def exchange_texts(text: str) -> list[str]:
-    """Return every rank's text, in rank order. It travels as bytes."""
+    """Return every rank's text, in rank order. The texts are sent as bytes."""
     data = to_bytes(text)
     lengths = exchange(torch.tensor([data.numel()], device="cpu"), [1] * group_size())
     return [text_of(part) for part in exchange(data, [int(length) for length in lengths])]

@@ -1,4 +1,4 @@
-"""Modules with parameters sharded over the ranks by torch's fully_shard (FSDP2)."""
+"""Shard the parameters of modules over the ranks with torch's fully_shard (FSDP2)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["blocks_of", "fully_sharded"]
 
 
 def fully_sharded(module: nn.Module, device: torch.device, **options: Any) -> nn.Module:
-    """Shard a module in place, block by block, after all ranks took rank 0's parameters and buffers."""
+    """Copy rank 0's parameters and buffers to all ranks, then shard the module in place, block by block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -34,10 +34,10 @@ def fully_sharded(module: nn.Module, device: torch.device, **options: Any) -> nn
 
 
 def blocks_of(module: nn.Module) -> list[nn.Module]:
-    """Return the submodules that each get their own call of fully_shard.
+    """Return the submodules that fully_shard shards one at a time.
 
-    A block is a child of a ModuleList or Sequential that has a sibling of its class, is neither of the two itself, and has
-    parameters that no module outside of it shares. Blocks do not contain blocks.
+    A block is a child of a ModuleList or Sequential, and has a sibling of its class. It is not a ModuleList or Sequential
+    itself. It has parameters, and shares none with modules outside it. Blocks do not contain blocks.
     """
     paths: dict[nn.Module, list[str]] = {}
     for path, each in module.named_modules(remove_duplicate=False):
@@ -63,14 +63,14 @@ def _is_plain_list(module: nn.Module) -> bool:
 
 
 def _owns(block: nn.Module, paths: dict[nn.Module, list[str]], owners: dict[nn.Parameter, list[str]]) -> bool:
-    """Return True if a module has parameters, and every way to them leads through it."""
+    """True if a module has parameters, and shares none of them with a module outside it."""
     parameters = list(block.parameters())
     ways = tuple(paths[block])
     return bool(parameters) and all(path.startswith(ways) for parameter in parameters for path in owners[parameter])
 
 
 def _take_from_rank_0(module: nn.Module) -> None:
-    """Replace parameters and buffers by rank 0's, in place."""
+    """Replace parameters and buffers by those of rank 0, in place."""
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in named.items():
         if tensor.is_meta:
@@ -82,11 +82,11 @@ def _take_from_rank_0(module: nn.Module) -> None:
         if other != first:
             here = next((each for each in first if each not in other), "nothing else")
             there = next((each for each in other if each not in first), "nothing else")
-            msg = f"rank 0's module has {here}, rank {rank}'s has {there}. Give all ranks the same architecture."
+            msg = f"rank 0's module has {here}, but rank {rank}'s has {there}. Give all ranks the same architecture."
             raise ValueError(msg)
     where = collective_device()
     for bucket in buckets([tensor.detach() for tensor in named.values()]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(where)
-        dist.broadcast(flat.view(torch.uint8), 0)  # bytes: backends do not know every dtype
+        dist.broadcast(flat.view(torch.uint8), 0)  # as bytes: backends do not support every dtype
         for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(part.view_as(tensor))

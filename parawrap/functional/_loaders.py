@@ -1,4 +1,4 @@
-"""A DataLoader made over so that each rank reads its share of the rows."""
+"""`shard_loader`: rebuild a DataLoader so that each rank reads its share of the rows."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ L = TypeVar("L", bound="DataLoader[Any]")
 
 _OF_THE_SAMPLER = {"dataset", "shuffle", "sampler", "batch_sampler", "batch_size", "drop_last"}
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_SEEDS = 2**62  # adding the epoch stays within torch's seeds
+_SEEDS = 2**62  # seed + epoch stays within the range of torch's seeds
 
 
 def shard_loader(loader: L, *, pad: bool = True) -> L:
     """Return a loader of the same class and options that reads this rank's share of the rows.
 
-    A new iteration is the next epoch: a shuffled loader has another order in each, the same on all ranks, so iterate it the
-    same number of times on every rank. ``loader.sampler.set_epoch(epoch)`` chooses the next epoch, to resume a training.
+    Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
+    same number of times on every rank. To resume training, choose the next epoch with ``loader.sampler.set_epoch(epoch)``.
 
-    ``batch_size`` is per rank, as with torch's DistributedSampler: memory and speed per device stay as they are, and a step
-    takes ``batch_size * world_size`` rows. Divide it by the world size for the steps of one process.
+    ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size * world_size`` rows. For
+    the same steps as in one process, divide ``batch_size`` by the world size.
 
     - ``shuffle=True`` becomes a shuffled DistributedSampler. Its seed is rank 0's seed of the loader's ``generator``, or 0.
     - ``shuffle=False`` keeps the order of the dataset.
-    - Another sampler runs on every rank from the same seed, and rank r takes items r, r + world_size, ... of its order.
-      Orders that differ between ranks are refused. Whole batches of a batch sampler are shared out in the same way.
+    - Any other sampler runs on every rank from the same seed, and rank r takes items r, r + world_size, ... of its order.
+      A sampler with a different order on some rank is refused. A batch sampler's batches are distributed the same way.
 
     Args:
         loader: A loader over a dataset with a length, not sharded yet. Call `shard_loader` on every rank.
-        pad: True gives all ranks the same number of rows, as training with collectives needs: some rows come twice, or
-            never with ``drop_last=True``. False gives each row to exactly one rank, for evaluation; the ranks' numbers of
-            rows may then differ by one.
+        pad: True gives all ranks the same number of rows, as training with collectives requires. Some rows are then
+            repeated, or dropped with ``drop_last=True``. False gives each row to exactly one rank, for evaluation. The
+            ranks' row counts may then differ by one.
 
     Raises:
-        TypeError: If the dataset is a stream, the loader is sharded already, the sampler has no length or another order on
-            each rank, or a subclass of DataLoader cannot be rebuilt.
-        ValueError: If ``pad=False`` and ``drop_last=True`` contradict each other, or a sampler yields too many items.
-        PlatformError: If ranks must agree on a seed or an order, and ``ipc_groups=None`` forms no process group.
+        TypeError: If the dataset is a stream, the loader is sharded already, the sampler has no length or a different order
+            on some rank, or a subclass of DataLoader cannot be rebuilt.
+        ValueError: If ``pad=False`` is combined with ``drop_last=True``, or a sampler yields more items than its length.
+        PlatformError: If ranks must agree on a seed or an order, but ``ipc_groups=None`` forms no process group.
 
     Example:
         >>> from torch.utils.data import DataLoader
@@ -91,7 +91,7 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
 
 
 def share_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler of a loader's rows, or of its batches; None if only the loader's batch sampler knows them."""
+    """Return the sampler that shards a loader: its sampler of rows, or its batch sampler."""
     batches = loader.batch_sampler
     sampler = loader.sampler if batches is None or loader.batch_size is not None else getattr(batches, "sampler", batches)
     return sampler.share if isinstance(sampler, EachEpoch) else sampler
@@ -104,7 +104,7 @@ def _check(loader: Any) -> None:
     name = type(loader.dataset).__qualname__
     if isinstance(loader.dataset, IterableDataset):
         msg = (
-            f"{name} is a stream, and a stream has no sampler to shard. Yield this rank's rows in its __iter__: "
+            f"{name} is a stream, so it has no sampler to shard. Yield this rank's rows in its __iter__: "
             "itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size)."
         )
         raise TypeError(msg)
@@ -112,7 +112,7 @@ def _check(loader: Any) -> None:
     while sampler is not None:
         if isinstance(sampler, (DistributedSampler, EpochSampler, EachEpoch)) or hasattr(sampler, "num_replicas"):
             msg = (
-                f"the loader's sampler, {type(sampler).__qualname__}, gives a rank its share already. "
+                f"the loader's sampler, {type(sampler).__qualname__}, is already sharded. "
                 "Use the loader as it is, or give shard_loader a loader without that sampler."
             )
             raise TypeError(msg)
@@ -122,7 +122,7 @@ def _check(loader: Any) -> None:
 def _share(loader: DataLoader[Any], sampler: Any, drop_last: bool, pad: bool) -> Any:
     """Return this rank's share of the items of a sampler."""
     if drop_last and not pad:
-        msg = "pad=False gives every row to a rank, but the loader has drop_last=True. Use drop_last=False or pad=True."
+        msg = "pad=False keeps every row, but the loader has drop_last=True. Use drop_last=False or pad=True."
         raise ValueError(msg)
     rank, world_size = place()
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
@@ -154,7 +154,7 @@ def _agreed_seed(sampler: Any, world_size: int) -> int:
 
 
 def _check_order(share: OrderedShare, world_size: int) -> None:
-    """Draw the order of the first epoch, and refuse a sampler with different orders on the ranks."""
+    """Draw the order of the first epoch, and raise if the ranks' orders differ."""
     digest = hashlib.blake2b(repr(share.order).encode()).hexdigest()
     if world_size == 1:
         return
@@ -163,14 +163,14 @@ def _check_order(share: OrderedShare, world_size: int) -> None:
     digests = exchange_texts(digest)
     if other := next((rank for rank, each in enumerate(digests) if each != digests[0]), 0):
         msg = (
-            f"the loader's sampler, {name}, gives rank {other} another order than rank 0. "
+            f"the loader's sampler, {name}, has a different order on rank {other} than on rank 0. "
             "Let it draw from torch's, numpy's, or Python's global generator, or from a torch.Generator that it holds."
         )
         raise TypeError(msg)
 
 
 def _rebuilt(loader: L, options: Mapping[str, Any]) -> L:
-    """Return a loader of the same class with these options of the sampler, and the other options of `loader`."""
+    """Return a loader of the same class and options as `loader`, except for the given options of the sampler."""
     kind = type(loader)
     taken = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
@@ -207,13 +207,13 @@ def _cannot_rebuild(kind: type, reason: str) -> str:
 
 
 def _batches_of(rebuilt: DataLoader[Any]) -> bool:
-    """Return True if a loader makes its batches from its sampler."""
+    """True if a loader makes its batches from its sampler."""
     batches: Any = rebuilt.batch_sampler
     return batches is None or (type(batches) is BatchSampler and batches.sampler is rebuilt.sampler)
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Return True for one object, equal values, or two instances of a class with equal attributes."""
+    """True if both are one object, are equal, or are of one class with equal attributes."""
     if one is other:
         return True
     if type(one) is not type(other):

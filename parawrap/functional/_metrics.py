@@ -1,4 +1,4 @@
-"""Means and sums of metrics over ranks, in one collective."""
+"""`reduce_metrics`: average or sum metrics over ranks, in one collective."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ __all__ = ["reduce_metrics"]
 
 T = TypeVar("T")
 
-# The first collective has the same size on every rank whatever the ranks' values are: it shows whether structures agree.
+# The first collective has the same size on every rank, so it also works if the structures differ, and shows it.
 _FIRST = 512
-_PIECES = 8  # bytes of a checksum: the squares of their sums are exact in float64 up to 370,000 ranks
-_EXACT = 2**53  # every integer up to it is a float64
+_PIECES = 8  # bytes of the checksum; the squares of their sums are exact in float64 up to 370,000 ranks
+_EXACT = 2**53  # float64 holds every integer up to this one
 
 
 def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean", "sum"] = "mean") -> T:
     """Return the weighted mean or sum of each number over all ranks, the same on every rank.
 
-    All numbers travel in one collective, in float64; more than 495 take a second one.
+    One collective sends up to 495 numbers, in float64. A second one sends the rest.
 
     Args:
         values: A number, a tensor, or a tree of them (dicts, tuples, lists), with the same structure and shapes on every
             rank.
-        weight: This rank's weight: its number of rows, if `values` are means over them. A rank with weight 0 does not
-            count, whatever its values are.
+        weight: This rank's weight: its row count, if `values` are means over rows. The values of a rank with weight 0 do
+            not count, even if they are NaN.
         op: "mean" is the sum of weight * value, divided by the sum of weights. "sum" is the sum of weight * value.
 
     Returns:
-        The structure of `values`: floats for Python numbers; for tensors, tensors with their shape, dtype, and device,
-        without a graph. A NaN appears only if a rank with a weight has it.
+        The structure of `values`: floats for Python numbers, and tensors of the same shape, dtype, and device for tensors.
+        The tensors have no autograd graph.
 
     Raises:
-        GatherError: If the ranks' structures, shapes, or `op` differ; the error names the first place.
+        GatherError: If the ranks' structures, shapes, or `op` differ. The message names the first difference.
         TypeError: If a value is not a real number, or is an integer tensor with op="mean".
-        ValueError: If `op` is not known, a weight is negative or not finite, or all weights are 0 in a mean.
+        ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
         OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer.
-        PlatformError: If ``ipc_groups=None`` forms no process group.
+        PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
         >>> from parawrap import Platform, current_rank, functional, wrapper
@@ -60,7 +60,7 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         RankResults({'loss': 2.0}, {'loss': 2.0})
     """
     if op not in ("mean", "sum"):
-        msg = f"op={op!r}: reduce_metrics takes 'mean' or 'sum'"
+        msg = f"op={op!r} is not a known value. Use 'mean' or 'sum'"
         raise ValueError(msg)
     share = _checked_weight(weight)
     leaves, spec = flatten(values)
@@ -87,13 +87,13 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
 def _checked_weight(weight: float | Tensor) -> float:
     number = float(weight)
     if not math.isfinite(number) or number < 0:
-        msg = f"weight={weight!r}: a weight is a finite number, 0 or more"
+        msg = f"weight={weight!r} is not a weight. Use a finite number of at least 0"
         raise ValueError(msg)
     return number
 
 
 def _numbers(leaf: Any, place: str, op: str) -> Tensor:
-    """Return the numbers of a leaf as a 1-d tensor of float64 on the CPU: MPS has no float64."""
+    """Return the numbers of a leaf as a 1-d float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
         return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu")
     if not isinstance(leaf, Tensor):
@@ -104,7 +104,8 @@ def _numbers(leaf: Any, place: str, op: str) -> Tensor:
         raise TypeError(msg)
     if leaf.dtype is torch.bool or leaf.is_complex() or leaf.layout is not torch.strided or leaf.is_nested:
         msg = (
-            f"{place} is a tensor of {leaf.dtype} and {leaf.layout}. Give reduce_metrics dense real numbers, say .double()."
+            f"{place} is a tensor of {leaf.dtype} and {leaf.layout}. "
+            "Give reduce_metrics dense real numbers, for example with .double()."
         )
         raise TypeError(msg)
     if op == "mean" and not leaf.is_floating_point():
@@ -131,21 +132,21 @@ def _summed(share: float, weighted: Tensor, signature: list[str]) -> tuple[float
 
 
 def _difference(signature: list[str]) -> str:
-    """Return the text of an error about the first rank with another structure than rank 0."""
+    """Return the message about the first rank with a structure that differs from rank 0's."""
     first, *others = [json.loads(text) for text in exchange_texts(json.dumps(signature))]
     rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
     if first[0] != other[0]:
-        return f"reduce_metrics: rank 0 has op={first[0]!r}, rank {rank} has op={other[0]!r}. Give all ranks the same."
+        return f"reduce_metrics: rank 0 has op={first[0]!r}, rank {rank} has op={other[0]!r}. Use the same op on all ranks."
     here = next((text for text in first if text not in other), "nothing else")
     there = next((text for text in other if text not in first), "nothing else")
     return (
         f"reduce_metrics: the ranks' values differ in structure or shape: rank 0 has {here}, rank {rank} has {there}. "
-        "Give all ranks the same; weight=0 makes a rank's values not count."
+        "Give all ranks the same structure. A rank with weight=0 does not count."
     )
 
 
 def _restored(numbers: Tensor, leaf: Any, place: str) -> Any:
-    """Return the numbers as the kind of value that they come from."""
+    """Return the numbers as a value like `leaf`."""
     if not isinstance(leaf, Tensor):
         return float(numbers)
     if not leaf.is_floating_point():

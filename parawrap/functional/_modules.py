@@ -1,4 +1,4 @@
-"""Seeds, devices, and modules of one rank, and modules that train with those of other ranks."""
+"""Seeds, devices, and modules of a rank; modules that train together with those of other ranks."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_d
 
 
 def seed_generators(seed: int, offset: int = 0) -> None:
-    """Seed Python, torch, the accelerators, and numpy if it is loaded, with ``seed + offset``.
+    """Seed the random generators of Python, torch, the accelerators, and numpy (if loaded) with ``seed + offset``.
 
-    A platform's ``seed`` makes all ranks alike; ``seed_generators(seed, offset=rank)`` makes them differ.
+    ``Platform(seed=...)`` gives all ranks the same seed. ``seed_generators(seed, offset=rank)`` gives each rank its own.
 
     >>> import torch
     >>> seed_generators(7, offset=1)
@@ -36,8 +36,8 @@ def seed_generators(seed: int, offset: int = 0) -> None:
 def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | int) -> None:
     """Move the state of an optimiser to a device, in place.
 
-    Use it if the parameters moved after the optimiser had state, for instance after ``load_state_dict``. A ``step`` that
-    the optimiser keeps on the CPU stays there.
+    Use it if the parameters moved after the optimiser got its state, for instance from ``load_state_dict``. Step counters
+    that the optimiser keeps on the CPU stay on the CPU.
 
     >>> import torch
     >>> model = torch.nn.Linear(2, 2)
@@ -66,7 +66,7 @@ def _moved(value: Any, device: torch.device | str | int) -> Any:
 
 
 def has_batch_norm(module: nn.Module) -> bool:
-    """Return True if a module has a batch normalisation layer, also a lazy or synchronised one.
+    """Return True if a module has a batch normalisation layer, including lazy and synchronised ones.
 
     >>> import torch
     >>> has_batch_norm(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)))
@@ -88,30 +88,32 @@ def to(
 
     With more than one rank, all ranks start with rank 0's parameters and buffers, and gradients are averaged:
 
-    - ``strategy="ddp"`` wraps the module in DistributedDataParallel, unless no parameter requires gradients: each rank
+    - ``strategy="ddp"`` wraps the module in DistributedDataParallel, unless no parameter requires gradients. Each rank
       holds all parameters.
-    - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place: each rank holds its part of the parameters, gradients,
-      and optimiser state. Parameters travel block by block: a block is a child of a ModuleList or Sequential with a sibling
-      of its class, and parameters that only it holds; all other parameters travel together. For other blocks, call
-      ``fully_shard`` yourself. Buffers are not synchronised after the start. torch 2.6 has it for accelerators only.
+    - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place. Each rank holds its part of the parameters, gradients,
+      and optimiser state. Ranks exchange parameters block by block, and all parameters outside blocks together. A block is
+      a child of a ModuleList or Sequential that has a sibling of its class, and shares no parameters with the rest of the
+      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronised only at the start. torch 2.6
+      supports ``fully_shard`` on accelerators only.
 
-    On CUDA, batch normalisation is synchronised between ranks (torch's SyncBatchNorm does not work on the CPU). Build the
+    On CUDA, batch normalisation is synchronised between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
     optimiser after this call.
 
     Args:
         module: A module on any device.
-        local_rank: The device's index; the rank's own by default.
-        sync_modules: False only moves the module.
-        device: A kind such as ``"gpu"``, or the name of a torch device; the rank's own by default.
+        local_rank: The index of the device; by default the local rank.
+        sync_modules: If False, only move the module.
+        device: A kind such as ``"gpu"``, or the name of a torch device; by default the rank's device.
         strategy: "ddp" or "fsdp2".
-        **options: For DistributedDataParallel, or for each call of ``fully_shard``.
+        **options: Options of DistributedDataParallel, or of each call of ``fully_shard``.
 
     Returns:
-        `module` itself, or the DistributedDataParallel around it.
+        `module` itself, or the DistributedDataParallel that wraps it.
 
     Raises:
-        PlatformError: If this machine has no device of that kind.
-        ValueError: If `strategy` is not known; for "fsdp2", if the ranks' parameters differ or are on the meta device.
+        PlatformError: If this machine has no device of the kind.
+        ValueError: If `strategy` is not a known value; for "fsdp2", if the ranks' parameters differ or are on the meta
+            device.
 
     Example:
         >>> import torch
@@ -124,7 +126,7 @@ def to(
         RankResults('DistributedDataParallel', 'DistributedDataParallel')
     """
     if strategy not in ("ddp", "fsdp2"):
-        msg = f"strategy={strategy!r}: functional.to takes 'ddp' or 'fsdp2'"
+        msg = f"strategy={strategy!r} is not a known value. Use 'ddp' or 'fsdp2'"
         raise ValueError(msg)
     target = _target(local_rank, device)
     if not sync_modules or group_size() == 1 or isinstance(module, DistributedDataParallel):
@@ -155,7 +157,9 @@ def _target(local_rank: int | None, device: Device | torch.device | str | int | 
 
 
 def device(module: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter, else of its first buffer, else the rank's own, else the CPU.
+    """Return the device of a module's first parameter or, without parameters, of its first buffer.
+
+    For a module without both, return the device of the rank, or the CPU outside a rank.
 
     >>> import torch
     >>> device(torch.nn.Linear(1, 1))
@@ -168,11 +172,11 @@ def device(module: nn.Module) -> torch.device:
 
 
 def set_default_device(local_rank: int | None = None, platform: Platform | None = None) -> None:
-    """Make this rank's device the default for new tensors, and the current device.
+    """Make this rank's device the default device for new tensors, and the current CUDA device.
 
     Args:
-        local_rank: The device's index; this rank's own by default.
-        platform: Gives the kind of device; this rank's own by default.
+        local_rank: The index of the device; by default the local rank.
+        platform: The platform with the kind of device; by default this rank's platform.
 
     >>> import torch
     >>> from parawrap import Platform, functional, wrapper

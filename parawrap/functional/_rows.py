@@ -1,4 +1,4 @@
-"""The rows of a dataset, gathered from the ranks that evaluated them."""
+"""`gather_rows`: collect the results for all rows of a dataset from the ranks that evaluated them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _STRINGS = "strings"
 
 
 class _Column(NamedTuple):
-    """One leaf of a rank's tree, as it travels.
+    """One leaf of a rank's tree as bytes.
 
     Attributes:
-        kind: "strings", "an empty list", or the type and dtype of numbers: the same on every rank that has rows.
+        kind: "strings", "an empty list", or the type or dtype of numbers. The same on every rank that has rows.
         shape: The shape of one row.
         data: The bytes of all rows; for strings, their lengths and then their text.
     """
@@ -41,26 +41,28 @@ class _Column(NamedTuple):
 
 
 def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
-    """Return the rows of the whole dataset, in its order and each once, from every rank's rows.
+    """Return the rows of the whole dataset in its order, each row once, from the rows of all ranks.
 
-    A padding sampler gives some rows to two ranks; the first rank's values count. Rows travel as numbers, never as pickles.
+    A padding sampler gives some rows to two ranks. The values of the lower rank count then. Rows are not pickled.
 
     Args:
         tree: This rank's results: a tensor with the rows on dim 0, a list of strings or of numbers with one item per row,
-            or a tree of these. The rows are in the order of this rank's sampler. A rank without rows
-            gives empty tensors and lists, of any dtype and shape.
+            or a tree of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors
+            and lists, of any dtype and shape.
         sampler: The sampler that gave this rank its rows: from `get_dataset_sampler`, torch's DistributedSampler, or a
             loader from `shard_loader`. Call `gather_rows` before the loader's next epoch begins. With None, which
             `get_dataset_sampler` returns for one rank, the result is `tree`.
 
     Returns:
-        The structure of `tree`, on every rank: tensors without a graph, on the device of this rank's tensors.
+        The structure of `tree`, on every rank. Tensors are on the device of this rank's tensors, and have no autograd
+        graph.
 
     Raises:
-        GatherError: If a leaf has another number of rows than the sampler, the ranks' trees differ in structure, dtype, or
-            shape of a row, or some rows are on no rank.
-        TypeError: If a leaf has no rows that can travel, or `sampler` is not one that knows the other ranks' rows.
-        PlatformError: If ``ipc_groups=None`` forms no process group.
+        GatherError: If the row count of a leaf differs from that of the sampler, the ranks' trees differ in structure,
+            dtype, or shape of a row, or a row is missing on all ranks.
+        TypeError: If a leaf is neither a dense tensor nor a list of strings or numbers, or `sampler` does not show the rows
+            of the other ranks.
+        PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
         >>> import torch
@@ -101,7 +103,7 @@ def _gathered(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _indices(sampler: Any, ranks: int) -> tuple[list[int], Iterable[int]]:
-    """Return the dataset indices of this rank's rows, and those of all rows, sorted."""
+    """Return the dataset indices of this rank's rows, and the sorted indices of all rows."""
     share = share_of(sampler) if isinstance(sampler, DataLoader) else sampler
     share = share.share if isinstance(share, EachEpoch) else share
     if isinstance(share, DistributedSampler):
@@ -120,7 +122,7 @@ def _indices(sampler: Any, ranks: int) -> tuple[list[int], Iterable[int]]:
 
 
 def _flat(items: Iterable[Any]) -> list[int]:
-    """Return the indices of items that are indices or batches of indices."""
+    """Flatten items that are indices or batches of indices."""
     found: list[int] = []
     for item in items:
         try:
@@ -132,7 +134,7 @@ def _flat(items: Iterable[Any]) -> list[int]:
 
 
 def _order(parts: list[Tensor], whole: Iterable[int]) -> list[int]:
-    """Return the places of the dataset's rows among all ranks' rows, one behind the other."""
+    """Return the position of each row of the dataset in the concatenation of all ranks' rows."""
     indices = torch.cat(parts)
     places = torch.argsort(indices, stable=True)
     ordered = indices[places]
@@ -145,7 +147,7 @@ def _order(parts: list[Tensor], whole: Iterable[int]) -> list[int]:
     if missing:
         some = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
         msg = (
-            f"gather_rows: {len(missing)} row(s) of the dataset are on no rank: {some}. "
+            f"gather_rows: {len(missing)} row(s) of the dataset are missing on all ranks: {some}. "
             "Use a sampler with drop_last=False, and the same number of epochs on every rank."
         )
         raise GatherError(msg)
@@ -154,16 +156,16 @@ def _order(parts: list[Tensor], whole: Iterable[int]) -> list[int]:
     raise GatherError(msg)
 
 
-# --- what travels ---
+# --- the bytes of rows ---
 
 
 def _is_list_of_rows(value: Any) -> bool:
-    """Return True for a list or plain tuple of strings or numbers: one item per row."""
+    """True for a list or plain tuple of strings or numbers, with one item per row."""
     return type(value) in (list, tuple) and all(isinstance(item, (str, bool, int, float)) for item in value)
 
 
 def _column(leaf: Any, place: str, rows: int) -> _Column:
-    """Return the bytes of a leaf."""
+    """Return a leaf as bytes."""
     value = leaf.value if isinstance(leaf, Opaque) else leaf
     if isinstance(value, (list, tuple)):
         _check_rows(len(value), rows, place)
@@ -188,7 +190,7 @@ def _column(leaf: Any, place: str, rows: int) -> _Column:
 def _check_rows(found: int, rows: int, place: str) -> None:
     if found != rows:
         msg = (
-            f"{place} has {found} row(s), but the sampler gave this rank {rows}. "
+            f"{place} has {found} row(s), but the sampler gave this rank {rows} row(s). "
             "Give the results of one whole epoch, in the sampler's order, from a loader with drop_last=False."
         )
         raise GatherError(msg)
@@ -226,13 +228,13 @@ def _reports(rows: int, places: list[str], columns: list[_Column], ranks: int) -
     for rank, report in enumerate(reports):
         if report["places"] != reports[0]["places"]:
             first, other = (", ".join(each["places"]) or "nothing" for each in (reports[0], report))
-            msg = f"gather_rows: rank 0 has {first}; rank {rank} has {other}. Give all ranks the same structure."
+            msg = f"gather_rows: rank 0 has {first}, but rank {rank} has {other}. Give all ranks the same structure."
             raise GatherError(msg)
     return reports
 
 
 def _agreed_kind(reports: list[Any], i: int, place: str) -> tuple[str, list[int]]:
-    """Return the kind and the shape of a row of a column: those of every rank that has rows."""
+    """Return the kind and the row shape of a column, which all ranks with rows share."""
     own = [(rank, report["columns"][i][:2]) for rank, report in enumerate(reports) if report["rows"]]
     if not own:
         return tuple(reports[0]["columns"][i][:2])
@@ -249,7 +251,7 @@ def _agreed_kind(reports: list[Any], i: int, place: str) -> tuple[str, list[int]
 
 
 def _decoded(data: Tensor, rows: int, kind: str, shape: list[int]) -> Any:
-    """Return a rank's rows of one column: a tensor, or a list."""
+    """Return a rank's rows of one column as a tensor or a list."""
     if kind == _EMPTY:
         return []
     if kind == _STRINGS:
@@ -266,7 +268,7 @@ def _dtype(kind: str) -> torch.dtype:
 
 
 def _in_order(rows: list[Any], order: list[int], leaf: Any) -> Any:
-    """Return all ranks' rows in the order of the dataset, as the kind of value that `leaf` is."""
+    """Return all ranks' rows in the order of the dataset, as a value like `leaf`."""
     if isinstance(rows[0], Tensor):
         found = torch.cat(rows)[order]
         return found.to(leaf.device) if isinstance(leaf, Tensor) else found

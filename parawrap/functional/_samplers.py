@@ -32,21 +32,21 @@ __all__ = [
 def get_dataset_sampler(
     dataset: Dataset[Any], global_rank: int | None = None, platform: Platform | None = None, *, pad: bool = True
 ) -> Sampler[int] | None:
-    """Return the sampler that gives this rank its share of a dataset; None with one rank, which takes every row.
+    """Return a sampler that gives this rank its share of a dataset. With one rank, return None.
 
     `shard_loader` makes a loader with such a sampler, and calls ``set_epoch`` itself.
 
     Args:
         dataset: A dataset with a length.
-        global_rank: This rank's by default.
-        platform: This rank's by default.
-        pad: True is torch's DistributedSampler: shuffled (call ``set_epoch``), and all ranks get the same number of rows.
-            Some rows come twice if the world size does not divide the length. False gives every row to exactly one rank,
-            in order: use it for evaluation. The ranks' numbers of rows may then differ by one.
+        global_rank: The global rank; by default this rank's.
+        platform: The platform that sets the number of ranks; by default this rank's.
+        pad: True returns torch's DistributedSampler, which shuffles (call ``set_epoch``) and gives all ranks the same
+            number of rows. It repeats some rows if the number of ranks does not divide the length. False gives each row to
+            exactly one rank, in order, for evaluation. The ranks' row counts may then differ by one.
 
     Raises:
         TypeError: If the dataset is a stream, or has no length.
-        PlatformError: If `global_rank` is not in the platform's world.
+        PlatformError: If `global_rank` is not a rank of the platform.
 
     Example:
         >>> from parawrap import Platform
@@ -55,11 +55,11 @@ def get_dataset_sampler(
     """
     rank, world_size = place(global_rank, platform)
     if not 0 <= rank < world_size:
-        msg = f"global_rank={rank}: there is no such rank in a world of {world_size}"
+        msg = f"global_rank={rank} is out of range for a world of {world_size} rank(s). Use 0 to {world_size - 1}"
         raise PlatformError(msg)
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         name = type(dataset).__qualname__
-        msg = f"{name} has no length, or is a stream, which no sampler can share: split it by current_rank()"
+        msg = f"{name} has no length, or is a stream, so a sampler cannot split it. Split it by current_rank() yourself"
         raise TypeError(msg)
     if world_size == 1:
         return None
@@ -69,7 +69,7 @@ def get_dataset_sampler(
 
 
 def place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
-    """Return a rank's number and the number of ranks: this rank's unless they are given."""
+    """Return the global rank and the number of ranks; by default those of this rank."""
     here = current_rank() if inside_a_rank() else None
     world_size = platform.world_size if platform else here.world_size if here else group_size()
     if global_rank is None:
@@ -78,7 +78,7 @@ def place(global_rank: int | None = None, platform: Platform | None = None) -> t
 
 
 class EpochSampler:
-    """The epoch of a sampler. `begin_epoch` moves on to the next epoch, unless `set_epoch` chose one."""
+    """A base for samplers with epochs. `begin_epoch` starts the epoch that `set_epoch` chose, else the next one."""
 
     epoch = 0
     _is_used = False
@@ -89,13 +89,13 @@ class EpochSampler:
         self._is_used = False
 
     def begin_epoch(self) -> None:
-        """Move on to the next epoch if an iteration has used the present one."""
+        """Start the next epoch if an iteration has used the current one."""
         self.epoch += self._is_used
         self._is_used = True
 
 
 class PaddedShare(EpochSampler, DistributedSampler[Any]):
-    """torch's DistributedSampler, which also shuffles if `set_default_device` has named another device."""
+    """torch's DistributedSampler, which also works if the default device is not the CPU."""
 
     def __iter__(self) -> Iterator[Any]:
         with torch.device("cpu"):
@@ -119,9 +119,9 @@ class ContiguousShare(EpochSampler, Sampler[int]):
 
 
 class OrderedShare(EpochSampler, Sampler[Any]):
-    """Every world_size-th item of another sampler's order, which each rank draws for itself from the same seed.
+    """Every world_size-th item of another sampler. Each rank draws the sampler's order from the same seed.
 
-    Items are indices, or lists of indices from a batch sampler. An epoch's order is drawn once and kept.
+    Items are indices, or lists of indices from a batch sampler. The order of an epoch is drawn once and cached.
     """
 
     def __init__(self, source: Any, rank: int, world_size: int, *, pad: bool, drop_last: bool, seed: int) -> None:
@@ -132,7 +132,7 @@ class OrderedShare(EpochSampler, Sampler[Any]):
 
     @property
     def order(self) -> list[Any]:
-        """The items that all ranks yield together in this epoch, without padding."""
+        """The items of all ranks in this epoch, without padding."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             with _seeded(self._seed + self.epoch, generators_of(self.source)):
                 self._drawn = self.epoch, _all_items(self.source)
@@ -155,12 +155,12 @@ class OrderedShare(EpochSampler, Sampler[Any]):
 
 
 class EachEpoch(Sampler[Any]):
-    """Yields the items of `share`, and begins the share's next epoch each time that an iteration begins."""
+    """A sampler that yields the items of `share`, and starts its next epoch with each iteration."""
 
     def __init__(self, share: Any) -> None:
         self.share = share
 
-    def __iter__(self) -> Iterator[Any]:  # a generator: the epoch begins with the first item that is read
+    def __iter__(self) -> Iterator[Any]:  # a generator: the epoch starts when the first item is read
         self.share.begin_epoch()
         yield from self.share
 
@@ -173,7 +173,7 @@ class EachEpoch(Sampler[Any]):
 
 
 def generators_of(sampler: Any) -> list[torch.Generator]:
-    """Return torch's generators that a sampler holds, or the sampler inside a batch sampler."""
+    """Return the torch generators that a sampler holds, and those of the sampler inside a batch sampler."""
     found: list[torch.Generator] = []
     while sampler is not None:
         found += [each for each in getattr(sampler, "__dict__", {}).values() if isinstance(each, torch.Generator)]
@@ -182,9 +182,9 @@ def generators_of(sampler: Any) -> list[torch.Generator]:
 
 
 def _all_items(source: Iterable[Any]) -> list[Any]:
-    """Return the items of a sampler. One that yields more items than its length says may be endless."""
+    """Return the items of a sampler. Raise if there are more than its length, since it may be endless."""
     length = len(cast("Sequence[Any]", source))
-    with torch.device("cpu"):  # samplers shuffle on the CPU, also if the default device is another
+    with torch.device("cpu"):  # samplers shuffle on the CPU, whatever the default device is
         items = list(islice(iter(source), length + 1))
     if len(items) > length:
         msg = f"{type(source).__qualname__} yields more items than its length, {length}. Correct its __len__."
@@ -194,7 +194,7 @@ def _all_items(source: Iterable[Any]) -> list[Any]:
 
 @contextmanager
 def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
-    """Seed these generators and those of Python, numpy, and torch on the CPU, and restore all of them."""
+    """Seed these generators, and those of Python, numpy, and torch on the CPU. Restore all of them at the end."""
     numpys = sys.modules["numpy"].random if "numpy" in sys.modules else None
     pythons, numpy_state = random.getstate(), numpys.get_state() if numpys else None
     states = [generator.get_state() for generator in generators]

@@ -162,13 +162,13 @@ def test_modules_that_differ_between_ranks_are_refused():
         return messages
 
     for differs, meta in on(2, shard):
-        assert "rank 0's module has weight torch.float32 (2, 2), rank 1's has weight torch.float32 (3, 2)" in differs
+        assert "rank 0's module has weight torch.float32 (2, 2), but rank 1's has weight torch.float32 (3, 2)" in differs
         assert "weight is on the meta device" in meta
 
 
 def test_an_unknown_strategy_is_refused():
     """The error names the known strategies, also with one rank."""
-    with pytest.raises(ValueError, match=r"strategy='fsdp': functional.to takes 'ddp' or 'fsdp2'"):
+    with pytest.raises(ValueError, match=r"strategy='fsdp' is not a known value\. Use 'ddp' or 'fsdp2'"):
         functional.to(nn.Linear(1, 1), strategy="fsdp")
 
 

@@ -267,7 +267,7 @@ def test_ranks_with_different_orders_are_refused():
 
     one, other = on(2, shard)
     assert one == other
-    assert "Drawn, gives rank 1 another order than rank 0. Let it draw from torch's" in one
+    assert "Drawn, has a different order on rank 1 than on rank 0. Let it draw from torch's" in one
 
 
 def test_without_a_group_only_plain_loaders_are_sharded():
@@ -408,16 +408,16 @@ class Endless(Sampler):
 
 REFUSED = {
     "stream": (DataLoader(Stream()), TypeError, r"Stream is a stream.*islice\(rows, current_rank\(\)"),
-    "sharded by torch": (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), TypeError, "its share already"),
+    "sharded by torch": (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), TypeError, "is already sharded"),
     "sharded batches": (
         DataLoader(range(4), batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False)),
         TypeError,
-        "DistributedSampler, gives a rank its share already",
+        "DistributedSampler, is already sharded",
     ),
     "sharded twice": (
         functional.shard_loader(DataLoader(range(4))),
         TypeError,
-        "PaddedShare, gives a rank its share already",
+        "PaddedShare, is already sharded",
     ),
     "no length": (DataLoader(range(4), sampler=iter([1, 2])), TypeError, "has no __len__"),
     "endless": (DataLoader(range(4), sampler=Endless()), ValueError, "yields more items than its length, 3"),

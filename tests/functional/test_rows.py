@@ -196,16 +196,16 @@ def test_results_that_differ_between_ranks_are_refused():
 
     one, other = on(2, evaluate)
     messages = [
-        'rank 0 has tree["a"]; rank 1 has tree["b"]',
+        'rank 0 has tree["a"], but rank 1 has tree["b"]',
         "tree: a row is torch.float32 () on rank 0, but torch.float64 () on rank 1",
         "tree: a row is torch.float32 (3,) on rank 0, but torch.float32 (4,) on rank 1",
         "tree: a row is strings () on rank 0, but int () on rank 1",
-        "1 row(s) of the dataset are on no rank",
+        "1 row(s) of the dataset are missing on all ranks",
     ]
     for found in (one, other):
         assert [message in text for message, text in zip(messages, found, strict=False)] == [True] * len(messages), found
-    assert "on no rank" in str(one[5]) or "on no rank" in str(other[5])
-    assert "on no rank" in str(other[6])
+    assert "missing on all ranks" in str(one[5]) or "missing on all ranks" in str(other[5])
+    assert "missing on all ranks" in str(other[6])
 
 
 LOADER = functional.shard_loader(DataLoader(range(3), 2))
