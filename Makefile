@@ -1,5 +1,5 @@
-# Everything below runs on a fresh machine with Python >= 3.11 and make; nothing needs root, a GPU, or a network beyond
-# the package index, but for the targets that say so.
+# All targets run on a fresh machine with Python >= 3.11 and make. Unless a comment says otherwise, they need no root, no GPU,
+# and no network except the package index.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
-# On real clusters: processes by the dozen and minutes of waiting for what a scheduler does when it likes.
+# Tests on real clusters start dozens of processes, and wait minutes for schedulers.
 CLUSTERS := contract or slurm or ray
 
 .PHONY: demo test test-rooms test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
@@ -35,23 +35,23 @@ test-rooms: $(STAMP)
 test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 
-# With the packages of other projects whose values parawrap cuts and joins; they skip without these.
+# Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
 test-packages: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,packages]'
 	$(BIN)/python -m pytest tests/shards/test_packages.py tests/faces/test_packages.py
 
-# Apart from `make test`, which is to be over within minutes and runs where nothing but Python is installed. These tests want
-# root and Debian's slurmctld, slurmd, slurm-client, munge and iproute2, and skip what they cannot have. The contract suite is
-# among them, whole: the page that it writes is of all launchers.
+# Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
+# slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
+# that it writes covers all launchers.
 test-clusters: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,slurm,ray]'
 	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
 
-# In an environment of its own: torch_xla goes with one release of torch, which is not the one of the other tests.
+# In a separate environment: torch_xla needs another release of torch than the other tests.
 test-xla: $(XLA_STAMP)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla
 
-# Random models, calls, and changes, compared with the plain call. `make test` runs 300 of these cases.
+# Compare random models, calls, and changes with the plain call. `make test` runs 300 of these cases.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim
@@ -66,7 +66,7 @@ bench: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
 	$(BIN)/python -m benchmarks
 
-# The Python that sees the GPU: $(PYTHON) itself where it has a CUDA torch and what parawrap requires, else the venv's.
+# For a machine with a GPU. Uses $(PYTHON) if it has CUDA torch and parawrap's requirements, else the Python of the venv.
 bench-cuda:
 	@if $(PYTHON) -m benchmarks.cuda_python; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \

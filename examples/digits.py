@@ -1,8 +1,8 @@
-"""Train a small CNN on scikit-learn's handwritten digits in two ranks, and evaluate it through ``map`` on two lanes.
+"""Train a small CNN on scikit-learn's handwritten digits in two ranks, and evaluate it with ``map`` on two lanes.
 
-Run it with ``make demo``. Training runs in processes of its own, which ``@wrapper`` starts: each has half of every batch,
-and rank 0 hands back the weights and the loss curve. Evaluation runs here, in a ``with parallel(...)`` block. Three
-pictures are written into demo-output/: the loss curve, a confusion matrix and a timeline of the lanes.
+Run it with ``make demo``. ``@wrapper`` starts two processes for training. Each trains on half of every batch, and rank 0
+returns the weights and the loss curve. Evaluation runs in this process, in a ``with parallel(...)`` block. The script
+writes three pictures to demo-output/: the loss curve, a confusion matrix, and a timeline of the lanes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from parawrap import Parallel, Platform, current_rank, functional, parallel, wra
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-RANKS = Platform(device="cpu", n_cpus=2)  # Platform(device="gpu") takes every GPU of a machine
-LANES = ["cpu", "cpu"]  # ["cuda:0", "cuda:1"] on a machine with two GPUs; None takes whatever there is
+RANKS = Platform(device="cpu", n_cpus=2)  # Platform(device="gpu") uses every GPU of the machine
+LANES = ["cpu", "cpu"]  # ["cuda:0", "cuda:1"] on a machine with two GPUs; None uses every accelerator
 EPOCHS = 12
 BATCH = 128
 OUTPUT = Path("demo-output")
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """1,437 images of 8x8 pixels to train on, and 360 to test on."""
+    """Return 1,437 images of 8x8 pixels for training and 360 for testing, each with their labels."""
     data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     labels = torch.tensor(data.target)
@@ -45,7 +45,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def cnn() -> nn.Module:
-    """Two convolutions and a classifier, with room enough to give two lanes something to do."""
+    """Return a model with two convolutions and a classifier, large enough to keep two lanes busy."""
     return nn.Sequential(
         nn.Conv2d(1, 64, 3, padding=1),
         nn.ReLU(),
@@ -59,13 +59,13 @@ def cnn() -> nn.Module:
 
 @wrapper(RANKS)
 def train(images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], list[float]] | None:
-    """One rank's part of the training; rank 0 returns the weights, and the mean loss of each epoch."""
+    """Train in one rank. Rank 0 returns the weights and the mean loss of each epoch."""
     rank = current_rank()
     print(f"process {os.getpid()} on {rank.device}, {torch.get_num_threads()} threads")
     net = cnn()
     model = functional.to(net)
     dataset = TensorDataset(images, labels)
-    sampler: Any = functional.get_dataset_sampler(dataset)  # None where there is one rank
+    sampler: Any = functional.get_dataset_sampler(dataset)  # None with one rank
     loader = DataLoader(dataset, BATCH // rank.world_size, sampler=sampler, shuffle=sampler is None)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     curve = []
@@ -79,7 +79,7 @@ def train(images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], list[float
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> Tensor:
-    """An ordinary training step."""
+    """Run a training step, and return the loss."""
     optimizer.zero_grad()
     loss = cross_entropy(model(x), y)
     loss.backward()
@@ -104,7 +104,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> None:
 
 
 def draw_curve(curve: list[float]) -> None:
-    """The mean loss of each epoch, over all ranks."""
+    """Plot the mean loss of each epoch over all ranks."""
     figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
     axes.semilogy(range(1, len(curve) + 1), curve, marker="o")
     axes.set_xlabel("epoch")
@@ -114,14 +114,14 @@ def draw_curve(curve: list[float]) -> None:
 
 
 def draw_confusion(labels: Tensor, predicted: Tensor) -> None:
-    """Which digits were taken for which."""
+    """Plot the confusion matrix."""
     display = ConfusionMatrixDisplay.from_predictions(labels.numpy(), predicted.numpy(), colorbar=False, cmap="Blues")
     display.ax_.set_title("Handwritten digits, test images")
     save(display.figure_, "confusion.png")
 
 
 def draw_timeline(p: Parallel[nn.Module], spans: list[tuple[int, int, int]]) -> None:
-    """When each lane was working."""
+    """Plot when each lane worked."""
     figure, axes = plt.subplots(figsize=(9, 0.8 + 0.7 * len(p.devices)), layout="constrained")
     first = min(start for _, start, _ in spans)
     for lane, device in enumerate(p.devices):
@@ -129,12 +129,12 @@ def draw_timeline(p: Parallel[nn.Module], spans: list[tuple[int, int, int]]) -> 
         axes.broken_barh(bars, (lane - 0.35, 0.7), facecolors=f"C{lane}", edgecolor="white", label=f"{device}")
     axes.set_yticks(range(len(p.devices)), [f"lane {lane} ({device})" for lane, device in enumerate(p.devices)])
     axes.set_xlabel("milliseconds")
-    axes.set_title("map: one bar a batch")
+    axes.set_title("map: one bar per batch")
     save(figure, "lanes.png")
 
 
 def save(figure: Figure, name: str) -> None:
-    """Write a picture and say where it is."""
+    """Write a picture, and print its path."""
     OUTPUT.mkdir(exist_ok=True)
     figure.savefig(OUTPUT / name, dpi=120)
     plt.close(figure)
@@ -142,7 +142,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def main() -> None:
-    """Train, evaluate, draw."""
+    """Train, evaluate, and plot."""
     train_images, train_labels, test_images, test_labels = digits()
     print(train.dry_run(train_images, train_labels))
     start = time.perf_counter()
@@ -150,7 +150,7 @@ def main() -> None:
     assert trained is not None
     weights, curve = trained
     print(f"trained {EPOCHS} epochs of {len(train_images)} images in {RANKS.world_size} ranks, batches of {BATCH},")
-    print(f"  in {time.perf_counter() - start:.2f} s, starting the ranks included; loss {curve[0]:.3f} to {curve[-1]:.3f}")
+    print(f"  in {time.perf_counter() - start:.2f} s with the start of the ranks; loss {curve[0]:.3f} to {curve[-1]:.3f}")
     draw_curve(curve)
     model = cnn()
     model.load_state_dict(weights)

@@ -1,7 +1,7 @@
-"""The task style: ``Wrapper(platform).start(task, args)``, with the rank's numbers and process group as arguments.
+"""Train, save, and evaluate with ``Wrapper(platform).start(task, args)``: the task gets its rank and process group.
 
-The example that ddpw documents for MNIST, on scikit-learn's digits and with parawrap's names. Train, save, evaluate:
-``python examples/digits_wrapper.py``. On one GPU machine, write ``Platform(device="gpu")``.
+The example follows the MNIST example of ddpw, with scikit-learn's digits and parawrap's names. Run it with ``python
+examples/digits_wrapper.py``. On a machine with GPUs, use ``Platform(device="gpu")``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from parawrap import Platform, Wrapper, current_rank, functional
 
 
 class DigitsModel(nn.Module):
-    """Two convolutions with batch normalisation and dropout, for images of 8x8 pixels; gives log-probabilities."""
+    """A model for images of 8x8 pixels with two convolutions, batch normalisation, and dropout.
+
+    It returns log-probabilities.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +43,7 @@ class DigitsModel(nn.Module):
 
 
 def train(global_rank: int, local_rank: int, group: Any, args: tuple[int, int, Dataset[Any], Path] | None) -> list[float]:
-    """One rank's part of the training; rank 0 saves the model. Returns the loss of each epoch, over all ranks."""
+    """Train in one rank, and return the mean loss of each epoch over all ranks. Rank 0 saves the model."""
     assert args is not None
     batch_size, epochs, dataset, checkpoint = args
     print(f"global rank {global_rank}; local rank {local_rank}")
@@ -76,7 +79,7 @@ def train(global_rank: int, local_rank: int, group: Any, args: tuple[int, int, D
 
 @torch.no_grad()
 def evaluate(global_rank: int, local_rank: int, group: Any, args: tuple[int, Dataset[Any], Path] | None) -> float:
-    """The accuracy over all ranks, with every image seen by exactly one of them."""
+    """Return the accuracy over all ranks. Each image is evaluated by exactly one rank."""
     assert args is not None
     batch_size, dataset, checkpoint = args
     functional.set_default_device(local_rank)
@@ -87,7 +90,7 @@ def evaluate(global_rank: int, local_rank: int, group: Any, args: tuple[int, Dat
     functional.to(model, local_rank, sync_modules=False).eval()
     sampler = functional.get_dataset_sampler(dataset, global_rank, pad=False)
 
-    counts = torch.zeros(2)  # right, seen
+    counts = torch.zeros(2)  # correct predictions, images
     for images, labels in DataLoader(dataset, batch_size, sampler=sampler):
         right = model(images.to(device)).argmax(-1) == labels.to(device)
         counts += torch.tensor([right.sum(), len(right)])

@@ -1,10 +1,10 @@
-"""A compiled model on every NeuronCore of the process, and any number of rows through it.
+"""Run a compiled model on every NeuronCore of the process, with any number of rows per call.
 
-Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_default.py
 
-NEURON_RT_NUM_CORES=4 gives the process four cores, here and there.
+NEURON_RT_NUM_CORES=4 gives the process four cores, real or emulated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from parawrap import neuron
 
 
 def main() -> None:
-    """Compile for one image, then give each core two images, and one of them a third."""
+    """Compile for one image, then give each core two images, and one core a third."""
     model = small_resnet()
     compiled = neuron.trace(model, torch.rand(1, *IMAGE))
     net = neuron.DataParallel(compiled)

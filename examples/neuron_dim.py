@@ -1,9 +1,9 @@
-"""Rows that do not lie on dim 0: the frames of a clip, shared out over two NeuronCores on dim 1.
+"""Split the frames of a clip, which lie on dim 1, over two NeuronCores.
 
-Dynamic batching works on dim 0 alone. On another dim a call has the compiled size times the number of cores, no more and no
-less; ``set_dynamic_batching=False`` agrees to that, and spares the warning that would say so.
+Dynamic batching works only on dim 0. On another dim, each call must have exactly the compiled size times the number of
+cores. ``set_dynamic_batching=False`` silences the warning about it.
 
-Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_dim.py
 """
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from parawrap import ShapeError, neuron
 
-FRAMES = 4  # of an inference
+FRAMES = 4  # per inference
 
 
 class Frames(nn.Module):
-    """The scores of every frame of a clip: (1, frames, 3, 32, 32) gives (1, frames, 10)."""
+    """A classifier of each frame of a clip: (1, frames, 3, 32, 32) to (1, frames, 10)."""
 
     def __init__(self, frame: nn.Module) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Frames(nn.Module):
 
 
 def main() -> None:
-    """Eight frames on two cores work, seven are refused."""
+    """Run eight frames on two cores, then show the error for seven frames."""
     model = Frames(small_resnet())
     compiled = neuron.trace(model, torch.rand(1, FRAMES, *IMAGE))
     net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=1, set_dynamic_batching=False)

@@ -1,10 +1,10 @@
-"""Batches of any size through a model that is compiled for one size.
+"""Run batches of any size with a model that is compiled for one size.
 
-A core always computes the compiled number of rows. A batch is cut into as many inferences as that takes. The last one, if
-rows are missing, is filled up with rows of the batch itself, and what these give is dropped. A batch that is too small to
-keep every core busy is told of in a warning.
+A core always computes the compiled number of rows, so a batch is cut into inferences of that size. If the last inference
+has too few rows, it is filled with other rows of the batch, and their outputs are dropped. A warning reports a batch that
+is too small to keep every core busy.
 
-Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_dynamic_batching.py
 """
@@ -18,7 +18,7 @@ from parawrap import neuron
 
 
 def main() -> None:
-    """Batches of 2 to 6 images through a model for one image, and of 3 to 6 through one for two."""
+    """Run 2 to 6 images with a model for one image, and 3 to 6 images with a model for two."""
     model = small_resnet()
     for compiled_rows, batches in ((1, (2, 3, 4, 5, 6)), (2, (3, 4, 5, 6))):
         compiled = neuron.trace(model, torch.rand(compiled_rows, *IMAGE))

@@ -1,6 +1,6 @@
-"""Dynamic batching disabled: every core gets exactly the compiled number of rows, and other batches are refused.
+"""Disable dynamic batching: every core must get exactly the compiled number of rows.
 
-Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_fixed_batch.py
 """
@@ -14,7 +14,7 @@ from parawrap import ShapeError, neuron
 
 
 def main() -> None:
-    """A model for one image on two cores: four images are refused, two are taken."""
+    """Run a model for one image on two cores: four images raise an error, two images work."""
     model = small_resnet()
     compiled = neuron.trace(model, torch.rand(1, *IMAGE))
     net = neuron.DataParallel(compiled, device_ids=[0, 1])

@@ -1,6 +1,6 @@
-"""The NeuronCores that are named, and no others; they are counted from zero within the process.
+"""Choose NeuronCores by name. They are counted from zero within the process.
 
-Run it on any machine, on emulated cores, and without the variable on inf2 and trn1, where torch_neuronx is installed::
+On inf2 and trn1 with torch_neuronx, run it as it is. On any other machine, run it on emulated cores::
 
     PARAWRAP_NEURON_RUNTIME=host python examples/neuron_specify_cores.py
 """
@@ -14,16 +14,16 @@ from parawrap import DeviceUnavailableError, neuron, parallel
 
 
 def main() -> None:
-    """Two cores by name, the same two in a block that counts, and one that is not there."""
+    """Use two cores by name, the same cores in a ``parallel`` block, and a core that does not exist."""
     model = small_resnet()
     compiled = neuron.trace(model, torch.rand(1, *IMAGE))
     images = torch.rand(5, *IMAGE)
     expected = model(images)
 
-    net = neuron.DataParallel(compiled, device_ids=["nc:0", "nc:1"])  # [0, 1] says the same
+    net = neuron.DataParallel(compiled, device_ids=["nc:0", "nc:1"])  # the same as [0, 1]
     print(f"replicas on {net.device_ids}")
     report(images, net(images), expected)
-    net.close()  # frees the cores' memory; so does the end of the block below
+    net.close()  # frees the cores' memory, as does the end of the block below
 
     with parallel(compiled, ["nc:0", "nc:1"]) as p:
         report(images, compiled(images), expected)

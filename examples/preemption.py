@@ -1,7 +1,7 @@
-"""A training that loses its machines, and goes on where it was: ``should_checkpoint``, ``requeue`` and ``restart``.
+"""Save and resume a preempted training with ``should_checkpoint``, ``requeue``, and ``restart``.
 
-``Launch.preempt`` rehearses here what clusters do when they want their machines back: ``python examples/preemption.py``. On
-Slurm, write ``Platform(device="slurm", ...)`` and a path that all nodes see; the loop stays as it is.
+Run it with ``python examples/preemption.py``. ``Launch.preempt`` simulates the preemption of a cluster. On Slurm, use
+``Platform(device="slurm", ...)`` and a path on a shared file system. The loop stays the same.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from parawrap import Platform, current_rank, functional, wrapper
 
 Weights = dict[str, Tensor]
 
-BATCH = 128  # rows of all ranks together
+BATCH = 128  # rows per step, over all ranks
 STEPS = 140
 REPORTED = 20
 _LOOK_S = 0.01
 
 
 def rows_of(step: int, count: int) -> Tensor:
-    """This rank's rows of a step's batch. They follow from the step alone, so that a later start finds its place."""
+    """Return this rank's rows of a step's batch. They depend only on the step, so a restart continues in order."""
     per_epoch = count // BATCH
     epoch, index = divmod(step, per_epoch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
@@ -36,21 +36,21 @@ def rows_of(step: int, count: int) -> Tensor:
 
 
 def save(state: dict[str, Any], checkpoint: Path) -> None:
-    """Under another name first: what ends this process in the middle leaves the older checkpoint whole."""
-    begun = checkpoint.with_suffix(".begun")
-    torch.save(state, begun)
-    begun.rename(checkpoint)
+    """Save under a temporary name, then rename. If the process ends in between, the older checkpoint stays intact."""
+    temporary = checkpoint.with_suffix(".tmp")
+    torch.save(state, temporary)
+    temporary.rename(checkpoint)
 
 
 @wrapper(Platform(device="cpu", n_cpus=2, grace_s=60))
 def train(images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None = None) -> tuple[int, int, Weights]:
-    """Train to the last step; gives the step at which this start began, its number, and the weights.
+    """Train to the last step. Return the first step of this start, the number of restarts, and the weights.
 
     Args:
-        images: of 8x8 pixels, a row each.
-        labels: the digits that they show.
-        checkpoint: where to save when the launch is preempted, and to go on from.
-        wait_at: the step at which the first start waits to be preempted: a rehearsal that is late still finds it there.
+        images: One row per image of 8x8 pixels.
+        labels: The digits on the images.
+        checkpoint: The file to save to when the launch is preempted, and to resume from.
+        wait_at: The step at which the first start waits for its preemption, so that a late preemption still finds it.
     """
     rank = current_rank()
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -84,7 +84,7 @@ def train(images: Tensor, labels: Tensor, checkpoint: Path, wait_at: int | None 
 
 
 def main() -> None:
-    """Train twice, once preempted and once not, and compare."""
+    """Train once with and once without preemption, and compare the weights."""
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels)
     with tempfile.TemporaryDirectory() as folder:
@@ -95,8 +95,8 @@ def main() -> None:
         begun, restart, weights = launch.results()[0]
         undisturbed = train(images, labels, Path(folder, "undisturbed.pt"))[0][2]
     is_equal = all(torch.equal(weights[name], undisturbed[name]) for name in weights)
-    print(f"preempted at step {begun} of {STEPS}, and started anew {restart} time(s)")
-    print(f"the same weights as without: {is_equal}")
+    print(f"preempted at step {begun} of {STEPS}, restarted {restart} time(s)")
+    print(f"the same weights as without preemption: {is_equal}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What the examples for NeuronCores share: a small residual network built from torch.nn, and the line that they report.
+"""The model and the report that the NeuronCore examples share: a small residual network built from torch.nn.
 
-With random weights, so that nothing is downloaded; the seed makes them the same in every run.
+The weights are random, so nothing is downloaded. A seed makes them the same in every run.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 IMAGE = (3, 32, 32)
 CLASSES = 10
 
-# Part of the largest score. neuronx-cc multiplies float32 matrices in bfloat16 unless compiler_args says otherwise.
+# Relative to the largest score. By default neuronx-cc multiplies float32 matrices in bfloat16.
 TOLERANCE = 0.05
 
 
 class Residual(nn.Module):
-    """Two convolutions, and the input added to what they give; with a stride, half as high and wide."""
+    """A residual block of two convolutions. A stride of 2 halves height and width."""
 
     def __init__(self, channels_in: int, channels: int, stride: int = 1) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Residual(nn.Module):
 
 
 def small_resnet() -> nn.Module:
-    """Scores of ten classes for images of 3x32x32, in eval mode."""
+    """Return a classifier of 3x32x32 images into ten classes, in eval mode."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(IMAGE[0], 16, 3, padding=1, bias=False),
@@ -52,9 +52,9 @@ def small_resnet() -> nn.Module:
 
 
 def report(inputs: Tensor, scores: Tensor, expected: Tensor, dim: int = 0) -> None:
-    """Print how many rows went in and came out, and how far from the plain model's; end with an error if that is far."""
-    apart = ((scores - expected).abs().max() / expected.abs().max()).item()
-    print(f"{inputs.shape[dim]} rows in, {scores.shape[dim]} rows out, at most {apart:.1g} from the plain model's")
-    if not apart <= TOLERANCE:  # so that nan ends it too
-        msg = f"these are other scores than the plain model's: rounding is below {TOLERANCE}"
+    """Print the row counts of inputs and outputs, and the difference from the plain model. Exit if it is too large."""
+    difference = ((scores - expected).abs().max() / expected.abs().max()).item()
+    print(f"{inputs.shape[dim]} rows in, {scores.shape[dim]} rows out, relative difference at most {difference:.1g}")
+    if not difference <= TOLERANCE:  # also true for nan
+        msg = f"the scores differ from the plain model's by {difference:.1g}, more than {TOLERANCE}"
         raise SystemExit(msg)

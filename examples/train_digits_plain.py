@@ -1,4 +1,4 @@
-"""Train a classifier of handwritten digits with a plain loop. ``train_digits_ranks.py`` does it in two ranks."""
+"""Train a classifier of handwritten digits with a plain loop. ``train_digits_ranks.py`` runs it in two ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1,408 images of 8x8 pixels to train on, and 389 to test on, with their labels."""
+    """Return 1,408 images of 8x8 pixels for training and 389 for testing, with their labels."""
     data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).flatten(1) / 16
     labels = torch.tensor(data.target)

@@ -1,4 +1,4 @@
-"""Train a classifier of handwritten digits in two ranks. ``train_digits_plain.py`` is the plain loop."""
+"""Train a classifier of handwritten digits in two ranks. ``train_digits_plain.py`` is the same loop without ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from parawrap import Platform, current_rank, functional, wrapper
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return 1,408 images of 8x8 pixels to train on, and 389 to test on, with their labels."""
+    """Return 1,408 images of 8x8 pixels for training and 389 for testing, with their labels."""
     data: Any = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).flatten(1) / 16
     labels = torch.tensor(data.target)

@@ -14,7 +14,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def test_the_task_style_trains_saves_and_evaluates():
+def test_wrapper_example_trains_saves_and_evaluates():
     """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
     command = [sys.executable, "-W", "error", EXAMPLES / "digits_wrapper.py"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -30,8 +30,8 @@ def test_a_preempted_training_ends_with_the_same_weights():
     command = [sys.executable, "-W", "error", EXAMPLES / "preemption.py"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
-    assert "and started anew 1 time(s)" in found.stdout
-    assert found.stdout.splitlines()[-1] == "the same weights as without: True"
+    assert ", restarted 1 time(s)" in found.stdout
+    assert found.stdout.splitlines()[-1] == "the same weights as without preemption: True"
 
 
 def test_the_guide_page_shows_the_programs():

@@ -51,7 +51,7 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file): file for file in FILES}
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "."
 
@@ -88,11 +88,11 @@ def imports_of(module: str, *, at_import: bool) -> set[str]:
 @pytest.mark.parametrize("module", sorted(MODULES))
 def test_a_module_imports_only_from_allowed_rooms(module):
     """Imports inside functions and for type checking count too."""
-    room = room_of(module)
+    subpackage = subpackage_of(module)
     assert room in ALLOWED, f"room {room!r} is not in ALLOWED: add it there and to the design"
-    allowed = ALLOWED[room] | {"errors", room}
+    allowed = ALLOWED[subpackage] | {"errors", subpackage}
     for name in imports_of(module, at_import=False):
-        assert room_of(name) in allowed, f"{module} imports {name}"
+        assert subpackage_of(name) in allowed, f"{module} imports {name}"
 
 
 def test_there_are_no_circular_imports():
@@ -100,7 +100,9 @@ def test_there_are_no_circular_imports():
     inits = {name for name, file in MODULES.items() if file.name == "__init__.py"}
     graph = {module: imports_of(module, at_import=True) & set(MODULES) for module in MODULES}
     for module, names in graph.items():
-        assert not (module not in inits and module.rpartition(".")[0] in names), f"{module} imports its own room's __init__"
+        assert not (module not in inits and module.rpartition(".")[0] in names), (
+            f"{module} imports its own package's __init__"
+        )
     tuple(TopologicalSorter(graph).static_order())
 
 
@@ -112,8 +114,11 @@ def test_modules_use_only_the_public_modules_of_other_rooms(module):
         assert not private or room_of(name) == room_of(module), f"{module} imports from the private module {name}"
 
 
-def test_importing_parawrap_loads_nothing_heavy():
-    """In a new interpreter, `import parawrap` loads none of `NEVER_LOADED`, except modules that `import torch` loads."""
+def test_importing_parawrap_loads_no_slow_packages():
+    """In a new interpreter, `import parawrap` loads no package that most programs do not need.
+
+    Packages that `import torch` loads do not count. For example, torch.hub loads tqdm if it is installed.
+    """
     script = (
         "import sys, torch; before = set(sys.modules); import parawrap; "
         f"print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])"
@@ -162,7 +167,7 @@ def _public_things():
 
 
 @pytest.mark.parametrize(("name", "value"), list(_public_things()))
-def test_every_public_name_is_documented_with_an_example(name, value):
+def test_public_names_have_a_docstring_with_an_example(name, value):
     """A public function or class has its own docstring with a doctest. An exception needs only a docstring."""
     document = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     assert document, f"{name} has no docstring"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-_REPORTED = re.compile(r"(\d+) rows in, (\d+) rows out, at most (\S+) from the plain model's")
+_REPORTED = re.compile(r"(\d+) rows in, (\d+) rows out, relative difference at most (\S+)")
 
 
 def run(name, cores=None, warnings="error"):
