@@ -1,4 +1,4 @@
-"""House rules: allowed imports between rooms, side effects of importing parawrap, and documentation of public names."""
+"""Rules for the whole package: allowed imports, the cost of importing parawrap, and documented public names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import parawrap
 PACKAGE = Path(parawrap.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# The rooms that each room may import, in addition to `errors` and itself. "." is parawrap/__init__.py.
+# The subpackages that each subpackage may import, besides itself and `errors`. "." is parawrap/__init__.py.
 ALLOWED = {
     "_version": set(),
     "errors": set(),
@@ -61,7 +61,7 @@ def _is_type_checking(node: ast.AST) -> bool:
 
 
 def imports_of(module: str, *, at_import: bool) -> set[str]:
-    """Return the parawrap modules that a module imports. With `at_import`, skip imports in functions and for types."""
+    """Return the parawrap modules that a module imports. With `at_import`, skip imports in functions and for types only."""
     found: set[str] = set()
 
     def note(node: ast.AST) -> None:
@@ -86,17 +86,17 @@ def imports_of(module: str, *, at_import: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_a_module_imports_only_from_allowed_rooms(module):
-    """Imports inside functions and for type checking count too."""
+def test_module_imports_only_allowed_subpackages(module):
+    """Each import is allowed by the table above, also inside functions and for type checking only."""
     subpackage = subpackage_of(module)
-    assert room in ALLOWED, f"room {room!r} is not in ALLOWED: add it there and to the design"
+    assert subpackage in ALLOWED, f"{subpackage} is missing in ALLOWED. Add it there and in the design"
     allowed = ALLOWED[subpackage] | {"errors", subpackage}
     for name in imports_of(module, at_import=False):
         assert subpackage_of(name) in allowed, f"{module} imports {name}"
 
 
-def test_there_are_no_circular_imports():
-    """The import graph can be sorted topologically, and no module imports its own room's `__init__`."""
+def test_imports_have_no_cycle():
+    """A topological order of all modules exists."""
     inits = {name for name, file in MODULES.items() if file.name == "__init__.py"}
     graph = {module: imports_of(module, at_import=True) & set(MODULES) for module in MODULES}
     for module, names in graph.items():
@@ -107,11 +107,11 @@ def test_there_are_no_circular_imports():
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_use_only_the_public_modules_of_other_rooms(module):
-    """A module does not import from underscored files of other rooms."""
+def test_modules_import_no_private_files_of_other_subpackages(module):
+    """A module imports from the __init__ of other subpackages, not from their underscored files."""
     for name in imports_of(module, at_import=False):
         private = [part for part in name.split(".")[1:] if part.startswith("_") and part != "_version"]
-        assert not private or room_of(name) == room_of(module), f"{module} imports from the private module {name}"
+        assert not private or subpackage_of(name) == subpackage_of(module), f"{module} imports the private module {name}"
 
 
 def test_importing_parawrap_loads_no_slow_packages():
@@ -128,7 +128,7 @@ def test_importing_parawrap_loads_no_slow_packages():
 
 
 def test_importing_parawrap_has_no_side_effects():
-    """Importing starts no thread, prints nothing, and changes no thread count, signal handler, or environment variable."""
+    """Import starts no thread, prints nothing, and changes no thread count, signal handler, or environment variable."""
     script = """
 import os, signal, sys, threading, torch
 def state():
@@ -142,8 +142,8 @@ assert state() == before, (before, state())
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-def test_every_public_name_exists_and_all_is_sorted():
-    """`__all__` is sorted and has no duplicates, and `dir()` has every name."""
+def test_public_names_exist_and_are_sorted():
+    """`__all__` is sorted and free of duplicates, and dir() shows all of it."""
     assert parawrap.__all__ == sorted(parawrap.__all__)
     assert len(parawrap.__all__) == len(set(parawrap.__all__))
     for name in parawrap.__all__:
@@ -152,7 +152,7 @@ def test_every_public_name_exists_and_all_is_sorted():
 
 
 def test_every_error_is_public():
-    """Every exception in parawrap.errors is in `parawrap.__all__`."""
+    """Every exception class of parawrap.errors is exported by `parawrap`."""
     errors = {
         name for name, value in vars(parawrap.errors).items() if isinstance(value, type) and issubclass(value, Exception)
     }
@@ -168,7 +168,7 @@ def _public_things():
 
 @pytest.mark.parametrize(("name", "value"), list(_public_things()))
 def test_public_names_have_a_docstring_with_an_example(name, value):
-    """A public function or class has its own docstring with a doctest. An exception needs only a docstring."""
+    """Functions and classes have their own docstring with a doctest; exceptions have a docstring."""
     document = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
     assert document, f"{name} has no docstring"
     if not (inspect.isclass(value) and issubclass(value, parawrap.ParawrapError)):
@@ -176,8 +176,8 @@ def test_public_names_have_a_docstring_with_an_example(name, value):
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))
-def test_every_module_has_a_docstring(module):
-    """Every module has a docstring, and every name in its `__all__` exists."""
+def test_modules_have_a_docstring(module):
+    """Each file has a docstring, and each name in its `__all__` exists."""
     file = MODULES[module]
     assert ast.get_docstring(ast.parse(file.read_text())), f"{module} has no docstring"
     loaded = importlib.import_module(module) if not module.startswith("parawrap.cli") else None
@@ -185,15 +185,15 @@ def test_every_module_has_a_docstring(module):
     assert all(hasattr(loaded, name) for name in offered)
 
 
-def test_no_file_or_folder_has_a_vague_name():
-    """A name such as `utils` does not describe the contents."""
+def test_file_names_are_specific():
+    """No file or folder has a vague name such as utils."""
     vague = {"utils", "util", "helpers", "helper", "common", "core", "manager", "managers", "misc"}
     assert [file for file in FILES if vague & set(file.with_suffix("").name.strip("_").split("_"))] == []
     assert [folder for folder in PACKAGE.rglob("*") if folder.is_dir() and folder.name.strip("_") in vague] == []
 
 
-def test_the_tree_in_the_docstring_of_errors_is_complete():
-    """The tree names every exception once, with its builtin bases."""
+def test_errors_docstring_draws_the_class_hierarchy():
+    """The tree in the docstring of `errors` has each class once, with its built-in base classes."""
     drawn = inspect.getdoc(parawrap.errors) or ""
     for name in sorted(parawrap.__all__):
         value = getattr(parawrap, name)
@@ -202,9 +202,9 @@ def test_the_tree_in_the_docstring_of_errors_is_complete():
         (line,) = [line for line in drawn.splitlines() if name in line.replace("(", " ").split()]
         for base in value.__bases__:
             if base.__module__ == "builtins" and base is not Exception:
-                assert base.__name__ in line, f"{name} derives from {base.__name__}, which the tree does not show"
+                assert base.__name__ in line, f"{name} is a {base.__name__}, but the tree does not show it"
 
 
-def test_the_package_has_py_typed():
-    """Type checkers need the file py.typed."""
+def test_package_is_marked_as_typed():
+    """The package has a py.typed file for type checkers."""
     assert (PACKAGE / "py.typed").exists()
