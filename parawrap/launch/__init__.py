@@ -1,6 +1,6 @@
-"""Launches: a function runs once per rank, in processes on this machine or a cluster, and its results come back.
+"""Run a function once per rank, in processes on this machine or a cluster, and return every rank's result.
 
-This room knows processes, the lines to them, how they meet, and how they end. It does not know modules or lanes.
+This package starts processes, connects them, and ends them. It does not depend on modules or lanes.
 """
 
 from parawrap.launch._devices import Device, rank_device

@@ -1,6 +1,6 @@
-"""The kinds of device that a rank may run on, and how many of each this machine shows.
+"""The kinds of device that a rank may run on, and the number of visible devices of each kind.
 
-Counting does not start CUDA in the calling process.
+Counting does not initialize CUDA in the calling process.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Device", "core_of", "rank_device", "visible"]
 
 
 class Device(enum.StrEnum):
-    """The kind of device that each rank gets one of; also equal to its lower-case name.
+    """A kind of device. Members equal their lower-case names.
 
-    ``AUTO`` stands for the best kind that this machine shows. ``SLURM`` and ``RAY`` name launchers: a ``Platform`` takes
-    them where a device is asked for and turns them into ``launcher=`` at once.
+    ``AUTO`` selects the first of GPU, MPS, and CPU that this machine has. ``SLURM`` and ``RAY`` name launchers: `Platform`
+    accepts them as ``device=`` and sets ``launcher=`` instead.
 
     >>> Device("cpu") is Device.CPU, Device.CPU == "cpu", Device.from_str("GPU")
     (True, True, <Device.GPU: 'gpu'>)
@@ -37,10 +37,10 @@ class Device(enum.StrEnum):
 
     @classmethod
     def from_str(cls, name: str) -> Device:
-        """Return the kind with this name, in any case; ``cuda`` is ``gpu``.
+        """Return the kind with this name. Case does not matter; ``cuda`` is an alias of ``gpu``.
 
         Raises:
-            ValueError: If there is no such kind.
+            ValueError: If `name` is not a known kind.
 
         >>> Device.from_str("cuda")
         <Device.GPU: 'gpu'>
@@ -50,7 +50,7 @@ class Device(enum.StrEnum):
 
 
 def visible(kind: Device) -> int:
-    """Return how many devices of this kind a new process would see."""
+    """Return the number of devices of this kind that a new process would see."""
     if kind is Device.GPU:
         return torch.cuda.device_count()
     if kind is Device.MPS:
@@ -61,34 +61,34 @@ def visible(kind: Device) -> int:
 
 
 def rank_device(kind: Device, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors. A rank on a NeuronCore keeps them on the host."""
+    """Return the device for a rank's tensors. On NeuronCores it is the CPU, because tensors stay on the host."""
     if kind is Device.GPU:
         return torch.device("cuda", local_rank)
     return torch.device("mps" if kind is Device.MPS else "cpu")
 
 
 def core_of(local_rank: int) -> str:
-    """Return NEURON_RT_VISIBLE_CORES for the process with this local rank.
+    """Return the value of NEURON_RT_VISIBLE_CORES for the process with this local rank.
 
     Raises:
-        PlatformError: If this machine has fewer cores than ranks.
+        PlatformError: If this machine has fewer NeuronCores than ranks.
     """
     found = _neuron_cores()
     if local_rank >= len(found):
-        msg = f"n_gpus: this node shows {len(found)} NeuronCore(s), and local rank {local_rank} needs one: give fewer"
+        msg = f"n_gpus: local rank {local_rank} has no NeuronCore, as this node has {len(found)}; give at most {len(found)}"
         raise PlatformError(msg)
     return str(found[local_rank])
 
 
 def _neuron_cores() -> list[int]:
-    """Return the NeuronCores that this process may use; none without a Neuron device.
+    """Return the numbers of the NeuronCores that this process may use; empty without a Neuron device.
 
-    With PARAWRAP_NEURON_RUNTIME=host they are emulated, and 2 unless the environment says otherwise.
+    PARAWRAP_NEURON_RUNTIME=host emulates NeuronCores: 2 by default, or those that the environment names.
     """
     emulated = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip() == "host"
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
-    from parawrap.backends.neuron import core_numbers_given, cores_listed  # loaded only where NeuronCores are used
+    from parawrap.backends.neuron import core_numbers_given, cores_listed  # imported only if NeuronCores are used
 
     try:
         given = core_numbers_given()

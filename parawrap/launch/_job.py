@@ -1,4 +1,4 @@
-"""A call that is launched, packed once for all ranks, and the preview of a launch."""
+"""The call that a launch makes, pickled once for all ranks, and the preview of a launch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Job:
     """One call of a function on a platform. Frozen; may be launched any number of times.
 
     Attributes:
-        bound_to: the first argument of a method; empty for a function.
-        sent_as: sent to the ranks in the function's place; unpacking it there gives the function.
+        bound_to: The object of a bound method, as a tuple of one; empty for a function.
+        sent_as: An object to send instead of the function. Unpickling it gives the function.
     """
 
     platform: Platform
@@ -39,28 +39,28 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The function's name in messages."""
+        """The function's name, for messages."""
         return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     @property
     def sent_platform(self) -> Platform:
-        """The platform that ranks see, without the fields that only the launching process uses."""
+        """The platform as ranks see it, without the fields that only the launching process uses."""
         sent = copy.copy(self.platform)
         object.__setattr__(sent, "upon_finish", None)
         object.__setattr__(sent, "slurm_additional_parameters", None)
-        if sent.device in (Device.GPU, Device.NEURON):  # a rank may see its own device only
+        if sent.device in (Device.GPU, Device.NEURON):  # fixed here: a rank may see only its own device
             object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
         return sent
 
     def call(self) -> Any:
-        """Make the call in this process."""
+        """Call the function in this process."""
         return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
 
     def packed(self) -> int:
-        """Return a file with all that a rank needs to make the call.
+        """Return an open file with everything that a rank needs to make the call.
 
         Raises:
-            UnsendableError: If the function or an argument cannot be pickled. The message names the part that cannot.
+            UnsendableError: If the function or an argument cannot be pickled. The message names the unpicklable part.
         """
         call = {
             "the platform": self.sent_platform,
@@ -74,7 +74,7 @@ class Job:
         return packed(call, "call", "")
 
     def finish(self) -> None:
-        """Call ``upon_finish``, after all ranks have returned. An exception is logged, and the results are kept."""
+        """Call ``upon_finish`` after all ranks have returned. Log its exception, so that the results are not lost."""
         try:
             if self.platform.upon_finish is not None:
                 self.platform.upon_finish()
@@ -83,10 +83,10 @@ class Job:
 
 
 def unpacked_call(file: int) -> Job:
-    """Return the job, in a rank.
+    """Return the job from a file of `Job.packed`. Called in a rank.
 
-    Functions and classes of the user's script are put into this process's ``__main__``, where torch.save,
-    all_gather_object, and others that pickle by name look for them.
+    Functions and classes of the user's script are added to this process's ``__main__``. torch.save, all_gather_object, and
+    other code that pickles by name finds them there.
     """
     call = unpack(file)
     vars(sys.modules["__main__"]).update(call["of main"])
@@ -96,17 +96,17 @@ def unpacked_call(file: int) -> Job:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a launch would start, without starting it; ``print`` shows it.
+    """A description of a launch that is not started; ``print`` shows it.
 
     Attributes:
-        launcher: the name of the launcher.
-        function: the name of the function.
-        command: how the ranks would be started.
-        meeting: where the ranks would find each other; None where they form no group.
-        groups: which process groups they would form.
-        ranks: a line for each rank.
-        payload: bytes that each rank would be sent.
-        script: what would be handed to the cluster; empty where there is none.
+        launcher: The name of the launcher.
+        function: The name of the function.
+        command: How the ranks would be started.
+        meeting: The address of the store where the ranks would meet; None if they form no process group.
+        groups: The process groups that the ranks would form.
+        ranks: One line per rank.
+        payload: The number of bytes that each rank would receive.
+        script: The batch script for the cluster; empty for other launchers.
 
     >>> from parawrap import Platform, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -138,7 +138,7 @@ class Preview:
 
 
 def preview(job: Job, launcher: str, command: str, *, host: str | None = None, script: str = "") -> Preview:
-    """Return the preview of a launch. Packs the call, so that unsendable arguments are found."""
+    """Return the preview of a launch. Pickle the call, so that an unpicklable argument raises here too."""
     platform = job.platform
     file = job.packed()
     try:

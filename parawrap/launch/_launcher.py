@@ -1,4 +1,4 @@
-"""Launchers: the part of a launch that differs between this machine, clusters, and worlds that exist already."""
+"""The interface of launchers, and the choice of one: this machine, a cluster, or processes that are running already."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ __all__ = ["Launcher", "launch", "launch_array", "preview", "runs_here"]
 
 
 class Launcher(Protocol):
-    """Starts ranks. It has no state, so any thread may use it.
+    """Starts ranks. Stateless, so any thread may use it.
 
-    A launcher may also have ``launch_all(jobs, max_parallel) -> list[Launch]``, which submits jobs together.
+    A launcher with job arrays also has ``launch_all(jobs, max_parallel) -> list[Launch]``, which submits jobs together.
     """
 
     def launch(self, job: Job) -> Launch[Any]:
-        """Start the ranks of a job, and return without waiting for them.
+        """Start the ranks of a job and return without waiting for them.
 
         Raises:
-            LaunchError: If they cannot be started. Nothing of the attempt is left then.
+            LaunchError: If the ranks cannot be started. The failed attempt leaves nothing behind.
         """
         ...
 
     def preview(self, job: Job) -> Preview:
-        """Return the preview of a launch."""
+        """Describe the launch of a job without starting it."""
         ...
 
 
 def launch(job: Job) -> Launch[Any]:
-    """Start a job's ranks with the launcher of its platform."""
+    """Start the ranks of a job with its platform's launcher."""
     return _launcher_for(job.platform).launch(job)
 
 
 def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[Any]] | None:
-    """Submit jobs of one platform together, as a job array; None if the platform's launcher has no arrays.
+    """Submit jobs of one platform as a job array. Return None if the platform's launcher does not support arrays.
 
     Raises:
-        LaunchError: If they cannot be submitted. Nothing of the attempt is left then.
+        LaunchError: If the jobs cannot be submitted. The failed attempt leaves nothing behind.
     """
     launch_all: Any = getattr(_launcher_for(jobs[0].platform), "launch_all", None)
     return None if launch_all is None else launch_all(jobs, max_parallel)
 
 
 def runs_here(job: Job) -> bool:
-    """True if a job's ranks share this machine, or are the processes of a world that exists already."""
+    """True if the job's ranks run on this machine, or in processes that torchrun, srun, or mpirun started."""
     return _name_for(job.platform) in ("local", "env")
 
 
 def preview(job: Job) -> Preview:
-    """Return the preview of a launch."""
+    """Describe the launch of a job without starting it."""
     return _launcher_for(job.platform).preview(job)
 
 

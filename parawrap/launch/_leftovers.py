@@ -1,10 +1,10 @@
-"""Processes that ended ranks left running, and how they end.
+"""End the processes that ended ranks left running.
 
-There are two kinds: members of the rank's process group, and processes that had left the group. The kernel makes the second
-kind children of the nearest subreaper among their ancestors, which is the process that forked the rank.
+There are two kinds: members of the rank's process group, and orphans that had left the group. The kernel makes an orphan a
+child of its nearest subreaper ancestor, which is the process that forked the rank.
 
-Each gets SIGTERM first and SIGKILL later. Python's resource tracker ignores SIGTERM: it frees the shared memory that the
-rank left behind, and then ends by itself.
+Each process gets SIGTERM first and SIGKILL later. Python's resource tracker ignores SIGTERM: it frees the rank's shared
+memory and then exits.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import NamedTuple
 __all__ = ["LOOK_S", "Leftovers", "kill_group"]
 
 LOOK_S = 0.02
-_PATIENCE_S = 10.0  # more than a Python process that has only just started needs on a busy machine
+_PATIENCE_S = 10.0  # enough for a Python process that is still starting on a busy machine
 
 
 class Leftovers:
-    """The leftovers of ended ranks, until the last of them is gone. Used by the process that forked the ranks.
+    """Tracks the leftover processes of ended ranks until all are gone. Runs in the process that forked the ranks.
 
-    Running ranks adopt their orphans themselves. So an orphan that turns up here belongs to a rank that has just ended.
+    Running ranks adopt their own orphans. So an orphan that becomes a child of this process belongs to an ended rank.
     """
 
     def __init__(self) -> None:
         self._kill_at: dict[int, float] = {}
-        self._orphans: dict[int, set[int]] = {}  # the ended ranks that each of them may belong to
+        self._orphans: dict[int, set[int]] = {}  # the ended ranks that each orphan may belong to
 
     def __bool__(self) -> bool:
         return bool(self._kill_at)
 
     def end(self, rank: int) -> None:
-        """End all that the rank with this process id left running."""
+        """End all processes that the rank with this process id left running."""
         signal_group(rank, signal.SIGTERM)
         self._kill_at[rank] = time.monotonic() + _PATIENCE_S
 
     def gone(self, running: Collection[int]) -> list[int]:
-        """Return the ended ranks of which nothing runs any more, once each.
+        """Return the ended ranks without any remaining process. Each rank is returned once.
 
         Args:
-            running: the process ids of ranks that have not ended.
+            running: The process ids of ranks that have not ended.
         """
         groups = {rank for rank in self._kill_at if signal_group(rank, 0)}
         alive = groups
-        # Usually nothing is left, which needs no look at every process. On macOS orphans cannot be found.
+        # Usually nothing is left, so skip the scan of all processes. macOS offers no way to find orphans.
         if sys.platform == "linux" and (groups or running or _has_children()):
             found = list(_processes())
             alive = {each.group for each in found} & groups
@@ -67,7 +67,7 @@ class Leftovers:
         return done
 
     def _note_orphans(self, found: set[int]) -> None:
-        """Drop orphans that are gone, and tell new ones to end."""
+        """Forget orphans that are gone, and send SIGTERM to new ones."""
         seen = set(self._kill_at).difference(*self._orphans.values()) or set(self._kill_at)
         for pid in found - set(self._orphans):
             _signal(pid, signal.SIGTERM)
@@ -81,12 +81,12 @@ class Leftovers:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a process group at once."""
+    """Kill a process group."""
     signal_group(pid, signal.SIGKILL)
 
 
 def signal_group(pid: int, number: int) -> bool:
-    """Send a signal to a process group; True if the group exists. Dead members that nobody waited for count."""
+    """Send a signal to a process group. Return True if the group exists, even if all its members are zombies."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
         return True
@@ -109,7 +109,7 @@ def _is_orphan(process: _Process, running: Collection[int]) -> bool:
 
 
 def _has_children() -> bool:
-    """True if this process has a child, dead or alive."""
+    """True if this process has a child, including zombies."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -118,7 +118,7 @@ def _has_children() -> bool:
 
 
 def _processes() -> Iterator[_Process]:
-    """Yield all processes that are not dead."""
+    """Yield all processes except dead ones and zombies."""
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):

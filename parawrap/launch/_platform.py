@@ -1,6 +1,6 @@
-"""What a launch runs on: a frozen description, validated when it is made.
+"""`Platform`: the frozen description of where and how a launch runs.
 
-This file knows which values make sense. It refuses to know how any launcher starts a process.
+This file validates the values. The launchers decide how to start processes.
 """
 
 from __future__ import annotations
@@ -22,62 +22,63 @@ from parawrap.launch._world import surrounding_world
 
 __all__ = ["Platform"]
 
-_ELSEWHERE = ("ray", "slurm")  # launchers whose machines are not this one
+_ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
 _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
-_NO_BACKENDS = ("undefined", "fake")  # torch lists them beside the real ones
-_BIGGEST_SEED = 2**32 - 1  # numpy takes no larger one
+_NO_BACKENDS = ("undefined", "fake")  # placeholders in torch's list of backends
+_BIGGEST_SEED = 2**32 - 1  # the limit of numpy
 _BIGGEST_PORT = 65535
-_LONGEST = 1e7  # minutes are 19 years, seconds 115 days: nobody means more
+_LONGEST = 1e7  # 19 years in minutes, 115 days in seconds; larger values would overflow
 
 
 @dataclass(frozen=True)
 class Platform:
-    """Where and how the ranks of a launch run. Frozen, so it may be shared by any number of launches and threads.
+    """Where and how the ranks of a launch run. Frozen, so launches and threads may share it.
 
     Args:
-        name: what the launch is called by launchers that have queues.
-        device: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"neuron"``: the kind of which every rank gets one; ``"auto"`` is the
-            best kind that this machine shows. ``"slurm"`` and ``"ray"`` are launchers, and are taken as such: on CPUs, or
-            on GPUs where `n_gpus` says how many.
-        launcher: ``"local"`` starts processes on this machine; ``"slurm"`` submits a batch job; ``"ray"`` takes resources
-            of a Ray cluster; ``"env"`` joins the world that torchrun, srun or mpirun put this process in. None looks at the
-            environment and takes ``"env"`` inside such a world, else ``"local"``.
-        partition: the queue, for launchers that have queues.
-        n_nodes: machines, each with as many ranks. The local launcher has one.
-        n_gpus: accelerators, and so ranks, per node; None is all that are visible.
-        n_cpus: with ``device="cpu"``, ranks per node; else CPU threads per rank (1: an equal share of the cores).
-        ram: memory per node in GB (1024 MB each), for launchers that reserve memory.
-        spawn_method: ``"forkserver"`` forks every rank from a warm process that has torch loaded; ``"spawn"`` starts a
-            fresh interpreter per rank; ``"fork"`` forks this process, which torch and CUDA bear badly.
-        ipc_protocol: how ranks meet: ``"file"`` (a store in a private folder) or ``"tcp"`` (a store on a free port). None
-            is a file if all ranks run on one machine and neither `master_addr` nor `master_port` is given, and else tcp. A
-            port is open to all users of a machine.
-        master_addr: the address that the store listens on; None is the loopback interface, and on a cluster whichever the
-            other nodes reach.
-        master_port: its port; 0 is any free one.
-        ipc_groups: ``[]`` puts all ranks into one process group; lists of global ranks make one group each, and
-            ``current_rank().group`` is the rank's own (None for a rank in no list); None makes no group at all.
-        backend: of torch.distributed; None is gloo, and NCCL beside it on GPUs.
-        seed: seeds python, numpy, torch and the accelerators alike in every rank, so that models start out equal; None
-            seeds every rank differently.
-        timeout_min: minutes after which the launch ends in ``LaunchTimeoutError``, from the start of its ranks on; a job's
-            time in a queue is not counted.
-        slurm_additional_parameters: more of what the job asks for: submitit's parameters (``{"account": "lab"}``), and
-            any other option of ``sbatch`` by its long name.
-        console_logs: a folder in which each launch makes a folder of its own, with the output of each rank in a file,
-            ``rank-0.log`` and so on.
-        verbose: show what ranks write, each line behind its rank.
-        print_ranks: the ranks whose output is shown, such as ``(0,)``; None shows all. `Launch.logs` keeps all of it.
-        upon_finish: called without arguments, in this process, when the ranks have finished without an error. What it
-            raises is logged.
-        max_restarts: how often the whole group is started anew when a rank fails.
-        grace_s: seconds that ranks have to clean up once they are told to end, and to save when they are preempted.
-        hang_timeout_s: ends the launch in ``LaunchTimeoutError`` when for this many seconds no rank wrote anything and
-            no main thread went on in its Python code.
+        name: The name of the job on a Slurm or Ray cluster.
+        device: The kind of device: ``"cpu"``, ``"gpu"``, ``"mps"``, or ``"neuron"``. Each rank gets one. ``"auto"`` selects
+            the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs
+            if `n_gpus` is given and CPUs otherwise.
+        launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job. ``"ray"`` reserves
+            resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
+            None selects ``"env"`` in such a process and ``"local"`` elsewhere.
+        partition: The Slurm partition.
+        n_nodes: The number of machines. All run the same number of ranks. The local launcher supports 1.
+        n_gpus: The number of accelerators per node, with one rank each. None uses all that are visible.
+        n_cpus: With ``device="cpu"``, the number of ranks per node. Otherwise the number of CPU threads per rank; 1 gives
+            each rank an equal share of the cores.
+        ram: Memory per node in GB (1024 MB), for Slurm and Ray.
+        spawn_method: ``"forkserver"`` forks each rank from a warm process that has imported torch. ``"spawn"`` starts a
+            fresh interpreter per rank. ``"fork"`` forks this process: ranks then have one torch thread, and this process
+            must not have initialized CUDA.
+        ipc_protocol: The store where ranks meet: ``"file"`` (in a private folder) or ``"tcp"`` (on a port). None selects
+            ``"tcp"`` with several nodes, on Ray, or if `master_addr` or `master_port` is given, and ``"file"`` otherwise.
+            All users of a machine can connect to a port.
+        master_addr: The address that the TCP store listens on. None selects the loopback interface; on a cluster, an
+            address that the other nodes can reach.
+        master_port: The port of the TCP store. 0 selects a free port.
+        ipc_groups: ``[]`` puts all ranks into one process group. Lists of global ranks make one group per list;
+            ``current_rank().group`` is the rank's group, or None if no list contains the rank. None makes no group.
+        backend: The torch.distributed backend. None selects gloo, and NCCL in addition on GPUs.
+        seed: The seed of Python, NumPy, torch, and the accelerators in every rank, so that models start equal. None seeds
+            each rank differently.
+        timeout_min: Minutes until the launch ends with ``LaunchTimeoutError``, counted from the start of its ranks. Time in
+            a queue does not count.
+        slurm_additional_parameters: More options of the batch job: submitit's parameters (``{"account": "lab"}``), or
+            ``sbatch`` options by their long names.
+        console_logs: A folder for log files. Each launch makes a subfolder with one file per rank: ``rank-0.log``, and so
+            on.
+        verbose: True to show the ranks' output, with the rank in front of each line.
+        print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the output of every rank.
+        upon_finish: Called without arguments in this process after all ranks have returned. Its exceptions are logged.
+        max_restarts: The number of times that the whole group restarts after a rank fails.
+        grace_s: Seconds for ranks to clean up before they are killed, and to save when they are preempted.
+        hang_timeout_s: End the launch with ``LaunchTimeoutError`` if, for this many seconds, no rank writes output and no
+            main thread makes progress in its Python code.
 
     Raises:
-        PlatformError: a value that is not allowed; the message names the field, the value, and what is.
+        PlatformError: If a value is not allowed. The message names the field, its value, and the allowed values.
 
     >>> platform = Platform(device="cpu", n_cpus=4)
     >>> platform.world_size
@@ -116,7 +117,7 @@ class Platform:
     if not TYPE_CHECKING:
 
         def __new__(cls, *_args: object, **given: object) -> Self:
-            """Name a field that does not exist as the mistake that it is."""
+            """Refuse an unknown field with a suggestion."""
             known = [each.name for each in fields(cls)]
             for name in set(given) - set(known):
                 close = difflib.get_close_matches(name, known, 3, 0.5)
@@ -136,7 +137,7 @@ class Platform:
 
     @property
     def ranks_per_node(self) -> int:
-        """How many ranks run on each node."""
+        """The number of ranks on each node."""
         if self.device == Device.CPU:
             return self.n_cpus
         if self.device == Device.MPS:
@@ -145,31 +146,31 @@ class Platform:
 
     @property
     def cpus_per_node(self) -> int:
-        """How many CPU cores the ranks of a node have together, where cores are reserved."""
+        """The number of CPU cores to reserve per node, for launchers that reserve cores."""
         return self.ranks_per_node * (1 if self.device == Device.CPU else self.n_cpus)
 
     @property
     def world_size(self) -> int:
-        """How many ranks a launch has in all."""
+        """The total number of ranks."""
         return self.n_nodes * self.ranks_per_node
 
     @property
     def leaves_counts_open(self) -> bool:
-        """Whether it takes as many ranks as a world has that is there already."""
+        """True if the platform adopts the rank count of the world that this process runs in."""
         return self.n_nodes == 1 and (self.n_cpus == 1 if self.device == Device.CPU else self.n_gpus is None)
 
     @property
     def requires_ipc(self) -> bool:
-        """Whether ranks share a process group."""
+        """True if ranks form process groups."""
         return self.ipc_groups is not None
 
     def shows(self, rank: int) -> bool:
-        """True if the output of this rank is shown."""
+        """True if the output of this rank is printed."""
         return self.verbose and (self.print_ranks is None or rank in self.print_ranks)
 
     @property
     def process_group_backend(self) -> str:
-        """What ``torch.distributed.init_process_group`` is given."""
+        """The backend to pass to ``torch.distributed.init_process_group``."""
         return self.backend or ("cpu:gloo,cuda:nccl" if self.device == Device.GPU else "gloo")
 
 
@@ -193,7 +194,7 @@ def _set(platform: Platform, name: str, value: object) -> None:
 
 
 def _check_device(platform: Platform) -> None:
-    """Settle what device and launcher are; users write launchers where devices belong, and are understood."""
+    """Set device and launcher. ``device`` may also name a launcher."""
     kinds = [kind.value for kind in Device]
     if not isinstance(platform.device, str):
         _refuse("device", platform.device, _either(kinds))
@@ -225,7 +226,7 @@ def _check_launcher(platform: Platform) -> None:
     if platform.ipc_protocol not in (None, *_PROTOCOLS):
         _refuse("ipc_protocol", platform.ipc_protocol, f"{_either(_PROTOCOLS)}, or None")
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
-        _refuse("ipc_protocol", "file", "the nodes of a Ray cluster share no folder: give 'tcp'")
+        _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
     if platform.backend is not None and not isinstance(platform.backend, str):
         _check_backend(platform.backend, "")
     for name in (platform.backend or "").replace(" ", "").split(",") if platform.backend is not None else ():
@@ -233,23 +234,23 @@ def _check_launcher(platform: Platform) -> None:
 
 
 def _starts_here(platform: Platform) -> bool:
-    """Whether the ranks will be processes that this one starts on this machine."""
+    """True if this process starts the ranks on this machine."""
     return platform.launcher == "local" or (platform.launcher is None and surrounding_world() is None)
 
 
 def _check_backend(given: object, name: str) -> None:
     known = [each for each in dist.Backend.backend_list if each not in _NO_BACKENDS and dist.is_backend_available(each)]
     if name.lower() not in known:
-        _refuse("backend", given, f"this torch has {', '.join(known)}")
+        _refuse("backend", given, f"this build of torch supports {', '.join(known)}")
 
 
 def _check_texts(platform: Platform) -> None:
     if not isinstance(platform.name, str) or not platform.name:
-        _refuse("name", platform.name, "give a text that is not empty")
+        _refuse("name", platform.name, "give a non-empty string")
     for name in ("partition", "master_addr"):
         value = getattr(platform, name)
         if value is not None and (not isinstance(value, str) or not value):
-            _refuse(name, value, "give a text that is not empty, or None")
+            _refuse(name, value, "give a non-empty string, or None")
     if platform.console_logs is not None and not (
         isinstance(platform.console_logs, (str, Path)) and str(platform.console_logs)
     ):
@@ -277,10 +278,10 @@ def _check_counts(platform: Platform) -> None:
         limits["n_gpus"] = (
             1,
             float("inf"),
-            "give a number of accelerators per node, at least 1, or None for all there are",
+            "give a number of accelerators per node, at least 1, or None for all visible ones",
         )
     if platform.seed is not None:
-        limits["seed"] = (0, _BIGGEST_SEED, f"give a number from 0 to {_BIGGEST_SEED}, or None for another one each time")
+        limits["seed"] = (0, _BIGGEST_SEED, f"give a number from 0 to {_BIGGEST_SEED}, or None for a random seed per rank")
     if isinstance(platform.master_port, str) and platform.master_port.isdecimal():
         _set(platform, "master_port", int(platform.master_port))
     for name, (least, most, allowed) in limits.items():
@@ -317,7 +318,7 @@ def _check_groups(platform: Platform) -> None:
     ranks = list(chain.from_iterable(groups))
     twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
     if twice:
-        _refuse("ipc_groups", groups, f"rank {twice[0]} stands there twice: give each rank one group")
+        _refuse("ipc_groups", groups, f"rank {twice[0]} appears twice: put each rank into one group at most")
     _set(platform, "ipc_groups", tuple(map(tuple, groups)))
 
 
@@ -334,30 +335,32 @@ def _check_print_ranks(platform: Platform) -> None:
 
 
 def _open_world_size(platform: Platform) -> int:
-    """Return the number of ranks: that of the surrounding world if the platform leaves it open."""
+    """Return the number of ranks. If the platform leaves it open, it is the size of the surrounding world."""
     world = surrounding_world()
     joins = not _starts_here(platform) and platform.launcher not in _ELSEWHERE and platform.leaves_counts_open
     return world.world_size if world is not None and joins else platform.world_size
 
 
 def _check_visible(platform: Platform) -> None:
-    """What depends on the machine: the counts, where ranks start here, and the ranks that groups may name."""
+    """Check the counts against this machine's devices, and the ranks in groups against the world size."""
     kind = Device(platform.device)
     here = _starts_here(platform)
     there = visible(kind)
     if here and there == 0:
         _refuse(
-            "device", kind.value, f"this machine shows no such device: give {'cpu' if kind is not Device.CPU else 'auto'!r}"
+            "device",
+            kind.value,
+            f"this machine has no visible device of this kind: give {'cpu' if kind is not Device.CPU else 'auto'!r}",
         )
     if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
         _refuse("n_gpus", platform.n_gpus, f"{there} {'is' if there == 1 else 'are'} visible here: give at most {there}")
     if platform.launcher in _ELSEWHERE and kind in (Device.GPU, Device.NEURON) and platform.n_gpus is None:
-        _refuse("n_gpus", None, "what a node of the cluster has cannot be seen from here: give a number per node")
+        _refuse("n_gpus", None, "this machine cannot count the accelerators of a cluster node: give a number per node")
     if kind is Device.MPS and (platform.n_gpus or 1) != 1:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
     size = _open_world_size(platform)
     if kind is Device.CPU and platform.n_gpus is not None:
-        _refuse("n_gpus", platform.n_gpus, "with device='cpu' there are no GPUs, and n_cpus is the number of ranks")
+        _refuse("n_gpus", platform.n_gpus, "device='cpu' uses no GPUs: leave n_gpus out, and set n_cpus to the rank count")
     missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]
     if missing:
-        _refuse("ipc_groups", platform.ipc_groups, f"there is no rank {missing[0]} in a world of {size}")
+        _refuse("ipc_groups", platform.ipc_groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")

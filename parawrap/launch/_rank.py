@@ -1,4 +1,4 @@
-"""The rank that a process is: its place in the world, for the function that runs in it."""
+"""The current rank: its place in the world, its device, and its process group."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Rank:
     """One rank's place in its world. Frozen; valid while the function runs.
 
     Attributes:
-        global_rank: from 0 to ``world_size - 1``.
-        local_rank: the same within the node.
-        node: the node's number.
-        world_size: the number of ranks.
-        device: the device of this rank's tensors. On GPUs it is the current device already.
-        group: this rank's process group: of the whole world, or its own of ``Platform.ipc_groups``; None if it is in none.
-        platform: of the launch, without ``upon_finish`` and ``slurm_additional_parameters``.
-        restart: the number of earlier attempts.
-        preemption: the rank's side of the agreement on when to save; see `should_checkpoint`.
+        global_rank: The rank's number, from 0 to ``world_size - 1``.
+        local_rank: The rank's number on its node, from 0.
+        node: The node's number, from 0.
+        world_size: The number of ranks.
+        device: The device for this rank's tensors. A GPU is already the current CUDA device.
+        group: The process group of this rank: all ranks, or its group in ``Platform.ipc_groups``. None without a group.
+        platform: The launch's platform, without ``upon_finish`` and ``slurm_additional_parameters``.
+        restart: The number of earlier attempts.
+        preemption: The state behind `should_checkpoint`.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2))
@@ -53,13 +53,13 @@ class Rank:
     preemption: Preemption | None = field(default=None, repr=False, compare=False)
 
     def should_checkpoint(self) -> bool:
-        """True if the launch is about to lose its machines, and it is time to save. Call it once per turn of a loop.
+        """True if the launch is about to lose its machines and should save now. Call it once per loop iteration.
 
-        It becomes True at the same turn in every rank, so no rank is left waiting in a collective, and stays True. Until
-        then a call sends nothing. From then on, ``grace_s`` of the platform is left to save and to call `requeue`.
+        It becomes True in the same iteration in every rank, so no rank waits alone in a collective, and stays True. Until
+        then, a call sends no message. Afterwards the rank has the platform's ``grace_s`` to save and to call `requeue`.
 
-        Preemption and time limits of clusters cause it. `Launch.preempt` rehearses it with any launcher. If the function
-        runs in your own process (``inline``, torchrun, srun), the signal SIGUSR2 to a rank does.
+        A cluster's preemption or time limit causes it. `Launch.preempt` simulates it with any launcher. If the function
+        runs in your own process (``inline``, torchrun, srun), send SIGUSR2 to a rank.
 
         >>> import json, pathlib
         >>> from parawrap import Platform, current_rank, wrapper
@@ -77,26 +77,26 @@ class Rank:
         return self.preemption is not None and self.preemption.is_due()
 
     def requeue(self) -> NoReturn:
-        """End this rank, and restart the launch with the same arguments once every rank has called this.
+        """End this rank. The launch restarts with the same arguments once every rank has called this.
 
-        Ranks that have not within ``grace_s`` are ended. After the restart ``current_rank().restart`` is one higher. The
-        function must have saved all that it needs to continue. ``finally`` blocks run.
+        Ranks that do not call it within ``grace_s`` are ended. After the restart, ``current_rank().restart`` is one higher.
+        Save everything that the next attempt needs before the call. ``finally`` blocks run.
         """
         raise RequeueWanted
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the process group and the line to the launch, which belong to this process."""
+        """Leave out the process group and the preemption state: they belong to this process."""
         return {**vars(self), "group": None, "preemption": None}
 
 
 IN_RANK = "PARAWRAP_IN_RANK"
-"""A variable with the process id of a rank. A child of a rank inherits RANK too, and differs in its process id."""
+"""The environment variable with a rank's process id. A child of a rank inherits it, but has a different process id."""
 
 _current: Rank | None = None
 
 
 def current_rank() -> Rank:
-    """Return the rank that this process is, in any thread.
+    """Return this process's rank. Callable from any thread.
 
     Raises:
         LaunchError: If this process is not a rank.
@@ -110,8 +110,8 @@ def current_rank() -> Rank:
     """
     if _current is None:
         msg = (
-            "current_rank() was called in a process that is not a rank: call it within a function decorated by "
-            "@wrapper(Platform(...)), or run that function by .inline(...) to be rank 0 of 1 here"
+            "current_rank() was called in a process that is not a rank: call it in a function decorated with "
+            "@wrapper(Platform(...)), or call that function with .inline(...) to run it here as rank 0 of 1"
         )
         raise LaunchError(msg)
     return _current
@@ -128,7 +128,7 @@ def inside_a_rank() -> bool:
 
 
 class being:  # noqa: N801 (reads as a verb: with being(rank))
-    """Be this rank inside the block. Not a generator: those set attributes on exceptions that pass."""
+    """Make `rank` the current rank inside the block. Not a generator: contextlib sets attributes on passing exceptions."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank

@@ -1,4 +1,4 @@
-"""Launchers by name: a module path each, imported at first use."""
+"""The module of each launcher, by name. Modules are imported on first use."""
 
 from __future__ import annotations
 

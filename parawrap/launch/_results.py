@@ -1,4 +1,4 @@
-"""The results of a launch, and the handle on a launch that still runs."""
+"""The results of a launch, and the handle of a running launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 
 class RankResults(tuple[R, ...]):
-    """The results of all ranks: ``results[0]`` is rank 0's value, ``len(results)`` the world size. A tuple.
+    """A tuple with one result per rank: ``results[0]`` is the value that rank 0 returned.
 
     >>> RankResults(["a", "b"])[1]
     'b'
@@ -31,10 +31,10 @@ class RankResults(tuple[R, ...]):
 
 
 class Launch(ABC, Generic[R]):
-    r"""Ranks that run, or ran. From ``.submit`` of a decorated function; safe to use from any thread.
+    r"""The handle of running or ended ranks. ``.submit`` of a decorated function returns one. Thread-safe.
 
     Attributes:
-        log_folder: the folder of this launch under ``Platform.console_logs``; None without that.
+        log_folder: The folder of this launch under ``Platform.console_logs``. None if ``console_logs`` is not set.
 
     >>> from parawrap import Platform, current_rank, wrapper
     >>> @wrapper(Platform(device="cpu", n_cpus=2, verbose=False))
@@ -51,49 +51,52 @@ class Launch(ABC, Generic[R]):
 
     @abstractmethod
     def results(self, timeout: float | None = None) -> RankResults[R]:
-        """Wait for the ranks, and return their results. May be called again.
+        """Wait for the ranks and return their results. May be called again.
 
         Args:
-            timeout: seconds to wait; None waits until the end. The launch goes on after a timeout.
+            timeout: Seconds to wait. None waits until the launch ends. The launch continues after a timeout.
 
         Raises:
             TimeoutError: If the ranks still run after `timeout` seconds.
-            BaseException: If a rank raised: the exception of the rank that failed first, with notes on the place.
-            RankDiedError: If a rank was killed, or left without returning.
-            LaunchError: If ranks could not be started, or wait for ranks that have left.
-            LaunchTimeoutError: If the platform's ``timeout_min`` or ``hang_timeout_s`` is over.
+            BaseException: If a rank raised: the exception of the rank that failed first, with notes that name the rank.
+            RankDiedError: If a rank was killed, or exited without returning.
+            LaunchError: If ranks could not be started, or wait for ranks that have exited.
+            LaunchTimeoutError: If the launch exceeded the platform's ``timeout_min`` or ``hang_timeout_s``.
             LaunchCancelledError: If `cancel` was called.
         """
 
     @abstractmethod
     def done(self) -> bool:
-        """True if it has ended, ``upon_finish`` included."""
+        """True if the launch has ended, including ``upon_finish``."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """End the ranks, and wait until they have ended: at most the platform's ``grace_s``, and a moment."""
+        """End the ranks and wait until they have ended. Ranks that do not end within ``grace_s`` are killed."""
 
     @abstractmethod
     def preempt(self) -> None:
-        """Rehearse the loss of the machines, without waiting for it. Without effect on a launch that has no machines yet.
+        """Simulate a preemption, without waiting for it. Has no effect if the launch is still pending.
 
-        ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that have not left after the platform's
-        ``grace_s`` are ended. Unless all of them have returned, the launch restarts; on Slurm the job is requeued.
+        ``current_rank().should_checkpoint()`` becomes True in every rank. Ranks that still run after the platform's
+        ``grace_s`` are ended. The launch then restarts, unless all ranks returned. On Slurm, the job is requeued.
         """
 
     @property
     @abstractmethod
     def state(self) -> State:
-        """``"pending"`` (waits for machines), ``"running"``, ``"finished"``, ``"failed"`` or ``"cancelled"``."""
+        """``"pending"`` (waiting for machines), ``"running"``, ``"finished"``, ``"failed"``, or ``"cancelled"``."""
 
     @abstractmethod
     def logs(self, rank: int) -> str:
-        """Return the output of a rank so far, standard output and error in order of arrival.
+        """Return a rank's output so far: standard output and standard error in order of arrival.
 
         Raises:
-            IndexError: If there is no such rank.
+            IndexError: If `rank` is not a rank of this launch.
         """
 
     @abstractmethod
     def stacks(self) -> dict[int, str]:
-        """Return the stacks of all threads of each running rank, by global rank, or a text if a rank does not answer."""
+        """Return the stacks of all threads of each running rank, by global rank.
+
+        If a rank does not answer in time, its text says so.
+        """

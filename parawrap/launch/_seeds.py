@@ -1,4 +1,4 @@
-"""Random number generators: seeded alike in every rank, and restored after a rank ran in this process."""
+"""Seed the random number generators of a rank, and restore them after a rank ran in this process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 __all__ = ["preserved_generators", "seed", "seed_all"]
 
-_SEEDS = 2**32  # numpy's seeds are below it
+_SEEDS = 2**32  # numpy accepts seeds below this
 
 
 def seed_all(seed: int) -> None:
-    """Seed python, torch, the accelerators, and numpy where it is loaded."""
+    """Seed Python, torch, the accelerators, and numpy if it is imported."""
     random.seed(seed)
     torch.manual_seed(seed)  # the accelerators too
     if numpys := _numpys():
@@ -24,13 +24,13 @@ def seed_all(seed: int) -> None:
 
 
 def seed(platforms: int | None) -> None:
-    """Seed with a platform's ``seed``, or with a random one for None: forked ranks would all start with the same state."""
+    """Seed with a platform's ``seed``. None draws a random seed, because forked ranks inherit the same state."""
     seed_all(random.SystemRandom().randrange(_SEEDS) if platforms is None else platforms)
 
 
 @contextmanager
 def preserved_generators(device: torch.device) -> Iterator[None]:
-    """Restore the generators of python, numpy, and torch at the end of the block, on the CPU and on this device."""
+    """Restore the random states of Python, numpy, and torch (CPU and this device) at the end of the block."""
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:
@@ -43,10 +43,10 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 def _type_with_generators(device: torch.device) -> str:
-    """Return a device type that fork_rng takes. Without devices any type that it knows will do."""
+    """Return a device type that fork_rng accepts. On the CPU the device list is empty, so the type does not matter."""
     return "cuda" if device.type == "cpu" else device.type
 
 
 def _numpys() -> Any:
-    """Return numpy's global generator if numpy is loaded."""
+    """Return numpy's module of random functions, or None if numpy is not imported."""
     return sys.modules["numpy"].random if "numpy" in sys.modules else None

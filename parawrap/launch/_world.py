@@ -1,4 +1,4 @@
-"""The world in which torchrun, srun, or mpirun started this process, read from its table of variables."""
+"""Read this process's place in a torchrun, srun, or mpirun world from the environment variables that the launcher sets."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class World(NamedTuple):
     """One process's place in a world that another launcher started.
 
     Attributes:
-        name: of that launcher, for messages.
-        ranks_per_node: 0 if it is unknown.
-        hosts_store: True if this rank has to open the store. torchrun's agent has opened one already.
+        name: The name of that launcher, for messages.
+        ranks_per_node: The number of ranks per node; 0 if it is unknown.
+        hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
     """
 
     name: str
@@ -40,12 +40,12 @@ class _Table(NamedTuple):
     world_size: str
     local_rank: str
     local_size: str
-    node: str | None  # None: unknown; ranks are assumed to fill one node after the other
+    node: str | None  # None: assume that ranks fill one node after the other
     job: tuple[str, ...]
 
 
-# srun sets SLURM_STEP_NUM_TASKS in every step; an sbatch script, or a shell from salloc, is a step of one task or of none.
-# Nothing that MPICH sets is the same in all ranks of a job and in no other.
+# srun sets SLURM_STEP_NUM_TASKS in every step. An sbatch script or a salloc shell is at most a step of one task.
+# MPICH sets no variable that identifies a job.
 _TABLES = (
     _Table("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", ("TORCHELASTIC_RUN_ID",)),
     _Table(
@@ -61,7 +61,7 @@ _TABLES = (
 
 
 def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
-    """Return the world of this process; None if it was started alone.
+    """Return this process's place in its world. Return None if no launcher started it.
 
     >>> surrounding_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}).global_rank
     1
@@ -98,7 +98,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _ranks_on(node: int, counts: str) -> int | None:
-    """Return the ranks of a node. Slurm writes ``2(x3),1`` for two on each of three nodes and one on the fourth."""
+    """Return the number of ranks on a node. ``2(x3),1`` in Slurm means two on each of three nodes and one on the fourth."""
     each: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         each += [int(count)] * int(times or 1)
@@ -106,13 +106,16 @@ def _ranks_on(node: int, counts: str) -> int | None:
 
 
 def _first_host(environ: Mapping[str, str]) -> str | None:
-    """Return the first of Slurm's hosts: ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
+    """Return the first host of a Slurm host list. ``rack[0-1]node[07-09,12],other`` begins with rack0node07."""
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", hosts)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
 def _agreed_port(table: _Table, environ: Mapping[str, str]) -> int:
-    """Return a port that every rank of a job computes alike. MPICH's ranks on one node have one parent."""
+    """Derive a port from the job's identifier, so that all ranks choose the same one.
+
+    MPICH sets no identifier, so the id of the parent process, which is common to the ranks of a node, takes its place.
+    """
     job = "/".join(environ.get(name, "") for name in table.job) or str(os.getppid())
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

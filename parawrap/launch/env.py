@@ -1,7 +1,7 @@
-"""Launches inside a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
+"""The env launcher, for a world that torchrun, srun, or mpirun started: this process is one of its ranks already.
 
-The function runs in this process, and nothing is started. Every process of the world makes the same calls in the same
-order. Results, and the first failure, reach all of them through the store of the world.
+The function runs in this process; no process is started. All processes of the world must make the same calls in the same
+order. The world's store distributes the results, or the first failure, to all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from parawrap.launch.ranks._store_agreement import StoreAgreement
 
 __all__ = ["launcher"]
 
-_REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a job that it requeues, long before this
+_REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
 _NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
 _log = logging.getLogger("parawrap.launch")
 
@@ -44,12 +44,12 @@ _stores: dict[tuple[str, int], dist.Store] = {}
 
 
 class _Env:
-    """The launcher."""
+    """Launches in the processes of the surrounding world."""
 
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
         fitted = replace(job, platform=_fitted(job.platform, world))
-        with at_signal(lambda: None):  # it may come between two calls, and when this one is done
+        with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
             ending = _run(fitted, world)
             while isinstance(ending, Requeued):
                 _requeue_batch_job(world, dist.PrefixStore(f"requeue/{world.restart}/{next(_calls)}", _store_of(world)))
@@ -72,26 +72,29 @@ launcher = _Env()
 def _world() -> World:
     world = surrounding_world()
     if world is None:
-        msg = "launcher='env': this process is in no world; start it by torchrun, srun or mpirun, or leave launcher out"
+        msg = (
+            "launcher='env' needs a process that torchrun, srun, or mpirun started, and this process was started without "
+            "them: start it with one of them, or leave launcher out"
+        )
         raise LaunchError(msg)
     return world
 
 
 def _fitted(platform: Platform, world: World) -> Platform:
-    """Return the platform with the world's counts.
+    """Return the platform with the node and rank counts of the world.
 
     Raises:
-        PlatformError: If the platform names another number of ranks.
+        PlatformError: If the platform specifies a different number of ranks.
     """
     if not platform.leaves_counts_open and platform.world_size != world.world_size:
         msg = (
-            f"the platform asks for {platform.world_size} ranks and {world.name} started {world.world_size}: "
-            f"start as many, or leave the counts out of the platform"
+            f"the platform specifies {platform.world_size} ranks, but {world.name} started {world.world_size}: "
+            f"start {platform.world_size}, or leave n_nodes, n_cpus, and n_gpus out of the platform"
         )
         raise PlatformError(msg)
     for name, nothing in _NOT_OURS.items():
         if getattr(platform, name) != nothing:
-            _log.warning("%s=%r is left to %s, which started the ranks", name, getattr(platform, name), world.name)
+            _log.warning("%s=%r has no effect here: %s controls the ranks", name, getattr(platform, name), world.name)
     fitted = copy.copy(platform)
     per_node = world.ranks_per_node or world.world_size
     if world.world_size % per_node:  # unequal nodes
@@ -102,35 +105,35 @@ def _fitted(platform: Platform, world: World) -> Platform:
 
 
 def _requeue_batch_job(world: World, store: dist.Store) -> None:
-    """Requeue a batch job of Slurm, and wait for its end. Elsewhere the processes stay and call the function again."""
+    """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once: the caller then runs again in place."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return
     if world.global_rank == 0:
         reason = requeue_job(job)
         if reason is not None:
-            _log.warning("job %s is not requeued: %s; its ranks start anew where they are", job, reason)
+            _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
         store.set("refused", reason or "")
     if not store.get("refused"):
         time.sleep(_REQUEUE_WAIT_S)
 
 
 def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
-    """Run the function as this process's rank. Return the common outcome of all ranks."""
+    """Call the function as this process's rank. Return the outcome that all ranks agree on."""
     prefix = f"parawrap/{world.restart}/{next(_calls)}"
     store = _store_of(world)
     exchange = Exchange(prefix, store, world, job.platform)
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
     os.environ[IN_RANK] = str(os.getpid())
-    hook = sys.excepthook  # torch.distributed puts its own there with each group, and leaves it
+    hook = sys.excepthook  # init_process_group replaces it and does not restore it
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
     agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
     meeting = dist.PrefixStore(f"{prefix}/groups", store) if own_group else None
     hang_up = leave_groups if own_group else _stay
     try:
-        # Others may wait for this rank in a collective until it hangs up. That needs the last reference to the group, and
-        # the frames of a traceback keep their variables alive. So no variable here holds the rank.
+        # Other ranks may wait in a collective until this rank leaves the group. The group closes with its last reference,
+        # and a traceback keeps the variables of its frames alive. So no variable here refers to the rank.
         try:
             with agreement, at_signal(agreement.ask):
                 result = _called(
@@ -155,11 +158,11 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
 
 
 def _stay() -> None:
-    """Keep a group that the user made."""
+    """Keep a process group that the user created."""
 
 
 def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
-    """Make the call as a rank. End the groups that were made for it in a world whose own group is the user's."""
+    """Call the function as this rank. If the user created `group`, destroy the groups of ``ipc_groups`` afterwards."""
     try:
         with being(rank):
             return job.call()
@@ -169,7 +172,7 @@ def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
 
 
 def _store_of(world: World) -> dist.Store:
-    """Return the world's store. It is opened once per process, as its port can be bound once."""
+    """Return the world's store. It is opened once per process, because its port can be bound only once."""
     address = (world.master_addr, world.master_port)
     if address not in _stores:
         _stores[address] = dist.TCPStore(
@@ -184,7 +187,7 @@ def _line_to_store(world: World) -> dist.Store:
 
 
 class _Past(Launch[Any]):
-    """A call that has ended. The output of its ranks went to this process's own streams."""
+    """A call that has ended. Its ranks wrote their output to their own streams, so `logs` is empty."""
 
     def __init__(self, platform: Platform, ending: RankResults[Any] | BaseException) -> None:
         self._platform = platform
@@ -210,7 +213,7 @@ class _Past(Launch[Any]):
 
     def logs(self, rank: int) -> str:
         if not 0 <= rank < self._platform.world_size:
-            msg = f"there is no rank {rank} in a world of {self._platform.world_size}"
+            msg = f"rank={rank}: this launch has the ranks 0 to {self._platform.world_size - 1}"
             raise IndexError(msg)
         return ""
 

@@ -1,4 +1,4 @@
-"""A launch in this process: the function runs as rank 0 of 1, where a debugger can follow it."""
+"""Run a decorated function in this process, as rank 0 of 1, so that a debugger can step into it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ __all__ = ["run_inline"]
 
 
 def run_inline(job: Job) -> RankResults[Any]:
-    """Make the call in this process. Restore seeds, device, and process group after it.
+    """Call the function in this process. Afterwards restore random states, current device, and process group.
 
-    Nothing is pickled, and exceptions pass unchanged.
+    Nothing is pickled, and exceptions propagate unchanged.
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
     restart, result = 0, None
-    with at_signal(lambda: None):  # it may come between two calls
+    with at_signal(lambda: None):  # ignore a signal that arrives between two attempts
         while True:
             try:
                 with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
@@ -43,7 +43,7 @@ def run_inline(job: Job) -> RankResults[Any]:
 
 
 def _called(job: Job, rank: Rank) -> Any:
-    """Make the call as this rank, which SIGUSR2 preempts."""
+    """Call the function as this rank. SIGUSR2 preempts it."""
     seed(job.platform.seed)
     preemption = rank.preemption
     assert preemption is not None
@@ -62,12 +62,12 @@ def _current_device(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _lone_group(platform: Platform) -> Iterator[dist.ProcessGroup | None]:
-    """Make a process group of this process alone, unless there is a group already."""
+    """Create a process group of one rank, unless this process has a group already."""
     is_member = platform.requires_ipc and (not platform.ipc_groups or any(0 in group for group in platform.ipc_groups))
     if not platform.requires_ipc or dist.is_initialized():
         yield dist.group.WORLD if is_member else None
         return
-    hook = sys.excepthook  # torch.distributed replaces it
+    hook = sys.excepthook  # init_process_group replaces it
     dist.init_process_group(platform.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield dist.group.WORLD if is_member else None

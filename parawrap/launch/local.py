@@ -1,4 +1,4 @@
-"""Ranks as processes on this machine."""
+"""The local launcher: ranks are processes on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HOW = {
 
 
 class _Local:
-    """The launcher."""
+    """Launches on this machine."""
 
     def launch(self, job: Job) -> Launch[Any]:
         try:
@@ -46,10 +46,10 @@ launcher = _Local()
 
 
 class _LocalLaunch(RunLaunch):
-    """A launch on this machine. Its ranks run, or the start has failed, when it is made."""
+    """A launch on this machine. The constructor returns once the ranks are started, or raises."""
 
     def __init__(self, job: Job) -> None:
-        self._starter = starter_named(job.platform.spawn_method)  # first: the warm process needs time
+        self._starter = starter_named(job.platform.spawn_method)  # first: the warm process starts in the background
         self._payload = job.packed()
         self._surroundings = Surroundings.here()
         try:

@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Ray cluster.
+"""The Ray launcher: ranks run on the nodes of a Ray cluster.
 
-Ray provides the resources and starts a node agent on each node. This process then watches the ranks over a line to each
-agent. If this process dies, Ray ends the agents, which end their ranks.
+Ray reserves the resources and starts one node agent per node. This process supervises the ranks over a connection to each
+agent. If this process dies, Ray ends the agents, and they end their ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["launcher"]
 
 
 class _Ray:
-    """The launcher."""
+    """Launches on a Ray cluster."""
 
     def launch(self, job: Job) -> Launch[Any]:
         return _RayLaunch(job)
@@ -42,12 +42,12 @@ class _Ray:
 launcher = _Ray()
 
 
-class _Cancelled(Exception):  # noqa: N818 (not an error: it ends a wait)
+class _Cancelled(Exception):  # noqa: N818 (control flow, not an error)
     """The launch was cancelled before its ranks started."""
 
 
 class _RayLaunch(RunLaunch):
-    """Waits for resources and nodes, and runs the ranks, all in its thread."""
+    """One launch on Ray. Its thread waits for resources and nodes, then runs the ranks."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -81,7 +81,7 @@ class _RayLaunch(RunLaunch):
         front = Front(hosts, secrets.token_bytes(32))
         try:
             self._reservation.start_agents(front.address, self._payload)
-            self._payload = b""  # Ray holds it now
+            self._payload = b""  # Ray has its own copy
             return await_nodes(front, loop, range(self._platform.n_nodes), self._check_arrival)
         except BaseException:
             loop.close()

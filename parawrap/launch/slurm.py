@@ -1,7 +1,7 @@
-"""Ranks on the nodes of a Slurm cluster, in a batch job that submitit submits.
+"""The Slurm launcher: ranks run in a batch job that submitit submits.
 
-The job and this process communicate through a folder: it holds the call, the journal that the first node writes, and this
-process's requests. Signals, requeueing, and the job's end go through Slurm.
+The job and this process communicate through a folder. It holds the pickled call, a journal that the first node writes, and
+the requests of this process. Signals, requeueing, and the end of the job go through Slurm.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ __all__ = ["launcher"]
 
 _log = logging.getLogger("parawrap.launch")
 
-_LEASE_S = 120.0  # the nodes end the launch after so many seconds without a sign of life
+_LEASE_S = 120.0  # the nodes end the launch if this process is silent for this long
 _STACKS_S = 5.0
 
 
 class _Slurm:
-    """The launcher."""
+    """Launches on a Slurm cluster."""
 
     def launch(self, job: Job) -> Launch[Any]:
         (launch,) = self.launch_all([job])
         return launch
 
     def launch_all(self, jobs: Sequence[Job], max_parallel: int | None = None) -> list[Launch[Any]]:
-        """Submit several calls as one job array, and return a launch for each.
+        """Submit several calls as one job array. Return one launch per call.
 
         Args:
             jobs: The calls, at least one, on equal platforms.
-            max_parallel: How many may run at a time; None leaves it to the cluster.
+            max_parallel: The number of calls that may run at a time. None sets no limit.
 
         Raises:
-            LaunchError: If Slurm refuses the array. Nothing is left then.
+            LaunchError: If Slurm refuses the array. The failed attempt leaves nothing behind.
         """
         platform = jobs[0].platform
         folders = Folder.new(platform.name, len(jobs))
@@ -78,7 +78,7 @@ launcher = _Slurm()
 
 
 class _SlurmLaunch(WatchedLaunch):
-    """One batch job, and its folder, which is removed once the results were read or the launch is garbage."""
+    """One batch job and its folder. The folder is removed once the results were read or the launch is garbage-collected."""
 
     def __init__(self, job: Job, folder: Folder) -> None:
         super().__init__(job)
@@ -96,12 +96,12 @@ class _SlurmLaunch(WatchedLaunch):
             raise folder.unusable(error) from error
 
     def follow(self, number: str) -> None:
-        """Follow the submitted job, in a thread."""
+        """Start the thread that follows the submitted job."""
         self._number = number
         self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._handle)
         self._begin_watch()
 
-    # -- the thread that watches
+    # -- called by the following thread
 
     def _watched(self) -> Ending:
         ending = self._follower.follow()
@@ -124,7 +124,7 @@ class _SlurmLaunch(WatchedLaunch):
                 self._stacks[request] = stacks
                 self._answered.notify_all()
 
-    # -- from any thread
+    # -- called by any thread
 
     def _results(self) -> RankResults[Any] | BaseException:
         try:

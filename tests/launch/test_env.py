@@ -550,7 +550,7 @@ def test_the_env_launcher_raises_outside_a_world(monkeypatch):
     ran = []
     function = wrapper(Platform(device="cpu", launcher="env"))(ran.append)
     for refused in (function, function.submit, function.dry_run):
-        with pytest.raises(LaunchError, match=r"in no world; start it by torchrun, srun or mpirun, or leave launcher out"):
+        with pytest.raises(LaunchError, match=r"launcher='env' needs a process that torchrun, srun, or mpirun started"):
             refused(1)
     assert not ran
 

@@ -607,7 +607,7 @@ def test_submit_returns_a_handle(tmp_path):
     assert (launch.state, launch.done()) == ("finished", True)
     assert launch.logs(1) == "in rank 1\n"
     for rank in (-1, 2):
-        with pytest.raises(IndexError, match=f"no rank {rank} in a world of 2"):
+        with pytest.raises(IndexError, match=f"rank={rank}: this launch has the ranks 0 to 1"):
             launch.logs(rank)
 
 

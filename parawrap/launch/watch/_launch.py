@@ -154,7 +154,7 @@ class WatchedLaunch(Launch[Any]):
 
     def logs(self, rank: int) -> str:
         if not 0 <= rank < len(self._transcripts):
-            msg = f"there is no rank {rank} in a world of {len(self._transcripts)}"
+            msg = f"rank={rank}: this launch has the ranks 0 to {len(self._transcripts) - 1}"
             raise IndexError(msg)
         return self._transcripts[rank].text()
 
