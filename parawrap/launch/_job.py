@@ -13,7 +13,7 @@ from typing import Any
 
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
-from parawrap.launch.parcels._packing import OfMain, Sources, packed, unpack
+from parawrap.launch.parcels._packing import MainObjects, SourceLines, packed, unpack
 from parawrap.launch.ranks._groups import planned_rendezvous
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
@@ -68,8 +68,8 @@ class Job:
             "the object": self.bound_to,
             "args": self.args,
             "kwargs": self.kwargs or {},
-            "of main": OfMain(),
-            "sources": Sources(),
+            "main objects": MainObjects(),
+            "sources": SourceLines(),
         }
         return packed(call, "call", "")
 
@@ -89,7 +89,7 @@ def unpacked_call(file: int) -> Job:
     other code that pickles by name finds them there.
     """
     call = unpack(file)
-    vars(sys.modules["__main__"]).update(call["of main"])
+    vars(sys.modules["__main__"]).update(call["main objects"])
     linecache.cache.update((name, (0, None, lines, name)) for name, lines in call["sources"].items())
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 

@@ -10,7 +10,7 @@ import torch
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.ranks._preemption import Preemption, RequeueWanted
+from parawrap.launch.ranks._preemption import Preemption, RequeueRequested
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -82,7 +82,7 @@ class Rank:
         Ranks that do not call it within ``grace_s`` are ended. After the restart, ``current_rank().restart`` is one higher.
         Save everything that the next attempt needs before the call. ``finally`` blocks run.
         """
-        raise RequeueWanted
+        raise RequeueRequested
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out the process group and the preemption state: they belong to this process."""

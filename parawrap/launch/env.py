@@ -29,7 +29,7 @@ from parawrap.launch.clusters._queue import requeue_job
 from parawrap.launch.parcels._outcomes import Died, Requeued
 from parawrap.launch.ranks._exchange import Exchange
 from parawrap.launch.ranks._groups import leave_groups
-from parawrap.launch.ranks._preemption import RequeueWanted, at_signal
+from parawrap.launch.ranks._preemption import RequeueRequested, at_signal
 from parawrap.launch.ranks._setup import Place, set_up
 from parawrap.launch.ranks._store_agreement import StoreAgreement
 
@@ -57,7 +57,7 @@ class _Env:
                 ending = _run(fitted, world)
         if isinstance(ending, RankResults):
             fitted.finish()
-        return _Past(fitted.platform, ending)
+        return _EndedCall(fitted.platform, ending)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
@@ -130,17 +130,17 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
     agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
     meeting = dist.PrefixStore(f"{prefix}/groups", store) if own_group else None
-    hang_up = leave_groups if own_group else _stay
+    hang_up = leave_groups if own_group else _keep_group
     try:
         # Other ranks may wait in a collective until this rank leaves the group. The group closes with its last reference,
         # and a traceback keeps the variables of its frames alive. So no variable here refers to the rank.
         try:
-            with agreement, at_signal(agreement.ask):
+            with agreement, at_signal(agreement.request):
                 result = _called(
                     job, replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption), group
                 )
             exchange.report_result(result)
-        except RequeueWanted as wanted:
+        except RequeueRequested as wanted:
             traceback.clear_frames(wanted.__traceback__)
             hang_up()
             exchange.report_requeue()
@@ -148,16 +148,16 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
     except SystemExit as error:
         return exchange.report_exit(Died.by_exit(error, pid=os.getpid()))
     except BaseException as error:  # noqa: BLE001 (reported to the other ranks)
-        told = exchange.report_error(error, __file__)
+        outcome = exchange.report_error(error, __file__)
         traceback.clear_frames(error.__traceback__)
-        return told
+        return outcome
     finally:
         hang_up()
         if own_group:
             sys.excepthook = hook
 
 
-def _stay() -> None:
+def _keep_group() -> None:
     """Keep a process group that the user created."""
 
 
@@ -186,7 +186,7 @@ def _line_to_store(world: World) -> dist.Store:
     return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
 
 
-class _Past(Launch[Any]):
+class _EndedCall(Launch[Any]):
     """A call that has ended. Its ranks wrote their output to their own streams, so `logs` is empty."""
 
     def __init__(self, platform: Platform, ending: RankResults[Any] | BaseException) -> None:

@@ -17,7 +17,7 @@ from parawrap.launch._rank import Rank, being
 from parawrap.launch._results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
 from parawrap.launch.ranks._groups import leave_groups
-from parawrap.launch.ranks._preemption import Preemption, RequeueWanted, at_signal
+from parawrap.launch.ranks._preemption import Preemption, RequeueRequested, at_signal
 
 __all__ = ["run_inline"]
 
@@ -36,7 +36,7 @@ def run_inline(job: Job) -> RankResults[Any]:
                 with preserved_generators(device), _current_device(device), _lone_group(platform) as group:
                     result = _called(job, Rank(0, 0, 0, 1, device, platform, group, restart, Preemption()))
                 break
-            except RequeueWanted:
+            except RequeueRequested:
                 restart += 1
     job.finish()
     return RankResults([result])

@@ -43,7 +43,7 @@ def test_a_hint_names_the_lines_at_which_ranks_wait(caplog, tmp_path):
     (tmp_path / "go").touch()
     assert launch.results(timeout=60) == ("done", "done")
     (hint,) = hints_of(caplog)
-    assert "the launch goes on" in hint
+    assert "the launch continues" in hint
     assert "rank 0 waits at test_hints.py" in hint
     assert "in lopsided: dist.barrier()" in hint
     assert "rank 1" in hint

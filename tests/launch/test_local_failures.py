@@ -496,7 +496,7 @@ def test_a_time_limit_after_a_rank_has_returned():
     error, _ = failure_of(hangs, platform=ranks(hang_timeout_s=0.4, grace_s=1))
     assert type(error) is LaunchTimeoutError
     assert sorted(error.stacks) == [0]
-    assert "these ranks had ended before: 1" in notes_of(error)
+    assert "these ranks had ended before the time limit: 1" in notes_of(error)
 
 
 def test_an_active_rank_is_not_silent():
@@ -786,7 +786,7 @@ def test_a_launch_whose_warm_process_is_killed_fails():
 def test_fork_raises_after_cuda_is_initialized(monkeypatch):
     """PlatformError says why and names another spawn method, which still works."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(PlatformError, match=r"spawn_method='fork': CUDA runs in this process already.*give 'forkserver'"):
+    with pytest.raises(PlatformError, match=r"spawn_method='fork': CUDA is initialized in this process already.*give 'forkserver'"):
         wrapper(ranks(spawn_method="fork"))(lambda: None)()
     assert wrapper(ranks())(lambda: "fine")() == ("fine", "fine")
 

@@ -428,7 +428,7 @@ def test_a_port_in_use_raises():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            LaunchError, match=f"cannot meet at 127.0.0.1:{port}.*in use.*leave master_addr and master_port out"
+            LaunchError, match=f"cannot listen on 127.0.0.1:{port}.*in use.*leave out master_addr and master_port"
         ):
             wrapper(ranks(master_port=port))(lambda: None)()
 

@@ -222,7 +222,7 @@ def test_a_rank_that_cannot_start_ends_the_launch(monkeypatch):
         run.begin()
         error = verdict("int", nodes.job.platform, run.run())
     assert isinstance(error, LaunchError)
-    assert re.match(r"on node [01] \(.+\), no process can be started for rank [0-3]: no more processes", str(error))
+    assert re.match(r"on node [01] \(.+\), the process of rank [0-3] cannot be started: no more processes", str(error))
 
 
 def test_a_caller_without_the_token_is_dropped():

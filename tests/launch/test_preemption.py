@@ -195,7 +195,7 @@ def test_a_function_that_ignores_preemption_is_ended_and_restarted(tmp_path, cap
     assert launch.results(timeout=PATIENCE_S) == (1, 1)
     wait_for_files(tmp_path, "*.cleaned", 2)
     assert "rank(s) 0, 1 of " in caplog.text
-    assert "had not called requeue() within grace_s=0.5" in caplog.text
+    assert "did not call requeue() within grace_s=0.5" in caplog.text
 
 
 def test_a_preempted_function_can_return_results(tmp_path):
@@ -477,7 +477,7 @@ def test_ranks_of_a_world_agree_over_a_store():
     for rank, times in enumerate((2, 5, 3)):
         agreements.call_is_due(rank, times)
     with agreements.all[0], agreements.all[1], agreements.all[2]:
-        agreements.all[2].ask()
+        agreements.all[2].request()
         assert [agreements.decided(rank) for rank in range(3)] == [5, 5, 5]
     assert not [thread for thread in threading.enumerate() if thread.name == "parawrap-rank-agreement"]
 
@@ -489,7 +489,7 @@ def test_a_rank_that_ended_is_not_part_of_the_agreement():
         with agreements.all[1]:
             agreements.call_is_due(1, 9)
         agreements.call_is_due(0, 4)
-        agreements.all[0].ask()
+        agreements.all[0].request()
         assert agreements.decided(0) == 4
 
 
@@ -497,7 +497,7 @@ def test_a_preempted_rank_can_end_without_an_agreement():
     """If other ranks never answer, a preempted rank can still end, without a decision."""
     agreements = Agreements(2)
     with agreements.all[0]:
-        agreements.all[0].ask()
+        agreements.all[0].request()
         eventually(lambda: agreements.store.check(["answered/0"]), "the answer of rank 0")
     assert agreements.all[0].preemption._due_from is None
 

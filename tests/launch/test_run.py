@@ -81,7 +81,7 @@ class SimulatedNode:
         watcher.on_start(rank.number, 1000 + rank.number)
         self._deliver(rank, "begin", None)
 
-    def tell(self, rank, word, body=None):
+    def send(self, rank, word, body=None):
         if rank in self.alive:
             self._deliver(self.alive[rank], word, body)
 
@@ -225,7 +225,7 @@ def test_a_requeue_uses_up_no_restart():
     ending = stage.ending()
     assert verdict("play", stage.platform, ending) == (4, 4)
     assert ending.history == [
-        *(f"attempt {restart} asked for a restart" for restart in range(3)),
+        *(f"attempt {restart} requested a restart" for restart in range(3)),
         "attempt 3 failed: rank 0 raised ValueError('once')",
     ]
 
@@ -484,7 +484,7 @@ def test_late_preempted_ranks_are_named_and_restarted(caplog):
     ending = stage.ending()
     assert verdict("play", stage.platform, ending) == ("again",) * 3
     assert ending.history == ["attempt 0 was preempted"]
-    assert "rank(s) 0, 2 of play had not called requeue() within grace_s=0.05" in caplog.text
+    assert "rank(s) 0, 2 of play did not call requeue() within grace_s=0.05" in caplog.text
 
 
 def test_late_ranks_are_not_ended_if_the_cluster_ends_them():
@@ -677,7 +677,7 @@ def test_a_failure_during_a_preemption_is_requeued(loses):
 
 def test_a_node_that_does_not_report_ended_ranks_is_given_up(monkeypatch):
     """A failure ends the launch in bounded time, even if a node's agent is stopped."""
-    monkeypatch.setattr(_supervisor, "_BURIAL_S", 0.1)
+    monkeypatch.setattr(_supervisor, "_GIVE_UP_S", 0.1)
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 0:
@@ -747,14 +747,14 @@ def test_a_signal_handler_can_interrupt_call_soon(loop):
     """A signal handler that interrupts `call_soon` can itself use `call_soon` without a deadlock."""
     called = []
 
-    class SignallingQueue(type(loop._wishes)):
+    class SignallingQueue(type(loop._calls)):
         def append(self, call):
             if not called:
                 called.append("signalled")
                 signal.raise_signal(signal.SIGUSR1)
             super().append(call)
 
-    loop._wishes = SignallingQueue()
+    loop._calls = SignallingQueue()
     before = signal.signal(signal.SIGUSR1, lambda *_: loop.call_soon(lambda: called.append("handler")))
     try:
         loop.call_soon(lambda: called.append("main"))

@@ -99,7 +99,7 @@ def test_a_damaged_key_raises(size, tmp_path, monkeypatch):
     monkeypatch.delenv("PARAWRAP_SECRET", raising=False)
     Signer()
     (tmp_path / ".parawrap" / "key").write_bytes(b"k" * size)
-    with pytest.raises(LaunchError, match=f"has {size} bytes and not 32: delete it"):
+    with pytest.raises(LaunchError, match=f"has {size} bytes instead of 32: delete it"):
         Signer()
 
 

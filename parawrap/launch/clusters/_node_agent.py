@@ -93,7 +93,7 @@ class NodeAgent:
         self._queue.close()
         self._kill_at = time.monotonic() + self._grace_s
         for rank in self._running:
-            self._node.tell(rank, "end")
+            self._node.send(rank, "end")
 
     # -- messages of the watching process
 
@@ -105,8 +105,8 @@ class NodeAgent:
             self._start(message.body)
         elif message.word == "received":
             self._queue.acknowledge(message.body)
-        elif message.word == "tell":
-            self._node.tell(*message.body)
+        elif message.word == "send":
+            self._node.send(*message.body)
         else:
             self._node.kill(message.body)
 
@@ -117,7 +117,7 @@ class NodeAgent:
         try:
             self._node.start(self._localized(orders), self)
         except (LaunchError, OSError) as error:
-            self._queue.send("trouble", f"no process can be started for rank {rank}: {error}")
+            self._queue.send("trouble", f"the process of rank {rank} cannot be started: {error}")
             self.on_end(rank, None)
 
     def _localized(self, orders: Assignment) -> Assignment:

@@ -65,9 +65,9 @@ class RemoteNode:
         if not self._send("start", assignment):
             self._end(rank, None, _LOST)
 
-    def tell(self, rank: int, word: str, body: Any = None) -> None:
+    def send(self, rank: int, word: str, body: Any = None) -> None:
         if rank in self._watchers:
-            self._send("tell", (rank, word, body))
+            self._send("send", (rank, word, body))
 
     def kill(self, rank: int) -> None:
         if rank in self._watchers:

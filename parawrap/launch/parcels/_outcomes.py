@@ -37,7 +37,7 @@ __all__ = [
     "values_of",
 ]
 
-_TOLD_AT_MOST = 8
+_MOST_NAMED = 8
 _LAST_WORDS = 2500
 _PIECE = 1 << 24
 
@@ -263,8 +263,8 @@ def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> 
             said.append(f"rank {other} raised {outcome.summary}")
         elif other != rank and isinstance(outcome, Died):
             said.append(f"rank {other} {outcome.summary}")
-    more = len(said) - _TOLD_AT_MOST
-    return ["then: " + "; ".join(said[:_TOLD_AT_MOST]) + (f"; and {more} more" if more > 0 else "")] if said else []
+    more = len(said) - _MOST_NAMED
+    return ["then: " + "; ".join(said[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")] if said else []
 
 
 def _indented(text: str) -> str:

@@ -27,7 +27,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch.parcels._exceptions import reduced_exception
 from parawrap.launch.parcels._unpicklable import find_unpicklable
 
-__all__ = ["OfMain", "Sources", "memory_file", "pack", "packed", "unpack"]
+__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "unpack"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -58,7 +58,7 @@ def packed(value: Any, name: str, address: str) -> int:
 def pack(value: Any, file: int, address: str) -> None:
     """Write a value into an open file, from its start.
 
-    The last values of a dict may be an `OfMain` and a `Sources`, which are replaced by what they stand for.
+    The last values of a dict may be an `MainObjects` and a `SourceLines`, which are replaced by what they stand for.
 
     Raises:
         UnsendableError: If it cannot be pickled. The message names the part that cannot, from `address` on.
@@ -119,11 +119,11 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
-class OfMain:
+class MainObjects:
     """Stands for the functions and classes of ``__main__`` that were pickled before it, by their names."""
 
 
-class Sources:
+class SourceLines:
     """Stands for the source lines of the functions that were pickled before it and come from no file, by filename.
 
     With them, tracebacks show the source of notebook cells.
@@ -136,16 +136,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
-        self._of_main: dict[str, Any] = {}
+        self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
         self._files: set[str] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduced_tensor(obj)
-        if isinstance(obj, OfMain):
-            return dict, (self._of_main,)
-        if isinstance(obj, Sources):
+        if isinstance(obj, MainObjects):
+            return dict, (self._main_objects,)
+        if isinstance(obj, SourceLines):
             return dict, (self._sources,)
         if isinstance(obj, types.FunctionType):
             self._note_source(obj.__code__.co_filename)
@@ -153,7 +153,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             msg = "DistributedDataParallel belongs to the process group of its rank: send model.module"
             raise pickle.PicklingError(msg)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
-            self._of_main[obj.__qualname__] = obj
+            self._main_objects[obj.__qualname__] = obj
         if isinstance(obj, BaseException):
             return reduced_exception(obj, lambda value: _refusal(value) is None)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":

@@ -27,8 +27,8 @@ __all__ = [
     "Wire",
     "close_in_forked_children",
     "is_readable",
-    "line_at_standard_input",
     "receive_exactly",
+    "socket_at_standard_input",
 ]
 
 _HEAD = struct.Struct("<QB")
@@ -176,7 +176,7 @@ def receive_exactly(sock: socket.socket, length: int) -> bytes:
     return bytes(pieces)
 
 
-def line_at_standard_input() -> socket.socket:
+def socket_at_standard_input() -> socket.socket:
     """The socket that a fresh process was given as standard input. 0, 1 and 2 are what they should be afterwards.
 
     A line is handed over this way because it works whatever its number is in the parent: one whose standard streams are

@@ -1,1 +1,1 @@
-"""The rank's side of a launch: a process becomes a rank, calls the function, and ends on order."""
+"""The rank's side of a launch: set up the process, call the function, report the outcome, and exit."""

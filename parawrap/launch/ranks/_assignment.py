@@ -1,4 +1,4 @@
-"""A rank's assignment, and the state of the launching process that the rank takes over."""
+"""The settings that a rank receives, including the state of the launching process that it adopts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _log = logging.getLogger("parawrap.launch")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The state that a function may rely on next to its arguments: environment, folder, import path, command line."""
+    """The process state that a function may rely on: environment, working folder, import path, and command line."""
 
-    environ: dict[str, str] | None  # None: the ranks run on other machines, which have their own environment
+    environ: dict[str, str] | None  # None: ranks on other machines keep their own environment
     cwd: str | None
     path: list[str]
     argv: list[str]
@@ -30,23 +30,23 @@ class Surroundings:
 
     @classmethod
     def here(cls) -> Surroundings:
-        """Return those of this process."""
+        """Return the surroundings of this process."""
         try:
             cwd: str | None = str(Path.cwd())
         except FileNotFoundError:
-            _log.warning("the working folder of this process was deleted: the ranks run in the root folder")
+            _log.warning("the working folder of this process no longer exists: the ranks run in the root folder")
             cwd = None
         main_file = getattr(sys.modules.get("__main__"), "__file__", None)
         return cls(dict(os.environ), cwd, list(sys.path), list(getattr(sys, "argv", [""])), main_file)
 
     def take_over(self) -> None:
-        """Apply them to this process."""
+        """Apply the surroundings to this process."""
         if self.environ is None:
             self._take_over_elsewhere()
         else:
             _become(self.environ)
             if self.cwd is not None:
-                with contextlib.suppress(FileNotFoundError):  # deleted since
+                with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                     os.chdir(self.cwd)
             sys.path[:] = self.path
         sys.argv[:] = self.argv
@@ -55,11 +55,11 @@ class Surroundings:
             sys.modules["__main__"].__file__ = self.main_file
 
     def without_environ(self) -> Surroundings:
-        """Return the part that is valid on other machines. Variables may hold secrets."""
+        """Return the part to send to other machines. Environment variables stay here: they may hold secrets."""
         return replace(self, environ=None)
 
     def _take_over_elsewhere(self) -> None:
-        """Apply what exists on this machine."""
+        """Apply the folder and import path on another machine, as far as they exist there."""
         if self.cwd is not None:
             with contextlib.suppress(OSError):
                 os.chdir(self.cwd)
@@ -68,21 +68,21 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One rank's place, and all that it needs to take it. The packed call comes with it in a file.
+    """One rank's place and settings. The pickled call accompanies it in a file.
 
     Attributes:
-        tells_of_life: True if the rank reports that its main thread makes progress.
-        stuck_s: seconds after which a wait for ranks that have left is reported.
-        still_s: seconds after which an idle main thread is reported.
-        on_cluster: True if a cluster sends signals to the rank that are not meant for it.
-        interface: the network interface by which the other nodes are reached.
+        reports_progress: True if the rank reports progress of its main thread.
+        stuck_s: Seconds until the rank reports that it waits for ranks that have exited.
+        still_s: Seconds until the rank reports that its main thread is idle.
+        on_cluster: True if the rank must ignore the signals that a cluster sends to all processes of a job.
+        interface: The network interface that leads to the other nodes.
     """
 
     place: Place
     meeting: Rendezvous | None
     surroundings: Surroundings
     grace_s: float
-    tells_of_life: bool
+    reports_progress: bool
     stuck_s: float
     still_s: float = float("inf")
     on_cluster: bool = False
@@ -90,7 +90,7 @@ class Assignment:
 
 
 def _become(environ: dict[str, str]) -> None:
-    """Make these the variables of this process, and touch only those that differ."""
+    """Replace this process's environment. Change only variables that differ."""
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})

@@ -1,12 +1,12 @@
-"""A thread that serves a rank's line to its launch while the function runs.
+"""The control thread of a rank: it answers the launching process while the function runs.
 
-Guarantee: a rank that is ordered to end, or whose launch is gone, is gone after ``grace_s``, whatever it does.
+Guarantee: after an order to end, or the death of the launching process, a rank is gone once ``grace_s`` is over, in any
+state.
 
-* Its main thread gets an exception that no ``except Exception`` catches, so ``finally`` blocks run.
-* If the main thread blocks in C, in a collective that never completes, there is nothing to clean up: the process ends
-  within a second.
-* The kernel closes the launch's end of the line however the launch died. A process that the user forked may hold the line
-  open, so the thread also checks the id of the parent process.
+* The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks run.
+* If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within a second.
+* The kernel closes the launching process's end of the connection when that process dies. A process that the user forked may
+  hold the connection open, so the thread also checks the id of the parent process.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from parawrap.launch.parcels._wire import Wire, close_in_forked_children, is_rea
 from parawrap.launch.ranks._assignment import Assignment
 from parawrap.launch.ranks._preemption import Preemption
 
-__all__ = ["FORCED", "PRELOADABLE", "Control", "ToldToEnd"]
+__all__ = ["FORCED", "PRELOADABLE", "Control", "EndOrdered"]
 
 _OWN_FILES = str(Path(__file__).parent.parent)
 _LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
 _LOOK_S = 0.1
-_DEAF_S = 1.0
-_IDLE = 0.02  # a thread that waits uses at most this share of a processor
-FORCED = 1  # the exit code of a rank that its control ended
+_REACTION_S = 1.0
+_IDLE = 0.02  # a waiting thread uses at most this share of a processor
+FORCED = 1  # the exit code of a rank that its control thread ended
 
-# Modules that ranks import sooner or later, at a second each: every torch optimizer and DistributedDataParallel import this
-# one. The warm process imports them for later ranks.
+# Modules that most ranks import, at about a second each. All torch optimizers and DistributedDataParallel import this one.
+# The warm process imports them in advance for later ranks.
 PRELOADABLE = ("torch._dynamo",)
 
 
-class ToldToEnd(BaseException):
-    """Raised in a rank's main thread if the launch ends before the function does."""
+class EndOrdered(BaseException):
+    """Raised in a rank's main thread if the launch ends before the function returns."""
 
 
 class Control:
-    """Serves one rank, from its start to its end.
+    """The control thread of one rank, and the handler of its SIGTERM.
 
     Attributes:
-        preemption: the rank's side of the agreement on when to save.
+        preemption: The rank's part in the agreement on when to save.
     """
 
     def __init__(self, wire: Wire, assignment: Assignment) -> None:
@@ -65,42 +65,43 @@ class Control:
         self._is_still = False
         self._parent = os.getppid()
         self._main = threading.main_thread()
-        self._told = threading.Event()
-        self._heard = threading.Event()
+        self._end_ordered = threading.Event()
+        self._signal_handled = threading.Event()
         self._dismissed = threading.Event()
-        self._interrupts = True
+        self._may_interrupt = True
         self._main_thread = _MainThread()
 
     def start(self) -> None:
-        """Handle the signal that ends the rank, and serve the line."""
+        """Install the SIGTERM handler and start the thread."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         close_in_forked_children(self._wire)  # processes that the function forks are not ranks
-        os.register_at_fork(after_in_child=self._let_go_of_sigterm)
+        os.register_at_fork(after_in_child=self._restore_sigterm)
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
 
-    def _let_go_of_sigterm(self) -> None:
+    def _restore_sigterm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def function_ended(self) -> None:
-        """Interrupt the main thread no more: it only reports and leaves."""
-        self._interrupts = False
+        """Stop interrupting the main thread: from now on it only reports and exits."""
+        self._may_interrupt = False
 
     def linger(self, seconds: float) -> None:
-        """Wait until all ranks have ended, at most so long: their collectives may still need this process."""
+        """Wait until all ranks have ended, for at most `seconds`: their collectives may still need this process."""
         self._dismissed.wait(seconds)
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
         """Raise in the main thread.
 
-        A cluster sends this signal to every process of a job that it is about to end. There the node decides for its ranks.
+        A cluster sends SIGTERM to every process of a job that it is about to end. Ignore that one: the node's task handles
+        it for all its ranks.
         """
-        if self._assignment.on_cluster and not self._told.is_set():
+        if self._assignment.on_cluster and not self._end_ordered.is_set():
             return
-        self._heard.set()
-        if self._interrupts:
-            self._interrupts = False
-            raise ToldToEnd
+        self._signal_handled.set()
+        if self._may_interrupt:
+            self._may_interrupt = False
+            raise EndOrdered
 
     def _serve(self) -> None:
         while True:
@@ -130,23 +131,23 @@ class Control:
             self.preemption.decide(body)
 
     def _end(self) -> None:
-        """End this process: through the main thread if that runs Python, else from here."""
+        """End this process: by an exception in the main thread, or by ``os._exit`` if that thread does not react."""
         self._dismissed.set()
-        if not self._heard.is_set() and not self._told.is_set():
-            self._told.set()
+        if not self._signal_handled.is_set() and not self._end_ordered.is_set():
+            self._end_ordered.set()
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
         users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
-        if users_own or self._heard.wait(_DEAF_S) or not self._main_thread.is_in_distributed():
+        if users_own or self._signal_handled.wait(_REACTION_S) or not self._main_thread.is_in_distributed():
             time.sleep(self._assignment.grace_s)
         os._exit(FORCED)
 
     def _look(self) -> None:
-        """Report imports that the warm process can make for later ranks, and the state of the main thread."""
+        """Report changes: modules that the warm process can import for later ranks, and the main thread's state."""
         if loaded := [name for name in self._to_report if name in sys.modules]:
             self._to_report = [name for name in self._to_report if name not in loaded]
             self._wire.send("imports", loaded)
         moved = self._main_thread.has_moved()
-        if moved and self._assignment.tells_of_life:
+        if moved and self._assignment.reports_progress:
             self._wire.send("alive")
         is_stuck = self._others_left and self._main_thread.waits_for_others(self._assignment.stuck_s)
         if is_stuck != self._is_stuck:
@@ -158,7 +159,7 @@ class Control:
 
 
 class _MainThread:
-    """The main thread, seen from another one: its place in its Python code, and the processor time that it has used."""
+    """Observes the main thread from another thread: its place in the Python code, and its processor time."""
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
@@ -167,7 +168,7 @@ class _MainThread:
         self._wait_began: _Look | None = None
 
     def has_moved(self) -> bool:
-        """Look at it. True if it is at another place than at the last look, or has used a processor in between."""
+        """True if the main thread is at another place than at the last call, or has used processor time since."""
         last, now = self._seen, self._look()
         self._seen = now
         if self._stopped is None or self._stopped.place != now.place:
@@ -180,19 +181,19 @@ class _MainThread:
         if last is None or last.place != now.place:
             return True
         used_s = now.processor_s - last.processor_s
-        idle_s = _IDLE * (now.at - last.at) if now.in_distributed else 0.0  # a store in a file is polled
+        idle_s = _IDLE * (now.at - last.at) if now.in_distributed else 0.0  # polling a file store takes some time too
         return used_s > idle_s
 
     def is_in_distributed(self) -> bool:
-        """True if it is in a call of torch.distributed."""
+        """True if the main thread is in a call of torch.distributed."""
         return self._look().in_distributed
 
     def waits_for_others(self, seconds: float) -> bool:
-        """True if it has been in one call of torch.distributed for so long, and idle there."""
+        """True if the main thread has been idle in one call of torch.distributed for `seconds`."""
         return self._has_idled_since(self._wait_began, seconds)
 
     def is_still_for(self, seconds: float) -> bool:
-        """True if it has been at one place for so long, and idle there."""
+        """True if the main thread has been idle at one place for `seconds`."""
         return self._has_idled_since(self._stopped, seconds)
 
     def _has_idled_since(self, then: _Look | None, seconds: float) -> bool:
@@ -210,19 +211,19 @@ class _MainThread:
         return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
 
     def _processor_s(self) -> float:
-        """Return what the main thread alone has used; 0 with CUDA, where a thread that waits for the GPU spins."""
+        """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
         if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
 
 
 def _waits_in(filename: str) -> bool:
-    """True for files of torch.distributed that wait for other ranks. Checkpoints may wait for a disk."""
+    """True for files of torch.distributed that wait for other ranks. Checkpoint code may wait for a disk instead."""
     return filename.startswith(_DISTRIBUTED) and not filename.startswith(_CHECKPOINT)
 
 
 class _Look(NamedTuple):
-    """One look at the main thread."""
+    """One observation of the main thread."""
 
     at: float
     processor_s: float
@@ -232,7 +233,7 @@ class _Look(NamedTuple):
 
 
 def stacks() -> str:
-    """Return the stacks of all threads but the calling one, without the frames that lead to the user's function."""
+    """Return the stacks of all threads except the calling one, without parawrap's own frames."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     mine = threading.get_ident()
     return "\n".join(
@@ -243,7 +244,7 @@ def stacks() -> str:
 
 
 def place_of_main_thread() -> str:
-    """Return the line of code that the main thread runs, the innermost outside Python's and torch's own files."""
+    """Return the line that the main thread executes: the innermost outside parawrap, torch, and the standard library."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     summary = _stack_of(frame) if frame is not None else []
     users = [each for each in summary if not each.filename.startswith(_LIBRARIES)] or summary

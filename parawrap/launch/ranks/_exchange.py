@@ -1,4 +1,4 @@
-"""The outcomes of one call in every rank of a world that no launch supervises, exchanged through the world's store."""
+"""Exchange the ranks' outcomes of one call through a world's store. Used by the env launcher, which has no supervisor."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _FAILED, _REQUEUED, _CLEARED = "failed", "requeued", "cleared"
 
 
 class Exchange:
-    """One rank's part in the exchange of one call.
+    """One rank's part in the exchange for one call.
 
     Args:
-        prefix: of the call's keys in the store.
-        store: of the world.
-        world: this process's place in it.
-        platform: of the launch.
+        prefix: The prefix of the call's keys in the store.
+        store: The world's store.
+        world: This process's place in the world.
+        platform: The launch's platform.
     """
 
     def __init__(self, prefix: str, store: dist.Store, world: World, platform: Platform) -> None:
         self._prefix = (
-            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}"  # of a signature, so no other world's is valid
+            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}"  # signed, so values of other worlds are invalid
         )
-        self._store: Any = dist.PrefixStore(prefix, store)  # which takes bytes, though its types say str
+        self._store: Any = dist.PrefixStore(prefix, store)  # accepts bytes, although its stubs declare str
         self._signer = Signer()
         self._world = world
         limit = platform.timeout_min
@@ -69,11 +69,11 @@ class Exchange:
             os.close(file)
 
     def report_error(self, error: BaseException, *own_files: str) -> RankResults[Any] | Requeued | BaseException:
-        """Report an error, unless it follows from an outcome that another rank reported: then return that outcome.
+        """Report this rank's error. If it follows from another rank's outcome, return that outcome instead.
 
         Args:
-            error: that this rank raised.
-            own_files: files whose frames at the start of the traceback are left out.
+            error: The exception that this rank raised.
+            own_files: Leading frames of the traceback from these files are left out.
         """
         if isinstance(error, _FailedElsewhere):
             return error.error
@@ -98,12 +98,12 @@ class Exchange:
         return error
 
     def report_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:
-        """Report that this rank has left by ``sys.exit``."""
+        """Report that this rank called ``sys.exit``."""
         rank = self._world.global_rank
         return self.report_error(error_of(rank, {rank: died}, self._world.world_size, self._place))
 
     def report_requeue(self) -> None:
-        """Report that all ranks are to start again."""
+        """Request a restart of all ranks."""
         self._store.set(_REQUEUED, "")
         file = packed(None, "result", "nothing")
         try:
@@ -112,10 +112,11 @@ class Exchange:
             os.close(file)
 
     def results(self, hang_up: Callable[[], None]) -> RankResults[Any] | Requeued | BaseException:
-        """Wait for the outcomes of all ranks. Return their results, or a request of one of them to start again.
+        """Wait for the outcomes of all ranks. Return their results, or the restart request of one of them.
 
         Args:
-            hang_up: called if others take long, so that ranks that wait for this one in a collective fail.
+            hang_up: Leaves the process group. Called after a short wait, so that ranks that wait for this one in a
+                collective fail.
         """
         self._wait_for_all(_LINGER_S)
         hang_up()
@@ -151,7 +152,7 @@ class Exchange:
         self._store.set(key, self._signer.signed(f"{self._prefix}/{key}", value))
 
     def _read(self, key: str, rank: int) -> bytes:
-        """Return a value that a rank wrote. It is safe to unpickle: its signature is verified."""
+        """Return a value that a rank wrote. Safe to unpickle, because its signature is verified."""
         return self._signer.verified(f"{self._prefix}/{key}", self._store.get(key), f"rank {rank}")
 
     def _wait_for(self, rank: int) -> None:
@@ -159,46 +160,48 @@ class Exchange:
             if self._store.check([_FAILED]):
                 raise _FailedElsewhere(self._failure())
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                msg = f"rank {rank} of {self._world.world_size} has not ended within the platform's timeout_min"
+                msg = f"rank {rank} of {self._world.world_size} did not end within the platform's timeout_min"
                 raise _FailedElsewhere(LaunchTimeoutError(msg))
             time.sleep(_LOOK_S)
         if self._store.check([_FAILED]):
             raise _FailedElsewhere(self._failure())
 
     def _wait_for_all(self, seconds: float) -> None:
-        """Wait until all have ended or one has failed, at most so long."""
+        """Wait until all ranks have ended or one has failed, for at most `seconds`."""
         until = time.monotonic() + seconds
         ended = [f"{rank}" for rank in range(self._world.world_size)]
         while not (self._store.check(ended) or self._store.check([_FAILED])) and time.monotonic() < until:
             time.sleep(_LOOK_S)
 
     def _wait_for_cause(self) -> bool:
-        """True if another rank reports a failure or a request to start again, now or in a moment."""
+        """True if another rank reports a failure or a restart request within `_ECHO_WAIT_S`."""
         until = time.monotonic() + _ECHO_WAIT_S
-        while not (told := self._store.check([_FAILED]) or self._store.check([_REQUEUED])) and time.monotonic() < until:
+        while (
+            not (is_reported := self._store.check([_FAILED]) or self._store.check([_REQUEUED])) and time.monotonic() < until
+        ):
             time.sleep(_LOOK_S)
-        return bool(told)
+        return bool(is_reported)
 
     def _as_others_did(self) -> RankResults[Any] | Requeued | BaseException:
-        """Return the failure of another rank. If there is none, request to start again as another rank did."""
+        """Return the failure of another rank, or else join its restart request."""
         if self._store.check([_FAILED]):
             return self._failure()
         self.report_requeue()
         try:
             return self.results(lambda: None)
-        except _FailedElsewhere as heard:
-            return heard.error
+        except _FailedElsewhere as failed:
+            return failed.error
 
     def _failure(self) -> BaseException:
         try:
             rank = int(self._store.get(_FAILED))
         except ValueError:
-            return LaunchError("the world's store names no rank as failed: another program wrote to it")
+            return LaunchError("the world's store holds an invalid rank number: another program wrote to the store")
         place = self._store.get(f"{rank}/place").decode()
         return error_of(rank, {rank: self._outcome_of(rank)}, self._world.world_size, place)
 
     def _forget(self) -> None:
-        """Delete the values once all ranks have read them. The rank that keeps the store waits for that."""
+        """Delete the values once all ranks have read them. The rank that hosts the store waits until then."""
         world = self._world
         if self._store.add("readers", 1) == world.world_size:
             for rank in range(world.world_size):
@@ -212,7 +215,7 @@ class Exchange:
                 time.sleep(_LOOK_S)
 
 
-class _FailedElsewhere(Exception):  # noqa: N818 (carries an error, is none)
+class _FailedElsewhere(Exception):  # noqa: N818 (carries an error)
     """Carries the failure of another rank."""
 
     def __init__(self, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""The meeting point of ranks, and the process groups that they make there."""
+"""The store where ranks meet, and the process groups that they form."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one launch meet: a store at a host and port, or in a file.
+    """The store where the ranks of one launch meet: at a host and port, or in a file.
 
-    With a file, host and port are an address on which rank 0 may open a store of its own.
+    With a file, host and port are a reserved address for MASTER_ADDR and MASTER_PORT. User code on rank 0 may open a store
+    there.
     """
 
     host: str | None = None
@@ -45,11 +46,11 @@ class Rendezvous:
 
 
 def planned_rendezvous(platform: Platform, host: str | None = None) -> Rendezvous | None:
-    """Return where a platform's ranks would meet; None if they form no group.
+    """Return where a platform's ranks would meet; None if they do not form process groups.
 
     Args:
-        platform: of the launch.
-        host: the address of the store, unless the platform names one; None for the loopback interface.
+        platform: The launch's platform.
+        host: The address of the store, unless the platform sets one. None selects the loopback interface.
     """
     if not platform.requires_ipc:
         return None
@@ -59,7 +60,7 @@ def planned_rendezvous(platform: Platform, host: str | None = None) -> Rendezvou
 
 
 def _protocol(platform: Platform) -> str:
-    """Return the platform's protocol. By default it is a file where all ranks run on the machine that keeps the store."""
+    """Return the platform's protocol. The default is a file if all ranks run on the machine that keeps the store."""
     if platform.ipc_protocol is not None:
         return platform.ipc_protocol
     names_address = platform.master_addr is not None or platform.master_port != 0
@@ -67,22 +68,22 @@ def _protocol(platform: Platform) -> str:
 
 
 def open_store(meeting: Rendezvous, world_size: int) -> dist.Store:
-    """Open a rank's connection to the store.
+    """Connect a rank to the store.
 
     Raises:
-        LaunchError: If the store does not answer as a store.
+        LaunchError: If the store cannot be reached.
     """
     if meeting.path is not None:
-        if not Path(meeting.path).parent.exists():  # torch would wait for it, and keep Python's lock
-            msg = "the launch of this rank has ended"
+        if not Path(meeting.path).parent.exists():  # torch would wait for the folder while it holds the GIL
+            msg = "the launch of this rank has ended already, and its store is gone"
             raise LaunchError(msg)
         return dist.FileStore(meeting.path, world_size)
     try:
         return dist.TCPStore(str(meeting.host), meeting.port, is_master=False, wait_for_workers=False)
     except (RuntimeError, dist.DistError) as error:
         msg = (
-            f"this rank cannot reach the store of its launch at {meeting.host}:{meeting.port}: {error}. Any process that "
-            "can connect to that address can disturb it"
+            f"this rank cannot reach the store of its launch at {meeting.host}:{meeting.port}: {error}. The store accepts "
+            "connections from any process, so another program may have disturbed it"
         )
         raise LaunchError(msg) from error
 
@@ -90,7 +91,10 @@ def open_store(meeting: Rendezvous, world_size: int) -> dist.Store:
 def enter_groups(
     platform: Platform, store: dist.Store, rank: int, world_size: int, device: torch.device, *, one_machine: bool
 ) -> dist.ProcessGroup | None:
-    """Join the world, and the group of ``ipc_groups`` that this rank is in. Return the group; None if it is in none."""
+    """Join the world's process group and this rank's group in ``ipc_groups``.
+
+    Return the rank's group. Return None if ``ipc_groups`` does not contain this rank.
+    """
     if one_machine:
         _stay_on_loopback()
     dist.init_process_group(
@@ -106,7 +110,7 @@ def enter_groups(
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make the groups in the same order in every rank, as torch.distributed requires. Return the group of this rank."""
+    """Make all groups, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
     mine: dist.ProcessGroup | None = None
     for ranks in groups:
         made = dist.new_group(list(ranks))
@@ -116,13 +120,13 @@ def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup |
 
 
 def leave_groups() -> None:
-    """End every process group of this process."""
-    with contextlib.suppress(Exception):  # a group whose peers are gone may raise
+    """Destroy all process groups of this process."""
+    with contextlib.suppress(Exception):  # a group with dead peers may raise
         dist.destroy_process_group()
 
 
 def _stay_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface only, unless the user set their variables."""
+    """Restrict gloo and NCCL to the loopback interface, unless the user set their variables."""
     (loopback,) = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1] or ["lo"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)

@@ -1,4 +1,4 @@
-"""A warning for loaders that give every rank the same rows."""
+"""A warning about DataLoaders that give every rank the same rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _has_warned = False
 
 
 def watch_loaders() -> None:
-    """Warn once in this process if a rank of several iterates a shuffled DataLoader that was not sharded.
+    """Warn once per process if a rank iterates a shuffled DataLoader that is not sharded.
 
-    All ranks have the same seed by default, so such a loader gives each of them all rows, in the same order.
+    All ranks have the same seed by default. So such a loader gives each rank all rows, in the same order.
     """
     global _is_watching
     if _is_watching:

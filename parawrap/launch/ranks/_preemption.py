@@ -1,8 +1,8 @@
-"""The agreement of ranks on the turn of their loops at which all of them save.
+"""The agreement of ranks on the loop iteration in which all of them save.
 
-Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted, every rank reports its
-count and holds further answers back. The first call that no rank has answered yet is the one that returns True, in all.
-Until then a call increments a counter, and no rank waits for another.
+Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted, each rank reports its count
+and blocks further calls. The highest count is the first call that no rank has answered: it returns True in all ranks.
+Before a preemption, a call only increments a counter and waits for no other rank.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Preemption", "RequeueWanted", "at_signal"]
+__all__ = ["Preemption", "RequeueRequested", "at_signal"]
 
 
-class RequeueWanted(BaseException):
-    """Raised in a rank that leaves for a restart. ``except Exception`` does not catch it, and ``finally`` blocks run."""
+class RequeueRequested(BaseException):
+    """Raised by `requeue` to end a rank. ``except Exception`` does not catch it, and ``finally`` blocks run."""
 
 
 class Preemption:
-    """One rank's side of the agreement. The function's threads call `is_due`, and the control thread the other methods."""
+    """One rank's part in the agreement. The function's threads call `is_due`; the control thread calls the rest."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -29,7 +29,7 @@ class Preemption:
         self._due_from: int | None = None
 
     def is_due(self) -> bool:
-        """True if it is time to save. Blocks while the ranks agree on the turn."""
+        """True if the rank should save now. Blocks while the ranks agree on the iteration."""
         with self._changed:
             self._changed.wait_for(lambda: not self._held_back or self._due_from is not None)
             if self._due_from is not None and self._answered >= self._due_from:
@@ -38,13 +38,13 @@ class Preemption:
             return False
 
     def hold_back(self) -> int:
-        """Hold answers back until `decide`. Return how many were given."""
+        """Block `is_due` until `decide`. Return how often `is_due` has returned False."""
         with self._changed:
             self._held_back = True
             return self._answered
 
     def decide(self, call: int) -> None:
-        """The checkpoint is due from this call on, counted from 0."""
+        """Make `is_due` return True from this call on, counted from 0."""
         with self._changed:
             self._due_from = call
             self._changed.notify_all()
@@ -52,7 +52,7 @@ class Preemption:
 
 @contextmanager
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` at SIGUSR2 inside the block, for ranks without a supervisor. Without effect outside the main thread."""
+    """Call `act` on SIGUSR2 inside the block, for ranks without a supervisor. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,8 @@
-"""Signed values for stores that other users can write to.
+"""Sign values in stores that other users can write to.
 
-The store of a torchrun, srun, or mpirun world listens on every interface and has no authentication. A rank signs each
-value that it writes, and verifies a signature before it unpickles a value. The key never goes through the store: it is a
-file that only this user can read, in the home folder, which the nodes of a cluster usually share.
+The store of a torchrun, srun, or mpirun world listens on every interface without authentication. A rank signs each value
+that it writes, and verifies the signature before it unpickles a value. The key never goes through the store. It is a file
+in the home folder, which cluster nodes usually share, and only its user can read it.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ class Signer:
     """Signs and verifies values with this user's key.
 
     Raises:
-        LaunchError: If there is no key, and no folder to make one in.
+        LaunchError: If a key can neither be read nor created, or other users have access to it.
     """
 
     def __init__(self) -> None:
         self._key = _key()
 
     def signed(self, place: str, value: bytes) -> bytes:
-        """Return `value` with a signature in front, valid for this place in the store only."""
+        """Return the signature followed by `value`. The signature is valid only for this place in the store."""
         return self._signature(place, value) + value
 
     def verified(self, place: str, signed: bytes, source: str) -> bytes:
         """Return the value without its signature.
 
         Args:
-            place: the value's place in the store.
-            signed: the bytes that the store has there.
-            source: the name of the expected writer, for the error.
+            place: The value's place in the store.
+            signed: The bytes from the store.
+            source: The expected writer, for the error message.
 
         Raises:
             LaunchError: If the signature is wrong.
@@ -55,8 +55,8 @@ class Signer:
         if not hmac.compare_digest(signature, self._signature(place, value)):
             msg = (
                 f"the value of {source} in the world's store is not signed with this process's key: another program wrote "
-                f"it, or the nodes have different keys. Share ~/.parawrap/key between the nodes, or set {_VARIABLE} to the "
-                "same secret text in all ranks"
+                f"it, or the nodes have different keys. Copy ~/.parawrap/key to all nodes, or set {_VARIABLE} to the same "
+                "secret in all ranks"
             )
             raise LaunchError(msg)
         return value
@@ -66,7 +66,7 @@ class Signer:
 
 
 def _key() -> bytes:
-    """Return the key: of the environment, of the home folder, or, if that cannot be written, of the temporary folder."""
+    """Return the key from the environment, the home folder, or, if that is not writable, the temporary folder."""
     if given := os.environ.get(_VARIABLE):
         return given.encode()
     reasons = []
@@ -75,12 +75,15 @@ def _key() -> bytes:
             return _key_in(folder)
         except OSError as error:
             reasons.append(f"{folder}: {error}")
-    msg = f"no key for the values of this launch can be read or made ({'; '.join(reasons)}): set {_VARIABLE} in all ranks"
+    msg = (
+        f"the key that signs the values of this launch can neither be read nor created ({'; '.join(reasons)}): set "
+        f"{_VARIABLE} to the same secret in all ranks"
+    )
     raise LaunchError(msg)
 
 
 def _key_in(folder: Path) -> bytes:
-    """Read the key in a folder. Make it first if there is none; ranks that do so at once agree on one."""
+    """Read the key in a folder, after creating it if necessary. Ranks that create it at the same time get the same key."""
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "key"
     if not path.exists():
@@ -97,7 +100,7 @@ def _key_in(folder: Path) -> bytes:
         _check_private(path, os.fstat(file.fileno()))
         key = file.read()
     if len(key) != _KEY_BYTES:
-        msg = f"{path} has {len(key)} bytes and not {_KEY_BYTES}: delete it, and the next launch makes a new one"
+        msg = f"{path} has {len(key)} bytes instead of {_KEY_BYTES}: delete it, and the next launch creates a new key"
         raise LaunchError(msg)
     return key
 
@@ -106,14 +109,14 @@ def _check_private(path: Path, status: os.stat_result) -> None:
     """Refuse a key that other users can read or replace.
 
     Raises:
-        LaunchError: If the file or its folder has another owner, or others have access.
+        LaunchError: If another user owns the file or its folder, can read or write the file, or can write to the folder.
     """
     for each, found in ((path, status), (path.parent, path.parent.stat())):
         readable = stat.S_IRWXG | stat.S_IRWXO if each == path else stat.S_IWGRP | stat.S_IWOTH
         if found.st_uid != os.getuid() or found.st_mode & readable:
             msg = (
                 f"other users have access to {each} (mode {stat.filemode(found.st_mode)}, owner {found.st_uid}), and could "
-                f"run code as this user: delete {path} (a new one gets mode 600), `chmod 700 {path.parent}`, or set "
-                f"{_VARIABLE}"
+                f"run code as this user: delete {path} (the next launch creates it with mode 600), run "
+                f"`chmod 700 {path.parent}`, or set {_VARIABLE} to a secret"
             )
             raise LaunchError(msg)

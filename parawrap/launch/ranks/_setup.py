@@ -1,4 +1,4 @@
-"""The steps by which a process becomes a rank: device, seeds, process groups."""
+"""Turn a process into a rank: set its device, seeds, and process groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Place", "set_up"]
 
 @dataclass(frozen=True)
 class Place:
-    """A rank's numbers."""
+    """A rank's numbers in its world."""
 
     global_rank: int
     local_rank: int
@@ -32,13 +32,13 @@ class Place:
 
 
 def set_up(place: Place, platform: Platform, store: dist.Store | None, group: dist.ProcessGroup | None = None) -> Rank:
-    """Make this process a rank.
+    """Set up this process as a rank, and return the rank.
 
     Args:
-        place: of the rank.
-        platform: of the launch.
-        store: where the ranks meet; None forms no group.
-        group: an existing process group of the world. Then only those of ``ipc_groups`` are made.
+        place: The rank's place.
+        platform: The launch's platform.
+        store: The store where the ranks meet. None forms no process group.
+        group: An existing process group of the world. If given, only the groups of ``ipc_groups`` are made.
 
     Raises:
         PlatformError: If the rank's device is not on this node.
@@ -67,7 +67,7 @@ def _check_cuda(place: Place) -> None:
     lacks = (
         f"its torch {torch.__version__} is built without CUDA: install a CUDA build of torch there (https://pytorch.org)"
         if torch.version.cuda is None
-        else f"it shows {there} CUDA device(s): give a smaller n_gpus, or see CUDA_VISIBLE_DEVICES and `nvidia-smi` there"
+        else f"{there} CUDA device(s) are visible: reduce n_gpus, or check CUDA_VISIBLE_DEVICES and `nvidia-smi` there"
     )
     msg = (
         f"rank {place.global_rank} needs GPU {place.local_rank} of node {place.node} ({socket.gethostname()}), but {lacks}"

@@ -1,7 +1,7 @@
 """Signals that a cluster sends to every process of a job that it is about to end.
 
-The node's task decides what they mean for its ranks. The processes that it starts have to ignore them from their first
-moment. So they start with these signals blocked, which also marks them.
+The node's task handles them for its ranks. The processes that it starts must ignore them from the beginning. So they start
+with these signals blocked, which also tells them apart from other processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FROM_CLUSTER = (signal.SIGUSR2, signal.SIGTERM)
 
 @contextmanager
 def not_for_children() -> Iterator[None]:
-    """Have processes that this thread starts inside the block ignore these signals. This process gets them after it."""
+    """Block the signals, so that processes started in the block ignore them. This process gets them after the block."""
     signal.pthread_sigmask(signal.SIG_BLOCK, FROM_CLUSTER)
     try:
         yield
@@ -26,7 +26,7 @@ def not_for_children() -> Iterator[None]:
 
 
 def heed_signals() -> None:
-    """Unblock all signals at the start of a process. Ignore the cluster's signals if they were blocked."""
+    """Unblock all signals at the start of a process. If the cluster's signals were blocked, ignore them from now on."""
     if signal.SIGUSR2 in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         for number in FROM_CLUSTER:
             signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""The agreement on when to save, reached over a world's store by ranks without a supervisor."""
+"""The agreement on when to save for ranks without a supervisor. They reach it through their world's store."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["StoreAgreement"]
 
 _LOOK_S = 0.2
 _JOIN_S = 5.0
-_RANKS_A_LOOK = 2000  # in larger worlds each polls less often: one store answers all of them
-_ASKED = "asked"
+_RANKS_A_LOOK = 2000  # in larger worlds, each rank polls less often to limit the load on the store
+_REQUESTED = "requested"
 
 
 class StoreAgreement:
-    """One rank's side of it while its function runs. A thread polls the store.
+    """One rank's part in the agreement while its function runs. A thread polls the store.
 
     Args:
-        open_store: opens another connection to the store, as a call that waits blocks its connection.
-        rank: this rank.
-        world_size: the number of ranks.
+        open_store: Opens a separate connection to the store, because a waiting call blocks its connection.
+        rank: This rank's number.
+        world_size: The number of ranks.
     """
 
     def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int) -> None:
@@ -33,7 +33,7 @@ class StoreAgreement:
         self._open_store = open_store
         self._rank = rank
         self._world_size = world_size
-        self._is_wanted = False
+        self._is_requested = False
         self._ended = threading.Event()
         self._look_s = _LOOK_S * max(1.0, world_size / _RANKS_A_LOOK)
         self._thread = threading.Thread(target=self._look, name="parawrap-rank-agreement", daemon=True)
@@ -44,20 +44,20 @@ class StoreAgreement:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(_JOIN_S)  # if the store is gone, its calls may block for long
+        self._thread.join(_JOIN_S)  # calls to a store that is gone may block for long
 
-    def ask(self) -> None:
-        """Make all ranks save. Safe in a signal handler: it does not block."""
-        self._is_wanted = True
+    def request(self) -> None:
+        """Make all ranks save. Does not block, so it is safe in a signal handler."""
+        self._is_requested = True
 
     def _look(self) -> None:
         with contextlib.suppress(dist.DistError):  # the world has ended
             store = self._open_store()
-            while not (self._is_wanted or store.check([_ASKED])):
+            while not (self._is_requested or store.check([_REQUESTED])):
                 if self._ended.wait(self._look_s):
-                    store.set(self._key(self._rank), "0")  # for ranks that ask later
+                    store.set(self._key(self._rank), "0")  # a later request must not wait for this rank
                     return
-            store.set(_ASKED, "")
+            store.set(_REQUESTED, "")
             store.set(self._key(self._rank), str(self.preemption.hold_back()))
             self._decide(store)
 

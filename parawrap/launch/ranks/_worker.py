@@ -1,4 +1,4 @@
-"""A rank from its connected socket to the end of its process: the order of the steps, whatever started the process."""
+"""The life of a rank's process: connect to the launch, set up, call the function, report the outcome, and exit."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from parawrap.launch.parcels._outcomes import Died
 from parawrap.launch.parcels._packing import packed
 from parawrap.launch.parcels._wire import Wire
 from parawrap.launch.ranks._assignment import Assignment
-from parawrap.launch.ranks._control import Control, ToldToEnd
+from parawrap.launch.ranks._control import Control, EndOrdered
 from parawrap.launch.ranks._groups import Rendezvous, open_store
-from parawrap.launch.ranks._preemption import Preemption, RequeueWanted
+from parawrap.launch.ranks._preemption import Preemption, RequeueRequested
 from parawrap.launch.ranks._setup import Place, set_up
 from parawrap.launch.ranks._signals import heed_signals
 
 __all__ = ["run_rank"]
 
 _LINGER_S = 1.0
-_SPARE_FILES = 4  # the report of a rank that has used up its descriptors needs so many
-_LEFT_BY_ITSELF = 0
+_SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
+_SUCCEEDED = 0
 _FAILED = 1
 _OWN_FILES = (__file__, _job.__file__)
 
-_RISK = ", which every program that can connect to it can disturb"
+_RISK = ". Any program that can connect to it can disturb it"
 
 _replaced: list[Any] = []
 
@@ -51,7 +51,7 @@ Report = tuple[str, dict[str, Any], int | None]
 
 
 def run_rank(sock: socket.socket) -> NoReturn:
-    """Be the rank at this end of a line. Never return."""
+    """Run as the rank at this end of a connection, then exit. Never returns."""
     gc.enable()
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
     wire = Wire(sock)
@@ -61,19 +61,19 @@ def run_rank(sock: socket.socket) -> NoReturn:
     for stream in streams:
         os.close(stream)
     message = wire.receive()
-    if message is None:  # the launch is gone, or ended before it began
+    if message is None:  # the launching process died, or ended the launch before its start
         os._exit(_FAILED)
     control = Control(wire, message.body)
     word, body, file = _report(message.body, message.files[0], control, spare)
     wire.send(word, body, () if file is None else (file,))
-    left_by_itself = word in ("returned", "requeued")
-    if left_by_itself:
+    has_succeeded = word in ("returned", "requeued")
+    if has_succeeded:
         control.linger(_LINGER_S)
-    _leave(_LEFT_BY_ITSELF if left_by_itself else body.get("code") or _FAILED)
+    _leave(_SUCCEEDED if has_succeeded else body.get("code") or _FAILED)
 
 
 def _own_session() -> None:
-    """Leave the terminal of the launch, whose Ctrl-C is not for ranks, and lead a process group, which can be killed."""
+    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed."""
     heed_signals()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if os.getpid() != os.getsid(0):
@@ -81,7 +81,7 @@ def _own_session() -> None:
 
 
 def _streams() -> tuple[int, int]:
-    """Turn standard output and error into pipes. Return the ends that the launch reads."""
+    """Redirect standard output and error into pipes. Return the ends that the launching process reads."""
     ends = []
     for name, number in (("stdout", 1), ("stderr", 2)):
         reader, writer = os.pipe()
@@ -89,14 +89,16 @@ def _streams() -> tuple[int, int]:
         os.close(writer)
         os.set_inheritable(number, True)
         ends.append(reader)
-        _replaced.append(getattr(sys, name))  # kept: when freed, it writes what a forked parent had buffered
+        _replaced.append(
+            getattr(sys, name)
+        )  # kept: a freed stream writes text that the parent had buffered before the fork
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
     return ends[0], ends[1]
 
 
 def _report(assignment: Assignment, payload: int, control: Control, spare: list[int]) -> Report:
-    """Run the function. Return the message that reports how it ended."""
+    """Call the function. Return the message that reports its outcome."""
     try:
         try:
             control.start()
@@ -105,9 +107,9 @@ def _report(assignment: Assignment, payload: int, control: Control, spare: list[
             control.function_ended()
             _free(spare)
         return "returned", {"at": time.time()}, result
-    except ToldToEnd:
+    except EndOrdered:
         return "ended", {"at": time.time()}, None
-    except RequeueWanted:
+    except RequeueRequested:
         return "requeued", {"at": time.time()}, None
     except SystemExit as error:
         died = Died.by_exit(error, pid=os.getpid())
@@ -117,7 +119,7 @@ def _report(assignment: Assignment, payload: int, control: Control, spare: list[
 
 
 def _free(spare: list[int]) -> None:
-    """Free descriptors for the report, in case the function has used up all others."""
+    """Close the reserved descriptors, so that the report can use them."""
     while spare:
         os.close(spare.pop())
 
@@ -132,7 +134,7 @@ def _description(error: BaseException) -> dict[str, Any]:
 
 
 def _run(assignment: Assignment, payload: int, preemption: Preemption, spare: list[int]) -> int:
-    """Set the process up, call the function, and return a file with the packed result."""
+    """Set up the process, call the function, and return a file with the pickled result."""
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
@@ -147,14 +149,14 @@ def _unpacked(payload: int) -> Job:
     try:
         return unpacked_call(payload)
     except BaseException as error:
-        error.add_note("this happened while the rank was unpacking the function and its arguments, before it could call it")
+        error.add_note("raised while the rank unpickled the function and its arguments, before the call")
         raise
     finally:
         os.close(payload)
 
 
 def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
-    """Set up what a rank with a process of its own may set: logging, threads, and variables. Then do as `set_up`."""
+    """Set up logging, threads, and environment variables of this process, then the rank itself (`set_up`)."""
     place = assignment.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
     if platform.device == Device.NEURON:
@@ -170,12 +172,12 @@ def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
     try:
         return set_up(place, platform, store)
     except Exception as error:
-        error.add_note(f"the ranks were meeting at the store {meeting}{_RISK if meeting.path is None else ''}")
+        error.add_note(f"raised while the ranks met at the store {meeting}{_RISK if meeting.path is None else ''}")
         raise
 
 
 def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:
-    """Return the variables by which torchrun describes a world to libraries."""
+    """Return the environment variables that torchrun sets, because libraries read them."""
     variables = {
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
         "RANK": str(place.global_rank),
@@ -196,8 +198,8 @@ def _variables(place: Place, meeting: Rendezvous | None) -> dict[str, str]:
 
 
 def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
-    """Return the number of torch's threads: the user's, else an equal share of the cores."""
-    if platform.spawn_method == "fork":  # OpenMP's threads did not survive the fork; waiting for them would never end
+    """Return the number of torch threads: the user's setting, or an equal share of the cores."""
+    if platform.spawn_method == "fork":  # OpenMP's threads do not survive a fork; waiting for them would block forever
         return 1
     if platform.device != Device.CPU and platform.n_cpus > 1:
         return platform.n_cpus
@@ -207,12 +209,12 @@ def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
 
 
 def _join_threads() -> None:
-    """Wait for the threads that the function started, except daemons."""
-    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # ends idle workers of thread pools too
+    """Wait for the non-daemon threads that the function started."""
+    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # also ends idle thread-pool workers
 
 
 def _leave(code: int) -> NoReturn:
-    """End as an interpreter ends, without taking torch apart: the kernel does that faster."""
+    """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
     for step in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             step()

@@ -1,1 +1,1 @@
-"""The side that starts ranks: their processes, what they write, and the watch over them until the last one is gone."""
+"""The launching process's side of a launch: start ranks, collect their output, and supervise them until all have ended."""

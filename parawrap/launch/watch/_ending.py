@@ -1,4 +1,4 @@
-"""The end of a launch, and the results or the error that follow from it."""
+"""How a launch ended, and the results or the error to report for it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Ending", "verdict"]
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a launch. Frozen. Its results can be unpacked once.
+    """How a launch ended. Frozen. Its results can be unpickled once.
 
     Attributes:
-        outcomes: how each rank of the last attempt ended.
-        hosts: the names of the nodes, in their order.
-        history: how the earlier attempts ended.
-        stacks: of the ranks when their time was up.
-        cancelled: True if it was cancelled.
-        timed_out: the time limit that ended it.
-        stuck: True if it was ended because its ranks waited for ranks that had returned.
-        broken: the reason why ranks could not be started.
-        requeued: True if the ranks left for a restart by the cluster.
+        outcomes: How each rank of the last attempt ended.
+        hosts: The hostnames of the nodes, by node number.
+        history: How the earlier attempts ended.
+        stacks: The stacks of the ranks when a time limit was reached.
+        cancelled: True if the launch was cancelled.
+        timed_out: The time limit that ended the launch.
+        stuck: True if the launch was ended because its ranks waited for ranks that had returned.
+        broken: The reason why ranks could not be started.
+        requeued: True if the ranks exited to be restarted by the cluster.
     """
 
     outcomes: Mapping[int, Outcome]
@@ -42,7 +42,7 @@ class Ending:
     requeued: bool = False
 
     def close(self) -> None:
-        """Close the results and exceptions that were not unpacked."""
+        """Close the files of results and exceptions."""
         for outcome in self.outcomes.values():
             if isinstance(outcome, Returned):
                 outcome.value.close()
@@ -51,13 +51,13 @@ class Ending:
 
     @property
     def is_success(self) -> bool:
-        """True if every rank has returned, and nothing else ended the launch."""
+        """True if every rank returned and nothing else ended the launch."""
         given_up = self.cancelled or self.timed_out or self.stuck or self.broken
         return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
 
 
 def verdict(name: str, platform: Platform, ending: Ending) -> RankResults[Any] | BaseException:
-    """Return the results of a function's ranks, or the exception to raise instead."""
+    """Return the ranks' results, or the exception to raise instead."""
     world_size = platform.world_size
     if ending.cancelled:
         return LaunchCancelledError(f"the launch of {name} was cancelled: it has no results")
@@ -67,7 +67,7 @@ def verdict(name: str, platform: Platform, ending: Ending) -> RankResults[Any] |
         return _stuck_error(name, ending)
     failed = first_failure(ending.outcomes)
     if failed is None and (ending.broken is not None or len(ending.outcomes) < world_size):
-        return LaunchError(ending.broken or f"only {len(ending.outcomes)} of {world_size} ranks of {name} ever began")
+        return LaunchError(ending.broken or f"only {len(ending.outcomes)} of {world_size} ranks of {name} started")
     if failed is None:
         return values_of(ending.outcomes, world_size)
     node = failed // platform.ranks_per_node
@@ -80,8 +80,8 @@ def verdict(name: str, platform: Platform, ending: Ending) -> RankResults[Any] |
 def _stuck_error(name: str, ending: Ending) -> LaunchError:
     returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
     msg = (
-        f"{name} can get no further: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
-        f"collective, every rank of the group has to take part. What they were doing:\n{_told(ending)}"
+        f"{name} is deadlocked: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
+        f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
     )
     return LaunchError(msg)
 
@@ -89,12 +89,12 @@ def _stuck_error(name: str, ending: Ending) -> LaunchError:
 def _timeout_error(name: str, ending: Ending) -> LaunchTimeoutError:
     stacks = dict(ending.stacks or {})
     returned = sorted(set(ending.outcomes) - set(stacks))
-    msg = f"{name} was {ending.timed_out}; its ranks were ended. What they were doing:\n{_told(ending)}"
+    msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{_stacks_of(ending)}"
     error = LaunchTimeoutError(msg, stacks=stacks)
     if returned:
-        error.add_note(f"these ranks had ended before: {', '.join(map(str, returned))}")
+        error.add_note(f"these ranks had ended before the time limit: {', '.join(map(str, returned))}")
     return error
 
 
-def _told(ending: Ending) -> str:
+def _stacks_of(ending: Ending) -> str:
     return "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted((ending.stacks or {}).items()))

@@ -1,10 +1,10 @@
-"""The process that forks ranks. It has torch loaded, runs no thread, and forks one rank per request.
+"""The process that forks ranks. It has torch imported, has a single thread, and forks one rank per request.
 
 `_starters` starts it. Its guarantees:
 
-* The status pipe of a request reports the rank's process id and exit code. The pipe is closed once nothing that the rank
-  started is alive.
-* When the launching process is gone, the ranks end, and then this process.
+* The status pipe of a request reports the rank's process id and exit code. The pipe is closed once the rank and all
+  processes that it started have ended.
+* If the launching process dies, the ranks end, and then this process.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ import warnings
 from typing import NamedTuple, NoReturn
 
 from parawrap.launch._leftovers import LOOK_S, Leftovers, kill_group
-from parawrap.launch.parcels._wire import line_at_standard_input, receive_exactly
+from parawrap.launch.parcels._wire import receive_exactly, socket_at_standard_input
 from parawrap.launch.ranks._control import PRELOADABLE
 from parawrap.launch.ranks._signals import heed_signals
 from parawrap.launch.ranks._worker import run_rank
 
 __all__ = ["ENDED", "FAILED", "FORK", "LOAD", "REQUEST", "STARTED", "STATUS", "serve", "serve_standard_input"]
 
-REQUEST = struct.Struct("<cd")  # FORK and the rank's grace in seconds, or LOAD and an index into PRELOADABLE
+REQUEST = struct.Struct("<cd")  # FORK with the rank's grace_s, or LOAD with an index into PRELOADABLE
 FORK, LOAD = b"f", b"l"
-_FILES = 2  # that come with FORK: the rank's end of its line, and the status pipe
+_FILES = 2  # attached to FORK: the rank's end of its connection, and the status pipe
 
 STATUS = struct.Struct("<ci")
 STARTED = b"s"  # with the process id
 FAILED = b"f"  # with the errno of the failed fork
-ENDED = b"e"  # with an exit code, or minus a signal's number
+ENDED = b"e"  # with the exit code, or the negative signal number
 
 _LOOK_FOR_PARENT_S = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -48,24 +48,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class _Rank(NamedTuple):
-    """A rank that this process forked: its status pipe, and the seconds it has to clean up."""
+    """A rank that this process forked: its status pipe, and its time to clean up."""
 
     status: int
     grace_s: float
 
 
 def serve_standard_input() -> NoReturn:
-    """Serve the requests that arrive at standard input, which is a socket. The body of a fresh interpreter."""
-    serve(line_at_standard_input())
-    os._exit(0)  # the interpreter's own end would take torch apart, for 0.1 s
+    """Serve requests from standard input, which is a socket. The entry point of a fresh interpreter."""
+    serve(socket_at_standard_input())
+    os._exit(0)  # a normal exit would spend 0.1 s on unloading torch
 
 
 def serve(requests: socket.socket) -> None:
-    """Serve requests until the launching process hangs up and the last rank has ended."""
+    """Serve requests until the launching process closes the connection and the last rank has ended."""
     with requests:
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks next to the threads of a BLAS
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks if a BLAS has threads
         heed_signals()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the launching process
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
         _Server(requests).run()
 
 
@@ -79,13 +79,13 @@ class _Server:
         self._parent, self._pid = os.getppid(), os.getpid()
         self._libc = ctypes.CDLL(None)
         self._adopt_orphans()
-        if sys.platform == "linux":  # if this process is stopped when its parent dies, it has to go on to see that
+        if sys.platform == "linux":  # a stopped process must continue to notice its parent's death
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         self._woken, self._waker = os.pipe()
         os.set_blocking(self._waker, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
-        gc.freeze()  # ranks never collect, and so never copy, the objects that exist now
+        gc.freeze()  # the ranks' collector then skips these objects and does not copy their pages
         gc.enable()
 
     def run(self) -> None:
@@ -101,9 +101,9 @@ class _Server:
                 self._load()
 
     def _wait(self, watched: list[socket.socket | int]) -> list[socket.socket | int]:
-        """Return the watched files that can be read. Reap ranks and leftovers meanwhile."""
+        """Wait for a watched file to become readable, and reap ended processes. Return the readable files."""
         patience_s = 0.0 if self._to_load else LOOK_S if self._leftovers else _LOOK_FOR_PARENT_S
-        poll = select.poll()  # select() takes no descriptor beyond 1023
+        poll = select.poll()  # select() is limited to descriptors below 1024
         for file in watched:
             poll.register(file, select.POLLIN)
         ready = {number for number, _ in poll.poll(1000 * patience_s)}
@@ -118,7 +118,7 @@ class _Server:
     # -- requests
 
     def _take_request(self) -> bool:
-        """Serve one request. False if the launching process hung up."""
+        """Serve one request. Return False if the launching process closed the connection."""
         try:
             head, files, _, _ = socket.recv_fds(self._requests, REQUEST.size, _FILES)
             if not head:
@@ -130,7 +130,7 @@ class _Server:
             self._to_load.append(PRELOADABLE[int(number)])
         elif len(files) == _FILES:
             self._fork(files[0], _Rank(files[1], number))
-        else:  # the kernel dropped files: this process has reached its limit of open files
+        else:  # the kernel dropped descriptors: this process has reached its limit on open files
             for file in files:
                 _report(file, FAILED, errno.EMFILE)
                 os.close(file)
@@ -154,7 +154,7 @@ class _Server:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             self._die_with_server()
-            self._adopt_orphans()  # until this rank ends, which hands them to the server
+            self._adopt_orphans()  # when this rank ends, its orphans become children of the server
             self._requests.close()
             others = (*self._ranks.values(), *self._ended.values())
             for file in (self._woken, self._waker, rank.status, *(each.status for each in others)):
@@ -165,22 +165,22 @@ class _Server:
             os._exit(1)
 
     def _die_with_server(self) -> None:
-        """Have the kernel kill this rank when the server ends. On macOS the end of its line ends the rank."""
+        """Have the kernel kill this rank when the server ends. On macOS, the rank ends when its connection closes."""
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != self._pid:
             os._exit(1)
 
     def _adopt_orphans(self) -> None:
-        """Become the parent of orphaned descendants, which otherwise go to init and survive the launch."""
+        """Become the parent of orphaned descendants. Otherwise they become children of init and survive the launch."""
         if sys.platform == "linux":
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def _load(self) -> None:
-        """Import the modules that ranks had to import by themselves, so that later ranks start with them."""
+        """Import the modules that earlier ranks imported, so that later ranks start with them."""
         for name in self._to_load:
             if name not in sys.modules:
-                with contextlib.suppress(Exception):  # the ranks report it if they need the module
+                with contextlib.suppress(Exception):  # a rank that needs the module reports the error itself
                     importlib.import_module(name)
                 gc.freeze()
         self._to_load.clear()
@@ -206,7 +206,7 @@ class _Server:
             os.close(self._ended.pop(pid).status)
 
     def _end_ranks(self) -> None:
-        """End ranks whose launching process is gone. They end by themselves too; after their grace they are killed."""
+        """Wait until the ranks of a dead launching process have ended. Kill those left after the longest ``grace_s``."""
         deadline = time.monotonic() + max((rank.grace_s for rank in self._ranks.values()), default=0)
         while (self._ranks or self._leftovers) and time.monotonic() < deadline:
             self._wait([self._woken])
@@ -217,5 +217,5 @@ class _Server:
 
 
 def _report(status: int, word: bytes, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # the launch no longer needs it
+    with contextlib.suppress(BrokenPipeError):  # the launch no longer reads it
         os.write(status, STATUS.pack(word, number))

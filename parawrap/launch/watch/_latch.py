@@ -1,4 +1,4 @@
-"""A flag to wait for that survives a Ctrl-C at any moment."""
+"""An event that stays usable if Ctrl-C interrupts a wait at any moment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LOOK_S = 1.0
 
 
 class Latch:
-    """threading.Event without a lock of Python's, which stays locked if a signal handler raises within Event.wait."""
+    """Like threading.Event, but safe if a signal handler raises during `wait`: threading.Event can then stay locked."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -22,12 +22,12 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Set the flag, and wake all waiting threads."""
+        """Set the flag and wake all waiting threads."""
         self._is_set = True
         self._wake.put(None)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flag is set, at most so many seconds. Return the flag."""
+        """Wait until the flag is set, for at most `timeout` seconds. Return the flag."""
         until = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._is_set and (left_s := until - time.monotonic()) > 0:
             try:

@@ -1,4 +1,4 @@
-"""Launches that a thread of this process watches to their end: the common part of all launchers' handles."""
+"""The base classes of launch handles. A thread of this process watches each launch until it ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parawrap.launch.watch._transcript import Transcript, new_log_folder
 
 __all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "cancel_all", "cancel_launches"]
 
-# Seconds that all ranks that have not returned may wait in torch.distributed, without progress.
+# Seconds that the remaining ranks may wait in torch.distributed without progress after other ranks have exited.
 STUCK_S = 20.0
 
 _numbers = count(1)
@@ -36,9 +36,9 @@ _running: set[WatchedLaunch] = set()
 
 
 class WatchedLaunch(Launch[Any]):
-    """One call with its transcripts and the thread that watches it.
+    """One call, its transcripts, and the thread that watches it.
 
-    The thread does all that needs undoing, so a Ctrl-C in the main thread, at any moment, finds nothing half done.
+    The thread acquires and releases all resources. So a Ctrl-C in the main thread never leaves anything half done.
     """
 
     def __init__(self, job: Job) -> None:
@@ -57,17 +57,17 @@ class WatchedLaunch(Launch[Any]):
 
     @abstractmethod
     def _watched(self) -> Ending:
-        """Watch the launch to its end. The body of the thread."""
+        """Watch the launch until it ends. Called by the watching thread."""
 
     def _request_cancel(self) -> None:
-        """End the launch, without waiting for that."""
+        """Request the end of the launch without waiting for it."""
         self._cancelled.set()
 
     def _begin_watch(self) -> None:
-        """Start the thread.
+        """Start the watching thread.
 
         Raises:
-            LaunchError: If the system allows no more threads.
+            LaunchError: If the system does not allow another thread.
         """
         _running.add(self)
         try:
@@ -75,7 +75,7 @@ class WatchedLaunch(Launch[Any]):
         except RuntimeError as error:
             _running.discard(self)
             self._finish_transcripts()
-            msg = f"no thread can be started to watch {self._job.name}: {explained(error)}"
+            msg = f"the thread that watches {self._job.name} cannot be started: {explained(error)}"
             raise LaunchError(msg) from error
         except BaseException:  # Ctrl-C
             self._request_cancel()
@@ -83,7 +83,7 @@ class WatchedLaunch(Launch[Any]):
             raise
 
     def _end_unclaimed(self) -> None:
-        """End the launch if its thread has not begun. If the thread begins after this, it does nothing."""
+        """End the launch if its thread has not started. A thread that starts later does nothing."""
         if self._claim.acquire(blocking=False):
             self._end()
 
@@ -112,7 +112,10 @@ class WatchedLaunch(Launch[Any]):
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
         if not self._has_ended(timeout):
-            msg = f"the ranks of {self._job.name} still run after {timeout} seconds; they go on: ask again, or cancel()"
+            msg = (
+                f"the ranks of {self._job.name} still run after {timeout} seconds, and they continue: call results() "
+                "again, or cancel()"
+            )
             raise TimeoutError(msg)
         with self._reading:
             if self._verdict is None:
@@ -137,9 +140,9 @@ class WatchedLaunch(Launch[Any]):
         self._has_ended(None)
 
     def _has_ended(self, timeout: float | None) -> bool:
-        """Wait for the end. The thread that watches runs ``upon_finish``: there the launch has ended already."""
+        """Wait for the end. In ``upon_finish``, which the watching thread calls, the launch counts as ended."""
         if os.getpid() != self._pid:
-            msg = f"this launch of {self._job.name} belongs to process {self._pid}, of which this one is a fork"
+            msg = f"this launch of {self._job.name} belongs to process {self._pid}: use it there, not in a forked child"
             raise LaunchError(msg)
         return threading.current_thread() is self._watch or self._ended.wait(timeout)
 
@@ -163,7 +166,7 @@ class WatchedLaunch(Launch[Any]):
 
 
 class RunLaunch(WatchedLaunch):
-    """A launch whose ranks this process supervises, wherever they run. `_begun` differs."""
+    """A launch with ranks that this process supervises, on any machine. Subclasses implement `_begun`."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -174,7 +177,7 @@ class RunLaunch(WatchedLaunch):
         """Wait until the ranks are started.
 
         Raises:
-            LaunchError: If they cannot be started.
+            LaunchError: If the ranks cannot be started.
         """
         try:
             self._has_begun.wait()
@@ -190,7 +193,7 @@ class RunLaunch(WatchedLaunch):
 
     @abstractmethod
     def _begun(self, cleanup: ExitStack) -> Run:
-        """Start the ranks. `cleanup` takes what is to be undone at the end."""
+        """Start the ranks. `cleanup` takes callbacks for the end of the launch."""
 
     def _watched(self) -> Ending:
         with ExitStack() as cleanup:
@@ -224,7 +227,7 @@ def _transcripts(platform: Platform, folder: Path | None) -> list[Transcript]:
 def assignments_of(
     platform: Platform, meeting: Rendezvous | None, surroundings: Surroundings, *, interface: str | None = None
 ) -> Callable[[int, int], Assignment]:
-    """Return a function that makes the assignment of a rank at a restart."""
+    """Return a function that makes the assignment for a rank and a restart number."""
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
     def assignment(rank: int, restart: int) -> Assignment:
@@ -234,7 +237,7 @@ def assignments_of(
             meeting=meeting,
             surroundings=surroundings,
             grace_s=platform.grace_s,
-            tells_of_life=platform.hang_timeout_s is not None,
+            reports_progress=platform.hang_timeout_s is not None,
             stuck_s=STUCK_S,
             still_s=_hints.STILL_S,
             on_cluster=surroundings.environ is None,
@@ -245,12 +248,12 @@ def assignments_of(
 
 
 def cancel_launches(job: Job | None = None) -> None:
-    """End the launches of a job that run in this process, or all of them, and wait for that."""
+    """End the running launches of a job, or of all jobs, and wait until they have ended."""
     cancel_all([launch for launch in list(_running) if job is None or launch._job is job])
 
 
 def cancel_all(launches: Iterable[Launch[Any]]) -> None:
-    """Cancel several launches at once, and wait until all have ended."""
+    """Cancel several launches concurrently and wait until all have ended."""
     running = [launch for launch in launches if not launch.done()]
     for launch in running:
         if isinstance(launch, WatchedLaunch):

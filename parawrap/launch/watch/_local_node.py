@@ -1,7 +1,7 @@
-"""The ranks of one machine: started, sent messages, listened to, and ended.
+"""Start, message, read, and end the ranks of one machine.
 
-Guarantees: a rank's messages and output are reported before its end, and its end once. When a node is over, no process that
-it started is alive.
+Guarantees: a rank's messages and output are reported before its end, and its end is reported once. When `is_over` is True,
+no process that the node started is alive.
 """
 
 from __future__ import annotations
@@ -29,64 +29,64 @@ __all__ = ["LocalNode", "Node", "Watcher"]
 
 _PIECE = 1 << 16
 _PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
-_LINE_TIMEOUT_S = 10.0  # a rank that is stopped in the middle of a message blocks the launch no longer
+_LINE_TIMEOUT_S = 10.0  # the longest time that a rank stopped in the middle of a message blocks the launch
 
 
 class Watcher(Protocol):
-    """Takes reports about ranks, wherever they run. Called by the thread of the node's loop."""
+    """Receives reports about ranks. Called by the thread of the node's loop."""
 
     def on_start(self, rank: int, pid: int) -> None:
         """Handle the start of a rank's process."""
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
-        """Handle a message. The watcher owns `file`, an open file or a path with a large value."""
+        """Handle a message. `file`, an open file or a path with a large value, belongs to the watcher."""
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
-        """Handle output: 1 is standard output, 2 standard error."""
+        """Handle output of stream 1 (standard output) or 2 (standard error)."""
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
-        """Handle the end of a rank's process: an exit code, minus a signal's number, or None if it is unknown."""
+        """Handle the end of a rank's process. `code` is its exit code, a negative signal number, or None if unknown."""
 
     def on_trouble(self, what: str) -> None:
-        """Handle that ranks cannot be started or heard on a node."""
+        """Handle a failure to start ranks on a node or to receive their messages."""
 
 
 class Node(Protocol):
-    """A machine on which some of a launch's ranks run. Used by the thread of its loop."""
+    """A machine that runs some ranks of a launch. Used by the thread of its loop."""
 
     @property
     def host(self) -> str:
-        """The machine's name."""
+        """The hostname."""
         ...
 
     def start(self, assignment: Assignment, watcher: Watcher) -> None:
         """Start a rank and report on it to `watcher`.
 
         Raises:
-            LaunchError: If no process can be started.
+            LaunchError: If the process cannot be started.
         """
 
-    def tell(self, rank: int, word: str, body: Any = None) -> None:
-        """Send a message to a rank, if it is still there. "end" also ends a process that has not started yet."""
+    def send(self, rank: int, word: str, body: Any = None) -> None:
+        """Send a message to a rank, unless it has ended. "end" also ends a process that has not started yet."""
 
     def kill(self, rank: int) -> None:
         """Kill a rank and its process group."""
 
     @property
     def is_over(self) -> bool:
-        """True if nothing that was started here is alive."""
+        """True if no process that was started here is alive."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """True if the machine cannot be reached any more."""
+        """True if the machine is no longer reachable."""
         ...
 
     def give_up(self) -> None:
-        """Stop waiting for reports that do not come."""
+        """Stop waiting for missing reports."""
 
     def close(self) -> None:
-        """Kill the ranks that still run, and close all files."""
+        """Kill the ranks that still run and close all files."""
 
 
 @dataclass
@@ -94,29 +94,29 @@ class _Process:
     """A rank's process, which leads its own process group.
 
     Attributes:
-        status: the pipe on which the process that forked it reports.
-        pid: 0 until the process has started.
-        is_unwanted: True if it was ordered to end before it had started.
-        has_ended: True if its end was reported. What it left running may still be alive.
-        streams: the pipes of its standard output (1) and error (2).
+        status: The pipe with reports from the process that forked the rank.
+        pid: The process id; 0 until the process has started.
+        is_cancelled: True if the rank was ordered to end before it had started.
+        has_ended: True if the end was reported. Processes that the rank started may still be alive.
+        streams: The pipes of standard output (1) and standard error (2).
     """
 
     wire: Wire
     watcher: Watcher
     status: int
     pid: int = 0
-    is_unwanted: bool = False
+    is_cancelled: bool = False
     has_ended: bool = False
     streams: dict[int, int] = field(default_factory=dict)
 
 
 class LocalNode:
-    """This machine's ranks.
+    """The ranks of this machine.
 
     Args:
-        loop: waits for their messages, output, and ends.
-        starter: starts processes.
-        payload: the packed call; the caller closes it.
+        loop: The loop that waits for messages, output, and ends of ranks.
+        starter: Starts the processes.
+        payload: The file of the pickled call. The caller closes it.
     """
 
     def __init__(self, loop: Loop, starter: Starter, payload: int) -> None:
@@ -143,7 +143,7 @@ class LocalNode:
         try:
             process = self._started(assignment.grace_s, watcher)
         except OSError as error:
-            msg = f"no process can be started for rank {rank}: {explained(error)}"
+            msg = f"the process of rank {rank} cannot be started: {explained(error)}"
             raise LaunchError(msg) from error
         self._processes[rank] = process
         self._loop.watch(process.wire, partial(self._on_message, rank, process))
@@ -163,18 +163,18 @@ class LocalNode:
             wire.close()
             raise
 
-    def tell(self, rank: int, word: str, body: Any = None) -> None:
+    def send(self, rank: int, word: str, body: Any = None) -> None:
         if rank not in self._processes:
             return
         process = self._processes[rank]
         if word == "end" and not process.pid:
-            process.is_unwanted = True
+            process.is_cancelled = True
             self._starter.wake()
         else:
             process.wire.send(word, body)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank. Its process group is its own except for an instant after its start."""
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
         process = self._processes.get(rank)
         if process is None or process.has_ended:
             return
@@ -183,12 +183,12 @@ class LocalNode:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)
             self._starter.wake()
-        else:  # if it still starts, it finds its line closed, and exits
+        else:  # if it still starts, it finds its connection closed and exits
             self._forget(rank, process)
             process.watcher.on_end(rank, None)
 
     def listen(self, wanted: bool) -> None:
-        """Read what ranks write, or leave it in their pipes, which blocks them when these are full."""
+        """Read the ranks' output, or leave it in the pipes. A rank blocks when its pipe is full."""
         if wanted == self._listens:
             return
         self._listens = wanted
@@ -216,9 +216,9 @@ class LocalNode:
     def _on_message(self, rank: int, process: _Process) -> None:
         message = process.wire.receive()
         if message is None:
-            self._hang_up(process)
+            self._close_wire(process)
         elif message.word == "files lost":
-            process.watcher.on_trouble(f"a message of rank {rank} lost the files that came with it: {open_files_limit()}")
+            process.watcher.on_trouble(f"a message of rank {rank} arrived without its attached files: {open_files_limit()}")
         elif message.word == "hello":
             self._listen_to(rank, process, message.files)
         elif message.word == "imports":
@@ -252,35 +252,35 @@ class LocalNode:
         if word == STARTED:
             process.pid = number
             process.watcher.on_start(rank, number)
-            if process.is_unwanted:
+            if process.is_cancelled:
                 self.kill(rank)
         elif word == FAILED:
             error = OSError(number, os.strerror(number))
             self._forget(rank, process)
-            process.watcher.on_trouble(f"no process can be forked for rank {rank}: {explained(error)}")
+            process.watcher.on_trouble(f"the process of rank {rank} cannot be forked: {explained(error)}")
             process.watcher.on_end(rank, None)
         else:
-            self._end(rank, process, None if process.is_unwanted else number)
+            self._end(rank, process, None if process.is_cancelled else number)
 
     def _on_gone(self, rank: int, process: _Process) -> None:
-        """Nothing of a rank is left, or the process that forked it is gone: then the kernel has killed the rank."""
+        """Handle a closed status pipe: all processes of the rank have ended, or its server died, which killed the rank."""
         if not process.has_ended:
             if process.pid:
                 kill_group(process.pid)
-            self._end(rank, process, None, self._starter.fate())
+            self._end(rank, process, None, self._starter.describe())
         self._forget(rank, process)
 
     def _end(self, rank: int, process: _Process, code: int | None, lost_with: str = "") -> None:
-        """Report the end of a process, after the messages and output that are still on their way."""
+        """Report the end of a process, after its pending messages and output."""
         process.has_ended = True
         while process.wire.fileno() >= 0 and is_readable(process.wire, 0):
             self._on_message(rank, process)
         self._drain(rank, process)
-        self._let_go(process)
+        self._disconnect(process)
         process.watcher.on_end(rank, code, lost_with)
 
     def _drain(self, rank: int, process: _Process) -> None:
-        """Report what the pipes hold. Their end may not come: a process that the rank started may hold them open."""
+        """Report the output in the pipes. Do not wait for end of file: a child of the rank may hold them open."""
         for number, file in process.streams.items():
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_PIECES_IN_A_PIPE):
@@ -289,14 +289,14 @@ class LocalNode:
 
     def _forget(self, rank: int, process: _Process) -> None:
         if self._processes.pop(rank, None) is not None:
-            self._let_go(process)
+            self._disconnect(process)
             self._loop.forget(process.status)
             os.close(process.status)
 
-    def _let_go(self, process: _Process) -> None:
+    def _disconnect(self, process: _Process) -> None:
         for number in list(process.streams):
             self._stop_listening(process, number)
-        self._hang_up(process)
+        self._close_wire(process)
 
     def _stop_listening(self, process: _Process, number: int) -> None:
         file = process.streams.pop(number)
@@ -304,7 +304,7 @@ class LocalNode:
             self._loop.forget(file)
         os.close(file)
 
-    def _hang_up(self, process: _Process) -> None:
+    def _close_wire(self, process: _Process) -> None:
         if process.wire.fileno() >= 0:
             self._loop.forget(process.wire)
             process.wire.close()

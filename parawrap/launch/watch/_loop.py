@@ -1,4 +1,4 @@
-"""One thread's wait for whatever comes first: files that can be read, and wishes of other threads."""
+"""An event loop for one thread: it waits for readable files and for calls from other threads."""
 
 from __future__ import annotations
 
@@ -11,49 +11,49 @@ from typing import Any
 
 __all__ = ["Loop"]
 
-_LONGEST_WAIT_S = 3600.0  # a selector cannot wait for very long
+_LONGEST_WAIT_S = 3600.0  # selectors reject very long timeouts
 
 
 class Loop:
-    """Files under watch, and what to do when one can be read. Belongs to one thread, but for `call_soon`."""
+    """Watches files and runs their callbacks. Used by one thread, except for `call_soon`."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._wishes: deque[Callable[[], object]] = deque()
-        self._closing = threading.RLock()  # a signal's handler may call `call_soon` within itself
+        self._calls: deque[Callable[[], object]] = deque()
+        self._closing = threading.RLock()  # a signal handler may call `call_soon` during `call_soon`
         self._woken, self._waker = os.pipe()
-        self.watch(self._woken, self._grant)
+        self.watch(self._woken, self._run_calls)
 
     def watch(self, file: Any, act: Callable[[], object]) -> None:
-        """Call `act` whenever this file can be read, or has ended."""
+        """Call `act` whenever this file is readable or at its end."""
         self._selector.register(file, selectors.EVENT_READ, act)
 
     def forget(self, file: Any) -> None:
-        """Watch it no more; the caller may close it then."""
+        """Stop watching a file. The caller may then close it."""
         self._selector.unregister(file)
 
     def turn(self, patience_s: float) -> None:
-        """Wait for something to happen, but not longer than this, and see to all that has."""
+        """Wait for events, for at most `patience_s` seconds, and run their callbacks."""
         for key, _ in self._selector.select(min(max(0.0, patience_s), _LONGEST_WAIT_S)):
-            if self._selector.get_map().get(key.fd) is key:  # not closed by one that came before it
+            if self._selector.get_map().get(key.fd) is key:  # not closed by an earlier callback
                 key.data()
 
-    def call_soon(self, wish: Callable[[], object]) -> None:
-        """Have this called by the loop's thread; from any thread or signal's handler. After `close` it does nothing."""
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Run `call` in the loop's thread. Callable from any thread and signal handler. After `close`, do nothing."""
         with self._closing:
             if self._waker >= 0:
-                self._wishes.append(wish)
+                self._calls.append(call)
                 os.write(self._waker, b"!")
 
     def close(self) -> None:
-        """Let go of everything that is left."""
+        """Close the loop. It does not close the watched files."""
         with self._closing:
             os.close(self._woken)
             os.close(self._waker)
             self._waker = -1
         self._selector.close()
 
-    def _grant(self) -> None:
+    def _run_calls(self) -> None:
         os.read(self._woken, 4096)
-        while self._wishes:
-            self._wishes.popleft()()
+        while self._calls:
+            self._calls.popleft()()

@@ -1,4 +1,4 @@
-"""The state of one rank, as its supervisor knows it."""
+"""The supervisor's view of one rank."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["RankState"]
 
 @dataclass
 class RankState:
-    """One rank, from its start to its end. Belongs to the supervising thread.
+    """One rank, from its start to its end. Used by the supervising thread.
 
     Attributes:
-        pid: of its process; 0 before its first message.
-        is_alive: True while its process runs.
-        asked: True while it owes its stacks.
-        told_to_end: True if it was ordered to end before its function had ended.
-        killed: True if the supervisor killed it.
-        stacks: of its threads, when it was asked last.
-        answered: how often its `should_checkpoint` had returned False when it was asked.
+        pid: The process id; 0 until the process has started.
+        is_alive: True while the process runs.
+        owes_stacks: True if a request for stacks is unanswered.
+        ordered_to_end: True if the rank was ordered to end before its function had ended.
+        killed: True if the supervisor killed the rank.
+        stacks: The stacks of the rank's threads at the last request.
+        answered: How often `should_checkpoint` had returned False when the rank was preempted.
     """
 
     rank: int
@@ -33,27 +33,27 @@ class RankState:
     outcome: Outcome | None = None
     stacks: str | None = None
     answered: int | None = None
-    told_to_end: bool = False
-    asked: bool = False
+    ordered_to_end: bool = False
+    owes_stacks: bool = False
     killed: bool = False
 
     @property
     def is_running(self) -> bool:
-        """True until an end of its function is reported."""
+        """True until the end of the rank's function is reported."""
         return self.outcome is None
 
-    def ask_for_stacks(self) -> None:
-        """Ask for its stacks, unless it still owes them: a stopped process never answers."""
-        if not self.asked:
-            self.asked = True
-            self.node.tell(self.rank, "stacks")
+    def request_stacks(self) -> None:
+        """Request the rank's stacks, unless a request is pending: a stopped process never answers."""
+        if not self.owes_stacks:
+            self.owes_stacks = True
+            self.node.send(self.rank, "stacks")
 
-    def tell_to_end(self) -> None:
-        """Order it to end if its function runs; dismiss it if it has returned and waits for the others."""
-        self.told_to_end = self.is_running
-        self.node.tell(self.rank, "end" if self.is_running else "bye")
+    def order_to_end(self) -> None:
+        """Order a running rank to end. Dismiss a rank that has returned and waits for the others."""
+        self.ordered_to_end = self.is_running
+        self.node.send(self.rank, "end" if self.is_running else "bye")
 
     def kill(self) -> None:
-        """Kill it and its process group."""
+        """Kill the rank and its process group."""
         self.killed = True
         self.node.kill(self.rank)

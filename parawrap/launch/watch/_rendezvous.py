@@ -1,7 +1,7 @@
-"""The store that the ranks of a launch meet at, kept by the process that watches them.
+"""The store where the ranks of a launch meet. The supervising process keeps it.
 
-On one machine it is a file in a folder that no other user may enter: a port would be open to every local user. Ranks on
-several machines meet at a TCPStore. The watching process keeps it, not rank 0, so it outlives every rank.
+On one machine it is a file in a private folder, because any local user could connect to a port. Ranks on several machines
+meet at a TCPStore. The supervising process hosts it instead of rank 0, so it outlives every rank.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def open_rendezvous(platform: Platform, host: str | None = None, path: Path | No
     """Keep a store open for the ranks of a launch.
 
     Args:
-        platform: of the launch.
-        host: an address by which ranks on other machines reach this one; None if all run here.
-        path: a file that all machines see, for ``ipc_protocol="file"``; None is a file in a new private folder.
+        platform: The launch's platform.
+        host: An address of this machine that ranks on other machines can reach. None if all ranks run here.
+        path: A file that all machines can access, for ``ipc_protocol="file"`` on several nodes. None makes a file in a
+            new private folder.
 
     Raises:
-        LaunchError: If the platform's address cannot be listened on.
+        LaunchError: If the store cannot listen on the platform's address.
     """
     planned = planned_rendezvous(platform, host)
     if planned is None:
@@ -58,7 +59,7 @@ def open_rendezvous(platform: Platform, host: str | None = None, path: Path | No
 
 
 def _listening_store(planned: Rendezvous, platform: Platform) -> tuple[dist.TCPStore, int]:
-    """Open a store at the platform's port, or at one that the system chooses and that is never free in between."""
+    """Open a store at the platform's port or a free one. Pass it the bound socket, so no other process gets the port."""
     is_one_address = planned.host in (LOOPBACK, platform.master_addr)
     listener = _listening(planned if is_one_address else Rendezvous(_EVERYWHERE, planned.port))
     host, port = str(planned.host), int(listener.getsockname()[1])
@@ -85,7 +86,7 @@ def _listening(meeting: Rendezvous) -> socket.socket:
         if listener is not None:
             listener.close()
         place = f"{meeting.host}:{meeting.port}"
-        msg = f"the ranks cannot meet at {place}: {explained(error)}; leave master_addr and master_port out"
+        msg = f"the ranks' store cannot listen on {place}: {explained(error)}; leave out master_addr and master_port"
         raise LaunchError(msg) from error
     return listener
 
@@ -94,7 +95,7 @@ def _listening(meeting: Rendezvous) -> socket.socket:
 def _private_folder() -> Iterator[Path]:
     """Make a folder that no other user may enter, and remove it at the end.
 
-    This process holds a lock on it. A folder without a lock belonged to a process that was killed, and is removed here.
+    This process locks the folder. Also remove unlocked folders, which killed processes left behind.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError), _locked(left):
@@ -104,7 +105,7 @@ def _private_folder() -> Iterator[Path]:
 
 
 def _new_folder(cleanup: contextlib.ExitStack) -> Path:
-    """Make a folder and lock it. Try again if another launch took it for a forgotten one before it was locked."""
+    """Make a folder and lock it. Retry if another launch removed the folder before it was locked."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
         cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -115,7 +116,7 @@ def _new_folder(cleanup: contextlib.ExitStack) -> Path:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
-            return folder  # the file system has no locks: folders of killed processes stay there
+            return folder  # the file system does not support locks, so folders of killed processes stay behind
         if folder.exists():
             return folder
 
@@ -137,9 +138,9 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _reserved_port() -> Iterator[int]:
-    """Reserve a port on the loopback interface, for MASTER_PORT: rank 0 may open a store there.
+    """Reserve a loopback port for MASTER_PORT, where user code on rank 0 may open a store.
 
-    A socket that is bound and does not listen keeps the system from giving the port away.
+    A bound socket that does not listen keeps the system from assigning the port to another process.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""The run of a launch: one attempt after the other, until an attempt is the last.
+"""The attempts of a launch, one after the other.
 
-All ranks restart together, as in torch.distributed.elastic. The ranks of the next attempt meet in a world of their own, and
-their ``restart`` counts the attempts before.
+All ranks restart together, as in torch.distributed.elastic. The ranks of each attempt form a new world, and their
+``restart`` is the number of earlier attempts.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ _log = logging.getLogger("parawrap.launch")
 
 
 class Run:
-    """Runs a launch on its nodes, and closes them. `cancel`, `preempt` and `stacks` may be called from any thread.
+    """Runs the attempts of a launch on its nodes, then closes the nodes.
+
+    Any thread may call `cancel`, `preempt`, and `stacks`.
 
     Args:
-        name: of the function.
-        platform: of the launch.
-        loop: the loop of the nodes; closed with the run.
-        nodes: the machines, each with as many ranks as the platform says.
-        assignments: returns the assignment of a rank at a restart.
-        transcripts: one per rank; all attempts write into it.
-        restart: the number of attempts before this run.
-        failures: the number of attempts that ended with a failure.
-        requeues: True if a cluster restarts the ranks when they ask for it: then the run ends with that.
+        name: The function's name.
+        platform: The launch's platform.
+        loop: The loop of the nodes; closed with the run.
+        nodes: The machines, each with ``platform.ranks_per_node`` ranks.
+        assignments: Returns the assignment for a rank and a restart number.
+        transcripts: One per rank; all attempts write to it.
+        restart: The number of attempts before this run.
+        failures: The number of failed attempts before this run.
+        requeues: True if a cluster restarts the ranks on request. Then a restart request ends the run.
 
     Attributes:
-        restart: the number of attempts before the present one.
-        failures: the number of attempts that ended with a failure.
+        restart: The number of attempts before the current one.
+        failures: The number of failed attempts.
     """
 
     def __init__(
@@ -73,27 +75,27 @@ class Run:
         self._preempted = False
         self._attempt = self._next_attempt()
 
-    # -- from any thread
+    # -- called by any thread
 
     def cancel(self) -> None:
-        """End the ranks, and restart none."""
+        """End the ranks without a restart."""
         self._loop.call_soon(self._on_cancel)
 
     def preempt(self, *, ends_late: bool = True) -> None:
-        """Order the ranks to save and leave. `ends_late` is False if a cluster ends late ranks."""
+        """Order the ranks to save and exit. `ends_late` is False if a cluster ends the late ranks."""
         self._loop.call_soon(lambda: self._on_preempt(ends_late=ends_late))
 
     def stacks(self) -> dict[int, str]:
         """Return the stacks of every running rank."""
-        return self._attempt.ask_for_stacks()
+        return self._attempt.collect_stacks()
 
-    # -- from the thread that runs it
+    # -- called by the running thread
 
     def begin(self) -> None:
         """Start the ranks.
 
         Raises:
-            LaunchError: If they cannot be started. None is left then, and the run is closed.
+            LaunchError: If a rank cannot be started. All ranks have ended then, and the run is closed.
         """
         try:
             self._begin_attempt()
@@ -102,7 +104,7 @@ class Run:
             raise
 
     def run(self) -> Ending:
-        """Supervise the ranks to the end of the last attempt."""
+        """Supervise the ranks until the last attempt ends."""
         try:
             while True:
                 self._attempt.run()
@@ -123,7 +125,7 @@ class Run:
             self.close()
 
     def close(self) -> None:
-        """Close nodes and loop. Ranks that still run are killed."""
+        """Close the nodes and the loop. Running ranks are killed."""
         for node in self._nodes:
             node.close()
         self._loop.close()
@@ -141,7 +143,7 @@ class Run:
     # -- between two attempts
 
     def _may_restart(self) -> bool:
-        """True if a rank failed, and another attempt is allowed."""
+        """True if a rank failed and another attempt is allowed."""
         if self._attempt.given_up or first_failure(self._attempt.outcomes()) is None:
             return False
         has_nodes = self._requeues or not self._has_lost_a_node()
@@ -151,7 +153,7 @@ class Run:
         return any(node.is_lost for node in self._nodes)
 
     def _wants_more(self) -> bool:
-        """True if ranks left to be restarted, or were ended because they had not left in time after a preemption."""
+        """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
         outcomes = self._attempt.outcomes()
         failed = first_failure(outcomes)
         if self._attempt.given_up or not (failed is None or (self._attempt.preempted and _is_echo(outcomes[failed]))):
@@ -161,8 +163,8 @@ class Run:
         late = [rank for rank, each in outcomes.items() if isinstance(each, Ended)]
         if self._attempt.preempted and late:
             _log.warning(
-                "preempted, and rank(s) %s of %s had not called requeue() within grace_s=%g: they were ended, as in a real "
-                "preemption, and start from the beginning",
+                "rank(s) %s of %s did not call requeue() within grace_s=%g after the preemption: they were ended, as in a "
+                "real preemption, and restart from the beginning",
                 ", ".join(map(str, late)),
                 self._name,
                 self._platform.grace_s,
@@ -173,7 +175,7 @@ class Run:
         outcomes = self._attempt.outcomes()
         failed = first_failure(outcomes)
         if failed is None:
-            return "was preempted" if self._attempt.preempted else "asked for a restart"
+            return "was preempted" if self._attempt.preempted else "requested a restart"
         outcome = outcomes[failed]
         assert isinstance(outcome, (Raised, Died))
         return f"failed: rank {failed} {'raised ' if isinstance(outcome, Raised) else ''}{outcome.summary}"

@@ -1,8 +1,7 @@
-"""The three ways to start a rank's process on this machine: ``forkserver``, ``spawn``, and ``fork``.
+"""The three spawn methods on this machine: ``forkserver``, ``spawn``, and ``fork``.
 
-In each of them a process of `_forkserver` forks the rank, watches it, and ends what it leaves behind. The ways differ in
-where that process comes from: a warm one that serves every launch, a fresh interpreter per rank, or a fork of this process
-per rank.
+In each of them, a server process (`_forkserver`) forks the rank, watches it, and ends its leftover processes. The server is
+a warm process that serves every launch, a fresh interpreter per rank, or a fork of this process per rank.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from parawrap.launch.watch._forkserver import FORK, LOAD, REQUEST, serve
 
 __all__ = ["Starter", "starter_named", "stop_server"]
 
-# Variables that libraries read when they are loaded. A warm process that was started with other values is not reused.
+# Prefixes of variables that libraries read at import. A warm process that started with other values is not reused.
 _READ_AT_LOAD = (
     "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
     "DYLD_", "PYTHON",
@@ -51,26 +50,26 @@ class Starter(Protocol):
     """Starts ranks. Safe to use from any thread."""
 
     def start(self, line: socket.socket, grace_s: float) -> int:
-        """Request a rank at the other end of `line`. Return the pipe that reports on it, without waiting for the rank.
+        """Request a rank that serves `line`. Return its status pipe without waiting for the rank.
 
-        The records in the pipe are described in `_forkserver`. The caller closes the pipe, and its copy of `line`.
+        `_forkserver` defines the records in the pipe. The caller closes the pipe and its own copy of `line`.
 
         Raises:
-            LaunchError: If the request cannot be made.
+            LaunchError: If the request fails.
         """
         ...
 
     def load(self, names: Iterable[str]) -> None:
-        """Load these modules for later ranks, if that saves them time."""
+        """Import modules in advance for later ranks, if the process that forks them stays."""
 
     def wake(self) -> None:
-        """Let a process that was stopped (SIGSTOP) go on, so that it can report how its ranks ended."""
+        """Resume processes that were stopped by SIGSTOP, so that they report how their ranks ended."""
 
     def release(self) -> None:
-        """Wait for processes that serve one launch only. Called when the launch is over."""
+        """End the processes that serve only one launch. Called at the end of the launch."""
 
-    def fate(self) -> str:
-        """Describe the process that forks ranks, and how it ended."""
+    def describe(self) -> str:
+        """Describe the process that forks ranks and how it ended."""
         ...
 
 
@@ -78,25 +77,25 @@ def starter_named(method: str, around: _Around = contextlib.nullcontext) -> Star
     """Return the starter of a platform's ``spawn_method``.
 
     Args:
-        method: the spawn method.
-        around: a context manager for the moment in which a process that forks ranks is started.
+        method: The spawn method.
+        around: Returns a context manager to enter while a server process is started.
 
     Raises:
-        PlatformError: If `method` is fork and CUDA runs in this process.
+        PlatformError: If `method` is ``"fork"`` and CUDA is initialized in this process.
     """
     if method == "forkserver":
         return _warm_server(around)
     if method == "fork" and torch.cuda.is_initialized():
         msg = (
-            "spawn_method='fork': CUDA runs in this process already, and does not work in a fork of it: "
-            "give 'forkserver' or 'spawn', or launch before CUDA is used"
+            "spawn_method='fork': CUDA is initialized in this process already, and does not work in a forked child: "
+            "give 'forkserver' or 'spawn', or launch before the first use of CUDA"
         )
         raise PlatformError(msg)
     return _ServerPerRank(around, forks=method == "fork")
 
 
 class _ServerPerRank:
-    """Starts a process of its own for each rank, which forks the rank."""
+    """Starts a separate server process per rank."""
 
     def __init__(self, around: _Around, *, forks: bool) -> None:
         self._around = around
@@ -122,13 +121,13 @@ class _ServerPerRank:
         for server in self._servers:
             server.stop()
 
-    def fate(self) -> str:
+    def describe(self) -> str:
         ended = [server for server in self._servers if server.has_ended()]
-        return ended[0].fate() if ended else "the process that forks it"
+        return ended[0].describe() if ended else "the process that forks it"
 
 
 class _Server:
-    """A process that forks ranks, as the launching process sees it."""
+    """The launching process's handle of a server process."""
 
     def __init__(self, kind: object, around: _Around, *, forked_with: socket.socket | None = None) -> None:
         self.kind = kind
@@ -141,14 +140,14 @@ class _Server:
                 self._process = _fresh_server(its) if forked_with is None else _ForkedServer(its, forked_with)
             except OSError as error:
                 ours.close()
-                msg = f"no process can be started for ranks: {explained(error)}"
+                msg = f"the process that forks ranks cannot be started: {explained(error)}"
                 raise LaunchError(msg) from error
         self._sending = threading.Lock()
         self._loaded: set[str] = set()
         self._is_retired = False
 
     def is_usable(self) -> bool:
-        """True if it takes requests of this process."""
+        """True if the server accepts requests from this process."""
         return self._socket.fileno() >= 0 and not self.has_ended()
 
     def has_ended(self) -> bool:
@@ -157,14 +156,14 @@ class _Server:
     def start(self, line: socket.socket, grace_s: float) -> int:
         status, number = os.pipe()
         written = os.fdopen(number, "wb", buffering=0)
-        close_in_forked_children(written)  # its end reports the rank's end
+        close_in_forked_children(written)  # the pipe's end of file reports the rank's end
         try:
             with self._sending:
                 socket.send_fds(self._socket, [REQUEST.pack(FORK, grace_s)], [line.fileno(), number])
         except OSError as error:
             os.close(status)
             self.retire()
-            msg = f"{self.fate()} takes no request for a rank: {explained(error)}. The next launch starts another one"
+            msg = f"{self.describe()} does not accept requests: {explained(error)}. The next launch starts another one"
             raise LaunchError(msg) from error
         finally:
             written.close()
@@ -180,30 +179,30 @@ class _Server:
         self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """Hang up. The process ends once its ranks have ended."""
+        """Close the connection. The server exits once its ranks have ended."""
         self._socket.close()
 
     def retire(self) -> None:
-        """Hang up, and reap the process when it ends."""
+        """Close the connection, and reap the server in the background when it exits."""
         self.close()
         if not self._is_retired:
             self._is_retired = True
             threading.Thread(target=self._process.wait, name="parawrap-launch-retired", daemon=True).start()
 
     def release(self) -> None:
-        """Keep the process for the next launch."""
+        """Keep the server for the next launch."""
 
     def stop(self) -> None:
-        """Hang up, and wait until the process has ended."""
+        """Close the connection and wait until the server has exited."""
         self.close()
         self.wake()
         try:
             self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:  # its ranks do not end
+        except subprocess.TimeoutExpired:  # its ranks have not ended
             self._process.kill()
             self._process.wait()
 
-    def fate(self) -> str:
+    def describe(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_S)
         code = self._process.poll()
@@ -211,15 +210,15 @@ class _Server:
         return name if code is None else f"{name}, which {exit_text(code)},"
 
     def forget(self) -> None:
-        """Never wait for the process: in a forked child it is not a child."""
+        """Never wait for the server: in a forked child it is a process of the parent."""
         self._process.returncode = 0
 
 
 def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
-    """Start an interpreter with this one's import path, and without the user's main file.
+    """Start an interpreter with this one's import path, but without the user's main file.
 
-    It runs in the root folder: libraries cannot be loaded in a working folder that was deleted. Garbage collection is off
-    until the server turns it on: it would take a sixth of the time that importing torch takes.
+    It runs in the root folder, because imports fail in a deleted working folder. The server turns garbage collection on
+    after its imports, because collection would take a sixth of the time to import torch.
     """
     script = (
         f"import gc, sys; gc.disable(); sys.path[:] = {_import_path()!r}; "
@@ -230,11 +229,11 @@ def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def _import_path() -> list[str]:
-    """The import path with absolute entries, as the working folder is another one there."""
+    """Return the import path with absolute entries, because the server's working folder differs."""
     path = []
     for each in sys.path:
-        with contextlib.suppress(FileNotFoundError):  # a relative entry in a working folder that was deleted
-            if isinstance(each, str):  # Python itself ignores all others
+        with contextlib.suppress(FileNotFoundError):  # a relative entry in a deleted working folder
+            if isinstance(each, str):  # Python ignores entries of other types
                 path.append(str(Path(each).absolute()))
     return path
 
@@ -243,8 +242,8 @@ class _ForkedServer:
     """A fork of this process, with the part of Popen's interface that `_Server` uses.
 
     Args:
-        requests: the server's end of the socket for requests.
-        line: the rank's end of its line, which the server gets once more with the request.
+        requests: The server's end of the socket for requests.
+        line: The rank's end of its connection. The fork closes its copy, because the request brings another one.
     """
 
     def __init__(self, requests: socket.socket, line: socket.socket) -> None:
@@ -282,11 +281,11 @@ class _ForkedServer:
 
 
 def _serve_in_fork(requests: socket.socket) -> NoReturn:
-    """Serve one launch in a fork of the user's process, which must not go on as the user's program."""
+    """Serve one launch in a fork of the user's process. Never return, so that the user's program does not continue here."""
     try:
         atexit._clear()  # exit handlers belong to the process that registered them
         os.setsid()
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would never end
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would block forever
         serve(requests)
         os._exit(0)
     finally:
@@ -300,7 +299,7 @@ _starting = threading.Lock()
 
 
 def _warm_server(around: _Around) -> _Server:
-    """Return the warm process. Start it at the first use, and again when a variable changed that libraries read at load."""
+    """Return the warm server. Start it on first use, and again if a variable that libraries read at import has changed."""
     global _server
     kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
     with _starting:
@@ -314,7 +313,7 @@ def _warm_server(around: _Around) -> _Server:
 
 
 def stop_server() -> None:
-    """End the warm process. The next launch starts another one."""
+    """Stop the warm server. The next launch starts another one."""
     global _server
     with _starting:
         stopping = [*_retired, *([] if _server is None else [_server])]
@@ -325,7 +324,7 @@ def stop_server() -> None:
 
 
 def _forget_servers() -> None:
-    """Drop the servers in a forked child: they are children of its parent."""
+    """Forget the servers in a forked child: they are processes of the parent."""
     global _server, _starting
     for server in (*_retired, *([] if _server is None else [_server])):
         server.forget()

@@ -1,4 +1,4 @@
-"""The output of ranks: kept for `Launch.logs`, copied into files, and shown line by line with the rank's number.
+"""The output of ranks: kept for `Launch.logs`, written to log files, and printed line by line with the rank in front.
 
 Used by the thread that watches a launch. Any thread may call `Transcript.text`.
 """
@@ -27,21 +27,21 @@ _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20
 _LONGEST_LINE = 1 << 16
-_SEARCHED = 1 << 16  # bytes before the end in which the report of a crash may begin
+_SEARCHED = 1 << 16  # the last bytes of the output, which are searched for a crash report
 _CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)  # the first line of faulthandler's report
 _LEFT_OUT = "\n...\n"
 _LINE_END = re.compile(r"(\r\n|\n|\r)")
 
 
 def new_log_folder(platform: Platform, name: str) -> Path | None:
-    """Make a folder for one launch under ``console_logs``; None if the platform names none.
+    """Make the log folder of one launch under ``console_logs``. Return None if ``console_logs`` is not set.
 
     Args:
-        platform: of the launch.
-        name: of the function; the folder's name begins with it, and goes on with the time.
+        platform: The launch's platform.
+        name: The function's name. The folder's name consists of it and the time.
 
     Raises:
-        LaunchError: If it cannot be made.
+        LaunchError: If the folder cannot be made.
     """
     if platform.console_logs is None:
         return None
@@ -57,21 +57,21 @@ def new_log_folder(platform: Platform, name: str) -> Path | None:
 
 
 class Record(Protocol):
-    """Takes the output of one rank."""
+    """Receives the output of one rank."""
 
     def write(self, stream: int, data: bytes) -> None:
-        """Take output of a stream: 1 is standard output, 2 standard error."""
+        """Add output of stream 1 (standard output) or 2 (standard error)."""
 
     def record(self, text: str) -> None:
-        """Keep a text that the rank did not write, without showing it."""
+        """Add a text that the rank did not write. It is not printed."""
 
     def last_words(self, at_most: int) -> str:
-        """Return the end of the output, in whole lines if possible, and the report of a crash before it."""
+        """Return the end of the output, in whole lines if possible, including the start of a crash report."""
         ...
 
 
 class Transcript:
-    """The output of one rank, from both streams, in order of arrival. Beyond a mebibyte it is kept on disk.
+    """The output of one rank, from both streams, in order of arrival. Output beyond 1 MiB is kept on disk.
 
     Raises:
         LaunchError: If the log file cannot be opened.
@@ -86,7 +86,6 @@ class Transcript:
         self._lines = {1: _Lines(prefix, "stdout"), 2: _Lines(prefix, "stderr")} if shown else {}
 
     def write(self, stream: int, data: bytes) -> None:
-        """Take output of a stream: 1 is standard output, 2 standard error."""
         if stream in self._lines:
             self._lines[stream].take(data)
         if self._file is not None:
@@ -95,7 +94,6 @@ class Transcript:
             self._kept.write(data)
 
     def record(self, text: str) -> None:
-        """Keep a text that the rank did not write, without showing it."""
         data = f"{text}\n".encode(errors="backslashreplace")
         if self._file is not None:
             self._file.write(data)
@@ -123,7 +121,7 @@ class Transcript:
 def end_of(text: str, at_most: int) -> str:
     """Return the end of a text, in whole lines if possible.
 
-    If long stacks follow the report of a crash, a quarter of the room is for the lines before the report.
+    If long stacks follow the first line of a crash report, a quarter of `at_most` is for the text up to that line.
     """
     if len(text) <= at_most:
         return text
@@ -149,7 +147,7 @@ def _opened(path: Path) -> io.FileIO:
 
 
 class _TolerantFile:
-    """A file that may be incomplete: a full disk ends the file with one warning, and does not end the launch."""
+    """A file that may be incomplete: on a full disk, log one warning and drop further output."""
 
     def __init__(self, file: Any, name: str) -> None:
         self._file = file
@@ -176,7 +174,7 @@ class _TolerantFile:
 
 
 class _Spool(io.BytesIO):
-    """Bytes in memory, and beyond a certain size in an unnamed file."""
+    """Bytes in memory, and in an unnamed file beyond `_IN_MEMORY`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +192,7 @@ class _Spool(io.BytesIO):
         return self.getvalue() + os.pread(self._file.fileno(), size, 0)
 
     def end(self, size: int) -> bytes:
-        """Return the last bytes, at most so many."""
+        """Return at most the last `size` bytes."""
         if self._file is None:
             return self.getvalue()[-size:]
         length = self._file.seek(0, io.SEEK_END)
@@ -207,7 +205,7 @@ class _Spool(io.BytesIO):
 
 
 class _Lines:
-    """Cuts a stream into lines, which end with a newline or a carriage return, and writes each of them whole."""
+    """Splits a stream into lines, which end with a newline or a carriage return, and prints only whole lines."""
 
     def __init__(self, prefix: str, stream: str) -> None:
         self._prefix = prefix
@@ -218,7 +216,7 @@ class _Lines:
 
     def take(self, data: bytes, *, final: bool = False) -> None:
         text = self._begun + self._decoder.decode(data, final)
-        if self._returned and text.startswith("\n"):  # the second half of a line end whose first half was written
+        if self._returned and text.startswith("\n"):  # the second half of a split "\r\n"
             self._write("\n")
             text = text[1:]
         *lines, self._begun = _LINE_END.split(text)
@@ -234,10 +232,10 @@ class _Lines:
         self.take(b"", final=True)
 
     def _write(self, text: str) -> None:
-        target: TextIO | None = getattr(sys, self._stream)  # looked up each time: notebooks and tests replace it
+        target: TextIO | None = getattr(sys, self._stream)  # looked up each time, because notebooks and tests replace it
         if not text or target is None:
             return
-        with contextlib.suppress(Exception):  # the reader is gone, or it was closed; the transcript is complete
+        with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
             encoding = getattr(target, "encoding", None) or "utf-8"
             target.write(text.encode(encoding, "backslashreplace").decode(encoding))
             target.flush()
