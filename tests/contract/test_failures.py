@@ -28,7 +28,7 @@ def notes_name_last_rank(launcher, error):
     last = launcher.world_size - 1
     host = "node1" if launcher.name == "slurm" else os.uname().nodename
     return (
-        f"raised in rank {last} of 4 (node {launcher.n_nodes - 1}, {host}); there:\n" in error.notes
+        f"raised in rank {last} of 4 (node {launcher.n_nodes - 1}, {host}); with this traceback:\n" in error.notes
         and "Traceback (most recent call last)" in error.notes
         and "scenarios.py" in error.notes
     )
@@ -61,7 +61,7 @@ def test_the_earliest_failure_is_raised(launcher, tmp_path):
 
 
 DEATHS = [
-    ("os._exit", scenarios.exit_at_once, None, 7, "left with exit code 7 and returned nothing"),
+    ("os._exit", scenarios.exit_at_once, None, 7, "exited with exit code 7 and returned nothing"),
     ("killed", scenarios.kill_itself, signal.SIGKILL, None, "was killed by SIGKILL"),
     ("crash", scenarios.crash, signal.SIGSEGV, None, "was killed by SIGSEGV"),
 ]
@@ -98,7 +98,7 @@ def test_sys_exit_in_a_rank_raises(launcher, note_for_page):
         return
     assert error.kind is RankDiedError
     assert (error.attributes["rank"], error.attributes["exit_code"]) == (3, 3)
-    assert "rank 3 of 4 left by sys.exit(3) and returned nothing" in error.message
+    assert "rank 3 of 4 called sys.exit(3) and returned nothing" in error.message
 
 
 def test_an_argument_that_cannot_be_sent_is_named_by_its_address(launcher, note_for_page):

@@ -330,12 +330,12 @@ DEATHS = [
     ("sigterm", signal.SIGTERM, None, "was killed by SIGTERM"),
     ("sigsegv", signal.SIGSEGV, None, "was killed by SIGSEGV"),
     ("sigabrt", signal.SIGABRT, None, "was killed by SIGABRT"),
-    ("_exit_3", None, 3, "left with exit code 3"),
-    ("_exit_0", None, 0, "left with exit code 0"),
-    ("exit_3", None, 3, "left by sys.exit(3)"),
-    ("exit_0", None, 0, "left by sys.exit(0)"),
-    ("exit_none", None, 0, "left by sys.exit(0)"),
-    ("exit_text", None, 1, "left by sys.exit(1)"),
+    ("_exit_3", None, 3, "exited with code 3"),
+    ("_exit_0", None, 0, "exited with code 0"),
+    ("exit_3", None, 3, "called sys.exit(3)"),
+    ("exit_0", None, 0, "called sys.exit(0)"),
+    ("exit_none", None, 0, "called sys.exit(0)"),
+    ("exit_text", None, 1, "called sys.exit(1)"),
 ]
 
 

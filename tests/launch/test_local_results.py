@@ -1004,7 +1004,7 @@ def test_a_parent_with_many_open_files_can_launch(method, tmp_path):
 
     with many_descriptors():
         assert wrapper(ranks(spawn_method=method))(lambda: sum_over_ranks(1))() == (2.0, 2.0)
-        with pytest.raises(LaunchError, match="rank 1 of 2 left with exit code 3"):
+        with pytest.raises(LaunchError, match="rank 1 of 2 exited with code 3"):
             wrapper(ranks(spawn_method=method))(fails)(tmp_path)
     assert (tmp_path / "cleaned").exists()
     assert_gone(pids_in(tmp_path, 1))

@@ -126,10 +126,10 @@ def test_notes_of_the_user_come_first():
     [
         ({"signal": signal.SIGKILL}, "was killed by SIGKILL"),
         ({"signal": signal.SIGSEGV}, "was killed by SIGSEGV"),
-        ({"exit_code": 3}, "left with exit code 3"),
-        ({"exit_code": 0}, "left with exit code 0"),
-        ({"exit_code": 1, "by_sys_exit": True}, "left by sys.exit(1)"),
-        ({}, "its exit code is unknown"),
+        ({"exit_code": 3}, "exited with code 3"),
+        ({"exit_code": 0}, "exited with code 0"),
+        ({"exit_code": 1, "by_sys_exit": True}, "called sys.exit(1)"),
+        ({}, "ended with an unknown exit code"),
         ({"lost_with": "node 3, a-host"}, "was lost with node 3, a-host"),
     ],
 )
@@ -186,7 +186,7 @@ def test_failures_of_other_ranks_are_in_one_note():
         2: Ended(2),
     }
     (_, note) = error_for(0, outcomes, 5).__notes__
-    assert note == "then: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
+    assert note == "other failed ranks: rank 3 raised KeyError: 'k'; rank 4 was killed by SIGABRT"
 
 
 def test_the_note_about_other_ranks_is_limited():

@@ -1,1 +1,1 @@
-"""Data that travels between a launch and its ranks: calls, messages, results, and exceptions."""
+"""Data sent between the launching process and its ranks: calls, messages, results, and exceptions."""

@@ -1,4 +1,4 @@
-"""Exceptions taken apart into class, arguments, and attributes for a pickler, and rebuilt."""
+"""Reduce exceptions to class, arguments, and attributes for a pickler, and rebuild them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["reduced_exception"]
 
 
 def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return the reduction of an exception: the state of its builtin base, and its attributes.
+    """Return the pickle reduction of an exception: the state of its builtin base class, and its attributes.
 
-    The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` are not called, as they often fail. Arguments
-    and attributes that cannot be sent are replaced by their ``repr``.
+    The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` often fail, so they are not called. Arguments
+    and attributes that cannot be pickled are replaced by their ``repr``.
     """
 
     def sendable(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Exceptions that travel from a rank to the launching process: of their own type, with their traceback as text.
+"""Send exceptions from a rank to the launching process. They keep their type, and their traceback arrives as text.
 
-A pickled exception loses its traceback. Many cannot be pickled, as their ``__init__`` takes other arguments than they keep,
-or as they hold a lock. `_exceptions` rebuilds them from class, ``args``, and attributes.
+A pickled exception loses its traceback. Many exceptions cannot be pickled: their ``__init__`` takes arguments that they do
+not store, or they hold a lock. `_exceptions` rebuilds them from class, ``args``, and attributes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parawrap.launch.parcels._packing import packed, unpack
 
 __all__ = ["add_note", "is_echo", "pack_exception", "summary_of", "traceback_of"]
 
-# Messages of gloo, NCCL, and the store when the rank at the other end is gone.
+# Messages of gloo, NCCL, and the store about a lost connection to another rank.
 _ECHO = re.compile(
     r"connection (was )?(closed|reset|refused)|connection closed by peer|broken pipe|remote process exited|"
     r"socket closed|failed to recv|nccl .*(abort|remote)|peer .*(closed|exited)",
@@ -29,25 +29,25 @@ _LONGEST_CHAIN = 20
 
 
 def pack_exception(error: BaseException) -> int:
-    """Return a file with the exception, or with a LaunchError that describes it if it cannot be rebuilt."""
+    """Return a file with the exception. If it cannot be rebuilt, the file has a LaunchError that describes it."""
     with contextlib.suppress(Exception):  # classes may raise anything
         file = packed(error, "exception", type(error).__qualname__)
         with contextlib.suppress(Exception):
             if type(unpack(file)) is type(error):
                 return file
         os.close(file)
-    return packed(LaunchError(f"an exception that cannot be sent: {summary_of(error)}"), "exception", "the stand-in")
+    return packed(LaunchError(f"an exception that cannot be pickled: {summary_of(error)}"), "exception", "the stand-in")
 
 
 def summary_of(error: BaseException) -> str:
-    """Return the line of its traceback that names it."""
+    """Return the line of the traceback that names the exception."""
     lines = [line.strip() for line in traceback.format_exception_only(error)]
     name = type(error).__qualname__
     return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
 
 
 def traceback_of(error: BaseException, *without: str) -> str:
-    """Return the traceback as text, from the first frame outside these files."""
+    """Return the traceback as text. Leading frames from the files `without` are left out."""
     return "".join(traceback.format_exception(type(error), error, _below(error.__traceback__, without))).rstrip()
 
 
@@ -58,7 +58,7 @@ def _below(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Call ``error.add_note``, also if the class does not allow new attributes."""
+    """Call ``error.add_note``. Works around classes that refuse new attributes."""
     try:
         error.add_note(note)
     except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
@@ -67,9 +67,9 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def is_echo(error: BaseException) -> bool:
-    """True if it only reports the loss of another rank, or follows from such an exception.
+    """True if the exception, or one in its chain of causes, reports a lost connection to another rank.
 
-    Such an exception is a consequence of a failure, not its cause.
+    Such an exception is a consequence of another rank's end, not the original failure.
     """
     link: BaseException | None = error
     for _ in range(_LONGEST_CHAIN):

@@ -1,7 +1,7 @@
 """How ranks end, which of several failures is reported, and the exception for it.
 
-A failure of one rank soon breaks the collectives of the others. These echoes may arrive before the failure itself. The
-earliest failure that is not an echo is reported; if all are echoes, the earliest of them.
+When a rank fails, the collectives of the other ranks break. These follow-up errors are called echoes, and may arrive before
+the original failure. The earliest failure that is not an echo is reported; if all are echoes, the earliest echo.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ Signal = signal.Signals | int
 
 
 class Parcel:
-    """A value that a rank sent, still packed, in an open file or at a path."""
+    """A pickled value from a rank, in an open file or at a path."""
 
     def __init__(self, file: int | Path) -> None:
         self._file: int | None = file if isinstance(file, int) else None
         self._path = file if isinstance(file, Path) else None
 
     def open(self) -> Any:
-        """Return the value. May be called again before `close`, say after a Ctrl-C."""
-        if self._path is not None and self._file is None:  # a copy, as mapped files cannot be removed everywhere
+        """Return the value. May be called again before `close`, for example after a Ctrl-C."""
+        if self._path is not None and self._file is None:  # copied: some file systems cannot remove a mapped file
             self._file = memory_file("parcel")
             with open_private(self._path) as packed, open(self._file, "wb", closefd=False) as copy:
                 shutil.copyfileobj(packed, copy)
@@ -62,8 +62,8 @@ class Parcel:
         return unpack(self._file)
 
     def put(self, path: Path) -> Parcel:
-        """Move it to a file at this path, where another process can open it. Return the new parcel."""
-        if self._file is None:  # it is in a file already
+        """Write the value to a file at this path for another process. Return the new parcel, and close this one."""
+        if self._file is None:  # it has a path already
             return self
         with path.open("wb") as out:
             size = os.fstat(self._file).st_size
@@ -73,7 +73,7 @@ class Parcel:
         return Parcel(path)
 
     def close(self) -> None:
-        """Close it unopened."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -103,7 +103,7 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The process ended without a result: killed by a signal, by ``sys.exit``, in C code, or together with its node."""
+    """The process ended without a result: by a signal, by ``sys.exit``, by an exit in C code, or with its node."""
 
     at: float
     pid: int
@@ -115,14 +115,14 @@ class Died:
 
     @classmethod
     def of(cls, code: int | None, *, at: float, pid: int, last_words: str, lost_with: str = "") -> Died:
-        """Make it from an exit code or minus a signal's number; None if it is unknown."""
+        """Make an outcome from an exit code or a negative signal number. None means unknown."""
         if code is not None and code < 0:
             return cls(at, pid, signal=_signal(-code), last_words=last_words)
         return cls(at, pid, exit_code=code, last_words=last_words, lost_with=lost_with)
 
     @classmethod
     def by_exit(cls, error: SystemExit, *, pid: int) -> Died:
-        """Make it from the exception of ``sys.exit``."""
+        """Make an outcome from the exception of ``sys.exit``."""
         given = error.code
         code = given if isinstance(given, int) else int(given is not None)
         said = "" if given is None or isinstance(given, int) else str(given)
@@ -130,21 +130,21 @@ class Died:
 
     @property
     def summary(self) -> str:
-        """The end of a sentence that begins with the rank."""
+        """How the rank died, to complete a sentence that starts with the rank's name."""
         if self.signal is not None:
             return _killed_by(self.signal)
         if self.by_sys_exit:
-            return f"left by sys.exit({self.exit_code}) and returned nothing"
+            return f"called sys.exit({self.exit_code}) and returned nothing"
         if self.lost_with:
             return f"was lost with {self.lost_with}"
         if self.exit_code is None:
-            return "is gone, and its exit code is unknown"
-        return f"left with exit code {self.exit_code} and returned nothing"
+            return "ended with an unknown exit code"
+        return f"exited with code {self.exit_code} and returned nothing"
 
 
 @dataclass(frozen=True)
 class Requeued:
-    """The function asked for a restart of the launch."""
+    """The function requested a restart of the launch."""
 
     at: float
 
@@ -157,8 +157,8 @@ class Ended:
 
 
 def exit_text(code: int) -> str:
-    """Describe how a process ended, by its exit code or minus a signal's number."""
-    return _killed_by(_signal(-code)) if code < 0 else f"left with exit code {code}"
+    """Describe how a process ended, from its exit code or a negative signal number."""
+    return _killed_by(_signal(-code)) if code < 0 else f"exited with code {code}"
 
 
 def _killed_by(number: Signal) -> str:
@@ -166,7 +166,7 @@ def _killed_by(number: Signal) -> str:
 
 
 def _signal(number: int) -> Signal:
-    """Return the signal by its name, if it has one: most real-time signals have none."""
+    """Return the enum member of a signal, or the number if it has no name, like most real-time signals."""
     try:
         return signal.Signals(number)
     except ValueError:
@@ -178,9 +178,9 @@ Outcome = Returned | Raised | Died | Requeued | Ended
 
 
 def first_failure(outcomes: Mapping[int, Outcome]) -> int | None:
-    """Return the rank whose failure is reported; None if none failed.
+    """Return the rank to report as failed, or None if no rank failed.
 
-    If a rank has left to be restarted, the echoes of that are not failures.
+    If a rank exited to be restarted, the echoes of its exit do not count as failures.
     """
     failures = {rank: each for rank, each in outcomes.items() if isinstance(each, (Raised, Died))}
     if any(isinstance(each, Requeued) for each in outcomes.values()):
@@ -193,27 +193,27 @@ def _is_echo(failure: Failure) -> bool:
 
 
 def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> RankResults[Any] | BaseException:
-    """Return the ranks' results, or the error that keeps one of them from being unpacked."""
+    """Return the ranks' results, or the error if one of them cannot be unpickled."""
     values = []
     for rank in range(world_size):
         outcome = outcomes[rank]
         assert isinstance(outcome, Returned), outcome
         try:
             values.append(outcome.value.open())
-        except Exception as error:  # noqa: BLE001 (a user's class that cannot be made here)
-            error.add_note(f"this happened while the result of rank {rank} of {world_size} was being unpacked")
+        except Exception as error:  # noqa: BLE001 (the user's class may fail here)
+            error.add_note(f"raised while the result of rank {rank} of {world_size} was unpickled")
             return error
     return RankResults(values)
 
 
 def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place: str) -> BaseException:
-    """Return the exception to raise for a failed rank, with notes on where it happened and on the other ranks.
+    """Return the exception to raise for a failed rank. Its notes name the rank, its place, and the other failed ranks.
 
     Args:
-        rank: that failed.
-        outcomes: of all ranks that have ended.
-        world_size: the number of ranks.
-        place: where the rank ran, such as "node 0, its host's name".
+        rank: The rank that failed.
+        outcomes: The outcomes of all ranks that have ended.
+        world_size: The number of ranks.
+        place: The node and host of the rank, such as ``"node 0, worker-17"``.
     """
     failure = outcomes[rank]
     if isinstance(failure, Raised):
@@ -221,7 +221,9 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
         returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
             error = missed_collective(rank, returned, error)
-        add_note(error, f"raised in rank {rank} of {world_size} ({place}); there:\n{_indented(failure.traceback)}")
+        add_note(
+            error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indented(failure.traceback)}"
+        )
     else:
         assert isinstance(failure, Died)
         msg = f"rank {rank} of {world_size} {failure.summary} ({place}){f', process {failure.pid}' if failure.pid else ''}"
@@ -229,18 +231,18 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
         if failure.last_words:
             error.add_note(f"the last output of rank {rank}:\n{_indented(failure.last_words[-_LAST_WORDS:])}")
         if failure.signal is signal.SIGKILL:
-            error.add_note("parawrap did not send that signal: a kernel out of memory does, and so does kill -9")
+            error.add_note("parawrap did not send SIGKILL: the kernel does if memory runs out, and so does kill -9")
     for note in _on_others(rank, outcomes, failure):
         add_note(error, note)
     return error
 
 
 def missed_collective(rank: int, returned: Sequence[int], error: BaseException) -> LaunchError:
-    """Return an error that explains why a rank's collective broke: other ranks had returned. Its cause is `error`."""
+    """Return an error that says that a collective broke because other ranks had returned. Its cause is `error`."""
     named = f"rank {returned[0]}" if len(returned) == 1 else f"ranks {', '.join(map(str, returned))}"
     msg = (
         f"{named} had returned already: in a collective, every rank of the group has to take part. Rank {rank} waited in "
-        f"one, and raised {summary_of(error)}"
+        f"one and raised {summary_of(error)}"
     )
     explained = LaunchError(msg)
     explained.__cause__ = error
@@ -250,13 +252,13 @@ def missed_collective(rank: int, returned: Sequence[int], error: BaseException) 
 def _opened(failure: Raised, rank: int) -> BaseException:
     try:
         error: BaseException = failure.error.open()
-    except Exception as reason:  # noqa: BLE001 (a class of the user's that cannot be made here)
-        return LaunchError(f"rank {rank} raised {failure.summary}; that exception cannot be rebuilt here: {reason!r}")
+    except Exception as reason:  # noqa: BLE001 (the user's class may fail here)
+        return LaunchError(f"rank {rank} raised {failure.summary}; this process cannot rebuild the exception: {reason!r}")
     return error
 
 
 def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> list[str]:
-    """Return at most one note: how the other ranks failed, in rank order."""
+    """Return a note on how the other ranks failed, in rank order. Empty if no other rank failed."""
     said = []
     for other, outcome in sorted(outcomes.items()):
         if other != rank and isinstance(outcome, Raised):
@@ -264,7 +266,11 @@ def _on_others(rank: int, outcomes: Mapping[int, Outcome], failure: Failure) -> 
         elif other != rank and isinstance(outcome, Died):
             said.append(f"rank {other} {outcome.summary}")
     more = len(said) - _MOST_NAMED
-    return ["then: " + "; ".join(said[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")] if said else []
+    return (
+        ["other failed ranks: " + "; ".join(said[:_MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")]
+        if said
+        else []
+    )
 
 
 def _indented(text: str) -> str:

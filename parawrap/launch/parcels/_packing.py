@@ -1,8 +1,8 @@
-"""Values packed for another process: one file with a pickle and, next to it, the memory of tensors and arrays.
+"""Pack a value for another process into one file: a pickle, followed by the memory of tensors and arrays.
 
-The reader maps the file and builds tensors on it. So a result of gigabytes is written once, read without a copy, takes one
-descriptor for any number of tensors, and is freed with the last of them. Functions that the other side cannot import travel
-by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
+The reader maps the file and builds tensors on the mapping. A result of gigabytes is therefore written once and read without
+a copy. It takes one descriptor for any number of tensors, and is freed with the last tensor. Functions that the reader
+cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def memory_file(name: str) -> int:
-    """Make a file without a path, in memory if the system offers that. It never stays behind."""
+    """Make a file without a path, in memory if the system supports that. It disappears when it is closed."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"parawrap-{name}")
     with tempfile.TemporaryFile() as file:
@@ -45,7 +45,7 @@ def memory_file(name: str) -> int:
 
 
 def packed(value: Any, name: str, address: str) -> int:
-    """Pack a value into a new file. Raises as `pack` does, and leaves no file then."""
+    """Pack a value into a new file and return it. Raises like `pack`, and closes the file then."""
     file = memory_file(name)
     try:
         pack(value, file, address)
@@ -56,12 +56,12 @@ def packed(value: Any, name: str, address: str) -> int:
 
 
 def pack(value: Any, file: int, address: str) -> None:
-    """Write a value into an open file, from its start.
+    """Write a value to the start of an open file.
 
-    The last values of a dict may be an `MainObjects` and a `SourceLines`, which are replaced by what they stand for.
+    The last values of a dict may be a `MainObjects` and a `SourceLines`. They are replaced by the objects they stand for.
 
     Raises:
-        UnsendableError: If it cannot be pickled. The message names the part that cannot, from `address` on.
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
@@ -82,7 +82,7 @@ def pack(value: Any, file: int, address: str) -> None:
 
 
 def unpack(file: int) -> Any:
-    """Return the value that `pack` wrote into a file. The caller may close the file afterwards."""
+    """Return the value that `pack` wrote. The caller may close the file afterwards."""
     memory = _memory_of(file)
     length, count = _HEAD.unpack_from(memory)
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
@@ -92,7 +92,7 @@ def unpack(file: int) -> Any:
 
 
 def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]]]:
-    """Return the file's first bytes, and the place of each buffer after the pickle."""
+    """Return the file's header, and the offset and length of each buffer after the pickle."""
     end = _HEAD.size + len(sizes) * _SPAN.size + pickled
     spans = []
     for size in sizes:
@@ -103,15 +103,15 @@ def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]
 
 
 def _memory_of(file: int) -> memoryview:
-    """Return the file's bytes, writable and private. Small files are read: a mapping keeps a descriptor open."""
+    """Return the file's bytes, writable and private. Small files are read, because a mapping keeps a descriptor open."""
     size = os.fstat(file).st_size
     if size >= _WORTH_MAPPING:
         return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
-    return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): ranks that share the file share its position
+    return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): ranks share the file's position
 
 
 def _refusal(value: Any) -> Exception | None:
-    """Return the error of pickling this value, or None."""
+    """Return the exception from pickling this value, or None if it succeeds."""
     try:
         _Pickler(io.BytesIO(), []).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
@@ -120,18 +120,18 @@ def _refusal(value: Any) -> Exception | None:
 
 
 class MainObjects:
-    """Stands for the functions and classes of ``__main__`` that were pickled before it, by their names."""
+    """Placeholder for a dict of the functions and classes of ``__main__`` that were pickled before it, by name."""
 
 
 class SourceLines:
-    """Stands for the source lines of the functions that were pickled before it and come from no file, by filename.
+    """Placeholder for a dict of source lines, by filename, of the functions that were pickled before it.
 
-    With them, tracebacks show the source of notebook cells.
+    It has only filenames that do not exist on disk, so that tracebacks show the source of notebook cells.
     """
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle that keeps the memory of tensors out of the pickle. For one value only."""
+    """A cloudpickle pickler that keeps tensor memory out of the pickle. Each instance pickles one value."""
 
     def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
@@ -150,7 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, types.FunctionType):
             self._note_source(obj.__code__.co_filename)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
-            msg = "DistributedDataParallel belongs to the process group of its rank: send model.module"
+            msg = "DistributedDataParallel belongs to the process group of its rank: send model.module instead"
             raise pickle.PicklingError(msg)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
             self._main_objects[obj.__qualname__] = obj
@@ -167,7 +167,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 self._sources[filename] = lines
 
     def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
-        """Reduce a tensor to a view of its storage, which is pickled once: tensors that share memory still share it."""
+        """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
         storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
@@ -176,7 +176,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if memory, shape, and strides describe it completely. torch pickles all others."""
+    """True if memory, shape, and strides describe the tensor completely. torch pickles other tensors."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
@@ -205,5 +205,5 @@ def _storage(memory: Any) -> torch.UntypedStorage:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the storage's own memory, not a copy. The pickler keeps the storage alive."""
+    """Return the storage's memory without a copy. The pickler keeps the storage alive."""
     return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

@@ -1,4 +1,4 @@
-"""Files that only this user can have written, for reading what is unpickled."""
+"""Open pickle files safely: only if no other user can have written them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["open_private"]
 
 
 def open_private(path: Path) -> BinaryIO:
-    """Open a file for reading, if only this user may write to its folder: unpickling runs the code that the file names.
+    """Open a file for reading if only this user can write to its folder. Unpickling can run any code in a file.
 
     Raises:
         LaunchError: If the folder belongs to another user, or others may write to it.
@@ -27,7 +27,7 @@ def open_private(path: Path) -> BinaryIO:
         if status.st_mode & 0o022:
             msg = f"other users may write to {path.parent} (mode {status.st_mode & 0o777:o}): {path.name} is not loaded"
             raise LaunchError(msg)
-        # Relative to the folder that was checked: another folder may have this path by now.
+        # Open relative to the checked folder, because its path may lead to another folder by now.
         return open(path.name, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder))
     finally:
         os.close(folder)

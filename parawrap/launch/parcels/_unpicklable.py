@@ -1,4 +1,4 @@
-"""The search for the part of a value that cannot be pickled, and its address."""
+"""Find the part of a value that cannot be pickled, and its address."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Part = tuple[Any, str]
 def find_unpicklable(
     value: Any, address: str, refusal: Callable[[Any], Exception | None]
 ) -> tuple[str, Any, Exception | None]:
-    """Return the innermost part that cannot be sent: its address, itself, and the reason.
+    """Return the address of the innermost part that cannot be pickled, the part itself, and its exception.
 
-    With an empty address, the keys of `value` are addresses.
+    If `address` is empty, the keys of `value` are addresses.
 
     >>> import threading
     >>> refusal = lambda value: None if value == 1 else TypeError()
@@ -45,7 +45,7 @@ def find_unpicklable(
 
 
 def _parts(value: Any, address: str) -> Iterator[Part]:
-    """Yield the parts that a pickle of this value holds, as far as they can be seen."""
+    """Yield the parts that pickling this value would pickle, as far as they are accessible."""
     if isinstance(value, Mapping):
         for key, part in list(value.items()):
             yield part, _within(address, f"[{reprlib.repr(key)}]") if address else str(key)
@@ -73,7 +73,7 @@ def _parts(value: Any, address: str) -> Iterator[Part]:
 
 
 def _within(address: str, step: str) -> str:
-    """Return an address one step further in. An address may be a phrase."""
+    """Append a step to an address. If the address is a phrase, put the step in front: ``.x of the state of ...``."""
     is_phrase = address.startswith(("the ", "a member ", "an argument ")) and not address.startswith(_PLACES)
     return f"{step} of {address}" if is_phrase else address + step
 
@@ -82,7 +82,7 @@ def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[P
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield cell.cell_contents, f"the variable {name!r} captured by {address}"
-        except ValueError:  # not assigned yet
+        except ValueError:  # an unassigned variable
             continue
     for name in _names_in(function.__code__):
         if name in function.__globals__:
@@ -95,7 +95,7 @@ def _parts_of_function(function: types.FunctionType, address: str) -> Iterator[P
 
 
 def _names_in(code: types.CodeType) -> set[str]:
-    """Return the names that a function's code looks up, inner functions included."""
+    """Return the names that a function's code looks up, including its inner functions."""
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
     return set(code.co_names).union(*(_names_in(each) for each in inner))
 
@@ -104,7 +104,7 @@ def _parts_of_reduction(value: Any, address: str) -> Iterator[Part]:
     """Yield the parts of a value's ``__reduce_ex__``."""
     try:
         reduction = value.__reduce_ex__(4)
-    except Exception:  # noqa: BLE001 (it says that it cannot be pickled, in whatever way: it is the find_unpicklable itself)
+    except Exception:  # noqa: BLE001 (the value itself cannot be pickled, so it is the innermost part)
         return
     if isinstance(reduction, str):
         return

@@ -1,9 +1,10 @@
-"""Messages between a launch and its ranks, with open files attached.
+"""Messages between the launching process and its ranks, with open files attached.
 
-A wire is one end of a socket. A message is a short word and a small picklable body; whatever is large travels in a file
-whose descriptor is attached, where both ends are on one machine. Any thread may send; one thread receives.
+A wire is one end of a socket. A message consists of a short word and a small pickled body. On one machine, large values are
+sent as attached file descriptors. Any thread may send; one thread receives.
 
-Unpickling runs code, so a wire over a network has keys: it unpickles a message only after checking its authentication code.
+Unpickling can run any code. So a wire over a network has keys, and verifies a message's authentication code before it
+unpickles the message.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ class Message(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The secrets that authenticate the messages of one end of a line, one for each direction."""
+    """The secrets that authenticate messages at one end of a connection, one per direction."""
 
     sending: bytes
     receiving: bytes
 
 
 class Wire:
-    """One end of the line between a launch and a rank; lives as long as the rank, or until closed.
+    """One end of a connection between the launching process and a rank or node.
 
     Args:
         sock: The socket.
-        keys: The secrets that authenticate messages. None for a socket pair, which only its two processes can reach.
+        keys: The secrets that authenticate messages. None for a socket pair, which only its two processes can access.
     """
 
     def __init__(self, sock: socket.socket, keys: Keys | None = None) -> None:
@@ -69,11 +70,11 @@ class Wire:
         self._received = _Authenticator(None if keys is None else keys.receiving)
 
     def fileno(self) -> int:
-        """For selectors; -1 once closed."""
+        """Return the socket's descriptor for selectors; -1 once closed."""
         return self._socket.fileno()
 
     def send(self, word: str, body: Any = None, files: Sequence[int] = ()) -> bool:
-        """Send a message. False if the other end is gone."""
+        """Send a message. Return False if the other end is closed."""
         data = pickle.dumps((word, body))
         with self._sending:
             try:
@@ -89,7 +90,7 @@ class Wire:
         return True
 
     def receive(self) -> Message | None:
-        """Wait for the next message. None at the end of the line, or if a message is not authentic."""
+        """Wait for the next message. Return None if the other end is closed or a message is not authentic."""
         files: list[int] = []
         try:
             size = _HEAD.size + self._received.size
@@ -99,7 +100,7 @@ class Wire:
             head += receive_exactly(self._socket, size - len(head))
             length, count = _HEAD.unpack(self._authenticated(head))
             word, body = pickle.loads(self._authenticated(receive_exactly(self._socket, length + self._received.size)))
-            if len(files) != count:  # the kernel dropped them: this process has reached its limit of open files
+            if len(files) != count:  # the kernel dropped descriptors: this process has reached its limit on open files
                 for file in files:
                     os.close(file)
                 return Message("files lost", None, ())
@@ -110,7 +111,7 @@ class Wire:
         return Message(word, body, tuple(files))
 
     def _authenticated(self, received: bytes) -> bytes:
-        """Return the bytes without the code that follows them.
+        """Return the bytes without the authentication code at their end.
 
         Raises:
             EOFError: If the code is wrong.
@@ -118,24 +119,26 @@ class Wire:
         size = len(received) - self._received.size
         data, code = received[:size], received[size:]
         if not hmac.compare_digest(code, self._received.code_of(data)):
-            _log.error("a message has a wrong authentication code, so it is not from this launch: the line is closed")
+            _log.error("a message has a wrong authentication code, so it is not from this launch: the connection is closed")
             raise EOFError
         return data
 
     def addresses(self) -> tuple[str, str]:
-        """Those of this end and of the other, where the line goes over a network."""
+        """Return the addresses of this end and of the other end of a network connection."""
         return self._socket.getsockname()[0], self._socket.getpeername()[0]
 
     def close(self) -> None:
-        """Hang up; the other end sees the end of the line."""
+        """Close the connection. The other end receives end of file."""
         self._socket.close()
 
 
 class _Authenticator:
-    """Computes the codes of what goes one way along a line, in order. A code depends on its number, so none can be reused.
+    """Computes authentication codes for one direction of a connection, in order.
+
+    A code depends on its sequence number, so an old message cannot be replayed.
 
     Args:
-        key: The secret of this direction. None gives empty codes.
+        key: The secret for this direction. None gives empty codes.
     """
 
     def __init__(self, key: bytes | None) -> None:
@@ -144,7 +147,7 @@ class _Authenticator:
         self._count = 0
 
     def code_of(self, data: bytes) -> bytes:
-        """Return the code of the next bytes."""
+        """Return the code for the next bytes."""
         if self._key is None:
             return b""
         self._count += 1
@@ -152,20 +155,17 @@ class _Authenticator:
 
 
 def is_readable(line: Wire | socket.socket | int, timeout_s: float) -> bool:
-    """Whether something, or the end of the line, is there to be received; waits for it as long as asked.
-
-    Not by ``select``, which knows no descriptors beyond 1023.
-    """
-    poll = select.poll()
+    """Wait for up to `timeout_s` seconds. Return True if data or end of file can be received."""
+    poll = select.poll()  # select() is limited to descriptors below 1024
     poll.register(line, select.POLLIN)
     return bool(poll.poll(1000 * timeout_s))
 
 
 def receive_exactly(sock: socket.socket, length: int) -> bytes:
-    """That many bytes, however many pieces they come in.
+    """Receive exactly `length` bytes.
 
     Raises:
-        EOFError: the line ended before.
+        EOFError: If the connection ends first.
     """
     pieces = bytearray()
     while len(pieces) < length:
@@ -177,10 +177,10 @@ def receive_exactly(sock: socket.socket, length: int) -> bytes:
 
 
 def socket_at_standard_input() -> socket.socket:
-    """The socket that a fresh process was given as standard input. 0, 1 and 2 are what they should be afterwards.
+    """Return the socket that this process received as standard input. Replace standard input by ``/dev/null``.
 
-    A line is handed over this way because it works whatever its number is in the parent: one whose standard streams are
-    closed gives low numbers to its sockets, which would be overwritten on their way as any other file.
+    Also open ``/dev/null`` for closed output streams. The parent passes the socket as standard input because that is safe
+    if the parent's own standard streams are closed: its sockets then have numbers from 0 to 2, which a child overwrites.
     """
     line = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 3))
     null = os.open(os.devnull, os.O_RDWR)
@@ -196,9 +196,10 @@ def socket_at_standard_input() -> socket.socket:
 
 
 def close_in_forked_children(closable: Any) -> None:
-    """Close this in processes that the user forks from this one.
+    """Close `closable` in processes that the user forks from this one.
 
-    A forked child holds every open line too: with one of them alive, ranks would not see that their launch is gone.
+    A forked child inherits all open connections. While it holds one, the rank at the other end cannot detect the death of
+    the launching process.
     """
     _kept_from_children.add(closable)
 
