@@ -786,7 +786,9 @@ def test_a_launch_whose_warm_process_is_killed_fails():
 def test_fork_raises_after_cuda_is_initialized(monkeypatch):
     """PlatformError says why and names another spawn method, which still works."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(PlatformError, match=r"spawn_method='fork': CUDA is initialized in this process already.*give 'forkserver'"):
+    with pytest.raises(
+        PlatformError, match=r"spawn_method='fork': CUDA is initialized in this process already.*give 'forkserver'"
+    ):
         wrapper(ranks(spawn_method="fork"))(lambda: None)()
     assert wrapper(ranks())(lambda: "fine")() == ("fine", "fine")
 

@@ -1,1 +1,1 @@
-"""Ranks on several machines: the nodes of a cluster, the line from each to where the launch is watched, and the queue."""
+"""Ranks on several machines: cluster nodes, their connections to the supervising process, and the job queue."""

@@ -1,7 +1,7 @@
 """The batch job of a launch: its resources and its submission. submitit writes the script and submits it.
 
-The job has one task per node, which starts the node's ranks. So torch is loaded once per node, and a process that outlives
-the ranks can report how they ended.
+The job has one task per node, which starts the node's ranks. So torch is imported once per node, and the task outlives the
+ranks and reports how they ended.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from parawrap.launch.clusters._queue import slurm_missing, submitting_environmen
 
 __all__ = ["log_ends", "script", "submit"]
 
-# Slurm's time limit comes after the launch's own, because only the launch's error shows the ranks' stacks.
+# Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
 
-# Starts submitit. Signals that come before there is a handler wait. submitit unpickles what it finds in its folder, so a
-# folder that another user could have put there is refused.
+# Starts submitit with signals blocked, so that they stay pending until a handler is installed. submitit unpickles the files
+# in its folder, so refuse a folder that another user owns or can write to.
 _GUARDED_PYTHON = (
     "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR2, signal.SIGTERM)); "
     "folder = os.path.dirname(sys.argv[-1]); status = os.lstat(folder); "
@@ -34,7 +34,7 @@ _GUARDED_PYTHON = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
-# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is loaded, signals are only noted.
+# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is imported, signals are only recorded.
 _TASK = """
 import os, signal, socket, sys
 noted = []
@@ -55,19 +55,19 @@ serve(folder, node, start, noted)
 
 
 def script(platform: Platform, folder: Folder) -> str:
-    """Return the batch script that `submit` would submit. Needs submitit, but not Slurm."""
+    """Return the batch script that `submit` would submit. Requires submitit, but not Slurm."""
     slurm = _submitit().slurm.slurm
     command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
     return str(slurm._make_sbatch_string(command=command, folder=folder.submitit, **_parameters(platform)))
 
 
 def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | None = None) -> list[str]:
-    """Submit one job for each folder, several as a job array. Return the job numbers.
+    """Submit one job per folder; several jobs form a job array. Return the job numbers.
 
     Args:
         platform: The platform of each launch.
-        folders: The folders of the launches; they share one folder of submitit.
-        max_parallel: How many jobs of an array may run at a time; None for all.
+        folders: The folders of the launches. They share one submitit folder.
+        max_parallel: The number of jobs of an array that may run at a time. None sets no limit.
 
     Raises:
         LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
@@ -96,7 +96,7 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
 
 
 def log_ends(folder: Folder, job: str, at_most: int) -> str:
-    """Return the ends of the logs that a job's tasks wrote outside of ranks."""
+    """Return the ends of the logs that a job's tasks wrote. They do not contain the ranks' output."""
     logs = [*sorted(folder.submitit.glob(f"{job}_*_log.err")), *sorted(folder.submitit.glob(f"{job}_*_log.out"))]
     ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
     return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
@@ -137,12 +137,12 @@ def _parameters(platform: Platform) -> dict[str, Any]:
 
 
 def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Separate submitit's own parameters, with or without its prefix, from others, which go to ``sbatch`` as given."""
+    """Split the parameters into submitit's own, with or without its prefix, and options that go to ``sbatch`` unchanged."""
     known = set(_submitit().slurm.slurm._get_default_parameters())
     named = {name.removeprefix("slurm_"): value for name, value in given.items()}
     for name in ("ntasks_per_node", "nodes"):
         if name in named:
-            msg = f"slurm_additional_parameters={dict(given)!r}: {name} follows from n_nodes, n_cpus and n_gpus"
+            msg = f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, n_cpus, and n_gpus set it"
             raise PlatformError(msg)
     others = {name: value for name, value in named.items() if name not in known}
     taken = {name: value for name, value in named.items() if name in known}
@@ -150,7 +150,7 @@ def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reason_of(error: BaseException) -> str:
-    """Return the error lines of ``sbatch`` from submitit's exception."""
+    """Extract the error lines of ``sbatch`` from submitit's exception."""
     text = getattr(error, "stderr", None) or str(error)
     text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     lines = [line.partition("error:")[2].strip() for line in text.splitlines() if "error:" in line]

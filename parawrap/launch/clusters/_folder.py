@@ -1,7 +1,7 @@
 """The folder through which the submitting process and the nodes of a launch communicate.
 
-It lies on a file system that all of them share, and only their user may enter it. Each file has one writer. A file appears
-only once it is complete, except for journals, which grow.
+It is on a shared file system, and only its user may enter it. Each file has one writer. A file appears only once it is
+complete, except for journals, which grow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
         platform: The launch's platform.
         surroundings: The surroundings of the submitting process, without its environment.
         token: The secret of the launch.
-        lease_s: The launch ends when the submitting process gives no sign of life for so many seconds.
+        lease_s: The launch ends if the submitting process gives no sign of life for this many seconds.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Plan:
 
 
 class Folder:
-    """The folder of one launch, which lies in a folder that submitit and all launches of an array share. Stateless."""
+    """The folder of one launch. Stateless. Its parent folder is shared by submitit and all launches of an array."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,16 +59,16 @@ class Folder:
 
     @classmethod
     def planned(cls, name: str) -> Folder:
-        """Return the folder that `new` would make, except for the random end of its name."""
+        """Return the folder that `new` would make, without the random suffix of its name."""
         root = Path(os.environ.get(_ROOT) or "~/.parawrap/launches").expanduser().absolute()
         return cls(root / "".join(each if each.isalnum() else "-" for each in name) / "0")
 
     @classmethod
     def new(cls, name: str, count: int) -> list[Folder]:
-        """Make the folders of launches that one job array runs, in PARAWRAP_LAUNCH_DIR or in the home folder.
+        """Make the folders for the launches of one job array, in PARAWRAP_LAUNCH_DIR or in the home folder.
 
         Raises:
-            LaunchError: If they cannot be made.
+            LaunchError: If the folders cannot be made.
         """
         planned = cls.planned(name)
         try:
@@ -88,16 +88,16 @@ class Folder:
 
     @property
     def root(self) -> Path:
-        """The folder of all launches."""
+        """The folder that contains all launches."""
         return self.path.parent.parent
 
     def _names(self) -> list[str]:
-        """List the folder: network file systems cache for a while that a file does not exist, but not a listing."""
+        """List the folder. Network file systems cache the absence of a single file for a while, but not a listing."""
         with os.scandir(self.path) as entries:
             return [entry.name for entry in entries]
 
     def remove(self) -> None:
-        """Remove the folder; the last one of an array removes what they share."""
+        """Remove the folder. The last launch of an array also removes the shared parent folder."""
         shutil.rmtree(self.path, ignore_errors=True)
         with contextlib.suppress(OSError):
             if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
@@ -114,7 +114,7 @@ class Folder:
         return plan
 
     def request(self, word: str) -> None:
-        """Send the nodes a request: ``cancel``, or ``stacks-`` or ``preempt-`` and a number."""
+        """Send a request to the nodes: ``cancel``, ``stacks-N``, or ``preempt-N`` with a number N."""
         _write(self.path / f"request-{word}")
 
     def requests(self) -> list[str]:
@@ -122,15 +122,15 @@ class Folder:
         return [name.removeprefix("request-") for name in self._names() if name.startswith("request-")]
 
     def rehearsals(self) -> int:
-        """Return how many preemptions were requested."""
+        """Return the number of requested preemptions."""
         return sum(request.startswith("preempt-") for request in self.requests())
 
     def write_sign_of_life(self, number: int) -> None:
-        """Show the nodes that the submitting process still waits for the results."""
+        """Write a sign of life: the submitting process still waits for the results."""
         _write(self._sign, b"%d" % number)
 
     def sign_of_life(self) -> bytes | None:
-        """Return the last number that was written."""
+        """Return the last number that was written, or None if it cannot be read."""
         with contextlib.suppress(OSError):
             return self._sign.read_bytes()
         return None
@@ -154,7 +154,7 @@ class Folder:
         _write(self.path / f"address-{start}", json.dumps([address.hosts, address.port]).encode())
 
     def address(self, start: int, token: bytes) -> Address | None:
-        """Return where the first node listens; None before it is published."""
+        """Return where the first node listens. Return None before the address is published."""
         path = self.path / f"address-{start}"
         if path.name not in self._names():
             return None
@@ -162,16 +162,16 @@ class Folder:
         return Address(tuple(hosts), port, token)
 
     def troubles(self, start: int) -> list[str]:
-        """Return why nodes cannot take part, one text per node."""
+        """Return the reasons why nodes cannot take part, one per node."""
         names = sorted(name for name in self._names() if name.startswith(f"trouble-{start}-"))
         return [(self.path / name).read_text() for name in names]
 
     def write_trouble(self, start: int, node: int, reason: str) -> None:
-        """Report why this node cannot take part."""
+        """Report the reason why this node cannot take part."""
         _write(self.path / f"trouble-{start}-{node}", reason.encode())
 
     def mark_preempted(self, start: int) -> None:
-        """Note that another start of the job will follow this one, without a failure."""
+        """Mark this start as preempted: another start of the job follows, and this one does not count as a failure."""
         _write(self.path / f"preempted-{start}")
 
     def was_preempted(self, start: int) -> bool:
@@ -179,11 +179,11 @@ class Folder:
         return f"preempted-{start}" in self._names()
 
     def note_restarts(self, count: int, failures: int, rehearsals: int) -> None:
-        """Store the numbers of restarts, of failures among them, and of requested preemptions, for the job's next start."""
+        """Store the numbers of restarts, failures, and requested preemptions for the job's next start."""
         _write(self.path / "restarts", json.dumps([count, failures, rehearsals]).encode())
 
     def restarts(self) -> tuple[int, int, int]:
-        """Return the numbers that `note_restarts` stored last."""
+        """Return the numbers that `note_restarts` stored, or zeros."""
         if "restarts" not in self._names():
             return 0, 0, 0
         count, failures, rehearsals = json.loads((self.path / "restarts").read_bytes())
@@ -195,7 +195,7 @@ class Folder:
 
 
 def _write(path: Path, data: bytes = b"") -> None:
-    """Write a file under another name, then rename it, so that it appears complete."""
+    """Write a file under a temporary name, then rename it, so that it appears complete."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")  # another thread may write the same file
     temporary.write_bytes(data)
     temporary.rename(path)

@@ -1,7 +1,6 @@
-"""Follow a batch job to its end: through the journal that its first node writes, and through Slurm if that is silent.
+"""Follow a batch job to its end, through the journal of its first node and through Slurm.
 
-`follow` returns or raises in bounded time after the job's end, however the job ended. By then the job has left the queue or
-has been cancelled.
+`follow` returns or raises in bounded time after any end of the job. By then the job has left the queue or is cancelled.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from parawrap.launch.watch._ending import Ending
 
 __all__ = ["JobFollower"]
 
-_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0  # between two looks into the folder; rarer while the job writes nothing
-_POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # between two calls of scontrol; most jobs that fail do so soon, so rarer with time
-_JOBS_PER_POLL = 20  # with more jobs than these, each is polled less often
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0  # pause between two reads of the folder; it grows while the job writes nothing
+_POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
+_JOBS_PER_POLL = 20  # with more jobs, each is polled less often
 _SIGN_S = 5.0
-_LATE_S = 5.0  # files written before a job's end may appear this much later
-_LEAVING_S = 15.0  # how long tasks may take to exit after the ending
+_LATE_S = 5.0  # delay with which a file written at the job's end may appear on a network file system
+_LEAVING_S = 15.0  # time for the tasks to exit after the ending
 _SILENCE_S = 12 * ALIVE_S  # Slurm itself may notice a lost node minutes later
 _LOG_END = 2000
 
@@ -47,10 +46,10 @@ class JobFollower:
         name: The function's name.
         platform: The launch's platform.
         folder: The launch's folder.
-        on_entry: Called with each entry of the journal except the last.
+        on_entry: Called with the word and body of journal entries, except those that the follower handles itself.
 
     Attributes:
-        has_begun: True if the job has its machines, and its ranks run or are about to start.
+        has_begun: True if the job has its machines, so that its ranks run or are about to start.
     """
 
     def __init__(
@@ -74,16 +73,16 @@ class JobFollower:
         self._cancelled_since: float | None = None
 
     def cancel(self) -> None:
-        """Have the ranks and the job end, without waiting."""
+        """Request the end of the ranks and the job, without waiting for it."""
         self._cancelled.set()  # if the folder cannot be written, the job is cancelled through Slurm
         with contextlib.suppress(OSError):
             self._folder.request("cancel")
 
     def follow(self) -> Ending:
-        """Wait for the job's end, and return the launch's ending.
+        """Wait for the job's end and return the launch's ending.
 
         Raises:
-            LaunchError: If the job ended before its ranks could report an ending, or the folder cannot be used.
+            LaunchError: If the job ended before its ranks reported an ending, or the folder cannot be used.
         """
         try:
             _followed.add(self)
@@ -104,7 +103,7 @@ class JobFollower:
 
     @contextmanager
     def _signs_of_life(self) -> Iterator[None]:
-        """Write signs of life from a separate thread: a stopped terminal, for example, can block the following thread."""
+        """Write signs of life in a separate thread, because the following thread can block, say on a stopped terminal."""
         over = threading.Event()
 
         def write() -> None:
@@ -125,7 +124,7 @@ class JobFollower:
     def _unusable(self, error: OSError) -> LaunchError:
         if self._folder.path.exists():
             return self._folder.unusable(error)
-        return LaunchError(f"Slurm job {self._number} got no sign of life from this process for too long, and has ended")
+        return LaunchError(f"Slurm job {self._number} ended itself, because this process gave no sign of life for too long")
 
     # -- one start of the job
 
@@ -154,7 +153,7 @@ class JobFollower:
             time.sleep(min(_LOOK_S + (time.monotonic() - self._sign_at) / 20, _LONGEST_LOOK_S))
 
     def _poll_pause_s(self) -> float:
-        """Return the seconds between two polls: more with time and with other jobs, but few if the end is near."""
+        """Return the pause between two polls. It grows with time and with the number of jobs, and is short near the end."""
         if self._cancelled.is_set() or self._over_since is not None:
             return _POLL_S
         pause_s = min(max(_POLL_S, (time.monotonic() - self._start_at) / 5), _LONGEST_POLL_S)
@@ -170,7 +169,7 @@ class JobFollower:
             self._on_entry(word, body)
 
     def _poll_slurm(self) -> Ending | None:
-        """Return the launch's ending if the state of the job shows it."""
+        """Return the launch's ending if Slurm's state of the job determines it."""
         self._poll_at = now = time.monotonic()  # scontrol may take long
         job, has_journal = queue.job_state(self._number), self._folder.has_journal(self._start)
         if job.waits:
@@ -193,8 +192,8 @@ class JobFollower:
         return None
 
     def _await_exit(self, ending: Ending) -> queue.JobState:
-        """Wait until the job has left its machines, since its tasks use the folder. Return its state."""
-        if ending.requeued:  # and cancelled since
+        """Wait until the job has left its machines, because its tasks use the folder. Return its state."""
+        if ending.requeued:  # and cancelled in the meantime
             queue.cancel_job(self._number)
         if any(isinstance(outcome, Died) and outcome.lost_with for outcome in ending.outcomes.values()):
             queue.cancel_job(self._number)  # the task of a lost node never exits
@@ -206,17 +205,18 @@ class JobFollower:
             queue.cancel_job(self._number)
         return job
 
-    # -- the meaning of a job's state
+    # -- from a job's state to an ending
 
     def _completed(self, ending: Ending, job: queue.JobState) -> Ending:
-        """Return the ranks' ending, with details from Slurm."""
+        """Return the ranks' ending, completed with details from Slurm."""
         if ending.is_success or ending.cancelled:
             return ending
         if job.name == "CANCELLED" and not self._cancelled.is_set():
             return self._ended_by_slurm(job)
         if job.name == "OUT_OF_MEMORY":
             note = (
-                f"Slurm reports: job {self._number} ran out of memory; it had reserved ram={self._platform.ram} GB per node"
+                f"Slurm reports that job {self._number} ran out of memory; it had reserved ram={self._platform.ram} GB per "
+                "node"
             )
             return replace(ending, history=[*ending.history, note])
         return ending
@@ -228,7 +228,7 @@ class JobFollower:
             return Ending({}, cancelled=True)
         if job.name == "NODE_FAIL":
             self._raise_lost(job)
-        # Slurm forgets an element of an array that is cancelled before it starts.
+        # Slurm forgets an array element that is cancelled before it starts.
         if job.name == "CANCELLED" or (job.name == "FORGOTTEN" and not self._folder.has_journal(0)):
             msg = f"the launch of {name} was cancelled by another process: {slurm_job} was removed from the queue"
             raise LaunchCancelledError(msg)
@@ -246,23 +246,23 @@ class JobFollower:
         if logs := log_ends(self._folder, self._number, _LOG_END):
             error.add_note(f"its tasks wrote:\n{logs}")
         else:
-            where = f"{self._folder.root} on a file system that all nodes share"
-            error.add_note(f"its tasks wrote nothing: is {where}? PARAWRAP_LAUNCH_DIR sets another folder")
+            where = f"{self._folder.root} is on a file system that all nodes share"
+            error.add_note(f"its tasks wrote nothing: check that {where}, or set PARAWRAP_LAUNCH_DIR to another folder")
         raise error
 
     def _raise_lost(self, job: queue.JobState) -> NoReturn:
         """Raise the error for a lost node.
 
         Raises:
-            RankDiedError: For the first rank of the node.
-            LaunchError: If no node is down any more.
+            RankDiedError: For the first rank of the lost node.
+            LaunchError: If the job received a signal and no node is down.
         """
         hosts = self._hosts or [job.nodes] * self._platform.n_nodes
         down = [node for node, host in enumerate(hosts) if queue.is_down(host)]
         if self._signal is not None and not down:
             msg = (
-                f"Slurm ended job {self._number}, which ran {self._name}, by {self._signal} and started it again: a node "
-                "was lost, or the job was preempted without its own signal; set max_restarts to allow this"
+                f"Slurm ended job {self._number}, which ran {self._name}, with {self._signal} and started it again: a node "
+                "was lost, or the job was preempted without SIGUSR2; set max_restarts to allow this"
             )
             raise LaunchError(msg)
         node = down[0] if down else 0

@@ -1,6 +1,6 @@
-"""The journal of a launch: a growing file of reports from the first node to the submitting process.
+"""The journal of a launch: a growing file with reports from the first node to the submitting process.
 
-On a network file system, other machines see an entry once the file was synchronised.
+On a network file system, other machines see an entry only after fsync.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parawrap.launch.watch._transcript import end_of
 __all__ = ["Journal", "JournalReader", "JournalRecord", "LogsIntoJournal"]
 
 _HEAD = struct.Struct("<Q")
-_PAUSE_S = 0.1  # between two synchronisations, which limits the load of frequent output
+_PAUSE_S = 0.1  # between two calls of fsync, to limit the load from frequent output
 _PIECE = 1 << 22
 _KEPT = 1 << 16
 _MOST_WAITING = 512
@@ -31,7 +31,7 @@ Entry = tuple[Any, ...]
 
 
 class Journal:
-    """Writes entries, from any thread. A slow disk blocks the writers. After `close`, all entries are in the file."""
+    """Writes journal entries. Thread-safe. A slow disk blocks the writers. After `close`, all entries are in the file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class Journal:
         self._thread.start()
 
     def add(self, *entry: Any) -> None:
-        """Write an entry.
+        """Queue an entry for writing.
 
         Raises:
             LaunchError: If the file cannot be written.
@@ -55,7 +55,7 @@ class Journal:
         self._entries.put(_HEAD.pack(len(data)) + data)
 
     def close(self) -> None:
-        """Write the entries that wait, and end."""
+        """Write the queued entries and close the file."""
         self._entries.put(None)
         self._closing.set()
         self._thread.join()
@@ -77,7 +77,7 @@ class Journal:
             self._error = error
 
     def _next_entries(self) -> list[bytes | None]:
-        """Wait for an entry, and return all waiting entries. None is the end."""
+        """Wait for an entry and return all queued entries. None marks the end."""
         entries = [self._entries.get()]
         while entries[-1] is not None and not self._entries.empty():
             entries.append(self._entries.get())
@@ -85,7 +85,7 @@ class Journal:
 
 
 class JournalReader:
-    """Reads a journal from its start, while it is written."""
+    """Reads a journal while it is written, from its start."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +111,7 @@ class JournalReader:
 
 
 class JournalRecord:
-    """Writes one rank's output into a journal, in place of a `Transcript`."""
+    """Writes one rank's output to a journal. Has the same interface as `Transcript`."""
 
     def __init__(self, journal: Journal, rank: int) -> None:
         self._journal = journal
@@ -130,7 +130,7 @@ class JournalRecord:
 
 
 class LogsIntoJournal(logging.Handler):
-    """Writes log records of the node into a journal; the submitting process logs them."""
+    """Writes the node's log records to a journal. The submitting process logs them."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__(logging.WARNING)

@@ -1,8 +1,8 @@
-"""Connections between the machines of a launch.
+"""Connections between the machines of a launch. The supervising machine listens (the front), and the nodes call it.
 
-A machine may have several addresses, and some of them do not lead to it from elsewhere: a hostname may mean the loopback
-interface, and container bridges have the same address on every host. So the front offers all of its addresses, and a node
-uses the first one where the front proves that it is the front of this launch.
+A machine may have several addresses, and some of them do not work from other machines: a hostname may resolve to the
+loopback interface, and container bridges have the same address on every host. So the front offers all of its addresses. A
+node uses the first address where the front of its launch answers.
 
 Both sides prove that they hold the launch's token, which itself is never sent:
 
@@ -10,7 +10,7 @@ Both sides prove that they hold the launch's token, which itself is never sent:
     caller:  its own nonce, and HMAC(token, "caller", both nonces)
     front:   HMAC(token, "front", both nonces)
 
-Messages are authenticated by keys derived from the token and both nonces, one for each direction. They are not encrypted.
+Messages are authenticated with keys derived from the token and both nonces, one per direction. They are not encrypted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MESSAGE_S = 10.0  # to send or receive one message
 _SIOCGIFADDR = 0x8915
 _BACKLOG = 4096
 _BUFFER = 1 << 20  # the kernel may allow less; its default of 208 KiB is enough
-# A machine that loses its power sends nothing, so the kernel probes a silent connection: first after _SILENCE_S, then every
-# _PROBE_S. A connection with _PROBES unanswered probes is broken. The machine of a stopped process does answer.
+# A machine without power does not close its connections. So the kernel probes a silent connection, first after _SILENCE_S,
+# then every _PROBE_S, and breaks it after _PROBES unanswered probes. The machine of a stopped process answers probes.
 _SILENCE_S, _PROBE_S, _PROBES = 5, 5, 3
 
 
@@ -51,7 +51,7 @@ class Address:
     """Where the front of a launch listens.
 
     Attributes:
-        hosts: Numeric addresses; each node may reach a different one.
+        hosts: Numeric addresses. Each node may reach a different one.
         port: The port, the same at every address.
         token: The secret of the launch, which both sides prove to hold.
     """
@@ -62,10 +62,10 @@ class Address:
 
 
 class Front:
-    """The listening port that the nodes of a launch connect to; open until all have connected. Used by one thread.
+    """The listening port for the nodes of a launch, open until all have connected. Used by one thread.
 
-    Callers are served concurrently: a silent caller delays no other one. At most `_MOST_CALLERS` wait at a time, for at
-    most `_DIAL_S` seconds each, so a flood of callers takes a bounded number of descriptors and bytes.
+    Callers are served concurrently, so a silent caller does not delay others. At most `_MOST_CALLERS` wait at a time, for
+    at most `_DIAL_S` seconds each. So a flood of callers takes a bounded number of descriptors and bytes.
 
     Args:
         hosts: The addresses offered to nodes. With the loopback address alone, only this machine can connect.
@@ -87,7 +87,7 @@ class Front:
         close_in_forked_children(self)
 
     def accept(self, patience_s: float) -> Wire | None:
-        """Return the line to the next authenticated node, or None if none connects within `patience_s` seconds."""
+        """Return the connection to the next authenticated node, or None if no node connects within `patience_s` seconds."""
         until = time.monotonic() + patience_s
         while True:
             next_look = min([until, *(caller.until for caller in self._callers.values())])
@@ -102,13 +102,13 @@ class Front:
                 return None
 
     def close(self) -> None:
-        """Stop listening, and drop callers that are not authenticated."""
+        """Stop listening and drop callers that are not authenticated."""
         for line in (self._listener, *self._callers):
             line.close()
         self._selector.close()
 
     def _read(self, line: socket.socket) -> Wire | None:
-        """Read from a caller. Return the line once the caller is authenticated, and drop a caller with a wrong answer."""
+        """Read from a caller. Return the connection once it is authenticated. Drop a caller with a wrong answer."""
         with contextlib.suppress(OSError, EOFError):
             keys = self._callers[line].read()
             if keys is None:
@@ -120,14 +120,14 @@ class Front:
         return None
 
     def _admit(self) -> None:
-        """Accept some connections; the next round reads from these before it accepts more."""
+        """Accept some connections. The next round reads from them before it accepts more."""
         for _ in range(_ADMITTED_AT_ONCE):
             try:
                 line, _ = self._listener.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     raise
-                return  # no more callers, or one that is gone already
+                return  # no caller is waiting, or the caller is gone already
             line.setblocking(False)
             self._callers[line] = _Caller(line, self.address.token)
             self._selector.register(line, selectors.EVENT_READ)
@@ -158,15 +158,15 @@ class _Caller:
         self._token = token
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._answer = b""
-        with contextlib.suppress(OSError):  # reading fails too then
+        with contextlib.suppress(OSError):  # if sending fails, `read` fails too
             line.sendall(self._nonce)
 
     def read(self) -> Keys | None:
-        """Read more of the caller's answer. Return the keys once it is complete and right, and None before.
+        """Read more of the caller's answer. Return None until it is complete, then the keys.
 
         Raises:
-            OSError: If the answer is wrong, or the line is broken.
-            EOFError: If the caller hung up.
+            OSError: If the answer is wrong or the connection is broken.
+            EOFError: If the caller closed the connection.
         """
         piece = self._line.recv(_NONCE_BYTES + _CODE_BYTES - len(self._answer))
         if not piece:
@@ -181,11 +181,13 @@ class _Caller:
 
 
 def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
-    """Return a line to the front at the first address where it answers and proves to hold the token.
+    """Connect to the front at the first address where it answers and proves to hold the token.
+
+    Return None if no address works in time.
 
     Args:
         address: Where the front listens.
-        patience_s: Keep trying for this many seconds; each address is tried at least once.
+        patience_s: Seconds to keep trying. Each address is tried at least once.
     """
     until = time.monotonic() + patience_s
     while True:
@@ -198,11 +200,11 @@ def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
 
 
 def _dialed(host: str, address: Address) -> Wire:
-    """Connect to this host.
+    """Connect to the front at this host.
 
     Raises:
-        OSError: If no front answers there in time, or it does not hold the token.
-        EOFError: If it hung up.
+        OSError: If no front answers in time, or it does not hold the token.
+        EOFError: If the other side closed the connection.
     """
     line, until = _socket(), time.monotonic() + _DIAL_S
     try:
@@ -220,11 +222,11 @@ def _dialed(host: str, address: Address) -> Wire:
 
 
 def _receive(line: socket.socket, length: int, until: float) -> bytes:
-    """Receive this many bytes before a moment of the monotonic clock.
+    """Receive `length` bytes by the time `until` of the monotonic clock.
 
     Raises:
-        OSError: If they do not come in time.
-        EOFError: If the line ends before.
+        OSError: If the bytes do not arrive in time.
+        EOFError: If the connection ends first.
     """
     data = b""
     while len(data) < length:
@@ -244,14 +246,14 @@ def _check(code: bytes, token: bytes, purpose: bytes, nonces: bytes) -> None:
     """Check the other side's proof.
 
     Raises:
-        PermissionError: If it is wrong.
+        PermissionError: If the proof is wrong.
     """
     if not hmac.compare_digest(code, _code(token, purpose, nonces)):
         raise PermissionError
 
 
 def _socket() -> socket.socket:
-    """Return a socket with room for all the bytes that a `SendQueue` sends ahead: a full line looks like a broken one."""
+    """Return a socket with a buffer for all unacknowledged bytes of a `SendQueue`. A full connection looks broken."""
     line = socket.socket()
     line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER)
     return line
@@ -272,7 +274,7 @@ def _wire_of(line: socket.socket, keys: Keys) -> Wire:
 
 
 def own_addresses() -> list[str]:
-    """Return this machine's IPv4 addresses, its hostname's first; the loopback address only if there are no others."""
+    """Return this machine's IPv4 addresses, the one of its hostname first. Return loopback only without other addresses."""
     found = [address for _, name in socket.if_nameindex() if (address := _address_of(name)) is not None]
     others = [address for address in found if not address.startswith("127.")]
     named = None

@@ -1,6 +1,6 @@
-"""The process on a cluster node that starts the node's ranks on orders from the watching process, and reports on them.
+"""The agent on a cluster node: it starts the node's ranks for the supervising process and reports on them.
 
-When the line to the watching process breaks, the ranks end within ``grace_s``.
+If the connection to the supervising process breaks, the ranks end within ``grace_s``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _NEVER = float("inf")
 
 
 class NodeAgent:
-    """Runs this machine's ranks for the process at the other end of a line, until that end hangs up.
+    """Runs this machine's ranks for the process at the other end of a connection, until the connection closes.
 
     Args:
-        wire: The line.
+        wire: The connection.
         number: The node's number.
-        starter: Starts processes.
-        payload: The packed call.
-        grace_s: Seconds that ranks have to clean up after the line broke.
-        path_of: The path for a rank's parcel in a folder that the other end can read. None sends parcels along the line.
+        starter: Starts the processes.
+        payload: The file of the pickled call.
+        grace_s: Seconds for ranks to clean up after the connection breaks.
+        path_of: Returns the path for a rank's parcel in a shared folder. None sends parcels through the connection.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeAgent:
         self._queue.send("hello", (number, socket.gethostname()))
 
     def run(self) -> None:
-        """Run until the line is closed and the last rank has ended."""
+        """Run until the connection is closed and the last rank has ended."""
         try:
             while self._is_connected or not self._node.is_over:
                 self._loop.turn(min(self._kill_at - time.monotonic(), _LONGEST_TURN_S))
@@ -95,7 +95,7 @@ class NodeAgent:
         for rank in self._running:
             self._node.send(rank, "end")
 
-    # -- messages of the watching process
+    # -- messages from the supervising process
 
     def _on_message(self) -> None:
         message = self._wire.receive()
@@ -121,7 +121,7 @@ class NodeAgent:
             self.on_end(rank, None)
 
     def _localized(self, orders: Assignment) -> Assignment:
-        """Fill in the front's address and the network interface that this node's connection uses."""
+        """Fill in the supervisor's address and the network interface, as this node's connection uses them."""
         here, there = self._wire.addresses()
         meeting = orders.meeting
         if meeting is not None and meeting.host is not None:
@@ -144,9 +144,11 @@ class NodeAgent:
             try:
                 Parcel(file).put(path)
             except OSError as error:
-                msg = f"what rank {rank} {word} cannot be written to {path.parent}: {error}; free some space there"
+                msg = (
+                    f"the value that rank {rank} {word} cannot be written to {path.parent}: {error}; free some space there"
+                )
                 self._queue.send("trouble", msg)
-                self.on_end(rank, None)  # before its exit code, which would look like a death
+                self.on_end(rank, None)  # reported before the exit code, which would look like a death of the rank
                 return
             file = path
         elif isinstance(file, int):

@@ -1,6 +1,6 @@
-"""Slurm's commands: the state of a job from ``scontrol``, or from ``sacct`` once the controller has forgotten the job.
+"""Slurm commands. ``scontrol`` reports the state of a job, and ``sacct`` once the controller has forgotten the job.
 
-A job is named by its number; an element of a job array by a string such as ``123_4``.
+A job is identified by its number, and an element of a job array by a string such as ``123_4``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class JobState(NamedTuple):
     """The state of a job.
 
     Attributes:
-        name: ``PENDING``, ``RUNNING``, ``COMPLETED``, and so on; ``UNKNOWN`` if Slurm does not answer, and ``FORGOTTEN`` if
-            Slurm does not know the job any more.
+        name: Slurm's name of the state, such as ``PENDING`` or ``RUNNING``. ``UNKNOWN`` if Slurm does not answer.
+            ``FORGOTTEN`` if Slurm no longer has a record of the job.
         reason: Slurm's reason for the state.
-        starts: How often the job was requeued.
+        starts: The number of times that the job was requeued.
         nodes: The job's nodes, as Slurm writes them.
         time_limit: The time limit, as Slurm writes it.
     """
@@ -63,7 +63,7 @@ class JobState(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """True if the job will not run any more."""
+        """True if the job will not run again."""
         return self.name in _ENDED
 
     @property
@@ -73,7 +73,7 @@ class JobState(NamedTuple):
 
 
 def slurm_missing() -> str | None:
-    """Return the first of Slurm's commands that is not installed; None if all are."""
+    """Return the first Slurm command that is not installed, or None if all are installed."""
     return next((name for name in ("sbatch", "srun", "scontrol", "scancel") if shutil.which(name) is None), None)
 
 
@@ -82,7 +82,7 @@ def job_state(job: str) -> JobState:
     output = _output_of("scontrol", "--oneliner", "show", "job", job)
     fields = dict(re.findall(r"(\w+)=(\S*)", output.partition(" Command=")[0]))
     if "JobState" not in fields:
-        is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array's element
+        is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
         return JobState(_state_in_accounts(job) if is_unknown else "UNKNOWN")
     nodes = fields.get("NodeList", "")
     return JobState(
@@ -95,45 +95,48 @@ def job_state(job: str) -> JobState:
 
 
 def _state_in_accounts(job: str) -> str:
-    """Return the state's name for a job that the controller has forgotten, as it does some minutes after a job's end."""
+    """Return the state of a job from the accounting database. The controller forgets a job minutes after its end."""
     code, output = _run("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
     found = re.match(r"[A-Z_]+", output)
     return found.group() if found and not code else "FORGOTTEN"  # without accounting, sacct fails with a message
 
 
 def is_down(host: str) -> bool:
-    """True if Slurm counts this node as down."""
+    """True if Slurm reports this node as down."""
     return (
         "DOWN" in _output_of("sinfo", "--noheader", "--Format=StateComplete:99", "--nodes", host.partition(".")[0]).upper()
     )
 
 
 def cancel_job(job: str) -> None:
-    """Cancel a job: Slurm sends SIGTERM, and a while later SIGKILL."""
+    """Cancel a job. Slurm sends SIGTERM first and SIGKILL later."""
     _run("scancel", job)
 
 
 def send_signal(job: str, name: str) -> None:
-    """Send a signal to all tasks of a running job. For a pending element of an array, this blocks for a minute."""
+    """Send a signal to all tasks of a running job. Blocks for a minute if the job is a pending array element."""
     _run("scancel", f"--signal={name}", job)
 
 
 def requeue_job(job: str) -> str | None:
-    """Have Slurm end a job and start it again. Return Slurm's reason if it refuses. `job` may be a task's SLURM_JOB_ID."""
+    """Requeue a job: Slurm ends it and starts it again. Return Slurm's reason if it refuses, otherwise None.
+
+    `job` may be the SLURM_JOB_ID of this task.
+    """
     if job == os.environ.get("SLURM_JOB_ID") and "SLURM_ARRAY_TASK_ID" in os.environ:
-        # For one element of an array, this is also the number of the whole array.
+        # In one element of an array, SLURM_JOB_ID is also the number of the whole array.
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, output = _run("scontrol", "requeue", job)
     return (output.strip() or f"exit code {code}") if code else None
 
 
 def _output_of(*command: str) -> str:
-    """Return the output of a command, even if it fails, as happens while the controller is busy or restarted."""
+    """Return the output of a command. The command may fail, for example while the controller is busy or restarts."""
     return _run(*command)[1]
 
 
 def _run(*command: str) -> tuple[int, str]:
-    """Return the exit code of a command, and its output."""
+    """Return the exit code and the output of a command."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -143,8 +146,8 @@ def _run(*command: str) -> tuple[int, str]:
 
 @contextmanager
 def submitting_environment() -> Iterator[None]:
-    """Hide the variables that Slurm sets in jobs: if this process is in a job, ``sbatch`` would take them for options."""
-    with _submitting:  # two threads would restore the variables of each other
+    """Hide the variables that Slurm sets in a job, if this process runs in one: ``sbatch`` reads them as options."""
+    with _submitting:  # otherwise two threads restore each other's variables
         in_a_job = "SLURM_JOB_ID" in os.environ
         names = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"]
         hidden = {name: os.environ.pop(name) for name in names if in_a_job}

@@ -1,4 +1,4 @@
-"""The task that a launch runs on each node of a Ray cluster: a node agent."""
+"""The Ray task of a launch on each node. It runs a node agent."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _DIALING_S = 5.0
 
 
 def serve(address: Address, node: int, spawn_method: str, grace_s: float, threads: int, payload: bytes) -> str:
-    """Run this node's ranks until the launch is over. Return why the task ended; that matters only before ranks start.
+    """Run this node's ranks until the launch ends. Return the reason why the task ended, for errors before ranks start.
 
     Args:
-        address: Where the watching process listens.
+        address: Where the supervising process listens.
         node: This node's number.
-        spawn_method: How processes are started.
-        grace_s: Seconds that ranks have to clean up when the line to the watching process breaks.
-        threads: CPUs per rank.
-        payload: The packed call.
+        spawn_method: The platform's ``spawn_method``.
+        grace_s: Seconds for ranks to clean up if the connection to the supervising process breaks.
+        threads: The number of CPUs per rank.
+        payload: The pickled call.
     """
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray has set it to the CPUs of all ranks of the node
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # Ray sets it to the CPUs of the whole task
     starter = starter_named(spawn_method)
     wire = dial(address, _DIALING_S)
     if wire is None:

@@ -1,4 +1,4 @@
-"""A node of another machine, as seen by the process that watches the launch."""
+"""The supervising process's view of a node on another machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from parawrap.launch.watch._loop import Loop
 __all__ = ["ARRIVAL_S", "RemoteNode", "await_nodes"]
 
 ARRIVAL_S = 300.0
-"""How long the nodes of a launch may take to connect once their agents were started."""
+"""Seconds for the nodes of a launch to connect after their agents were started."""
 
 _LOOK_S = 0.2
 _ACKNOWLEDGED_AT_ONCE = 1 << 15
@@ -28,13 +28,13 @@ _LOST = "its node, which no longer answers"
 class RemoteNode:
     """The ranks of another machine, which a `NodeAgent` starts there. Used by the thread of its loop.
 
-    When the connection breaks or the machine falls silent, the node and its ranks are lost.
+    If the connection breaks or the machine stops answering, the node and its ranks are lost.
 
     Args:
-        loop: Waits for the node's messages.
-        wire: The line to its agent.
-        number: Its number.
-        host: Its hostname.
+        loop: The loop that waits for the node's messages.
+        wire: The connection to the node's agent.
+        number: The node's number.
+        host: The node's hostname.
     """
 
     def __init__(self, loop: Loop, wire: Wire, number: int, host: str) -> None:
@@ -58,7 +58,7 @@ class RemoteNode:
         return self._wire.fileno() < 0
 
     def start(self, assignment: Assignment, watcher: Watcher) -> None:
-        """Start a rank on the node. If the node is lost already, the rank is lost too."""
+        """Start a rank on the node. If the node is lost already, report the rank as lost."""
         rank = assignment.place.global_rank
         self._watchers[rank] = watcher
         self._started += 1
@@ -81,7 +81,7 @@ class RemoteNode:
             self._lose()
 
     def close(self) -> None:
-        """Close the line; the agent then ends the ranks that still run."""
+        """Close the connection. The agent then ends the ranks that still run."""
         if not self.is_lost:
             self._loop.forget(self._wire)
             self._wire.close()
@@ -132,7 +132,7 @@ class RemoteNode:
             self._end(rank, *body)
 
     def _append_piece(self, rank: int, data: bytes) -> None:
-        """Append to the file of the rank's next word."""
+        """Append to the file that is attached to the rank's next message."""
         if rank not in self._files:
             self._files[rank] = memory_file("parcel")
         with open(self._files[rank], "ab", closefd=False) as file:
@@ -140,7 +140,7 @@ class RemoteNode:
         self._acknowledge(len(data))
 
     def _acknowledge(self, size: int) -> None:
-        """Let the agent send more. One message acknowledges many lines of output."""
+        """Acknowledge received bytes, so that the agent sends more. One message acknowledges many lines of output."""
         self._unacknowledged += size
         if self._unacknowledged >= _ACKNOWLEDGED_AT_ONCE:
             self._send("received", self._unacknowledged)
@@ -148,13 +148,13 @@ class RemoteNode:
 
 
 def await_nodes(front: Front, loop: Loop, numbers: Sequence[int], check: Callable[[], None]) -> list[RemoteNode]:
-    """Wait until the nodes with these numbers have connected, and return them in this order.
+    """Wait until the nodes with these numbers have connected. Return them in this order.
 
     Args:
-        front: The port that they connect to.
-        loop: The loop for their messages from then on.
-        numbers: Their numbers.
-        check: Called repeatedly; an exception that it raises ends the wait.
+        front: The port that the nodes connect to.
+        loop: The loop for the nodes' messages.
+        numbers: The nodes' numbers.
+        check: Called repeatedly. An exception from it ends the wait.
 
     Raises:
         LaunchError: If a node does not connect within `ARRIVAL_S` seconds.

@@ -1,6 +1,6 @@
-"""The resources of a launch on a Ray cluster: a bundle on each node, and a task in it that runs a node agent.
+"""Reserve the resources of a launch on a Ray cluster: one bundle per node, with a task that runs a node agent.
 
-Ranks are not Ray actors: the node agent starts them as on any other machine, and sees how they end.
+Ranks are not Ray actors. The node agent starts them as on any other machine, and so can report how they end.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def run(*arguments):
 
 
 def joined(platform: Platform) -> Any:
-    """Join a Ray cluster, and return the ray module.
+    """Join a Ray cluster and return the ray module.
 
-    The first of these: the cluster that this process has joined, the one of RAY_ADDRESS, one on this machine, a new one.
+    Use the cluster that this process has joined already, or else the one at RAY_ADDRESS, or else the one that runs on this
+    machine. Otherwise start a new cluster.
 
     Raises:
         LaunchError: If ray is not installed, or the cluster cannot be joined.
@@ -57,7 +58,7 @@ def joined(platform: Platform) -> Any:
         _join(ray, platform)
     if ray.util.client.ray.is_connected():
         msg = (
-            "Ray Client (ray://) keeps this process outside of the cluster, where ranks cannot reach it: run the script on "
+            "Ray Client (ray://) runs this process outside of the cluster, where ranks cannot reach it: run the script on "
             "a node of the cluster, or with 'ray job submit'"
         )
         raise LaunchError(msg)
@@ -84,10 +85,10 @@ def _join(ray: Any, platform: Platform) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """Check that a host and port accept connections: Ray itself would try for minutes.
+    """Check that an address accepts connections, because Ray itself would retry for minutes.
 
     Raises:
-        OSError: If they do not.
+        OSError: If the address does not accept connections.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "/" not in host:
@@ -95,14 +96,14 @@ def _check_answers(address: str) -> None:
 
 
 class Reservation:
-    """A launch's share of the cluster's resources, requested at once and held until `end`. Used by one thread.
+    """A launch's share of the cluster's resources. The constructor requests it; `end` releases it. Used by one thread.
 
     Args:
-        ray: The module.
+        ray: The ray module.
         platform: The launch's platform.
 
     Raises:
-        LaunchError: If the cluster is too small even when it is idle.
+        LaunchError: If the cluster is too small for the launch, even when idle.
     """
 
     def __init__(self, ray: Any, platform: Platform) -> None:
@@ -116,7 +117,7 @@ class Reservation:
         self._ready = self._group.ready()
 
     def is_ready(self) -> bool:
-        """Wait a moment for the resources. True if the launch has them.
+        """Wait a moment for the resources. Return True if the launch has them.
 
         Raises:
             LaunchError: If Ray was shut down.
@@ -126,15 +127,15 @@ class Reservation:
         return bool(ready)
 
     def addresses(self, own: Sequence[str]) -> list[str]:
-        """Return the addresses of this process that the nodes may reach: loopback alone if all are this machine."""
+        """Return addresses where nodes may reach this process: only loopback if the cluster consists of this machine."""
         here = self._ray.util.get_node_ip_address()
         if all(node["NodeManagerAddress"] == here for node in self._nodes()):
             return [LOOPBACK]
         return [here, *(each for each in own if each != here)]
 
     def start_agents(self, address: Address, payload: bytes) -> None:
-        """Start an agent on each node, which connects to this address."""
-        place: dict[str, Any] = {"__name__": "__main__"}  # functions of this module are sent by value, not by name
+        """Start an agent on each node. The agents connect to `address`."""
+        place: dict[str, Any] = {"__name__": "__main__"}  # functions of __main__ are pickled by value
         exec(_TASK, place)
         platform, call = self._platform, self._ray.put(payload)
         share = self._bundle["CPU"] // platform.ranks_per_node
@@ -165,8 +166,8 @@ class Reservation:
                 raise LaunchError(msg)
 
     def end(self) -> None:
-        """Release the resources after the agents have ended; kill those that do not end."""
-        if not self._ray.is_initialized():  # shut down, which ended the agents; any call would start Ray again
+        """Wait for the agents, kill those that do not end, and release the resources."""
+        if not self._ray.is_initialized():  # after a shutdown, which ended the agents, any call would start Ray again
             return
         _, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_LEAVING_S) if self._tasks else ([], [])
         for task in left:
@@ -176,7 +177,7 @@ class Reservation:
 
     def _check_ray(self) -> None:
         if not self._ray.is_initialized():
-            msg = "ray.shutdown() was called before the launch had its nodes"
+            msg = "ray.shutdown() was called before the nodes of the launch were ready"
             raise LaunchError(msg)
 
     def _ending_of(self, task: Any) -> str:
@@ -189,7 +190,7 @@ class Reservation:
         return [node for node in self._ray.nodes() if node["Alive"]]
 
     def _check_size(self) -> None:
-        """Check the size of the cluster: Ray itself would wait for ever for resources that it does not have."""
+        """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
         platform, nodes = self._platform, self._nodes()
         fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
         if len(fitting) >= platform.n_nodes:
@@ -204,7 +205,7 @@ class Reservation:
 
 
 def _bundle(platform: Platform) -> dict[str, float]:
-    """Return the resources of one node."""
+    """Return the resources that one node needs."""
     has_gpus = platform.device == Device.GPU
     bundle: dict[str, float] = {"CPU": platform.cpus_per_node}
     if has_gpus:

@@ -1,7 +1,7 @@
-"""The messages of a node agent, sent in order and no faster than the other end reads them.
+"""A node agent's queue of outgoing messages. It sends in order and no faster than the other end reads.
 
-If the other end is stopped, or its own output is not read, a full connection would look like a broken one. So only so many
-bytes of output and results are sent ahead of their acknowledgement; the rest waits here and in the ranks' pipes.
+If the other end is stopped, a full connection would look like a broken one. So at most `_WINDOW` bytes of output and
+results are sent without an acknowledgement. Further data waits in the queue and in the ranks' pipes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from parawrap.launch.parcels._wire import Wire
 
 __all__ = ["SendQueue"]
 
-_WINDOW = 1 << 17  # unacknowledged bytes; they fit into the connection's buffers
+_WINDOW = 1 << 17  # unacknowledged bytes; small enough for the connection's buffers
 _PIECE = 1 << 16
 
 
 class _Item(NamedTuple):
-    """A message; with a file, the next `size` bytes of the file, in pieces. `size` counts against the window."""
+    """A message, or the last `size` bytes of a file, sent in pieces. `size` counts against the window."""
 
     word: str
     body: Any
@@ -28,7 +28,7 @@ class _Item(NamedTuple):
 
 
 class SendQueue:
-    """Messages for one line. Used by one thread."""
+    """The outgoing messages of one connection. Used by one thread."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -38,17 +38,17 @@ class SendQueue:
 
     @property
     def is_full(self) -> bool:
-        """True if the next message would have to wait."""
+        """True if messages are queued, so the next one would wait."""
         return bool(self._items)
 
     def send(self, word: str, body: Any, size: int = 0) -> None:
-        """Send a message after those that wait; a message with a size waits until the window has room."""
+        """Send a message after the queued ones. A message with a size waits until the window has room."""
         if not self.is_broken:
             self._items.append(_Item(word, body, size))
             self._flush()
 
     def send_file(self, rank: int, file: int) -> None:
-        """Send a file in pieces, and close it."""
+        """Send a file in pieces, then close it."""
         if self.is_broken:
             os.close(file)
         else:
@@ -61,7 +61,7 @@ class SendQueue:
         self._flush()
 
     def close(self) -> None:
-        """Drop all waiting messages, and send no more."""
+        """Drop all queued messages and stop sending."""
         self.is_broken = True
         for item in self._items:
             if item.file is not None:
@@ -78,7 +78,7 @@ class SendQueue:
                 self.close()  # part of the message may have been sent
 
     def _next_piece(self, item: _Item, file: int) -> _Item:
-        """Return the next piece of a file, and put the rest of the file back in front."""
+        """Return the next piece of a file, and put the rest of the file back at the front of the queue."""
         start = os.fstat(file).st_size - item.size
         data = os.pread(file, _PIECE, start)
         if len(data) < item.size:

@@ -1,6 +1,6 @@
-"""The tasks of a launch's batch job: the first node's watches over all ranks, the others run a node agent each.
+"""The tasks of a launch's batch job: the first node's task supervises all ranks, and each other task runs a node agent.
 
-The job ends when the submitting process has given no sign of life for the time of its lease.
+The job ends if the submitting process gives no sign of life for `Plan.lease_s`.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ ALIVE_S = 5.0
 """Seconds between two signs of life of the first node."""
 
 _LOOK_S = 0.2
-_NODES_PER_LOOK = 50  # with more nodes than these, each reads the shared folder less often
+_NODES_PER_LOOK = 50  # with more nodes, each reads the shared folder less often
 
 
 def serve(path: str, node: int, start: int, noted: list[int]) -> None:
-    """Run this node's task until the launch or this start of the job ends.
+    """Run this node's task until the launch, or this start of the job, ends.
 
     Args:
         path: The launch's folder.
         node: This node's number in the job.
         start: The number of earlier starts of the job.
-        noted: Signals that this process has received already.
+        noted: Signals that this process received before parawrap was imported.
     """
     folder = Folder(Path(path))
     plan = folder.read_plan()
@@ -70,13 +70,13 @@ def serve(path: str, node: int, start: int, noted: list[int]) -> None:
 
 
 def _allow_open_files() -> None:
-    """Raise the limit of open files as far as allowed: the first node has several for each node and rank."""
+    """Raise the limit on open files to the maximum: the first node has several per node and rank."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run_agent(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
-    """Connect to the first node, and run this node's ranks for it.
+    """Connect to the first node and run this node's ranks for it.
 
     Raises:
         LaunchError: If the first node cannot be reached.
@@ -86,15 +86,15 @@ def _run_agent(folder: Folder, plan: Plan, node: int, start: int, starter: Start
         time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_PER_LOOK))
     wire = None if address is None else dial(address, until - time.monotonic())
     if wire is None:
-        tried = "nothing, as it has published no address" if address is None else f"{address.hosts}, port {address.port}"
-        msg = f"node {node} ({socket.gethostname()}) cannot reach node 0; tried {tried}"
+        tried = "it published no address" if address is None else f"tried {', '.join(address.hosts)}, port {address.port}"
+        msg = f"node {node} ({socket.gethostname()}) cannot reach node 0: {tried}"
         folder.write_trouble(start, node, msg)
         raise LaunchError(msg)
     NodeAgent(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).run()
 
 
 class _Head:
-    """The first node's task. Its main thread watches the ranks, and a second one reads requests from the folder."""
+    """The first node's task. Its main thread supervises the ranks; a second thread reads requests from the folder."""
 
     def __init__(self, folder: Folder, plan: Plan, start: int, noted: list[int]) -> None:
         self._folder = folder
@@ -116,7 +116,7 @@ class _Head:
             self._on_signal(early, None)
 
     def run(self, starter: Starter, payload: int) -> None:
-        """Run the ranks, write the ending into the journal, and requeue the job if the ranks left by ``requeue()``."""
+        """Run the ranks and write the ending to the journal. Requeue the job if the ranks called ``requeue()``."""
         listener = threading.Thread(target=self._handle_requests, name="parawrap-requests", daemon=True)
         listener.start()
         try:
@@ -169,7 +169,7 @@ class _Head:
         return ending
 
     def _others(self, loop: Loop, hosts: Sequence[str]) -> Sequence[Node]:
-        """Wait for the other nodes, and return them."""
+        """Wait for the other nodes and return them."""
         front = Front(hosts, self._plan.token)
         try:
             self._folder.write_address(self._start, front.address)
@@ -191,7 +191,7 @@ class _Head:
             self._folder.write_trouble(self._start, 0, str(error))
 
     def _with_parcels_in_files(self, ending: Ending) -> Ending:
-        """Write results and exceptions to files of the folder. Return the ending with their paths."""
+        """Write results and exceptions to files in the folder. Return the ending with their paths."""
         path_of = partial(self._folder.parcel, self._start)
         try:
             outcomes = {rank: _put(outcome, path_of(rank)) for rank, outcome in ending.outcomes.items()}
@@ -202,23 +202,23 @@ class _Head:
     def _requeued(self, ending: Ending) -> Ending:
         self._folder.mark_preempted(self._start)
         reason = requeue_job(os.environ["SLURM_JOB_ID"])
-        broken = replace(ending, requeued=False, broken=f"Slurm does not requeue the job: {reason}")
+        broken = replace(ending, requeued=False, broken=f"Slurm refused to requeue the job: {reason}")
         return ending if reason is None else broken
 
     # -- signals and requests
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Preempt the ranks: Slurm is about to end the job, or `preempt` simulates it. A lost node causes SIGTERM too."""
-        self._signal = signal.Signals(number).name  # journalled by the other thread: a handler must not block
+        """Preempt the ranks: Slurm is about to end the job, or `preempt` simulates it. A lost node also causes SIGTERM."""
+        self._signal = signal.Signals(number).name  # the other thread writes it to the journal: a handler must not block
         self._preempted = True
-        with contextlib.suppress(OSError):  # ranks can save even if the folder is full
+        with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
             if number == signal.SIGUSR2:
                 self._folder.mark_preempted(self._start)
         if self._run is not None:
             self._run.preempt(ends_late=self._is_rehearsal())
 
     def _is_rehearsal(self) -> bool:
-        """True if `preempt` requested the signal. After any other signal, Slurm itself ends the job in time."""
+        """True if `preempt` requested the signal. After any other signal, Slurm itself ends the job."""
         before = self._rehearsals
         with contextlib.suppress(OSError):
             self._rehearsals = self._folder.rehearsals()
@@ -267,5 +267,5 @@ def _put(outcome: Outcome, path: Path) -> Outcome:
 
 
 def _interface(platform: Platform, meeting: Rendezvous | None) -> str | None:
-    """Return the network interface for connections to the other nodes; None leaves the choice to torch.distributed."""
+    """Return the network interface for connections to other nodes. None leaves the choice to torch.distributed."""
     return None if platform.n_nodes == 1 or meeting is None or meeting.host is None else interface_of(meeting.host)
