@@ -94,7 +94,7 @@ class Exchange:
             os.close(file)
         if int(first) != self._world.global_rank:
             return self._failure()
-        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size}, this one")
+        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size} (this process)")
         return error
 
     def report_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:

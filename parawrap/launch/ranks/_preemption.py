@@ -1,4 +1,4 @@
-"""The agreement of ranks on the loop iteration in which all of them save.
+"""The agreement of ranks on a common loop iteration to save in.
 
 Each rank counts how often `should_checkpoint` has returned False. When the launch is preempted, each rank reports its count
 and blocks further calls. The highest count is the first call that no rank has answered: it returns True in all ranks.
