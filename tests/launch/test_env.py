@@ -200,7 +200,7 @@ def test_another_number_of_ranks_is_refused(world):
         assert after == ("after", "after")
         for count, (kind, message, _) in zip((3, 4), refused, strict=True):
             assert kind == "PlatformError"
-            assert f"asks for {count} ranks and torchrun started 2" in message
+            assert f"specifies {count} ranks, but torchrun started 2" in message
 
 
 def group_size():

@@ -628,7 +628,7 @@ def test_an_argument_that_cannot_be_unpickled_raises():
 
     error, _ = failure_of(lambda _: None, Cursed())
     assert type(error) is ValueError
-    assert "unpacking the function and its arguments" in notes_of(error)
+    assert "unpickled the function and its arguments" in notes_of(error)
 
 
 def test_a_result_that_cannot_be_unpickled_raises():
