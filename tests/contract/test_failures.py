@@ -28,7 +28,7 @@ def notes_name_last_rank(launcher, error):
     last = launcher.world_size - 1
     host = "node1" if launcher.name == "slurm" else os.uname().nodename
     return (
-        f"raised in rank {last} of 4 (node {launcher.n_nodes - 1}, {host}); with this traceback:\n" in error.notes
+        f"raised in rank {last} of 4 (node {launcher.n_nodes - 1}, {host}), with this traceback:\n" in error.notes
         and "Traceback (most recent call last)" in error.notes
         and "scenarios.py" in error.notes
     )
@@ -61,7 +61,7 @@ def test_the_earliest_failure_is_raised(launcher, tmp_path):
 
 
 DEATHS = [
-    ("os._exit", scenarios.exit_at_once, None, 7, "exited with exit code 7 and returned nothing"),
+    ("os._exit", scenarios.exit_at_once, None, 7, "exited with code 7 and returned nothing"),
     ("killed", scenarios.kill_itself, signal.SIGKILL, None, "was killed by SIGKILL"),
     ("crash", scenarios.crash, signal.SIGSEGV, None, "was killed by SIGSEGV"),
 ]
