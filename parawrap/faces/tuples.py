@@ -1,6 +1,6 @@
 """`cat` and `transpose`: join and transpose tuples that hold one part per device.
 
-The public names are those of the library tuple_parallel, which parawrap succeeds.
+The public names are those of the library tuple_parallel, the predecessor of these functions.
 """
 
 from __future__ import annotations
