@@ -1053,7 +1053,7 @@ def test_a_launch_in_a_process_started_by_a_rank_raises():
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
 
     (stderr,) = wrapper(ranks(1))(starts_another)()
-    assert "LaunchError: len was launched in a process that a rank had started" in stderr
+    assert "LaunchError: len was launched in a process that a rank started" in stderr
     assert "__main__" in stderr
 
 
