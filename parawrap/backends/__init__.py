@@ -1,7 +1,7 @@
-"""What a DEVICE can do: how many there are, how a thread settles on one, and how a list of devices is read.
+"""Device backends: count devices, make one current in a thread, and parse the `devices` argument.
 
-Knows torch's device types; refuses to know modules, calls and processes. ``_base.py`` is the contract,
-``_registry.py`` maps a name to the module that is imported on first use; every other file is a leaf.
+This package handles torch's device types. It has no code for modules, calls, or processes. ``_base.py`` defines the
+interface. ``_registry.py`` maps each kind of device to a module, which it imports on first use.
 """
 
 from parawrap.backends._base import Backend, Stream, Traits

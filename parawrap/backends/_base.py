@@ -1,4 +1,4 @@
-"""The contract: what the rooms above may ask of a kind of device."""
+"""The interface that each kind of device implements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Backend", "Stream", "Traits"]
 
 
 class Traits(NamedTuple):
-    """What decides whether devices are a match for each other: memory in bytes, and the count of cores."""
+    """The size of a device: memory in bytes, and number of cores. Used to compare the devices of a block."""
 
     memory: int
     cores: int
@@ -30,69 +30,73 @@ class Stream(Protocol):
 
 
 class Backend(ABC):
-    """One kind of device. Stateless and safe to share between threads; one instance lives as long as the process."""
+    """One kind of device. Stateless and thread-safe; one instance lives as long as the process."""
 
     type: str
-    """torch's name of the kind, as in ``torch.device(type)``."""
+    """torch's name for the kind, as in ``torch.device(type)``."""
 
     compiles_each_shape: bool = False
-    """Whether a call of a new shape costs a compilation."""
+    """True if each new input shape costs a compilation."""
 
     takes_pageable_at_once: bool = False
-    """Whether a copy from pageable memory has read it when it returns, however early that is."""
+    """True if a non-blocking copy from pageable memory has finished reading it when the copy returns."""
 
     @abstractmethod
     def count(self) -> int:
-        """How many devices of this kind the process sees; 0 when the kind is not usable here."""
+        """Return the number of devices of this kind that the process sees; 0 if the kind is not usable here."""
 
     @abstractmethod
     def device(self, index: int | None) -> torch.device:
-        """The device with that index (None: the current one); DeviceUnavailableError when there is none."""
+        """Return the device with that index, or the current device if `index` is None.
+
+        Raises:
+            DeviceUnavailableError: If the process does not see that device.
+        """
 
     def every_device(self) -> tuple[torch.device, ...]:
-        """One entry a lane when a user names the kind alone, as in ``devices="cuda"``."""
+        """Return one device per lane for a kind without a number, as in ``devices="cuda"``."""
         return tuple(self.device(index) for index in range(self.count()))
 
     def first(self, lanes: int) -> tuple[torch.device, ...]:
-        """The devices for that many lanes, when a user gives a number."""
+        """Return one device per lane for a number of lanes, as in ``devices=2``."""
         return tuple(self.device(index) for index in range(lanes))
 
     def stream(self, device: torch.device) -> Stream | None:
-        """The stream that the calling thread is queueing work on; None when the kind has no streams."""
+        """Return the stream on which the calling thread queues work; None if the kind has no streams."""
         return None
 
     def new_stream(self, device: torch.device) -> Stream | None:
-        """Another stream, which runs beside the current one; None when the kind has no streams."""
+        """Return a new stream, which runs in parallel with the current one; None if the kind has no streams."""
         return None
 
     def is_capturing(self) -> bool:
-        """Whether what the calling thread queues is recorded, not run: a graph that other threads cannot add to."""
+        """True if the calling thread records its work into a graph. Other threads cannot add to that graph."""
         return False
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The host's tensor in memory that the devices read by themselves; as it is, where there is no such memory."""
+        """Return a copy of a CPU tensor in pinned memory, or the tensor itself if the kind has none."""
         return tensor
 
     def activate(self, device: torch.device, stream: Stream | None) -> AbstractContextManager[object]:
-        """Make `device` the thread's current one, and queue its work on `stream`, inside the block."""
+        """Make `device` the thread's current device, and `stream` its current stream, inside the block."""
         return contextlib.nullcontext()
 
     def flush(self, value: object) -> None:
-        """Have the devices begin to compute the tensors in `value`, where the kind waits to be told."""
+        """Start computing the tensors in `value`, if devices of this kind delay their work."""
         return
 
     def forked_rng(self, devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-        """What is drawn at random inside the block, on the CPU and on these devices, is drawn again after it."""
+        """Restore the random state of the CPU and of `devices` at the end of the block."""
         return torch.random.fork_rng(())
 
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
-        """The state of the device's own random generator; None if the kind does not offer it."""
+        """Return the state of the device's own random generator; None if the kind does not offer it."""
         return None
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        """How many of the CPU's threads an operator may use in each of so many lanes; None when that is not limited."""
+        """Return the number of CPU threads per operator for this number of lanes; None means no limit."""
         return None
 
     def traits(self, device: torch.device) -> Traits | None:
-        """Memory and cores, for the warning about unequal devices; None when the kind does not tell."""
+        """Return memory and cores, for the warning about unequal devices; None if the kind does not report them."""
         return None

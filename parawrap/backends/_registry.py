@@ -1,4 +1,4 @@
-"""Which module serves which kind of device. A leaf is imported when its kind is first named, never before."""
+"""Map each kind of device to its backend. A backend is imported when its kind is first named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = {
     "xla": "parawrap.backends.xla",
 }
 CORE_KINDS = ("nc", "neuron")
-"""How NeuronCores are named. They are no devices of torch's, and have no backend here."""
+"""The names of NeuronCores. They are not torch devices, and have no backend here."""
 
 _ANY_ACCELERATOR = "parawrap.backends.accelerator"
 _loaded: dict[str, Backend] = {}
@@ -27,14 +27,18 @@ _loading = threading.Lock()
 
 
 def register_backend(kind: str, module: str) -> None:
-    """Have `module` (an import path with a ``BACKEND`` in it) serve the devices of that kind."""
+    """Use ``BACKEND`` of `module` (an import path) for devices of that kind."""
     with _loading:
         _MODULES[kind] = module
         _loaded.pop(kind, None)
 
 
 def backend_of(kind: str) -> Backend:
-    """The backend of a kind such as "cpu"; kinds that only torch knows get the general accelerator backend."""
+    """Return the backend of a kind such as "cpu". Kinds that only torch knows get the general accelerator backend.
+
+    Raises:
+        DeviceUnavailableError: If `kind` names NeuronCores, or neither parawrap nor torch knows it.
+    """
     backend = _loaded.get(kind)
     if backend is not None:
         return backend
@@ -45,7 +49,7 @@ def backend_of(kind: str) -> Backend:
 
 
 def best_backend() -> Backend:
-    """The accelerator that torch sees here, else the CPU."""
+    """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is not None:
         return backend_of(accelerator.type)
@@ -53,12 +57,12 @@ def best_backend() -> Backend:
 
 
 def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
-    """The error for a device that this process does not see: it says which it sees."""
-    asked = kind if index is None else f"{kind}:{index}"
-    seen = f"this process sees {kind}:0 to {kind}:{count - 1}" if count > 1 else f"there is only {kind}:0"
-    here = seen if count else f"no {kind} is visible"
+    """Return the error for a device that this process does not see. It lists the devices that the process sees."""
+    named = kind if index is None else f"{kind}:{index}"
+    several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
+    seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
     return DeviceUnavailableError(
-        f'device {asked!r} is not there: {here}; device="auto" takes the best there is, {best_backend().type!r}'
+        f'device {named!r} is not available: {seen}. device="auto" selects {best_backend().type!r} on this machine'
     )
 
 
@@ -69,12 +73,12 @@ def _load(kind: str) -> Backend:
         return backend
     if kind in CORE_KINDS:
         msg = (
-            f"{kind!r}: NeuronCores are no devices of torch's. parallel(model, ['nc:0', 'nc:1']) and neuron.DataParallel "
-            "take them, for a model that parawrap.neuron.trace compiled"
+            f"{kind!r} names NeuronCores, which are not torch devices. Compile the model with parawrap.neuron.trace, then "
+            "pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
         )
         raise DeviceUnavailableError(msg)
     try:
-        # Asked with an index: torch.device takes "nn" for a device module otherwise, and so does get_device_module.
+        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
         module = torch.get_device_module(torch.device(kind, 0))
     except RuntimeError as error:
         raise DeviceUnavailableError(_unknown(kind)) from error
@@ -85,4 +89,5 @@ def _load(kind: str) -> Backend:
 
 
 def _unknown(kind: str) -> str:
-    return f"{kind!r} is no kind of device that parawrap or this torch knows; known are {', '.join(sorted(_MODULES))}"
+    known = ", ".join(sorted(_MODULES))
+    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}"

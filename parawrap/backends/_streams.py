@@ -1,7 +1,7 @@
-"""What tensors need where a device has streams: a way over that does not hold up the host, and memory that stays theirs.
+"""Copy tensors between devices without blocking the host, and keep their memory until every stream has used it.
 
-A caching allocator hands a freed block out again on the stream that took it, at once, also while another stream still
-works on it. `record_use` tells it of that other stream.
+A caching allocator reuses a freed block at once for the stream that allocated it, even while another stream still reads
+the block. `record_use` reports the other stream to the allocator.
 """
 
 from __future__ import annotations
@@ -18,40 +18,41 @@ from parawrap.tree import Opaque
 __all__ = ["bring", "bring_into", "device_of", "record_use"]
 
 _STAGED_FROM = 64 << 10
-"""Bytes. Up to here CUDA takes pageable memory over before the copy itself is done, and returns (CUDA Runtime API, "API
-synchronization behavior"); beyond, the host waits for the stream."""
+"""Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
+the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""
 
 
 def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on that device, itself if it is there. A copy to the CPU is waited for; one to an accelerator is queued.
+    """Return the tensor on `device`; the same object if it is already on it.
 
-    What lies in the host's pageable memory goes through pinned memory, which the device reads while the host goes on.
+    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable tensors are copied to
+    pinned memory first, which the device reads while the host continues.
     """
     if tensor.device == device:
         return tensor
     if device.type == "cpu":
         return tensor.to(device)
     if tensor.device.type != "cpu":
-        _record(tensor)  # the stream that reads it may not be the one that took its memory
+        _record(tensor)  # the reading stream may differ from the allocating stream
     staged = _staged(tensor, device)
     return staged.to(device, non_blocking=_may_be_queued(staged, device))
 
 
 def bring_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Write the tensor into one on another device, as `bring` would bring it there."""
+    """Copy `tensor` into `target` on another device, in the same way as `bring`."""
     _record(tensor)
     staged = _staged(tensor, target.device)
     target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))
 
 
 def device_of(leaf: Any) -> torch.device | None:
-    """Where a leaf of a value lies; None for one that lies nowhere, a number say."""
+    """Return the device of a leaf; None if the leaf has no device, such as a number."""
     tensors = _tensors(leaf)
     return tensors[0].device if tensors else None
 
 
 def record_use(leaves: Iterable[Any]) -> None:
-    """Keep the memory of these tensors, once let go of, until what the thread has queued on its streams by then is done."""
+    """Keep the memory of these tensors, once freed, until the thread's current streams finish their queued work."""
     for leaf in leaves:
         for tensor in _tensors(leaf):
             _record(tensor)
@@ -68,7 +69,7 @@ def _record(tensor: torch.Tensor) -> None:
     if tensor.device.type in ("cpu", "meta"):
         return
     parts = getattr(tensor, "__tensor_flatten__", None)
-    if parts is not None:  # a wrapper: its memory is that of the tensors in it
+    if parts is not None:  # a wrapper subclass: the inner tensors own the memory
         record_use(getattr(tensor, name) for name in parts()[0])
     elif tensor.is_nested:
         record_use(tensor.unbind())
@@ -80,12 +81,12 @@ def _record(tensor: torch.Tensor) -> None:
             tensor.record_stream(stream)  # type: ignore[arg-type]
 
 
-def _wants_staging(tensor: torch.Tensor) -> bool:
+def _needs_staging(tensor: torch.Tensor) -> bool:
     return (
         tensor.device.type == "cpu"
         and tensor.layout is torch.strided
         and tensor.nbytes > _STAGED_FROM
-        and not (tensor.requires_grad and torch.is_grad_enabled())  # pinning is no step of a graph
+        and not (tensor.requires_grad and torch.is_grad_enabled())  # autograd does not record pinning
         and not (tensor.is_pinned() and _is_dense(tensor))
     )
 
@@ -95,11 +96,11 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return backend_of(device.type).pinned(tensor) if _wants_staging(tensor) else tensor
+    return backend_of(device.type).pinned(tensor) if _needs_staging(tensor) else tensor
 
 
 def _may_be_queued(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a copy may be left to the device: what it reads must stay, or have been read by the time the call returns."""
+    """True if a non-blocking copy is safe: its source stays unchanged, or has been read when the call returns."""
     if device.type == "cpu":
         return False
     return tensor.device.type != "cpu" or backend_of(device.type).takes_pageable_at_once or tensor.is_pinned()

@@ -1,4 +1,4 @@
-"""Warnings that point at the user's line, not at one of ours or of torch's."""
+"""Warnings that point at the user's line instead of a line in parawrap or torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
 
 def warn_caller(message: str) -> None:
-    """Warn at the innermost frame outside parawrap and torch."""
+    """Issue a UserWarning at the innermost frame outside parawrap and torch."""
     level = 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):

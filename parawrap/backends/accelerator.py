@@ -17,7 +17,7 @@ __all__ = ["AcceleratorBackend"]
 
 
 class AcceleratorBackend(Backend):
-    """Asks the device module that torch registers for the kind; what a module does not offer is left out."""
+    """Backend on the device module that torch registers for the kind. Features that the module lacks are skipped."""
 
     def __init__(self, kind: str) -> None:
         self.type = kind
@@ -48,21 +48,21 @@ class AcceleratorBackend(Backend):
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         try:
-            # Not pin_memory, which keeps the gaps between rows that lie apart: torch would close them in pageable memory.
+            # Tensor.pin_memory keeps the gaps of a strided view, and torch then makes a dense copy in pageable memory.
             return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        except (RuntimeError, NotImplementedError):  # of a kind without pinned memory, or more than the system locks
+        except (RuntimeError, NotImplementedError):  # no pinned memory for this kind, or the system's limit is reached
             return tensor
 
     def is_capturing(self) -> bool:
-        asked = getattr(self.module, "is_current_stream_capturing", None)
-        return asked is not None and bool(asked())
+        capturing = getattr(self.module, "is_current_stream_capturing", None)
+        return capturing is not None and bool(capturing())
 
     def rng_state(self, device: torch.device) -> torch.Tensor | None:
         get = getattr(self.module, "get_rng_state", None)
         return None if get is None else cast("torch.Tensor", get(device))
 
     def intra_op_threads(self, lanes: int) -> int | None:
-        return share_of_cores(lanes)  # lanes copy into pinned memory, all at the same time
+        return share_of_cores(lanes)  # all lanes copy into pinned memory at the same time, which uses CPU threads
 
     @contextlib.contextmanager
     def _on(self, device: torch.device, stream: Stream) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The CPU: one device, on which a lane is a thread with its share of the cores."""
+"""The CPU: one device. Each lane on it is a thread with an equal share of the cores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from parawrap.errors import DeviceUnavailableError
 
 __all__ = ["BACKEND", "CpuBackend", "share_of_cores", "usable_cores"]
 
-# More Python threads than this wait for the interpreter lock rather than work; each then gets several cores instead.
+# More Python threads than this mostly wait for the interpreter lock. Each lane gets several cores instead.
 _MOST_LANES = 8
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: its affinity mask, and the cgroup's quota where there is one.
+    """Return the number of cores that this process may use, from its affinity mask and its cgroup quota.
 
-    ``os.cpu_count()`` counts the machine's cores, also those that a container or ``taskset`` keeps from the process.
+    ``os.cpu_count()`` also counts cores that a container or ``taskset`` withholds from the process.
     """
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cgroup_quota()
@@ -27,17 +27,17 @@ def usable_cores() -> int:
 
 
 def share_of_cores(lanes: int) -> int:
-    """How many threads an operator on the CPU may use in each of so many lanes.
+    """Return the number of CPU threads per operator for this number of lanes.
 
-    Never more than torch itself would use: OMP_NUM_THREADS and set_num_threads are the user's word.
+    At most the number that torch itself would use, so OMP_NUM_THREADS and ``torch.set_num_threads`` are obeyed.
     """
     return max(1, min(usable_cores(), torch.get_num_threads()) // lanes)
 
 
 def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """The quota in cores: cpu.max of cgroup v2, else cpu.cfs_quota_us of v1; None where there is no limit.
+    """Return the quota in cores: cpu.max of cgroup v2, or cpu.cfs_quota_us of v1; None if there is no limit.
 
-    Inside a container the container's own group is mounted at the root, which is where a quota is set.
+    A container's own group, which carries its quota, is mounted at the root.
     """
     try:
         limit, period = (root / "cpu.max").read_text().split()
@@ -53,7 +53,7 @@ def _cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
 
 
 class CpuBackend(Backend):
-    """One device, "cpu". torch accepts "cpu:1" too and then copies at every ``.to``: it is refused here."""
+    """One device, "cpu". "cpu:1" is refused: torch accepts it, but then copies on every ``.to``."""
 
     type = "cpu"
 
@@ -63,8 +63,8 @@ class CpuBackend(Backend):
     def device(self, index: int | None) -> torch.device:
         if index not in (None, 0):
             msg = (
-                f"device 'cpu:{index}' is not there: a machine has one CPU device, 'cpu'. "
-                'For several lanes on it repeat the name, as in ["cpu", "cpu"], or give a number, as in devices=2'
+                f"device 'cpu:{index}' is not available: the CPU is one device, 'cpu'. "
+                'For several lanes on it, repeat the name, as in ["cpu", "cpu"], or pass a number, as in devices=2'
             )
             raise DeviceUnavailableError(msg)
         return torch.device("cpu")

@@ -11,7 +11,7 @@ __all__ = ["BACKEND", "CudaBackend"]
 
 
 class CudaBackend(AcceleratorBackend):
-    """``cuda:0`` to ``cuda:N-1`` as CUDA_VISIBLE_DEVICES shows them."""
+    """Devices ``cuda:0`` to ``cuda:N-1``, numbered as CUDA_VISIBLE_DEVICES lists them."""
 
     takes_pageable_at_once = True  # CUDA Runtime API, "API synchronization behavior"
 

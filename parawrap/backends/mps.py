@@ -1,4 +1,4 @@
-"""The GPU of an Apple machine. There is one; several lanes on it share its command queue."""
+"""The GPU of an Apple machine. It is a single device; several lanes on it share one command queue."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""TPUs, and what else torch_xla drives: ``xla:0`` to ``xla:N-1``, as PJRT_DEVICE has the process see them.
+"""TPUs and other devices of torch_xla: ``xla:0`` to ``xla:N-1``. PJRT_DEVICE sets which devices the process sees.
 
-An operator on such a device only adds to a graph. `flush` compiles the graph of some tensors, where it is a new one, and
-sets the device to work on it. ``torch_xla.sync()`` would do that for every tensor on the device, also for those that
-another thread is at work on, which ends in wrong shapes or in the end of the process.
+An operator on such a device only adds to a graph. `flush` compiles the graph of the given tensors, if it is new, and
+starts it. ``torch_xla.sync()`` would run the graphs of all tensors on the device, including those that another thread is
+building. That gives wrong shapes or ends the process.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from parawrap.tree import flatten
 
 __all__ = ["BACKEND", "XlaBackend"]
 
-# Lanes with shards of one shape come with the same graph, all at once: the first compiles it, and the others find it done.
-# torch_xla alone would compile it once a lane.
+# Lanes with shards of equal shape build the same graph at the same time. The lock lets the first lane compile it and the
+# others find it cached; without the lock, torch_xla compiles it once per lane.
 _compiling = threading.RLock()
 
 
 class XlaBackend(Backend):
-    """Asks torch_xla, which is imported when a device of the kind is first asked for."""
+    """Backend on torch_xla, which is imported on first use."""
 
     type = "xla"
     compiles_each_shape = True
@@ -61,8 +61,8 @@ class XlaBackend(Backend):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self.type:
                 pending.setdefault(leaf.device, []).append(leaf)
         for tensors in pending.values():
-            with _compiling:  # waits for a compilation, and not for the device
-                # sync_xla_data would reuse the inputs' memory, as if nothing else were still to be computed from them.
+            with _compiling:  # held during a compilation, not while the device computes
+                # sync_xla_data=True would reuse the memory of the inputs, which other pending work may still read.
                 _runtime().torch_xla._XLAC._xla_sync_multi(tensors, devices=[], wait=False, sync_xla_data=False)
 
     @contextlib.contextmanager
@@ -76,9 +76,9 @@ class XlaBackend(Backend):
 
 @contextlib.contextmanager
 def _current(device: torch.device) -> Iterator[None]:
-    """The thread's current device, on which ``device="xla"`` makes a tensor.
+    """Make `device` the thread's current device, which ``device="xla"`` refers to, inside the block.
 
-    torch_xla aborts the process at an operator that has inputs on two devices: a lane must not make one on another's.
+    torch_xla aborts the process if an operator has inputs on two devices, so a lane must create tensors on its own device.
     """
     torch_xla = _runtime().torch_xla
     before = torch_xla.device()
@@ -97,21 +97,27 @@ class _Runtime(NamedTuple):
 
 @functools.cache
 def _runtime() -> _Runtime:
-    """What torch_xla sees. It is started once: where that failed, a second attempt may end the process."""
-    there = f'device="auto" takes the best there is, {best_backend().type!r}'
+    """Start torch_xla, once: after a failed start, a second attempt may end the process.
+
+    Raises:
+        DeviceUnavailableError: If torch_xla cannot be imported.
+    """
+    alternative = f'device="auto" selects {best_backend().type!r} on this machine'
     try:
         torch_xla = importlib.import_module("torch_xla")
     except ImportError as error:
         msg = (
-            f"no xla device is there, as torch_xla cannot be imported ({error}): install the release of torch_xla that "
-            f"goes with torch {torch.__version__}; {there}"
+            f"no xla device is available: torch_xla cannot be imported ({error}). Install the release of torch_xla for "
+            f"torch {torch.__version__}. {alternative}"
         )
         raise DeviceUnavailableError(msg) from error
     try:
         return _Runtime(torch_xla, int(torch_xla.device_count()))
     except (OSError, RuntimeError) as error:
-        wanted = os.environ.get("PJRT_DEVICE")
-        trouble = f"no xla device is there, as torch_xla cannot start for PJRT_DEVICE={wanted!r} ({error}); {there}"
+        pjrt_device = os.environ.get("PJRT_DEVICE")
+        trouble = (
+            f"no xla device is available: torch_xla cannot start with PJRT_DEVICE={pjrt_device!r} ({error}). {alternative}"
+        )
         return _Runtime(torch_xla, 0, trouble)
 
 

@@ -1,7 +1,7 @@
-"""Where the four verbs meet: scatter, replicate, apply, gather.
+"""The engine: scatter, replicate, apply, gather.
 
-Knows every room below and no face. A session (``_session.py``) owns the lanes and the replicas of one target, and has the
-whole call on one screen. A stream sends whole batches through its lanes.
+A session (``_session.py``) owns the lanes and the replicas of one target; `Session.call` is the whole call in one function.
+A stream sends whole batches through the lanes of a session. The engine uses every package below it, and no public class.
 """
 
 from parawrap.engine._in_place import InPlace

@@ -1,4 +1,4 @@
-"""One shard's task on another device: bring the shard there, and run it."""
+"""The task of one shard on another device: copy the shard to the device, and run it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Placed"]
 
 
 class Placed:
-    """Made by the caller and run once, in a lane: in one go, or in two halves on different streams."""
+    """A task that the caller makes and a lane runs once, in one step or in two steps on different streams."""
 
     __slots__ = ("_call", "_device", "_piece", "shard")
 
@@ -30,11 +30,11 @@ class Placed:
         return self._run()
 
     def place(self) -> None:
-        """Bring the shard to the lane's device, on the thread's streams."""
+        """Copy the shard to the lane's device, on the thread's streams."""
         self.shard = self._piece.on(self._device)
 
     def run_placed(self) -> Any:
-        """Run the shard on other streams than `place`, which keep its memory until they are done with it."""
+        """Run the shard on other streams than `place`. Its memory is kept until these streams have used it."""
         if self._device.type != "cpu":
             record_use(flatten_call(self.shard.args, self.shard.kwargs)[0])
         return self._run()

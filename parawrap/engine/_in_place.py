@@ -1,4 +1,4 @@
-"""Replace the methods of one module for as long as a block is open."""
+"""Replace methods of one module while a block is open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Caller(Protocol):
 
 
 class _Nothing:
-    """The caller before a block is opened, and after it ended: a stand-in that was kept calls plainly."""
+    """The caller before a block opens and after it ends: stand-ins that are still referenced call plainly."""
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return entry.plain(*args, **kwargs)
@@ -36,10 +36,10 @@ _NOTHING = _Nothing()
 
 
 class InPlace:
-    """Puts stand-ins into the module's ``__dict__`` and takes them out again; the class never changes.
+    """Puts stand-ins into the module's ``__dict__`` and removes them again. The class never changes.
 
-    Several may be open on one module, in any threads; one lock for all keeps their order. Calls go to `caller`, which the
-    stand-ins do not keep alive.
+    Several blocks may be open on one module, in any threads; a global lock serializes the changes. Stand-ins send calls
+    to the caller that `send_to` sets, and hold only a weak reference to it.
     """
 
     def __init__(self, module: torch.nn.Module, methods: Sequence[str]) -> None:
@@ -48,15 +48,15 @@ class InPlace:
         self._route = _Route()
         self._view = PlainView()
         self._running = _Running()
-        self._stand_ins: dict[str, StandIn] = {}  # kept, so that calls of p find the module as the last one left it
+        self._stand_ins: dict[str, StandIn] = {}  # reused when the block is entered again
         self._replaced: list[tuple[str, Any, Any]] = []
 
     def send_to(self, caller: Caller | None) -> None:
-        """Send calls to that session from now on; None: run them plainly."""
+        """Send later calls to `caller`; if it is None, run them plainly."""
         self._route.caller = _nothing if caller is None else weakref.ref(caller)
 
     def install(self) -> None:
-        """Send every call of one of the methods through the owner, by whichever reference it comes."""
+        """Send every call of the methods to the caller, through any reference to the module."""
         with _rewriting:
             self._install()
 
@@ -76,10 +76,10 @@ class InPlace:
         return StandIn(plain, _through(self._route, entry), _left_alone(is_outside))
 
     def uninstall(self) -> None:
-        """Put everything back.
+        """Restore the module.
 
         Raises:
-            SessionError: If another block, opened later on the module, is still open. Nothing changes then.
+            SessionError: If a block that was opened later on the same module is still open. Nothing changes then.
         """
         with _rewriting:
             restore(self._module, self._replaced)
@@ -94,7 +94,7 @@ def _nothing() -> None:
 
 
 class _Route:
-    """Where the calls of one module's stand-ins go."""
+    """The current target of the calls of one module's stand-ins."""
 
     def __init__(self) -> None:
         self.caller: Callable[[], Caller | None] = _nothing
@@ -115,7 +115,7 @@ def _plainly(running: _Running, method: Callable[..., Any], *args: Any, **kwargs
 
 
 def _is_outside(running: _Running) -> bool:
-    """True if a call must pass through its block. One inside a plain call goes straight to the method."""
+    """True if a call must go through its block. A call inside a plain call goes straight to the method."""
     return not running.plain
 
 
@@ -132,8 +132,8 @@ def _through(route: _Route, entry: Entry) -> Callable[..., Any]:
 
 
 def _left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as torch.compile leaves it alone, with all that it calls, if that was loaded.
+    """Exclude the function, and everything that it calls, from torch.compile, if torch.compile is loaded.
 
-    Loading it takes a second. A call that is compiled by a compiler loaded later runs plainly, as part of the graph.
+    Loading it takes a second. If it is loaded later, a call that it compiles runs plainly, as part of the graph.
     """
     return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function

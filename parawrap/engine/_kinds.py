@@ -1,4 +1,4 @@
-"""The evidence of calls of one kind: the outputs that follow the rows, and the use of random numbers.
+"""Evidence from calls of one kind: which outputs follow the rows, and whether calls draw random numbers.
 
 A kind is the method, the structure of the arguments without sizes, the dtypes of tensors, the non-tensor arguments, and the
 train, grad, and autocast modes.
@@ -28,9 +28,9 @@ _form_of = attrgetter("ndim", "dtype")
 class Kind:
     """The calls of one kind.
 
-    `draws` is True if a call drew random numbers, and `in_turns` if it drew from a generator that lanes share; the first
-    call runs in turns to show both. Its shards differ in size. A kind that draws is cut like that forever: the numbers
-    depend on the cut.
+    `draws` is True if a call drew random numbers. `in_turns` is True if it drew from a generator that lanes share. The
+    first call runs in turns to find out both, with shards of different sizes. A kind that draws keeps this cut for all
+    calls, because its random numbers depend on the cut.
     """
 
     __slots__ = ("_witness", "draws", "evidence", "in_turns", "is_new", "structure", "verified")
@@ -43,30 +43,33 @@ class Kind:
         self._witness: tuple[Any, int, Any] | None = None
 
     def follow(self, structure: int) -> None:
-        """Learn again what outputs are like after the structure of the module changed."""
+        """Discard the evidence after the structure of the module changed."""
         self.evidence, self._witness = Evidence(), None
-        self.structure = structure  # last: a thread that reads it may use the evidence
+        self.structure = structure  # set last: a thread that reads the new value may use the evidence
 
     def note(self, *, drew: bool, drew_shared: bool, ran_in_turns: bool) -> None:
-        """Note whether a call drew random numbers. Lanes that did not run in turns drew them in no fixed order."""
+        """Record whether a call drew random numbers. Warn if lanes drew them without running in turns."""
         if drew_shared and not ran_in_turns:
             warn_caller(
-                "random numbers were drawn in a call, and earlier calls of its kind drew none: its lanes, or another "
-                "thread, drew them in no fixed order, so a seed does not reproduce this call. From now on the lanes of "
-                "such calls run in turns"
+                "a call drew random numbers, but earlier calls of the same kind did not. Its lanes, or another thread, "
+                "drew them in no fixed order, so a seed does not reproduce this call. From now on the lanes of such calls "
+                "run in turns"
             )
         self.draws = self.draws or drew
         self.in_turns = drew_shared or (self.in_turns and not self.is_new)
         self.is_new = False
 
     def keep_witness(self, output: Any, plan: ShardPlan, flat: FlatCall) -> None:
-        """Keep the output of a whole call as one of two row counts, for calls with the same other sizes."""
+        """Keep the output of a whole call as evidence for its row count, for calls with the same other sizes."""
         leaves, spec = flatten(output)
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self._witness = unflatten(spec, leaves), plan.rows, _other_sizes(plan, flat)
 
     def witness(self, plan: ShardPlan, flat: FlatCall) -> tuple[Any, int] | None:
-        """Return the output of a whole call with another row count than this plan's shards, and the same other sizes."""
+        """Return the kept output and its row count, if the row count differs from this plan's shards; otherwise None.
+
+        All other sizes must be equal, and the kind must not draw random numbers.
+        """
         kept = self._witness
         if kept is None or self.draws:
             return None
@@ -75,7 +78,7 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of one session. Safe to share between threads: at worst a kind is learned twice."""
+    """The kinds of one session. Thread-safe: at worst, two threads gather the evidence of one kind twice."""
 
     def __init__(self) -> None:
         self._kinds: dict[Any, Kind] = {}
@@ -94,7 +97,7 @@ class Kinds:
 
 
 class Generators:
-    """The random generators that lanes may draw from: the CPU's, those of devices, and those of modules and arguments."""
+    """The random generators that lanes may use: of the CPU, of devices, and in modules and arguments."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         lanes = Counter(device for device in devices if device.type != "cpu")
@@ -102,7 +105,7 @@ class Generators:
         self._own = [device for device, count in lanes.items() if count == 1]
 
     def state(self, leaves: Sequence[Any], held: Sequence[torch.Generator] = ()) -> list[bytes]:
-        """Return the state of each generator that several lanes draw from; `held` are those of modules."""
+        """Return the state of each generator that several lanes share. `held` are the generators of modules."""
         states = [_bytes_of(torch.default_generator.get_state())]
         if held or not _TENSOR.issuperset(map(type, leaves)):
             states += [_bytes_of(leaf.get_state()) for leaf in (*held, *leaves) if type(leaf) is torch.Generator]
@@ -119,7 +122,7 @@ def _states_of(devices: Sequence[torch.device]) -> list[bytes]:
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:
-    """The bytes of a state: comparing them takes a tenth of the time of torch.equal."""
+    """Return the bytes of a state. Comparing bytes takes a tenth of the time of torch.equal."""
     try:
         return state.numpy().tobytes()
     except RuntimeError:  # numpy is not installed
@@ -127,7 +130,7 @@ def _bytes_of(state: torch.Tensor) -> bytes:
 
 
 def _values(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The values that make another kind: dims and dtypes of tensors, other values, or their classes without a hash."""
+    """Return the key of each leaf: dims and dtype of a tensor; otherwise the value, or its class if it is unhashable."""
     return tuple(map(_value_of, leaves))
 
 
@@ -144,7 +147,7 @@ def _value_of(leaf: Any) -> Any:
 
 
 def _other_sizes(plan: ShardPlan, flat: FlatCall) -> list[list[int]]:
-    """The sizes of all tensors on the dims that do not hold the rows."""
+    """Return the sizes of all tensors on the dims other than the row dim."""
     return [
         [size for each, size in enumerate(leaf.shape) if dim is None or each != dim % leaf.ndim]
         for leaf, dim in zip(flat.leaves, plan.dims, strict=True)

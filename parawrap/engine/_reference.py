@@ -1,4 +1,4 @@
-"""The plain answer to a call, computed without a trace, for `verify`."""
+"""Compute the plain output of a call for `verify`, without side effects on arguments and random state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["plain_output"]
 def plain_output(
     run: Callable[..., Any], plan: ShardPlan, flat: FlatCall, home: torch.device, devices: Sequence[torch.device]
 ) -> Any:
-    """Return the output of `run` for the whole call, on copies of its tensors. Its random numbers are drawn again later.
+    """Return the output of `run` for the whole call, on copies of its tensors, and restore the random state.
 
-    `run` is a replica that shares no buffer; the side effects of other callables happen twice.
+    `run` is a replica that shares no buffer with the model. Side effects of any other callable happen twice.
     """
     copies = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in flat.leaves]
     (shard,) = plan.uncut().scatter(FlatCall(copies, flat.spec), [home])

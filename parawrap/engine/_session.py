@@ -1,4 +1,4 @@
-"""The calls of one target: scatter, replicate, apply, gather, in this order."""
+"""The calls of one target: scatter, replicate, apply, and gather, in this order."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
 _WRITTEN = (
-    "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Give the model a copy per "
-    "row, cut it with in_dims, or use an operation that is not in place"
+    "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
+    "cut the tensor with in_dims, or use an out-of-place operation"
 )
 
 
 class Entry(NamedTuple):
-    """The way of a call into the target.
+    """The functions that run a call of the target.
 
-    `plain` is the call without parawrap, and `in_lane` the same for a lane that runs the target itself. `method` names the
-    method of a replica; None calls it as a whole, hooks included.
+    `plain` is the call without parawrap. `in_lane` is the same for a lane that runs the target itself. `method` is the name
+    of a method of a replica; None calls the replica itself, including its hooks.
     """
 
     plain: Callable[..., Any]
@@ -81,10 +81,10 @@ class Ticket(NamedTuple):
 
 
 class Session:
-    """Owns the lanes and the replicas of one target, from when it is made until `close`. Safe to share between threads.
+    """Owns the lanes and the replicas of one target until `close`. Thread-safe.
 
-    Each of the four verbs may be called alone, like the methods of torch.nn.DataParallel; `call` makes a call of them. With
-    `verify` the first call of each kind is compared with the plain one.
+    `call` runs scatter, replicate, apply, and gather. Each of them may also be called alone, like the methods of
+    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Session:
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
-        self.output_device = output_device  # None: the module's device, or that of a callable's first tensor
+        self.output_device = output_device  # None: the device of the module, or of a callable's first tensor
         replicas = ReplicaSet(target, devices)
         self._replicas = replicas if replicas.has_model or isinstance(target, torch.nn.Module) else None
         home = replicas.home
@@ -117,7 +117,7 @@ class Session:
         self._learns = rules.learns
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Scatter, replicate, apply, gather; or the plain call, if there is nothing to cut."""
+        """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
         if self._is_one_cpu_lane or self.must_run_plainly():
             return self._run_plainly(entry, args, kwargs)
         cutter, lanes = self.cutters[entry.method], len(self.devices)
@@ -171,7 +171,7 @@ class Session:
         *,
         whole: bool = False,
     ) -> tuple[list[Any], list[Shard]]:
-        """Return one task per shard, and the shards if they lie on the CPU; other lanes bring theirs themselves."""
+        """Return one task per shard, and the shards if they are on the CPU. Other tasks copy their shards themselves."""
         if len(plan.sizes) != len(replicas):
             replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
         ways = [self._way_into(entry, replica, whole=whole) for replica in replicas]
@@ -184,10 +184,10 @@ class Session:
         return list(map(Placed, ways, plan.cut(flat), devices)), []
 
     def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
-        """Return the replicas of the first lanes, up to date with the original.
+        """Return the replicas of the first `lanes` lanes, up to date with the original.
 
         Raises:
-            ReplicaError: If one cannot be made.
+            ReplicaError: If a replica cannot be made.
         """
         lanes = len(self.devices) if lanes is None else lanes
         if self._replicas is None:
@@ -212,14 +212,14 @@ class Session:
     ) -> list[Any]:
         """Run task i in lane i and return their values in lane order.
 
-        `sources` are the devices, other than the module's, that the tasks take something from. Lanes that share a random
-        generator must draw in lane order. So they run `in_turns` at the first call of a `kind`, which shows whether the
-        calls draw, and later if they do. `leaves` are the arguments of the call. The buffers that lane 0 wrote go back to
-        the model if its replica is given as `first`, also after an error.
+        `sources` are devices with data for the tasks, other than the module's device. `leaves` are the arguments of
+        the call. Lanes that share a random generator must draw in lane order. So they run `in_turns` in the first call of a
+        `kind`, which shows whether its calls draw, and in later calls if they do. If lane 0's replica is given as `first`,
+        the buffers that lane 0 wrote are copied back to the model, also after an error.
 
         Raises:
-            BaseException: The error of the first lane that failed, with a note on lane, device, and shard. The other
-                lanes have finished.
+            BaseException: If a lane fails: the error of the first such lane, with a note on lane, device, and shard. All
+                other lanes have finished.
         """
         modes = Modes.capture(self.pool.backend.type) if modes is None else modes
         held = self._replicas.generators if self._replicas else ()
@@ -251,16 +251,16 @@ class Session:
         evidence: Evidence | None = None,
         witness: tuple[Any, int] | None = None,
     ) -> Any:
-        """Join the outputs of shards of those sizes, on the output device unless another is given."""
+        """Join the outputs of shards of those sizes, on `device` or else on the output device."""
         if self._stays_on_cpu:
-            device = None  # the lanes left them there
+            device = None  # all outputs are already on the CPU
         else:
             device = device or self.output_device or self.pool.home or self.devices[0]
-            self.pool.backend.flush(outputs)  # all at once: fetched one by one, each would be a separate graph
+            self.pool.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         return join(outputs, sizes, self.rules, device, originals, evidence, witness)
 
     def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes | None = None) -> Kind:
-        """Return the kind of a call that was cut already, for `apply`."""
+        """Return the kind of a call that is already cut, for `apply`."""
         modes = Modes.capture(self.pool.backend.type) if modes is None else modes
         flat = FlatCall(*flatten_call(args, kwargs))
         return self._kinds.of(method, flat, modes, self._replicas.training if self._replicas else ())
@@ -268,7 +268,7 @@ class Session:
     # Whole calls, each in one lane
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a call whole in one lane: on the CPU in the first free lane, elsewhere in the lane with the least to do."""
+        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work."""
         if self.must_run_plainly():
             if self.pool.closed:
                 msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
@@ -315,7 +315,7 @@ class Session:
     # Plain calls, in the caller's thread
 
     def must_run_plainly(self) -> bool:
-        """True if a call by this thread now must not be cut: in a lane, after the block, or traced."""
+        """True if a call of this thread must not be cut now: inside a lane, after the block, or while traced."""
         return (
             here.lane is not None
             or not self.pool.alive
@@ -338,7 +338,7 @@ class Session:
         plan: ShardPlan,
         flat: FlatCall,
     ) -> Any:
-        """Run a call whole that has too few rows to be cut unevenly. Its output is evidence of one row count."""
+        """Run a call with too few rows for shards of different sizes whole. Its output is evidence for one row count."""
         held = self._replicas.generators if self._replicas else ()
         shared, own = self._generators.state(flat.leaves, held), self._generators.own_state()
         output = self._run_plainly(entry, args, kwargs)
@@ -352,25 +352,25 @@ class Session:
     def _telling_plan(
         self, kind: Kind, plan: ShardPlan, flat: FlatCall, cutter: Cutter
     ) -> tuple[ShardPlan, tuple[Any, int] | None]:
-        """The plan with shards of different sizes; or the balanced plan, with the output of a whole call of other rows."""
+        """Return a plan with shards of different sizes; or the balanced plan, and the output for another row count."""
         telling = cutter.plan(flat, len(self.devices), tell=True)
         witness = kind.witness(plan, flat) if len(telling.sizes) == 1 else None
         return (telling, None) if witness is None else (plan, witness)
 
     def _note(self, kind: Kind, own: list[bytes], *, drew_shared: bool, in_turns: bool) -> None:
-        """Note what one call showed about its kind; `own` are the states of the devices' generators before it."""
+        """Record what one call shows about its kind. `own` are the states of the devices' generators before the call."""
         if kind.is_new and self._replicas is not None:
             self._replicas.refuse_grown()
         drew_own = bool(own) and own != self._generators.own_state()
         kind.note(drew=drew_shared or drew_own, drew_shared=drew_shared, ran_in_turns=in_turns)
 
     def _keep_witness(self, kind: Kind, output: Any, plan: ShardPlan, flat: FlatCall) -> None:
-        """Check and keep the output of a whole call: evidence of one row count."""
+        """Check and keep the output of a whole call as evidence for its row count."""
         check_whole(output, plan.rows, self.rules)
         kind.keep_witness(output, plan, flat)
 
     def _expected(self, kind: Kind, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
-        """The plain output of the first call of a kind."""
+        """Return the plain output of the first call of a kind, for `verify`; None for later calls."""
         if kind.verified:
             return None
         home = self.pool.home if self.pool.home is not None else self.devices[0]
@@ -391,9 +391,9 @@ class Session:
         kwargs: dict[str, Any],
         modes: Modes,
     ) -> tuple[LaneFuture, int]:
-        """Submit a call that holds more than tensors on the CPU; return its rows too.
+        """Submit a call with other arguments than CPU tensors. Return its future and its row count.
 
-        On an accelerator, it goes to the lane with the least to do, which brings the inputs while earlier work runs.
+        On an accelerator, the lane with the least work runs it, and copies the inputs while its earlier work runs.
         """
         plan, flat = self.cutters[entry.method].whole(args, kwargs)
         sources = self._sources(flat)
@@ -432,20 +432,20 @@ class Session:
     # Devices
 
     def _next_to(self, flat: FlatCall) -> torch.device | None:
-        """Where the plain call of a callable would leave its output: on the device of its first tensor."""
+        """Return the output device, or for a callable the device of its first tensor, as in the plain call."""
         if self.output_device is not None or self.pool.home is not None:
             return self.output_device
         return next((device for leaf in flat.leaves if (device := device_of(leaf)) is not None), None)
 
     def _sources(self, flat: FlatCall) -> Collection[torch.device]:
-        """The devices of inputs and output, other than the module's; none if everything is on the CPU."""
+        """Return the devices of inputs and output, other than the module's; none if everything is on the CPU."""
         if self._stays_on_cpu and all(getattr(leaf, "is_cpu", not isinstance(leaf, Opaque)) for leaf in flat.leaves):
             return _NOWHERE
         devices = (*map(device_of, flat.leaves), self.output_device)
         return {device for device in devices if device is not None and device != self.pool.home}
 
     def _lies_in_lane_0(self, flat: FlatCall) -> bool:
-        """True if the plain call is the first lane's: the module, the arguments, and the output lie on its device."""
+        """True if the module, the arguments, and the output are all on the device of lane 0."""
         leaves, device = flat.leaves, self.devices[0]
         return (
             self._replicas is not None
@@ -456,7 +456,7 @@ class Session:
 
 
 def _originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
-    """For each of so many shards, the function that finds the caller's value that a value of its lane is a copy of."""
+    """Return one function per shard. It maps a lane's copy of a value to the caller's value, or to None."""
     of_module = [replica.original_of for replica in replicas][:count]
     of_module += of_module[-1:] * (count - len(of_module))
     if not any(shard.origins for shard in shards):
@@ -470,7 +470,7 @@ def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -
 
 
 def _no_original(value: Any) -> None:
-    """Find nothing: a target that is not a module has no copies."""
+    """Return None: a target that is not a module has no copies."""
 
 
 def _done(run: Callable[[], Any]) -> LaneFuture:

@@ -1,4 +1,4 @@
-"""Count what a session does."""
+"""Counters of a session."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
 
     Attributes:
-        calls: Every call, including plain ones.
-        plain: Calls that ran plainly, on the original, in the caller: those of one row, say, or while traced.
-        shards: The rows of each lane in the last cut call.
-        refreshes: How often changes were copied into the replicas, in place.
-        copied_bytes: The bytes of these copies.
+        calls: All calls, including plain calls.
+        plain: Calls that ran plainly, on the original module in the caller's thread. Examples are calls with one row.
+        shards: The number of rows of each lane in the last cut call.
+        refreshes: The number of times that changes were copied into the replicas in place.
+        copied_bytes: The size of these copies, in bytes.
         lanes: One entry per lane.
     """
 
@@ -74,7 +74,7 @@ class Tally:
             self._plain += 1
 
     def cut(self, sizes: tuple[int, ...], lanes: Sequence[int] | None = None) -> None:
-        """Count a call with shards of those sizes, in `lanes` or in order; shards beyond the lanes are the last one's."""
+        """Count a call with shards of those sizes. Shard i ran in ``lanes[i]``, or else in lane i or the last lane."""
         last = len(self._rows) - 1
         with self._counting:
             self._calls += 1
@@ -85,7 +85,7 @@ class Tally:
                 self._rows[shard if lanes is None else lanes[shard]] += size
 
     def whole(self, lane: int, rows: int) -> None:
-        """Count a call of so many rows that one lane runs whole."""
+        """Count a call of `rows` rows that one lane runs whole."""
         with self._counting:
             self._calls += 1
             self._rows[lane] += rows

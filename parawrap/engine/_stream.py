@@ -15,7 +15,7 @@ from parawrap.lanes import note
 __all__ = ["Stream", "as_call", "stream"]
 
 _END = object()
-_HINT = "the batch was a list, which map gives to the model as one argument; a tuple is spread: model(*batch)"
+_HINT = "the batch is a list, which map passes as one argument. Use a tuple to pass several: model(*batch)"
 
 
 class Stream(Protocol):
@@ -33,7 +33,7 @@ def stream(
 ) -> Iterator[Any]:
     """Yield the output of every batch, in order; at most `buffersize` batches are in flight.
 
-    An error, of the model or of `batches` itself, is raised in its batch's place, after the outputs before it. Closing the
+    An error of the model or of `batches` is raised in place of the batch's output, after all earlier outputs. Closing the
     generator drops the batches that no lane has started.
     """
     flying: deque[tuple[Ticket, bool]] = deque()
@@ -50,7 +50,7 @@ def stream(
             except Exception as error:  # noqa: BLE001
                 failure = error
                 break
-            del batch, args, kwargs  # the source may take long to give the next one
+            del batch, args, kwargs  # free the batch while the source makes the next one
             if len(flying) >= buffersize:
                 yield _landed(*flying.popleft(), arrived)
         while flying:
@@ -68,7 +68,7 @@ def _landed(ticket: Ticket, was_list: bool, arrived: Callable[[Ticket], None] | 
     try:
         output = future.result()
     except Exception as error:
-        del future, ticket  # they have the error, which has this frame in its traceback
+        del future, ticket  # break the reference cycle: future, error, traceback, this frame
         if isinstance(error, StopIteration):
             msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
             raise RuntimeError(msg) from error

@@ -1,4 +1,4 @@
-"""A timeline of the lanes, in the format of Chrome's tracing and of Perfetto."""
+"""A timeline of the lanes, in the format of Chrome tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Trace"]
 
 
 class Trace:
-    """Records when each lane works inside the ``with`` block, and writes the file at its end.
+    """Records the work of each lane inside the ``with`` block, and writes the file at its end.
 
-    `spans` holds what was recorded: for each piece of work the lane's index, its start and its end in nanoseconds of
+    `spans` has one entry per task: the index of the lane, and the start and end in nanoseconds of
     ``time.perf_counter_ns``.
     """
 

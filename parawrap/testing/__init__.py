@@ -1,13 +1,13 @@
 """Checks for models, and test doubles for hardware that the machine does not have.
 
-`check_rowwise` shows if a model treats rows independently. :class:`NeuronHost` emulates NeuronCores on the CPU: it compiles
-models for fixed shapes, loads them into the memory of cores, and runs one inference at a time there.
+`check_rowwise` checks that a model treats rows independently. :class:`NeuronHost` emulates NeuronCores on the CPU: it
+compiles models for fixed shapes, loads them into the memory of cores, and runs one inference at a time on each core.
 
-A model that was compiled and saved needs this module imported before ``torch.jit.load``: its operator is defined here.
+Import this module before ``torch.jit.load`` of a compiled model: it defines the operator that such a model calls.
 """
 
 from parawrap.faces.rowwise import check_rowwise
-from parawrap.testing import _operator as _operator  # defines the operator that compiled models consist of
+from parawrap.testing import _operator as _operator  # defines the operator that compiled models call
 from parawrap.testing._cores import CoreStats
 from parawrap.testing._neuron_host import NeuronHost, neuron_host
 

@@ -1,8 +1,8 @@
-"""From a model and example inputs to a ScriptModule that is fixed to their shapes and dtypes, and back to its parts.
+"""Compile a model and example inputs into a ScriptModule with fixed shapes and dtypes, and find such modules in a model.
 
-Knows TorchScript; refuses to know cores. There are two traces. The inner one is of the model, on a flat list of tensors; it
-becomes bytes. The outer one is of a module that has these bytes and calls one operator on them; it keeps the structure of
-the inputs and outputs, and can be saved, loaded and copied as any ScriptModule.
+This file handles TorchScript and has no code for cores. It makes two traces. The inner trace is of the model, on a flat
+list of tensors, and becomes bytes. The outer trace is of a module that holds these bytes and calls one operator on them.
+The outer trace keeps the structure of inputs and outputs, and can be saved, loaded, and copied as any ScriptModule.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NAMESPACE, OPERATOR = "parawrap_neuron", "infer"
 
 
 class NeuronModule(torch.nn.Module):
-    """What the outer trace is of: a program's bytes, whether batches of any size are cut for it, and one call."""
+    """The module of the outer trace: the bytes of a program, a flag for dynamic batching, and one operator call."""
 
     def __init__(self, neff: torch.Tensor, gives: TreeSpec, parameters: Sequence[inspect.Parameter]) -> None:
         super().__init__()
         self.register_buffer("neff", neff)
         self.register_buffer("dynamic", torch.zeros((), dtype=torch.bool))
         self.gives = gives
-        self.forward = _with_signature(self._infer, parameters)  # so that a call may name the arguments
+        self.forward = _with_signature(self._infer, parameters)  # lets a call pass arguments by name
 
     def _infer(self, *args: Any) -> Any:
         leaves, _ = flatten(args)
@@ -42,7 +42,7 @@ class NeuronModule(torch.nn.Module):
 
 
 class _Flat(torch.nn.Module):
-    """What the inner trace is of: the model as a function of a flat list of tensors to another one."""
+    """The module of the inner trace: the model as a function from one flat list of tensors to another."""
 
     def __init__(self, model: Callable[..., Any], takes: TreeSpec) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class _Flat(torch.nn.Module):
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs, gives = flatten(self.model(*unflatten(self._takes, leaves)))
-        _refuse_others(outputs, addresses(gives, ("output",)), "the model gives")
+        _refuse_others(outputs, addresses(gives, ("output",)), "the model returns")
         self.outputs, self.gives = outputs, gives
         return tuple(outputs)
 
 
 class _Rehearsal:
-    """Stands in for a loaded program while the outer trace is made, for which no core is needed."""
+    """Stands in for a loaded program during the outer trace, which needs no core."""
 
     live = True
 
@@ -69,11 +69,11 @@ class _Rehearsal:
 
 
 def compile_for_cores(model: Callable[..., Any], example_inputs: Any) -> torch.jit.ScriptModule:
-    """A ScriptModule of the model's structure that takes tensors of the shapes and dtypes of the examples, and no others.
+    """Return a ScriptModule with the model's structure that only takes tensors of the examples' shapes and dtypes.
 
     Raises:
-        TypeError: something among the inputs or outputs is no tensor, or in a container that TorchScript does not know; or
-            the model, or a part of it, is compiled for NeuronCores already.
+        TypeError: If an input or output is not a tensor, or is in a container that TorchScript does not support. Also if
+            the model or a part of it is already compiled for NeuronCores.
     """
     args = arguments_of(example_inputs)
     leaves, takes = flatten(args)
@@ -81,12 +81,12 @@ def compile_for_cores(model: Callable[..., Any], example_inputs: Any) -> torch.j
     _refuse_others(leaves, where, "example_inputs has")
     examples = [leaf.detach().clone() for leaf in leaves]  # the model may write into its inputs
     flat = _Flat(model, takes)
-    args = unflatten(takes, [leaf.detach().clone() for leaf in leaves])  # a tensor that is there twice is traced as two
+    args = unflatten(takes, [leaf.detach().clone() for leaf in leaves])  # a repeated tensor is traced as separate inputs
     with quiet_about_torchscript(), torch.no_grad(), constant_weights(model, args):
         with buffers_kept(model):
             script: Any = torch.jit.trace(flat, tuple(examples), check_trace=False)
         _refuse_compiled(script)
-        script = torch.jit.freeze(script.eval(), optimize_numerics=False)  # what trains was traced as it trains
+        script = torch.jit.freeze(script.eval(), optimize_numerics=False)  # the trace has already recorded train mode
         signature = Signature(_specs(examples, where), _specs(flat.outputs, addresses(flat.gives, ("output",))))
         neff = pack(script, signature)
     module = NeuronModule(neff, flat.gives, _parameters(model, len(args))).eval()
@@ -94,7 +94,7 @@ def compile_for_cores(model: Callable[..., Any], example_inputs: Any) -> torch.j
 
 
 def compiled_in(model: object) -> list[torch.jit.ScriptModule]:
-    """The modules in a model, or the model itself, that were compiled here; each once."""
+    """Return the modules in a model, or the model itself, that this compiler made; each once."""
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     return [module for module in modules if isinstance(module, torch.jit.ScriptModule) and _is_compiled(module)]
 
@@ -109,13 +109,13 @@ def _outer_trace(module: NeuronModule, args: tuple[Any, ...], signature: Signatu
     note_load(neff, _Rehearsal(signature))
     try:
         with quiet_about_torchscript(), torch.no_grad():
-            warnings.simplefilter("ignore")  # no model runs here: what torch warns of is what its own errors print
+            warnings.simplefilter("ignore")  # the user's model does not run here, so these warnings are not for the user
             compiled: Any = torch.jit.trace(module, args, check_trace=False, strict=False)
     except RuntimeError as error:
         containers = sorted(_containers(flatten(args)[1]) | _containers(module.gives))
         msg = (
-            f"the model takes or gives what TorchScript has no type for, among {', '.join(containers)}: it knows tuples, "
-            "lists, and dicts with values of one kind; build the rest in a module around the compiled one"
+            f"TorchScript does not support one of the containers {', '.join(containers)}. A compiled model takes and "
+            "returns tuples, lists, and dicts with values of one type. Build other containers in a module around it"
         )
         raise TypeError(msg) from error
     finally:
@@ -125,26 +125,27 @@ def _outer_trace(module: NeuronModule, args: tuple[Any, ...], signature: Signatu
 
 
 def _refuse_others(leaves: Sequence[Any], where: Sequence[str], who: str) -> None:
+    """Raise TypeError unless all leaves are CPU tensors. `who` starts the message, as in "the model returns"."""
     if not leaves:
-        msg = f"{who} no tensors: a compiled model takes and gives at least one"
+        msg = f"{who} no tensors, but a compiled model takes and returns at least one"
         raise TypeError(msg)
     for leaf, address in zip(leaves, where, strict=True):
         if not isinstance(leaf, torch.Tensor):
             msg = (
-                f"{who} a {type(leaf).__name__} at {address}: a compiled model takes and gives tensors, in tuples, lists "
-                "and dicts; fix the rest in a function or module around it, and trace that"
+                f"{who} a {type(leaf).__name__} at {address}, but a compiled model takes and returns tensors in tuples, "
+                "lists, and dicts. Set other arguments in a function or module around the model, and trace that"
             )
             raise TypeError(msg)
         if not leaf.is_cpu:
-            msg = f"{who} a tensor on {leaf.device} at {address}: NeuronCores take tensors from the CPU, so move it there"
+            msg = f"{who} a tensor on {leaf.device} at {address}, but NeuronCores take CPU tensors. Move it to the CPU"
             raise TypeError(msg)
 
 
 def _refuse_compiled(script: Any) -> None:
     if script.inlined_graph.findAllNodes(f"{NAMESPACE}::{OPERATOR}"):
         msg = (
-            "the model has a part that is compiled for NeuronCores already, and a core cannot wait for a core: trace the "
-            "model that this part was made from"
+            "a part of the model is already compiled for NeuronCores, and a core cannot wait for another core. Trace the "
+            "model with the original part instead"
         )
         raise TypeError(msg)
 
@@ -159,7 +160,7 @@ def _containers(structure: TreeSpec) -> set[str]:
 
 
 def _parameters(model: Callable[..., Any], count: int) -> list[inspect.Parameter]:
-    """The first parameters of the model, as many as there are arguments; none where they cannot be told."""
+    """Return the first `count` parameters of the model; an empty list if Python cannot inspect its signature."""
     try:
         signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""The weights that a plain function closes over, which a compiler has for constants."""
+"""Trace plain functions that close over weights: the compiler treats these weights as constants."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ __all__ = ["constant_weights"]
 
 @contextmanager
 def constant_weights(model: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
-    """Let a plain function be traced that closes over weights: TorchScript takes them for constants if they want no grad.
+    """Clear `requires_grad` of the weights that a plain function closes over, inside the block.
 
-    A run of the function tells which they are. It is not the traced run, whose warnings are to point at the user's lines.
+    TorchScript accepts such weights as constants only if they do not require gradients. A separate run finds the weights,
+    because watching the traced run would change the lines that its warnings point at.
     """
     weights: dict[int, torch.Tensor] = {}
     if not isinstance(model, torch.nn.Module):
@@ -34,7 +35,7 @@ def constant_weights(model: Callable[..., Any], args: tuple[Any, ...]) -> Iterat
 
 
 class _Watching(TorchFunctionMode):
-    """Notes each tensor that wants a gradient and that an operation takes."""
+    """Record each leaf tensor that requires a gradient and that an operation takes."""
 
     def __init__(self, weights: dict[int, torch.Tensor]) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""An emulated NeuronCore: runs one inference at a time, takes at least so long for each, and counts.
+"""An emulated NeuronCore. It runs one inference at a time, takes at least `latency_s` for each, and counts them.
 
-Knows programs as something to call; refuses to know shapes and models.
+A program is any callable here: this file has no code for shapes or models.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Run = Callable[..., Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CoreStats:
-    """What one emulated core did since the counters were last reset, and what it holds now.
+    """Counters of one emulated core since the last reset, and its current memory use.
 
     Attributes:
-        inferences: how many it ran.
-        busy_s: for how many seconds it ran them, the emulated latency included.
-        loads: how many programs were loaded onto it.
-        memory_bytes: what the programs that are loaded now take of its memory.
+        inferences: the number of inferences that the core ran.
+        busy_s: the seconds that it spent on them, including the emulated latency.
+        loads: the number of programs that were loaded onto it.
+        memory_bytes: the bytes of its memory that the currently loaded programs use.
     """
 
     inferences: int
@@ -40,11 +40,7 @@ _cores: weakref.WeakSet[Core] = weakref.WeakSet()
 
 
 class Core:
-    """One core, by its index within the process. Lives as long as its host; any number of threads may use it.
-
-    A plain lock says who has the core, not a Condition: lanes take a thread inside of threading's own Python code for one
-    that waits for another thread (see lanes/_lane.py), and would let others have its lane.
-    """
+    """One core, by its index within the process. Thread-safe; lives as long as its host."""
 
     def __init__(self, index: int, latency_s: float) -> None:
         self.index = index
@@ -52,7 +48,7 @@ class Core:
         self.busy_s = 0.0
         self.loads = 0
         self._latency_s = latency_s
-        self._done = 0.0  # when it is through with the last inference
+        self._done = 0.0  # the time at which the last inference ends
         self._free = threading.Lock()
         _cores.add(self)
 
@@ -60,10 +56,10 @@ class Core:
         return f"nc:{self.index}"
 
     def infer(self, run: Run, staged: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Wait for the core and run a program on inputs that lie in its memory already."""
-        came = time.perf_counter()
+        """Wait until the core is free, and run a program on inputs that are already in its memory."""
+        arrived = time.perf_counter()
         with self._free:
-            start = max(came, self._done)  # a core takes up what is staged by itself, before this thread has woken up
+            start = max(arrived, self._done)  # a real core starts staged work before this thread wakes up
             try:
                 return run(*staged)
             finally:
@@ -79,7 +75,7 @@ class Core:
             self.inferences, self.busy_s, self.loads = 0, 0.0, 0
 
     def after_fork(self) -> None:
-        """In a forked child: whichever thread had the core did not come along."""
+        """Renew the lock in a forked child: a thread that held it does not exist there."""
         self._free = threading.Lock()
 
 

@@ -1,8 +1,8 @@
-"""A program in the memory of cores: takes a call's tensors, refuses those that it is not compiled for, takes cores in turn.
+"""Programs in the memory of cores. A load checks the tensors of each call, and uses its cores in turn.
 
-Knows programs and cores; refuses to know which cores a program should go to. What is loaded is noted on the tensor of the
-program's bytes, which lives exactly as long as its module does and is not shared by the module's copies: no table has to be
-cleaned up, and a call reads one attribute.
+This file does not choose the cores of a program. A load is stored as an attribute of the tensor that holds the program's
+bytes. That tensor lives as long as its module, and a copied module has its own. So no table needs cleaning up, and a call
+reads one attribute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NOTE = "_parawrap_load"
 
 
 class Loaded(Protocol):
-    """What answers the calls of a compiled module."""
+    """The interface that runs the calls of a compiled module."""
 
     @property
     def live(self) -> bool: ...
@@ -33,16 +33,16 @@ class Loaded(Protocol):
 
 
 class Load:
-    """One program on the cores that hold it, until it is unloaded or its module is gone. Threads may call it at once."""
+    """One program and the cores that hold it, until it is unloaded or its module is freed. Thread-safe."""
 
     def __init__(self, program: Program, cores: Sequence[Core], *, placed: bool) -> None:
         self.program = program
         self.placed = placed
         self.cores = tuple(cores)
-        self._turns = itertools.count()  # its next() is one step that no thread can interrupt
+        self._turns = itertools.count()  # its next() is atomic
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a tensor that is copied or pickled leaves the cores behind
+        return type(None), ()  # a copied or pickled tensor is not loaded on any core
 
     @property
     def live(self) -> bool:
@@ -52,12 +52,12 @@ class Load:
         self.cores = ()
 
     def answer(self, inputs: Sequence[torch.Tensor], dynamic: torch.Tensor) -> list[torch.Tensor]:
-        """The outputs for a call's tensors; in chunks of the compiled size where dynamic batching is on and needed.
+        """Return the outputs for the tensors of a call. Dynamic batching cuts other batch sizes into chunks.
 
         Raises:
-            ShapeError: the program is not compiled for them.
+            ShapeError: If the program is not compiled for these tensors.
         """
-        if torch.is_autocast_enabled("cpu"):  # what is compiled keeps its dtypes
+        if torch.is_autocast_enabled("cpu"):  # a compiled program keeps its dtypes
             with torch.autocast("cpu", enabled=False):
                 return self.answer(inputs, dynamic)
         with torch.no_grad():
@@ -69,37 +69,37 @@ class Load:
     def _infer(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         cores = self.cores
         if not cores:
-            msg = "the program was taken off its NeuronCores during the call"
+            msg = "the program was unloaded from its NeuronCores during the call"
             raise RuntimeError(msg)
-        # Into the memory of the core while that may still run another inference, and out of it when the next one may run.
+        # Copies to and from the core's memory happen outside `infer`, so another inference can run at the same time.
         staged = [tensor.clone(memory_format=torch.contiguous_format) for tensor in inputs]
         outputs = cores[next(self._turns) % len(cores)].infer(self.program.run, staged)
         return [output.clone() for output in outputs]
 
 
 def note_load(neff: torch.Tensor, load: Loaded | None) -> None:
-    """Have `load` answer the calls of the module that has these bytes."""
+    """Use `load` for the calls of the module that holds these bytes."""
     setattr(neff, _NOTE, load)
 
 
 def load_of(neff: torch.Tensor) -> Any:
-    """What answers the calls of the module that has these bytes; None where nothing does as yet."""
+    """Return the load that runs the calls of the module that holds these bytes; None if it is not loaded."""
     return getattr(neff, _NOTE, None)
 
 
 def _refuse_misfits(inputs: Sequence[torch.Tensor], signature: Signature, *, dynamic: bool) -> None:
-    """Refuse tensors that the program does not take, unless only dim 0 differs and dynamic batching is on."""
+    """Raise ShapeError for tensors that the program does not take, unless only dim 0 differs and dynamic batching is on."""
     for tensor, spec in zip(inputs, signature.inputs, strict=True):
         if not tensor.is_cpu:
-            msg = f"{spec.address} is on {tensor.device}: NeuronCores take tensors from the CPU; move it there first"
+            msg = f"{spec.address} is on {tensor.device}, but NeuronCores take CPU tensors. Move it to the CPU first"
             raise ShapeError(msg)
         if tensor.dtype is not spec.dtype:
-            msg = f"{spec.misfit(tensor)}: convert it with .to({spec.dtype}), or trace the model for it"
+            msg = f"{spec.misfit(tensor)}. Convert it with .to({spec.dtype}), or trace the model for this dtype"
             raise ShapeError(msg)
-        rows_alone = tensor.ndim == len(spec.shape) > 0 and tensor.shape[1:] == spec.shape[1:]
-        if tensor.shape != spec.shape and not (rows_alone and dynamic):
-            cure = "trace the model for that shape"
-            if rows_alone and signature.why_fixed() is None:
-                cure += ", or have it cut by parawrap.neuron.dynamic_batch(model), since only dim 0 differs"
-            msg = f"{spec.misfit(tensor)}: {cure}"
+        only_rows = tensor.ndim == len(spec.shape) > 0 and tensor.shape[1:] == spec.shape[1:]
+        if tensor.shape != spec.shape and not (only_rows and dynamic):
+            advice = "Trace the model for this shape"
+            if only_rows and signature.why_fixed() is None:
+                advice += ", or call parawrap.neuron.dynamic_batch(model), because only dim 0 differs"
+            msg = f"{spec.misfit(tensor)}. {advice}"
             raise ShapeError(msg)

@@ -1,7 +1,7 @@
-"""A compiled program as bytes: what it takes and gives, as JSON, and its TorchScript with the weights inside.
+"""A compiled program as bytes: its inputs and outputs as JSON, and its TorchScript with the weights inside.
 
-Knows the format of the bytes; refuses to know cores. They travel as a tensor of uint8, "the NEFF", in a buffer of the
-module that `trace` makes: so whatever saves, loads or copies the module does so with its program.
+This file handles the byte format and has no code for cores. The bytes are a uint8 tensor, "the NEFF", in a buffer of the
+module that `trace` makes. Saving, loading, or copying the module thus includes its program.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from parawrap.testing._cores import Run
 __all__ = ["Program", "is_neff", "pack", "signature_of"]
 
 _MAGIC = b"PWNEFF01"
-_LENGTH = 8  # bytes that say how long the JSON is
+_LENGTH = 8  # bytes that hold the length of the JSON
 
 
 class Program:
-    """A program that was read from its bytes, ready to run. Immutable; any number of cores and threads may run it."""
+    """A program, read from its bytes and ready to run. Immutable; any number of cores and threads may run it at once."""
 
     __slots__ = ("_expected", "nbytes", "run", "signature")
 
@@ -32,13 +32,13 @@ class Program:
         header, code = _split(neff)
         with quiet_about_torchscript(), torch.inference_mode(False):
             script = torch.jit.load(io.BytesIO(code))
-        self.run: Run = _anew(script) if list(script.buffers()) else script.forward
+        self.run: Run = _on_a_copy(script) if list(script.buffers()) else script.forward
         self.nbytes = neff.nbytes
         self.signature = _signature(header)
         self._expected = [(torch.Size(spec.shape), spec.dtype) for spec in self.signature.inputs]
 
     def takes(self, inputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the inputs have the shapes and dtypes that the program is compiled for."""
+        """True if the inputs are CPU tensors with the compiled shapes and dtypes."""
         for tensor, (shape, dtype) in zip(inputs, self._expected, strict=True):
             if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_cpu:
                 return False
@@ -46,7 +46,7 @@ class Program:
 
 
 def pack(script: torch.jit.ScriptModule, signature: Signature) -> torch.Tensor:
-    """The bytes of a program that takes and gives a flat list of tensors."""
+    """Return the bytes of a program that takes and returns a flat list of tensors."""
     header = json.dumps({kind: [_as_json(spec) for spec in specs] for kind, specs in signature._asdict().items()}).encode()
     code = io.BytesIO()
     with quiet_about_torchscript():
@@ -56,19 +56,19 @@ def pack(script: torch.jit.ScriptModule, signature: Signature) -> torch.Tensor:
 
 
 def is_neff(tensor: torch.Tensor | None) -> bool:
-    """Whether these are the bytes of a program."""
+    """True if the tensor holds the bytes of a program."""
     if tensor is None or tensor.dtype is not torch.uint8 or tensor.ndim != 1:
         return False
     return bytes(tensor[: len(_MAGIC)].tolist()) == _MAGIC
 
 
 def signature_of(neff: torch.Tensor) -> Signature:
-    """What the program takes and gives, without making it ready."""
+    """Return the signature of a program without loading its code."""
     return _signature(_split(neff)[0])
 
 
-def _anew(script: torch.jit.ScriptModule) -> Run:
-    """Start each inference from what was compiled: what a program writes into itself is gone with it, on any core."""
+def _on_a_copy(script: torch.jit.ScriptModule) -> Run:
+    """Run each inference on a fresh copy of the program, so its writes to its own buffers do not persist."""
 
     def run(*staged: torch.Tensor) -> Sequence[torch.Tensor]:
         outputs: Sequence[torch.Tensor] = copy.deepcopy(script)(*staged)
@@ -79,7 +79,7 @@ def _anew(script: torch.jit.ScriptModule) -> Run:
 
 def _split(neff: torch.Tensor) -> tuple[memoryview, memoryview]:
     here = neff.cpu()
-    whole = memoryview(ctypes.string_at(here.data_ptr(), here.nbytes))  # Tensor.numpy asks for numpy, which torch does not
+    whole = memoryview(ctypes.string_at(here.data_ptr(), here.nbytes))  # Tensor.numpy needs numpy, an optional dependency
     start = len(_MAGIC) + _LENGTH
     end = start + int.from_bytes(whole[len(_MAGIC) : start], "little")
     return whole[start:end], whole[end:]

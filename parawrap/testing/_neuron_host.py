@@ -1,4 +1,4 @@
-"""The runtime that emulates NeuronCores on the CPU: which programs lie on which cores, and who serves the process."""
+"""The runtime that emulates NeuronCores on the CPU: it keeps track of the programs on each core."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ _hosts: weakref.WeakSet[NeuronHost] = weakref.WeakSet()
 
 
 class NeuronHost(NeuronRuntime):
-    """NeuronCores that are emulated on the CPU. Lives as long as somebody refers to it; any number of threads may use it.
+    """NeuronCores that are emulated on the CPU. Thread-safe; the host lives as long as a reference to it.
 
-    A program belongs to the host that loaded it: the one that placed it, or, for a model that was never placed, the one
-    that serves the process (`parawrap.backends.neuron.using`) when it is first called. It stays there until its module is
-    gone, `unplace` gives it back or `unload_all` takes everything off the cores.
+    A program belongs to the host that loaded it. `place` loads a program; a model that was never placed is loaded at its
+    first call, by the host that is in use in the process (`parawrap.backends.neuron.using`). The program stays loaded
+    until its module is freed, or until `unplace` or `unload_all` unloads it.
 
-    What `trace` gives is a ScriptModule: `torch.jit.save`, `torch.jit.load` and `copy.deepcopy` work; where it was placed
-    is neither saved nor copied, whether it takes batches of any size is. Its calls raise RuntimeError, with the class and
-    message of what is wrong in the text, since TorchScript turns every exception into one; so does a vendor's runtime.
+    `trace` returns a ScriptModule, so `torch.jit.save`, `torch.jit.load`, and `copy.deepcopy` work. They keep the setting
+    of dynamic batching, but not the placement. Calls of the ScriptModule raise RuntimeError with the class and message of
+    the original error in the text, because TorchScript converts every exception. The vendor's runtimes do the same.
 
     Args:
-        cores: how many there are; None is what NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES says, else 2.
-        memory_bytes: what the programs on one core may take together. A program takes the bytes of its compiled form, the
-            buffer ``neff`` with the weights inside, on each core that it is loaded on.
-        latency_s: how many seconds an inference takes at least.
+        cores: the number of cores. None means the number in NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES, or 2 if
+            neither is set.
+        memory_bytes: the memory of each core. On each of its cores, a program takes the size of its buffer ``neff``,
+            which holds the compiled code and the weights.
+        latency_s: the minimum duration of an inference, in seconds.
 
     Raises:
-        ValueError: no cores, no memory, or a negative latency.
+        ValueError: If `cores` or `memory_bytes` is less than 1, or `latency_s` is negative.
 
     Example:
         >>> import torch
@@ -66,13 +67,13 @@ class NeuronHost(NeuronRuntime):
     def __init__(self, cores: int | None = None, *, memory_bytes: int = _MEMORY_BYTES, latency_s: float = 0.0) -> None:
         if (cores is not None and cores < 1) or memory_bytes < 1 or latency_s < 0:
             given = f"cores={cores}, memory_bytes={memory_bytes}, latency_s={latency_s}"
-            msg = f"{given}: give at least 1 core, 1 byte and 0 seconds"
+            msg = f"{given}: give at least 1 core, 1 byte, and 0 seconds"
             raise ValueError(msg)
         self._given = cores
         self._memory_bytes = memory_bytes
         self._latency_s = latency_s
         self._made: list[Core] = []
-        # What is alive here is what takes memory: nothing has to be given back for a module that is garbage.
+        # Live loads take memory. When a module is freed, its load leaves this set, which frees the memory.
         self._loads: weakref.WeakSet[Load] = weakref.WeakSet()
         self._loading = threading.Lock()
         _hosts.add(self)
@@ -81,31 +82,31 @@ class NeuronHost(NeuronRuntime):
         return self._given or cores_given() or _DEFAULT_CORES
 
     def trace(self, model: Callable[..., Any], example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
-        """A ScriptModule for the shapes and dtypes of the examples; its signature names the inputs ``args[0]`` and so on.
+        """Compile a model for the shapes and dtypes of the examples. The signature names the inputs ``args[0]`` and so on.
 
-        A module that trains is traced as it trains. Tracing leaves its buffers as they are; each inference starts from
-        them, and what it writes into them is gone with it. A function may close over modules: their weights become
-        constants. What `torch.jit.trace` warns of reaches the caller.
+        A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
+        these buffers, and its writes to them do not persist. A function may close over modules; their weights become
+        constants. Warnings of `torch.jit.trace` reach the caller.
 
         Args:
-            model: a module or function of tensors, and of tuples, lists and dicts of tensors; so is what it returns.
-            example_inputs: its positional arguments as a tuple, or the only one; shapes are fixed to theirs.
-            compiler: a vendor's options, which have no effect here: the line that is written on a laptop is deployed.
+            model: a module or function that takes and returns tensors, or tuples, lists, and dicts of tensors.
+            example_inputs: its positional arguments as a tuple, or its only argument. Their shapes are fixed.
+            compiler: options of a vendor's compiler. They are ignored here, so code for NeuronCores runs unchanged.
 
         Raises:
-            TypeError: something among the inputs or outputs is no tensor, not on the CPU, or in another container; or a
-                part of the model is compiled already.
+            TypeError: If an input or output is not a tensor, is not on the CPU, or is in another container. Also if a part
+                of the model is already compiled.
         """
         return compile_for_cores(model, example_inputs)
 
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
-        """A copy of a compiled model, or of a module with compiled ones in it, on the cores ``start .. start + count - 1``.
+        """Copy a model that is compiled, or has compiled parts, onto the cores ``start .. start + count - 1``.
 
         Raises:
-            ReplicaError: nothing in the model was compiled for NeuronCores.
-            ValueError: `start` is negative or `count` is less than 1.
-            DeviceUnavailableError: there are not that many cores.
-            RuntimeError: it does not fit into the memory of one of them; then it is loaded on none.
+            ReplicaError: If the model has no part compiled for NeuronCores.
+            ValueError: If `start` is negative or `count` is less than 1.
+            DeviceUnavailableError: If the process does not have these cores.
+            RuntimeError: If the copy does not fit into the memory of one core. It is then loaded on none of them.
         """
         _refuse_uncompiled(model)
         self._refuse_other_cores(start, count)
@@ -122,60 +123,64 @@ class NeuronHost(NeuronRuntime):
                 load.unload()
 
     def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model itself; it, and what is saved or copied of it, now takes batches of any size on dim 0.
+        """Enable batches of any size on dim 0, in place, and return the model. Saved files and copies keep the setting.
 
         Raises:
-            ReplicaError: nothing in it was compiled for NeuronCores.
-            ShapeError: it is not eligible; the message says why.
+            ReplicaError: If the model has no part compiled for NeuronCores.
+            ShapeError: If the model cannot take other batch sizes. The message says why.
         """
         _refuse_uncompiled(model)
         found = compiled_in(model)
         for compiled in found:
             signature_of(_neff_of(compiled)).refuse_fixed()
-        with torch.inference_mode():  # a model that was loaded in this mode can be written to in no other
+        with torch.inference_mode():  # a model loaded in inference mode can only be written to in inference mode
             for compiled in found:
                 compiled.dynamic.fill_(value=True)
         return model
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """Of what `trace` gave, also after it was saved or copied; None for a module around it."""
+        """Return the signature of a compiled model, also after saving or copying; None for a module around one."""
         found = compiled_in(model)
         return signature_of(_neff_of(model)) if any(compiled is model for compiled in found) else None
 
     def stats(self) -> tuple[CoreStats, ...]:
-        """What each core did and holds, in the order of the cores."""
+        """Return the counters and memory use of each core, in the order of the cores."""
         with self._loading:
             return tuple(CoreStats(core.inferences, core.busy_s, core.loads, self._in_use(core)) for core in self._cores())
 
     def reset_stats(self) -> None:
-        """Count from zero again. What is loaded stays loaded."""
+        """Set the counters to zero. Loaded programs stay loaded."""
         with self._loading:
             for core in self._cores():
                 core.reset_counters()
 
     def unload_all(self) -> None:
-        """Take every program off the cores. Placed copies are of no use then; other models are loaded anew when called."""
+        """Unload every program. Placed copies then raise an error; other models are loaded again at their next call."""
         with self._loading:
             for load in list(self._loads):
                 load.unload()
 
     def load_for_a_call(self, neff: torch.Tensor) -> Load:
-        """Load a program that was never placed onto the core with the least in its memory; once, whoever calls it."""
+        """Load a program that was never placed onto the core with the lowest memory use, unless it is already loaded.
+
+        Raises:
+            RuntimeError: If the program was placed and then unloaded, or does not fit into the core's memory.
+        """
         with self._loading:
             load: Load | None = load_of(neff)
             if load is not None and load.live:
                 return load
             if load is not None and load.placed:
-                msg = "this copy was taken off its NeuronCores (unplace, or the end of its host): place the model again"
+                msg = "this copy was unloaded from its NeuronCores, by unplace or by its host. Place the model again"
                 raise RuntimeError(msg)
             return self._load([neff], [min(self._cores(), key=self._in_use)], placed=False)[0]
 
     def after_fork(self) -> None:
-        """In a forked child: whichever thread was loading did not come along."""
+        """Renew the lock in a forked child: a thread that held it does not exist there."""
         self._loading = threading.Lock()
 
     def _load(self, neffs: Sequence[torch.Tensor], cores: Sequence[Core], *, placed: bool) -> list[Load]:
-        """Load programs onto each of the cores: all of them, or none."""
+        """Load all programs onto each of the cores, or none of them."""
         programs = [Program(neff) for neff in neffs]
         needed = sum(program.nbytes for program in programs)
         for core in cores:
@@ -183,7 +188,7 @@ class NeuronHost(NeuronRuntime):
             if needed > free:
                 msg = (
                     f"Could not load the model status=4 message=Allocation Failure: it takes {needed} bytes on {core}, "
-                    f"which has {free} of {self._memory_bytes} free; unload another model, or place it on other cores"
+                    f"which has {free} of {self._memory_bytes} bytes free. Unload another model, or use other cores"
                 )
                 raise RuntimeError(msg)
         loads = [Load(program, cores, placed=placed) for program in programs]
@@ -195,7 +200,7 @@ class NeuronHost(NeuronRuntime):
         return loads
 
     def _cores(self) -> list[Core]:
-        """The cores that there are now, made when they are first needed."""
+        """Return the cores that the process has now. They are created on first use."""
         count = self.core_count()
         self._made += [Core(index, self._latency_s) for index in range(len(self._made), count)]
         return self._made[:count]
@@ -205,13 +210,13 @@ class NeuronHost(NeuronRuntime):
 
     def _refuse_other_cores(self, start: int, count: int) -> None:
         if start < 0 or count < 1:
-            msg = f"start={start}, count={count}: cores are counted from zero, and a model is placed on at least one"
+            msg = f"start={start}, count={count}: start must be at least 0, and count at least 1"
             raise ValueError(msg)
-        there = self.core_count()
-        if start + count > there:
+        total = self.core_count()
+        if start + count > total:
             msg = (
-                f"start={start}, count={count} ends at nc:{start + count - 1}, and this process has {there} cores, counted "
-                "from nc:0: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES allocates more to it"
+                f"start={start}, count={count} ends at nc:{start + count - 1}, but this process has {total} cores, counted "
+                "from nc:0. Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
             )
             raise DeviceUnavailableError(msg)
 
@@ -220,9 +225,9 @@ class NeuronHost(NeuronRuntime):
 def neuron_host(
     cores: int | None = _DEFAULT_CORES, *, memory_bytes: int = _MEMORY_BYTES, latency_s: float = 0.0
 ) -> Iterator[NeuronHost]:
-    """Have emulated NeuronCores serve the process inside the block. At its end everything is taken off them.
+    """Use emulated NeuronCores in the whole process inside the block. All programs are unloaded at its end.
 
-    The arguments are those of :class:`NeuronHost`.
+    The arguments are the same as for :class:`NeuronHost`.
 
     >>> import torch
     >>> from parawrap.testing import neuron_host
@@ -241,16 +246,16 @@ def neuron_host(
 
 
 def serving_host() -> NeuronHost:
-    """The host that serves the process.
+    """Return the host that is in use in the process.
 
     Raises:
-        DeviceUnavailableError: a vendor's runtime does, which cannot run what was compiled for emulated cores.
+        DeviceUnavailableError: If a vendor's runtime is in use, which cannot run models for emulated cores.
     """
     serving = runtime()
     if not isinstance(serving, NeuronHost):
         msg = (
-            f"the model is compiled for emulated NeuronCores, and {serving.name} serves this process: trace it again for "
-            "the cores that it has, or set PARAWRAP_NEURON_RUNTIME=host"
+            f"the model is compiled for emulated NeuronCores, but this process uses the runtime {serving.name}. Trace the "
+            "model again with that runtime, or set PARAWRAP_NEURON_RUNTIME=host"
         )
         raise DeviceUnavailableError(msg)
     return serving

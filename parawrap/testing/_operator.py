@@ -1,4 +1,4 @@
-"""The operator that a compiled module consists of. It is defined when this file is imported, once for the process."""
+"""The operator that compiled modules call. Importing this file defines it, once per process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["LIBRARY", "infer"]
 
 
 def infer(inputs: Sequence[torch.Tensor], neff: torch.Tensor, dynamic: torch.Tensor) -> list[torch.Tensor]:
-    """One call of a compiled module. What was never placed is loaded now, by the host that serves the process.
+    """Run one call of a compiled module. The host in use first loads the module if it was never placed.
 
-    TorchScript makes a RuntimeError of whatever is raised in here, with its class and message in the text, which is what a
-    vendor's runtime raises as well.
+    TorchScript converts every exception from here into a RuntimeError with the original class and message in the text. The
+    vendor's runtimes also raise RuntimeError.
     """
     load = load_of(neff)
     if load is None or not load.live:
@@ -26,6 +26,6 @@ def infer(inputs: Sequence[torch.Tensor], neff: torch.Tensor, dynamic: torch.Ten
     return answer
 
 
-LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # the operator is gone when this is
+LIBRARY = torch.library.Library(NAMESPACE, "DEF")  # must stay alive: the operator goes with it
 LIBRARY.define(f"{OPERATOR}(Tensor[] inputs, Tensor neff, Tensor dynamic) -> Tensor[]")
-LIBRARY.impl(OPERATOR, infer, "CompositeImplicitAutograd")  # above autograd: what a core gives has no grad
+LIBRARY.impl(OPERATOR, infer, "CompositeImplicitAutograd")  # above autograd: the outputs of a core have no grad

@@ -1,9 +1,8 @@
-"""What a VALUE is: nested containers, their leaves, and an address for each leaf.
+"""Nested values: flatten containers to leaves, rebuild them, and give each leaf an address.
 
-Knows containers; refuses to know devices, rows and modules. Every walk over a nested value in parawrap goes through
-this room, and this room goes through optree: list, tuple, namedtuple, dict, OrderedDict, defaultdict and deque are
-optree's own; dataclasses and the subclasses of Mapping, list and tuple are learnt the first time that one is seen, and
-are rebuilt as the type they were.
+All code in parawrap that walks over nested values uses this package, which uses optree. It has no code for devices, rows,
+or modules. optree supports list, tuple, namedtuple, dict, OrderedDict, defaultdict, and deque. This package registers
+dataclasses and subclasses of Mapping, list, and tuple when it first meets each class, and rebuilds values as that class.
 """
 
 from parawrap.tree._nested import (

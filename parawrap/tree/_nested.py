@@ -1,4 +1,4 @@
-"""Flatten and rebuild nested values, and say in words where a leaf lies."""
+"""Flatten and rebuild nested values, and describe the address of a leaf."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 _NAMESPACE = "parawrap"
 
-# A type is looked at once: it then is a leaf for good, or a node that optree knows. Types are few and live long.
+# Each type is examined once. From then on it is a leaf, or a node that optree knows. Types are few and long-lived.
 _known_leaves: set[type] = {torch.Tensor, torch.nn.Parameter, torch.Size, str, bytes, int, float, bool, type(None)}
 _learning = threading.Lock()
 _nodes: set[type] = set()
@@ -45,7 +45,7 @@ _calls_of_tensors: dict[int, TreeSpec] = {}
 
 
 class Opaque:
-    """A leaf that stands for a whole container: one with a splitter of its own, or a sequence cut by `in_dims`."""
+    """A leaf that stands for a whole container: a class with its own splitter, or a sequence cut by `in_dims`."""
 
     __slots__ = ("value",)
 
@@ -57,9 +57,9 @@ _known_leaves.add(Opaque)
 
 
 def flatten(value: object) -> tuple[list[Any], TreeSpec]:
-    """The leaves of `value` in a fixed order, and the recipe that `unflatten(spec, leaves)` rebuilds it with.
+    """Return the leaves of `value` in a fixed order, and its structure, which `unflatten` takes.
 
-    None is a leaf. A class that was given to `keep_whole` is a leaf too, wrapped in :class:`Opaque`.
+    None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`Opaque`.
     """
     tree: Any = value
     leaves: list[Any]
@@ -70,12 +70,12 @@ def flatten(value: object) -> tuple[list[Any], TreeSpec]:
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
-    """The value of that structure with those leaves."""
+    """Return the value with that structure and those leaves."""
     return spec.unflatten(leaves)
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], TreeSpec]:
-    """`flatten` of ``(args, kwargs)``, with a short cut for the commonest call there is: a few tensors."""
+    """Flatten ``(args, kwargs)``, with a fast path for the most common call: a few positional tensors."""
     if not kwargs and _TENSOR.issuperset(map(type, args)):
         spec = _calls_of_tensors.get(len(args))
         if spec is None:
@@ -100,9 +100,9 @@ def _is_sequence(value: object) -> bool:
 
 
 def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
-    """One address a leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
+    """Return the address of each leaf, such as ``args[0]`` or ``kwargs["batch"].mask``.
 
-    `roots` names the entries of the outermost tuple; give one name for a value that is not wrapped in one.
+    `roots` names the entries of the outermost tuple. Pass a single name if the value is not wrapped in such a tuple.
     """
     found: list[str] = []
     wrapped = len(roots) > 1
@@ -114,12 +114,12 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
 
 
 def address(root: str, path: Iterable[Any]) -> str:
-    """Where a path of keys and indices leads, such as ``args[0]["mask"]``."""
+    """Return the address of a path of keys and indices, such as ``args[0]["mask"]``."""
     return root + "".join(f"[{_quoted(entry)}]" for entry in path)
 
 
 def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
-    """Where trees first differ in structure: the address, and a description of what each tree has there."""
+    """Return the first address at which trees differ, and a description of each tree's node; None if they are equal."""
     trees = list(specs)
     first = trees[0]
     if all(tree == first for tree in trees):
@@ -136,7 +136,7 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
 
 
 def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-    """Every list and plain tuple in a structure: its path, its node, and the place of its first leaf among the leaves."""
+    """Yield every list and plain tuple in a structure: its path, its node, and the index of its first leaf."""
 
     def walk(node: TreeSpec, path: tuple[Any, ...], start: int) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
         if node.type in (list, tuple):
@@ -149,7 +149,7 @@ def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]
 
 
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
-    """The value with every outermost node that is chosen replaced."""
+    """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
     leaves, spec = optree.tree_flatten(value, is_leaf=chosen, none_is_leaf=True, namespace=_NAMESPACE)
     strangers = {type(leaf) for leaf in leaves if not chosen(leaf)} - _known_leaves
     if strangers and _learn(strangers):
@@ -158,7 +158,7 @@ def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[
 
 
 def keep_whole(cls: type) -> None:
-    """Treat every instance of `cls` as one leaf (wrapped in :class:`Opaque`), whatever container it is."""
+    """Treat every instance of `cls` as one leaf, wrapped in :class:`Opaque`, even if `cls` is a container."""
     with _learning:
         if cls in _nodes:
             optree.unregister_pytree_node(cls, namespace=_NAMESPACE)
@@ -166,7 +166,7 @@ def keep_whole(cls: type) -> None:
 
 
 def keep_whole_if(claim: Callable[[type], bool]) -> None:
-    """Ask `claim` about each class met from now on; treat the classes it returns True for as `keep_whole` does."""
+    """Apply `keep_whole` to each class that is met from now on, if ``claim(cls)`` is True."""
     _claims.append(claim)
 
 
@@ -198,7 +198,7 @@ def _describe(tree: TreeSpec) -> str:
 
 
 def _learn(strangers: Iterable[type]) -> bool:
-    """Look at types met for the first time; True when one of them turned out to be a container."""
+    """Examine types that are met for the first time. Return True if one of them is a container."""
     learnt = False
     with _learning:
         for cls in strangers:
@@ -220,14 +220,14 @@ _WHOLE: _Recipe = (lambda value: ((Opaque(value),), None), lambda _, leaves: _un
 
 def _register(cls: type, down: Callable[[Any], Any], up: Callable[[Any, Any], Any], entry: type[PyTreeEntry]) -> None:
     with warnings.catch_warnings():
-        # optree warns that a registered namedtuple loses its default handling: that is what is wanted here.
+        # optree warns that a registered namedtuple loses its default handling, which is intended here.
         warnings.simplefilter("ignore", UserWarning)
         optree.register_pytree_node(cls, down, up, path_entry_type=entry, namespace=_NAMESPACE)
     _nodes.add(cls)
 
 
 def _recipe(cls: type) -> _Recipe | None:
-    """How to take apart and rebuild a container of a type that optree does not know; None for a leaf."""
+    """Return functions that flatten and rebuild a container of a type that optree does not know; None for a leaf."""
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return None
     if issubclass(cls, Mapping):
@@ -236,15 +236,15 @@ def _recipe(cls: type) -> _Recipe | None:
         return _dataclass_fields, _build_dataclass, GetAttrEntry
     if issubclass(cls, list):
         return _sequence_items, _build_list, SequenceEntry
-    if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # a torch.return_types structure is optree's own
+    if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # optree handles torch.return_types itself
         return _sequence_items, lambda _, leaves: tuple.__new__(cls, leaves), SequenceEntry
     return None
 
 
 class _Blank:
-    """An instance without its items, of which copies are filled again: it keeps what else the value carried.
+    """A container without its items: its class, its keys, and its other attributes.
 
-    Compares by class, as the structure of a value does not depend on what else it carries.
+    Two blanks are equal if class and keys are equal, because the other attributes are not part of the structure.
     """
 
     __slots__ = ("_extra", "_factory", "_keys", "cls")
@@ -254,7 +254,7 @@ class _Blank:
         self._keys = keys
         self._factory = getattr(value, "default_factory", None)
         own = getattr(value, "__dict__", {})
-        # Tensors are left out: this lives as long as the plans of a session do.
+        # Tensors are omitted: a session keeps blanks in its cache, which would keep the tensors alive.
         self._extra = {n: v for n, v in own.items() if n not in skip and not isinstance(v, torch.Tensor)}
 
     def __eq__(self, other: object) -> bool:
@@ -282,7 +282,7 @@ def _sequence_items(value: Sequence[Any]) -> tuple[Any, ...]:
 
 def _mapping_items(value: Mapping[Any, Any]) -> tuple[Any, ...]:
     keys = tuple(value)
-    names = tuple(key for key in keys if isinstance(key, str))  # a ModelOutput has its items as attributes too
+    names = tuple(key for key in keys if isinstance(key, str))  # a ModelOutput also has its items as attributes
     return tuple(value[key] for key in keys), _Blank(value, keys, names), keys
 
 
@@ -292,7 +292,7 @@ def _dataclass_fields(value: Any) -> tuple[Any, ...]:
 
 
 def _build_dict(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    """Through __setitem__, which keeps the attributes of a ModelOutput in step with its items."""
+    """Fill a dict through __setitem__, which keeps the attributes of a ModelOutput equal to its items."""
     built = blank.instance()
     for key, leaf in zip(blank, leaves, strict=True):
         built[key] = leaf
@@ -304,7 +304,7 @@ def _build_mapping(cls: Any) -> Callable[[Any, Any], Any]:
 
 
 def _build_dataclass(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    """Neither __init__ nor __post_init__ runs a second time, and frozen ones can be built."""
+    """Build a dataclass without running __init__ or __post_init__ again. This also works for frozen classes."""
     built = blank.instance()
     for name, leaf in zip(blank, leaves, strict=True):
         object.__setattr__(built, name, leaf)

@@ -29,7 +29,7 @@ class FakeBackend(Backend):
     def device(self, index):
         index = 0 if index is None else index
         if index >= 3:
-            msg = f"device 'meta:{index}' is not there: this process sees meta:0 to meta:2"
+            msg = f"device 'meta:{index}' is not available: this process sees meta:0 to meta:2"
             raise DeviceUnavailableError(msg)
         return torch.device("meta", index)
 

@@ -22,7 +22,7 @@ GIB = 1 << 30
 @pytest.mark.parametrize("devices", [[f"{KIND}:99"], [HOME, f"{KIND}:99"]], ids=str)
 def test_a_gpu_that_is_not_there(make, devices):
     """The error names the one that was asked for, and those that there are."""
-    with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not there.*{HOME}"):
+    with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not available.*{HOME}"):
         make(mlp().to(HOME), devices)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of NeuronCores share: emulated cores, on which a test leaves nothing behind."""
+"""Shared fixture of the NeuronCore tests: emulated cores, which a test must leave empty."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parawrap.testing import neuron_host
 
 @pytest.fixture
 def host():
-    """Four emulated cores that serve the process; what a test loaded onto them has to be gone with the test."""
+    """Use four emulated cores in the process. Programs that the test loads must be freed when it ends."""
     torch.manual_seed(0)
     with neuron_host(cores=4) as host:
         yield host

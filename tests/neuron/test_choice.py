@@ -1,4 +1,4 @@
-"""Which runtime serves the process: what is named, what is installed, and what is not what it seems."""
+"""The choice of the runtime: by name, by installed package, and with broken or placeholder packages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parawrap.testing import NeuronHost
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 _VENDORS = ["torch_neuronx", "torch_neuron"]
 
-# What the packages of these names on PyPI do when they are imported.
+# The code of the placeholder packages that have these names on PyPI.
 _PLACEHOLDER = """
 raise ImportError(
     "WRONG PACKAGE. Please install the package from Neuron Repository - https://pip.repos.neuron.amazonaws.com"
@@ -29,7 +29,7 @@ raise ImportError(
 
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch):
-    """No runtime was chosen yet, none is named and none of a vendor's is installed."""
+    """Start without a chosen runtime, without a named one, and without an installed vendor package."""
     monkeypatch.setattr(_choice, "_chosen", None)
     monkeypatch.delenv("PARAWRAP_NEURON_RUNTIME", raising=False)
     for name in _VENDORS:
@@ -38,7 +38,7 @@ def _nothing_chosen(monkeypatch):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """Put a package of that name and content on sys.path."""
+    """Return a function that puts a package of a given name and content on sys.path."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
@@ -52,8 +52,8 @@ def install(tmp_path, monkeypatch):
 
 
 def test_without_any_runtime_the_cores_are_emulated_with_a_warning():
-    """The warning comes once, at the line that asked, and names the variable that silences it."""
-    with pytest.warns(UserWarning, match="no NeuronCore runtime is installed: .*PARAWRAP_NEURON_RUNTIME=host") as warned:
+    """The warning appears once, points at the user's line, and names the variable that silences it."""
+    with pytest.warns(UserWarning, match="no NeuronCore runtime is installed, .*PARAWRAP_NEURON_RUNTIME=host") as warned:
         neuron.core_count()
     chosen = runtime()
     assert isinstance(chosen, NeuronHost)
@@ -63,22 +63,22 @@ def test_without_any_runtime_the_cores_are_emulated_with_a_warning():
         assert runtime() is chosen
 
 
-def test_the_emulation_that_is_named_comes_without_a_warning(monkeypatch):
-    """PARAWRAP_NEURON_RUNTIME=host says that it is wanted."""
+def test_naming_the_emulated_runtime_silences_the_warning(monkeypatch):
+    """PARAWRAP_NEURON_RUNTIME=host selects the emulated runtime without a warning."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     assert isinstance(runtime(), NeuronHost)
 
 
 @pytest.mark.parametrize("name", _VENDORS)
-def test_a_vendors_runtime_that_is_installed_serves(install, name):
-    """It goes before the emulated one, without being named and without a warning."""
+def test_an_installed_vendor_runtime_is_chosen(install, name):
+    """It takes precedence over the emulated runtime, without a name and without a warning."""
     install(name)
     assert runtime().name == name
     assert runtime() is runtime()
 
 
-def test_torch_neuronx_goes_before_torch_neuron(install, monkeypatch):
-    """Where both are installed the newer one serves, unless the other is named."""
+def test_torch_neuronx_takes_precedence_over_torch_neuron(install, monkeypatch):
+    """If both are installed, torch_neuronx is chosen, unless the variable names torch_neuron."""
     for name in _VENDORS:
         install(name)
     assert runtime().name == "torch_neuronx"
@@ -88,8 +88,8 @@ def test_torch_neuronx_goes_before_torch_neuron(install, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["nonsense", "torch-neuronx", "HOST"])
-def test_a_name_of_no_runtime_is_refused(monkeypatch, name):
-    """The error shows the value and lists the names that there are."""
+def test_an_unknown_runtime_name_is_refused(monkeypatch, name):
+    """The error shows the value and lists the known names."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(
         DeviceUnavailableError, match=f"PARAWRAP_NEURON_RUNTIME='{name}'.*host, torch_neuronx, torch_neuron"
@@ -97,16 +97,16 @@ def test_a_name_of_no_runtime_is_refused(monkeypatch, name):
         runtime()
 
 
-def test_a_name_of_blanks_is_no_name(monkeypatch):
-    """An empty variable is as one that is not set."""
+def test_a_blank_runtime_name_counts_as_unset(monkeypatch):
+    """A variable that holds only spaces is treated like an unset variable."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "  ")
     with pytest.warns(UserWarning, match="no NeuronCore runtime is installed"):
         assert isinstance(runtime(), NeuronHost)
 
 
 @pytest.mark.parametrize("name", _VENDORS)
-def test_a_runtime_that_is_named_and_missing_is_an_error(monkeypatch, name):
-    """The error says what to install from where, and how to go on without it."""
+def test_a_named_runtime_that_is_not_installed_is_an_error(monkeypatch, name):
+    """The error says where to install the package from, and how to continue without it."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime()
@@ -117,19 +117,19 @@ def test_a_runtime_that_is_named_and_missing_is_an_error(monkeypatch, name):
 @pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
 @pytest.mark.parametrize("name", _VENDORS)
 def test_the_placeholder_from_pypi_is_recognised(install, monkeypatch, name, named):
-    """The error says so, and where the real package is; also where none is named: whoever has it wants NeuronCores."""
+    """The error says that it is a placeholder and where the real package is, even if no runtime is named."""
     install(name, _PLACEHOLDER)
     if named:
         monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime()
-    for said in (f"{name} is installed from PyPI", "not the real package", f"pip install --extra-index-url {_INDEX}"):
+    for said in (f"{name} is installed from PyPI", "placeholder", f"pip install --extra-index-url {_INDEX}"):
         assert said in str(refused.value)
     assert isinstance(refused.value.__cause__, ImportError)
 
 
-def test_an_error_is_not_kept(install, monkeypatch):
-    """What was missing may be installed, and then serves."""
+def test_an_error_is_not_cached(install, monkeypatch):
+    """A runtime that is installed after the error is used at the next attempt."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
     with pytest.raises(DeviceUnavailableError):
         runtime()
@@ -138,30 +138,30 @@ def test_an_error_is_not_kept(install, monkeypatch):
 
 
 def test_a_broken_runtime_is_named_in_the_warning(install):
-    """A package that cannot be imported is passed over, and the warning says why it was."""
+    """A package that cannot be imported is skipped, and the warning gives the reason."""
     install("torch_neuronx", "raise ImportError('libnrt.so.1: cannot open shared object file')")
-    with pytest.warns(UserWarning, match=r"torch_neuronx is installed and cannot be imported: libnrt\.so\.1"):
+    with pytest.warns(UserWarning, match=r"torch_neuronx is installed but cannot be imported: libnrt\.so\.1"):
         assert isinstance(runtime(), NeuronHost)
 
 
-def test_a_broken_runtime_that_is_named_shows_its_own_error(install, monkeypatch):
-    """Nothing is put in its place."""
+def test_a_named_runtime_that_is_broken_raises_its_own_error(install, monkeypatch):
+    """No other runtime replaces it."""
     install("torch_neuronx", "raise ImportError('libnrt.so.1: cannot open shared object file')")
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
     with pytest.raises(ImportError, match=r"libnrt\.so\.1"):
         runtime()
 
 
-def test_what_a_runtime_needs_and_misses_is_named_itself(install, monkeypatch):
-    """torch_neuronx without torch_xla is not "not installed": the missing module is the one that is named."""
+def test_a_missing_dependency_of_a_runtime_is_named(install, monkeypatch):
+    """If torch_neuronx lacks torch_xla, the error names torch_xla and does not call torch_neuronx missing."""
     install("torch_neuronx", "import module_that_is_not_there")
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
     with pytest.raises(ModuleNotFoundError, match="module_that_is_not_there"):
         runtime()
 
 
-def test_threads_that_ask_first_get_one_runtime(monkeypatch):
-    """However many threads ask at once, one runtime is made."""
+def test_concurrent_first_calls_get_one_runtime(monkeypatch):
+    """Threads that call `runtime` at the same time all get the same runtime."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     threads = 8
     together = threading.Barrier(threads)
@@ -174,8 +174,8 @@ def test_threads_that_ask_first_get_one_runtime(monkeypatch):
         assert len({id(chosen) for chosen in pool.map(ask, range(threads))}) == 1
 
 
-def test_using_has_another_runtime_serve_inside_the_block(monkeypatch):
-    """Blocks nest, and what served before serves after, also after an exception."""
+def test_using_selects_another_runtime_inside_the_block(monkeypatch):
+    """Blocks nest. After a block the previous runtime is in use again, also after an exception."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
     before, outer, inner = runtime(), NeuronHost(1), NeuronHost(1)
     with using(outer) as given:
@@ -186,15 +186,15 @@ def test_using_has_another_runtime_serve_inside_the_block(monkeypatch):
     assert runtime() is before
 
 
-def test_using_chooses_nothing_by_itself():
-    """A block before the first question leaves that open: no vendor's package is imported, no warning given."""
+def test_using_does_not_choose_the_default_runtime():
+    """A block before the first call of `runtime` imports no vendor package and issues no warning."""
     with using(NeuronHost(1)):
         pass
     assert _choice._chosen is None
 
 
-def test_the_room_imports_no_vendor():
-    """Names of cores are read, and the contract is there, without any runtime."""
+def test_importing_the_package_imports_no_vendor_package():
+    """Names of cores are parsed without importing any runtime."""
     script = (
         "import sys; from parawrap.backends.neuron import resolve_cores; resolve_cores('nc:0', 1); "
         "print([name for name in ('torch_neuronx', 'torch_neuron', 'parawrap.testing') if name in sys.modules])"

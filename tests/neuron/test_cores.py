@@ -1,4 +1,4 @@
-"""The names of NeuronCores: lists of devices, and what the environment gives to a process."""
+"""Names of NeuronCores: lists of devices, and the cores that the environment allocates to a process."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def indices(cores):
     ],
     ids=str,
 )
-def test_a_list_of_devices_names_cores_in_its_order(devices, expected):
-    """Indices and "nc:#" mean the same, one entry stands for a list of one, and none for all cores of the process."""
+def test_cores_keep_the_order_of_the_list(devices, expected):
+    """Indices and "nc:#" mean the same. A single entry is a list of one, and None means all cores of the process."""
     assert indices(resolve_cores(devices, 4)) == expected
 
 
-def test_a_core_is_written_as_it_is_named():
-    """``str`` of a core is what a list of devices takes; cores compare by their index."""
+def test_str_of_a_core_names_it_again():
+    """A list of devices accepts ``str`` of a core. Cores compare by their index."""
     core = NeuronCore(3)
     assert str(core) == "nc:3"
     assert resolve_cores(str(core), 4) == (core,)
@@ -72,38 +72,38 @@ def test_a_core_is_written_as_it_is_named():
     ],
     ids=repr,
 )
-def test_an_entry_that_is_no_core_is_named(entry, shown):
-    """The error shows the entry as it was written, and the two spellings that would do."""
+def test_the_error_shows_an_entry_that_is_not_a_core(entry, shown):
+    """The error shows the entry as the user wrote it, and the two valid spellings."""
     with pytest.raises(DeviceListError) as refused:
         resolve_cores(["nc:0", entry], 4)
-    assert str(refused.value).startswith(f"{shown} is no NeuronCore")
+    assert str(refused.value).startswith(f"{shown} is not a NeuronCore")
     assert "an index or 'nc:#'" in str(refused.value)
 
 
 @pytest.mark.parametrize("devices", ["gpu:0", -1, True, "nc:-1"], ids=repr)
-def test_a_single_entry_that_is_no_core_is_named(devices):
-    """An entry outside of a list is read as one inside."""
-    with pytest.raises(DeviceListError, match=rf"{devices}'? is no NeuronCore"):
+def test_the_error_shows_a_single_value_that_is_not_a_core(devices):
+    """A single value is parsed like an entry of a list."""
+    with pytest.raises(DeviceListError, match=rf"{devices}'? is not a NeuronCore"):
         resolve_cores(devices, 4)
 
 
 @pytest.mark.parametrize("kind", ["nc", "neuron"])
-def test_all_cores_are_no_entry_of_a_list(kind):
-    """Among others "nc" names no core."""
-    with pytest.raises(DeviceListError, match=f"'{kind}' is no NeuronCore"):
+def test_a_kind_is_not_a_valid_entry_of_a_list(kind):
+    """In a list, "nc" alone is refused."""
+    with pytest.raises(DeviceListError, match=f"'{kind}' is not a NeuronCore"):
         resolve_cores([kind, "nc:1"], 4)
 
 
 @pytest.mark.parametrize("devices", [[], (), range(0)], ids=repr)
 def test_a_list_without_entries_is_refused(devices):
-    """The error says that leaving the list out takes all cores."""
-    with pytest.raises(DeviceListError, match=r"no NeuronCore is named.*leave the list out"):
+    """The error says that omitting the list selects all cores."""
+    with pytest.raises(DeviceListError, match=r"list of NeuronCores is empty.*omit the list"):
         resolve_cores(devices, 4)
 
 
 @pytest.mark.parametrize("devices", [[1, 0, 1], ["nc:1", 1], ["nc:01", "neuron:1"], [NeuronCore(1), 1]], ids=str)
 def test_a_core_that_is_named_twice_is_refused(devices):
-    """However it is written, the error names the core, and what to set for more workers on it."""
+    """In every spelling, the error names the core, and the option for more threads per core."""
     with pytest.raises(DeviceListError, match=r"nc:1 is named twice in \[.*'nc:1'.*num_workers"):
         resolve_cores(devices, 4)
 
@@ -114,29 +114,29 @@ def test_a_core_that_is_named_twice_is_refused(devices):
         ("nc:14", 9, "nc:0 to nc:8"),
         ([0, 14], 9, "nc:0 to nc:8"),
         (9, 9, "nc:0 to nc:8"),
-        ("nc:1", 1, "nc:0 alone"),
+        ("nc:1", 1, "only nc:0"),
         ("nc:0", 0, "no NeuronCore"),
     ],
 )
 def test_a_core_that_the_process_does_not_have_is_refused(devices, visible, there):
-    """The error names it, those that there are, and the variables that allocate more."""
+    """The error names the core, the cores of the process, and the variables that allocate more."""
     with pytest.raises(DeviceUnavailableError) as refused:
         resolve_cores(devices, visible)
-    wanted = resolve_cores(devices, 99)[-1]
-    assert str(refused.value).startswith(f"'{wanted}' is not there: this process sees {there}")
+    missing = resolve_cores(devices, 99)[-1]
+    assert str(refused.value).startswith(f"'{missing}' is not available: this process sees {there}")
     assert "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES" in str(refused.value)
 
 
 @pytest.mark.parametrize("devices", [None, "nc", "neuron"])
-def test_all_cores_of_a_process_without_any_is_refused(devices):
-    """The error says that none is allocated, and which variables allocate."""
+def test_all_cores_of_a_process_without_cores_is_an_error(devices):
+    """The error says that no core is allocated, and names the variables that allocate cores."""
     with pytest.raises(DeviceUnavailableError, match=r"no NeuronCore is allocated.*NEURON_RT_VISIBLE_CORES"):
         resolve_cores(devices, 0)
 
 
 @pytest.mark.parametrize("devices", ["nc", "neuron", "nc:0", "nc:x", NeuronCore(0), ["nc:0"], [0, "nc:1"], [NeuronCore(0)]])
-def test_what_names_cores_is_told_from_other_devices(devices):
-    """Also where the name turns out to be malformed, or indices stand beside it."""
+def test_names_of_cores_are_recognised(devices):
+    """This includes malformed names of cores, and lists that also hold indices."""
     assert names_cores(devices)
 
 
@@ -160,7 +160,7 @@ def test_what_names_cores_is_told_from_other_devices(devices):
     ids=str,
 )
 def test_other_devices_name_no_cores(devices):
-    """Indices alone are no NeuronCores: they may be any device's."""
+    """Indices alone do not name NeuronCores, because any kind of device has indices."""
     assert not names_cores(devices)
 
 
@@ -183,8 +183,8 @@ def test_other_devices_name_no_cores(devices):
         (None, "", None),
     ],
 )
-def test_the_environment_gives_a_number_of_cores(monkeypatch, visible, number, cores):
-    """The list goes before the number, as in the Neuron runtime; an empty variable is as one that is not set."""
+def test_the_environment_sets_the_number_of_cores(monkeypatch, visible, number, cores):
+    """The list takes precedence over the number, as in the Neuron runtime. An empty variable counts as unset."""
     for name, value in (("NEURON_RT_VISIBLE_CORES", visible), ("NEURON_RT_NUM_CORES", number)):
         monkeypatch.delenv(name, raising=False)
         if value is not None:
@@ -195,26 +195,26 @@ def test_the_environment_gives_a_number_of_cores(monkeypatch, visible, number, c
 @pytest.mark.parametrize(
     ("listed", "part", "why"),
     [
-        ("a", "a", "is no core and no range"),
-        ("-1", "-1", "is no core and no range"),
-        ("1-", "1-", "is no core and no range"),
-        ("0-3-5", "0-3-5", "is no core and no range"),
-        ("0,,2", "", "is no core and no range"),
-        ("0,", "", "is no core and no range"),
-        ("0;2", "0;2", "is no core and no range"),
-        ("0 2", "0 2", "is no core and no range"),
-        ("1.5", "1.5", "is no core and no range"),
-        ("0x1", "0x1", "is no core and no range"),
-        ("nc:0", "nc:0", "is no core and no range"),
+        ("a", "a", "is neither a core nor a range"),
+        ("-1", "-1", "is neither a core nor a range"),
+        ("1-", "1-", "is neither a core nor a range"),
+        ("0-3-5", "0-3-5", "is neither a core nor a range"),
+        ("0,,2", "", "is neither a core nor a range"),
+        ("0,", "", "is neither a core nor a range"),
+        ("0;2", "0;2", "is neither a core nor a range"),
+        ("0 2", "0 2", "is neither a core nor a range"),
+        ("1.5", "1.5", "is neither a core nor a range"),
+        ("0x1", "0x1", "is neither a core nor a range"),
+        ("nc:0", "nc:0", "is neither a core nor a range"),
         ("4-2", "4-2", "runs backwards"),
         ("0-3,5-4", "5-4", "runs backwards"),
-        ("0,0", "0", "names a core again"),
-        ("0-3,2", "2", "names a core again"),
-        ("0-3,2-5", "2-5", "names a core again"),
+        ("0,0", "0", "repeats a core"),
+        ("0-3,2", "2", "repeats a core"),
+        ("0-3,2-5", "2-5", "repeats a core"),
     ],
 )
-def test_a_malformed_list_of_visible_cores_is_named(listed, part, why):
-    """The error shows the variable with its value, the part that is wrong, why it is, and spellings that would do."""
+def test_a_malformed_list_of_visible_cores_is_an_error(listed, part, why):
+    """The error shows the variable with its value, the malformed part, the reason, and valid spellings."""
     with pytest.raises(DeviceListError) as refused:
         cores_given({"NEURON_RT_VISIBLE_CORES": listed})
     assert str(refused.value).startswith(f"NEURON_RT_VISIBLE_CORES={listed!r}: {part!r} {why}")
@@ -222,12 +222,12 @@ def test_a_malformed_list_of_visible_cores_is_named(listed, part, why):
 
 
 @pytest.mark.parametrize("number", ["-1", "two", "1.5", "2 3", "0-3", "²", "1e3"])
-def test_a_malformed_number_of_cores_is_named(number):
-    """The error shows the variable with its value, and one that would do."""
+def test_a_malformed_number_of_cores_is_an_error(number):
+    """The error shows the variable with its value, and a valid value."""
     with pytest.raises(DeviceListError, match=rf"NEURON_RT_NUM_CORES='{number}' .*NEURON_RT_NUM_CORES=2"):
         cores_given({"NEURON_RT_NUM_CORES": number})
 
 
-def test_no_cores_is_the_vendors_word_for_all():
-    """NEURON_RT_NUM_CORES=0 limits nothing."""
+def test_zero_cores_means_all_cores():
+    """NEURON_RT_NUM_CORES=0 sets no limit, as in the Neuron runtime."""
     assert cores_given({"NEURON_RT_NUM_CORES": "0"}) is None

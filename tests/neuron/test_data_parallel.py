@@ -1,4 +1,4 @@
-"""`neuron.DataParallel`: the vendor's API, argument for argument, on emulated cores."""
+"""`neuron.DataParallel` has the vendor's API. These tests run on emulated cores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from parawrap.testing import neuron_host
 
 
 def net_of(batch=1, device_ids=None, **options):
-    """A linear model compiled for so many rows, and its parallel face."""
+    """Return a linear model that is compiled for `batch` rows, and its DataParallel."""
     torch.manual_seed(0)
     plain = nn.Linear(3, 2).eval()
     compiled = neuron.trace(plain, torch.zeros(batch, 3))
@@ -41,7 +41,7 @@ def loads(host):
     return [core.loads for core in host.stats()]
 
 
-# -- which cores
+# Choice of cores
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def loads(host):
     [(None, [0, 1, 2, 3]), ([2], [2]), (["nc:0", "nc:3"], [0, 3]), ([1, "nc:2"], [1, 2]), ([3, 1], [3, 1])],
     ids=str,
 )
-def test_the_cores_are_those_that_are_named(host, device_ids, indices):
-    """Indices and "nc:#" name the cores that work; without any, all of them do."""
+def test_device_ids_select_the_cores(host, device_ids, indices):
+    """Indices and "nc:#" select cores. Without device_ids, all cores are used."""
     plain, _, net = net_of(device_ids=device_ids)
     x = torch.randn(8, 3)
     torch.testing.assert_close(net(x), plain(x))
@@ -61,27 +61,27 @@ def test_the_cores_are_those_that_are_named(host, device_ids, indices):
 @pytest.mark.parametrize(
     ("device_ids", "error", "says"),
     [
-        (["nc:14"], DeviceUnavailableError, "'nc:14' is not there: this process sees nc:0 to nc:8"),
+        (["nc:14"], DeviceUnavailableError, "'nc:14' is not available: this process sees nc:0 to nc:8"),
         ([9], DeviceUnavailableError, "nc:0 to nc:8"),
-        (["gpu:0"], DeviceListError, "'gpu:0' is no NeuronCore"),
-        ([-1], DeviceListError, "-1 is no NeuronCore"),
-        (["nc:-1"], DeviceListError, "'nc:-1' is no NeuronCore"),
-        (["nc:"], DeviceListError, "'nc:' is no NeuronCore"),
-        ([True], DeviceListError, "True is no NeuronCore"),
-        ([0.0], DeviceListError, "0.0 is no NeuronCore"),
+        (["gpu:0"], DeviceListError, "'gpu:0' is not a NeuronCore"),
+        ([-1], DeviceListError, "-1 is not a NeuronCore"),
+        (["nc:-1"], DeviceListError, "'nc:-1' is not a NeuronCore"),
+        (["nc:"], DeviceListError, "'nc:' is not a NeuronCore"),
+        ([True], DeviceListError, "True is not a NeuronCore"),
+        ([0.0], DeviceListError, "0.0 is not a NeuronCore"),
         ([0, "nc:0"], DeviceListError, "nc:0 is named twice"),
-        ([], DeviceListError, "no NeuronCore is named"),
+        ([], DeviceListError, "list of NeuronCores is empty"),
     ],
     ids=str,
 )
-def test_a_list_that_names_no_cores_is_refused(device_ids, error, says):
-    """A core that is not there, or that is none, or named twice, or no core at all: the message says which, and why."""
+def test_invalid_device_ids_are_refused(device_ids, error, says):
+    """The error names the missing, invalid, or repeated core, or says that the list is empty."""
     with neuron_host(cores=9), pytest.raises(error, match=says):
         net_of(device_ids=device_ids)
 
 
 def test_consecutive_cores_are_loaded_in_one_call(host, monkeypatch):
-    """Each run of consecutive cores is one placement, whatever order they are named in."""
+    """Each run of consecutive cores is placed once, in any order of the list."""
     placed = []
     place = type(host).place
     monkeypatch.setattr(type(host), "place", lambda *args: placed.append(args[2:]) or place(*args))
@@ -90,7 +90,7 @@ def test_consecutive_cores_are_loaded_in_one_call(host, monkeypatch):
 
 
 def test_a_replica_is_loaded_once(host):
-    """Calls, and other numbers of workers or rows at once, load nothing more."""
+    """Calls, and changes of num_workers or split_size, load nothing more."""
     _, _, net = net_of()
     before = loads(host)
     for rows in (4, 8, 5):
@@ -102,8 +102,8 @@ def test_a_replica_is_loaded_once(host):
     assert loads(host) == before
 
 
-def test_the_model_itself_stays_what_and_where_it_is(host):
-    """It still takes its compiled size alone, and is not moved to other cores."""
+def test_the_original_model_is_unchanged(host):
+    """It still takes only its compiled size, and is not moved to other cores."""
     _, compiled, net = net_of(batch=2)
     net(torch.randn(8, 3))
     with pytest.raises(RuntimeError, match="compiled for"):
@@ -111,11 +111,11 @@ def test_the_model_itself_stays_what_and_where_it_is(host):
     assert net.module is compiled
 
 
-# -- rows
+# Rows
 
 
 def test_rows_are_cut_into_whole_inferences(host):
-    """With a compiled batch of 4, nine rows are three inferences, on three cores, and not one on each with much in vain."""
+    """With a compiled size of 4, nine rows run as three inferences on three cores, not as four partial ones."""
     plain, _, net = net_of(batch=4)
     x = torch.randn(9, 3)
     with pytest.warns(UserWarning, match="9 rows keep 3 of 4 NeuronCores busy"):
@@ -124,16 +124,16 @@ def test_rows_are_cut_into_whole_inferences(host):
     assert sorted(inferences(host)) == [0, 1, 1, 1]
 
 
-def test_underused_cores_are_told_of_with_the_number_that_uses_them(host):
-    """The warning names rows, cores, and what to divide by; it points at the caller's line."""
+def test_the_warning_about_idle_cores_says_how_to_use_them(host):
+    """It names the rows, the cores, and the divisor, and points at the caller's line."""
     _, _, net = net_of(batch=2)
     with pytest.warns(UserWarning, match=r"4 rows keep 2 of 4 NeuronCores busy\. .* a multiple of 8 rows") as found:
         net(torch.randn(4, 3))
     assert found[0].filename == __file__
 
 
-def test_no_rows_give_no_rows(host):
-    """A batch of zero rows is an output of zero rows, and no inference."""
+def test_zero_rows_give_zero_rows(host):
+    """A batch with zero rows gives an output with zero rows, and runs no inference."""
     _, _, net = net_of()
     assert net(torch.zeros(0, 3)).shape == (0, 2)
     assert inferences(host) == [0] * 4
@@ -141,8 +141,8 @@ def test_no_rows_give_no_rows(host):
 
 @pytest.mark.parametrize("split_size", [1, 2, 3, 100])
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_split_size_and_num_workers_change_no_row(host, split_size, workers):
-    """Whatever is given at once to however many workers, the rows are the plain ones."""
+def test_split_size_and_num_workers_do_not_change_results(host, split_size, workers):
+    """For any chunk size and any number of workers, rows equal the plain rows."""
     plain, _, net = net_of(batch=2)
     net.num_workers, net.split_size = workers, split_size
     x = torch.randn(13, 3)
@@ -156,7 +156,7 @@ def test_split_size_and_num_workers_change_no_row(host, split_size, workers):
 @pytest.mark.parametrize("name", ["num_workers", "split_size"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 def test_a_number_below_one_is_refused(host, name, value):
-    """The message names the attribute and the value, and the attribute keeps what it was."""
+    """The message names the attribute and the value, and the attribute does not change."""
     _, _, net = net_of()
     before = getattr(net, name)
     with pytest.raises(ShardError, match=f"{name}={value!r}"):
@@ -165,30 +165,30 @@ def test_a_number_below_one_is_refused(host, name, value):
 
 
 def test_the_defaults_are_the_vendors(host):
-    """Two workers a core, and no split size of its own."""
+    """The defaults are two workers per core, and no split size."""
     _, _, net = net_of()
     assert (net.num_workers, net.split_size, net.dim) == (8, None, 0)
 
 
-# -- dynamic batching
+# Dynamic batching
 
 
 def test_without_dynamic_batching_every_core_gets_the_compiled_size(host):
-    """Then rows / cores must be the compiled size; any other number is refused with both."""
+    """Rows per core must equal the compiled size. The error for other numbers shows both."""
     plain, _, net = net_of(batch=2)
     net.disable_dynamic_batching()
     x = torch.randn(8, 3)
     torch.testing.assert_close(net(x), plain(x))
     assert inferences(host) == [1] * 4
-    for rows, each in ((4, "1 a core"), (12, "3 a core"), (9, "2.25 a core"), (0, "0 a core")):
-        with pytest.raises(ShapeError, match=f"{rows} rows on dim 0 over 4 NeuronCores are {each}.* must be 2,"):
+    for rows, each in ((4, "1 per core"), (12, "3 per core"), (9, "2.25 per core"), (0, "0 per core")):
+        with pytest.raises(ShapeError, match=f"{rows} rows on dim 0 over 4 NeuronCores are {each}.* takes 2, "):
             net(torch.randn(rows, 3))
     torch.testing.assert_close(net(x), plain(x))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 def test_a_split_size_of_the_compiled_size_takes_several_chunks(host, workers):
-    """Without dynamic batching too, rows in chunks of the compiled size are taken, on however few workers."""
+    """Without dynamic batching, any number of workers takes rows in chunks of the compiled size."""
     plain, _, net = net_of(batch=2, set_dynamic_batching=False)
     net.num_workers, net.split_size = workers, 2
     x = torch.randn(12, 3)
@@ -199,15 +199,15 @@ def test_a_split_size_of_the_compiled_size_takes_several_chunks(host, workers):
 
 
 def test_fewer_workers_than_cores_without_dynamic_batching(host):
-    """One worker gives every core's rows, one compiled size after the other."""
+    """One worker feeds every core, one compiled size after another."""
     plain, _, net = net_of(batch=2, set_dynamic_batching=False)
     net.num_workers = 1
     x = torch.randn(8, 3)
     torch.testing.assert_close(net(x), plain(x))
 
 
-def test_disabling_it_loads_the_model_anew_once(host):
-    """The replicas are loaded again without it; a second time, or for a model without it, nothing is."""
+def test_disabling_dynamic_batching_reloads_the_model_once(host):
+    """The first call reloads the replicas. A second call, or a call for a model without it, loads nothing."""
     _, _, net = net_of()
     before = loads(host)
     net.disable_dynamic_batching()
@@ -223,7 +223,7 @@ class Along(nn.Module):
 
 @pytest.mark.parametrize("dim", [1, 2])
 def test_another_dim_turns_dynamic_batching_off_with_a_warning(host, dim):
-    """Rows on another dim must be the compiled size for each core; the cut and the join are on that dim."""
+    """Rows on another dim must be the compiled size per core. That dim is cut and joined."""
     compiled = neuron.trace(Along(), torch.zeros(1, 4, 4))
     with pytest.warns(UserWarning, match=f"dynamic batching is off because dim={dim}"):
         net = neuron.DataParallel(compiled, device_ids=[0, 1], dim=dim)
@@ -232,7 +232,7 @@ def test_another_dim_turns_dynamic_batching_off_with_a_warning(host, dim):
     x = torch.randn(shape)
     assert torch.equal(net(x), x * 2)
     shape[dim] = 6
-    with pytest.raises(ShapeError, match=f"6 rows on dim {dim} over 2 NeuronCores are 3 a core.* must be 4"):
+    with pytest.raises(ShapeError, match=f"6 rows on dim {dim} over 2 NeuronCores are 3 per core.* takes 4, "):
         net(torch.randn(shape))
 
 
@@ -241,8 +241,8 @@ class Mean(nn.Module):
         return x * 2, x.mean()
 
 
-def test_a_model_without_a_batch_dimension_in_its_outputs_goes_without(host):
-    """Dynamic batching cannot be had of it: a warning names the output and the call to make, and the exact size works."""
+def test_an_output_without_a_batch_dimension_turns_dynamic_batching_off(host):
+    """The warning names the output and the option. Calls with the exact size work."""
     compiled = neuron.trace(Mean(), torch.zeros(2, 3))
     with pytest.warns(UserWarning, match=r"output\[1\] has no batch dimension.*set_dynamic_batching=False"):
         net = neuron.DataParallel(compiled)
@@ -251,18 +251,18 @@ def test_a_model_without_a_batch_dimension_in_its_outputs_goes_without(host):
         y, means = net(x)
     assert torch.equal(y, x * 2)
     torch.testing.assert_close(means, x.view(4, 2, 3).mean((1, 2)))
-    with pytest.raises(ShapeError, match="must be 2"):
+    with pytest.raises(ShapeError, match="takes 2, "):
         net(torch.randn(6, 3))
     with pytest.raises(ShapeError, match="no batch dimension"):
         neuron.dynamic_batch(compiled)
 
 
-# -- what the model is
+# Models and inputs
 
 
 @pytest.mark.parametrize("model", [nn.Linear(3, 2), torch.tanh, "model.pt"], ids=["module", "function", "path"])
 def test_a_model_that_was_not_traced_is_refused(host, model):
-    """The error says what to call."""
+    """The error names the function to call."""
     with pytest.raises(ReplicaError, match=r"was not traced for NeuronCores.*parawrap.neuron.trace"):
         neuron.DataParallel(model)
 
@@ -270,32 +270,32 @@ def test_a_model_that_was_not_traced_is_refused(host, model):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        ((torch.zeros(4, 5),), r"args\[0\] is \(4, 5\) float32, and the model is compiled for \(1, 3\) float32"),
+        ((torch.zeros(4, 5),), r"args\[0\] is \(4, 5\) float32, but the model is compiled for \(1, 3\) float32"),
         ((torch.zeros(4, 3, dtype=torch.float64),), r"\(4, 3\) float64, .* compiled for \(1, 3\) float32"),
         ((torch.zeros(4, 3, 1),), r"\(4, 3, 1\) float32, .* \(1, 3\) float32"),
-        ((torch.zeros(4, 3), torch.zeros(4, 3)), r"2 values .* 1 tensors: args\[0\] \(1, 3\) float32"),
+        ((torch.zeros(4, 3), torch.zeros(4, 3)), r"2 values, .* 1 tensors: args\[0\] \(1, 3\) float32"),
         ((), "0 values"),
-        ((3,), r"args\[0\] is 3, .* a tensor there: \(1, 3\) float32"),
+        ((3,), r"args\[0\] is 3, .* for a tensor: \(1, 3\) float32"),
     ],
     ids=["columns", "dtype", "dims", "too many", "none", "a number"],
 )
-def test_what_the_model_is_not_compiled_for_is_refused(host, call, says):
-    """The error names the argument, what was given and what the model is compiled for; nothing ran."""
+def test_inputs_that_do_not_fit_the_compiled_model_are_refused(host, call, says):
+    """The error names the argument, its shape, and the compiled shape. No inference runs."""
     _, _, net = net_of()
     with pytest.raises(ShapeError, match=says):
         net(*call)
     assert inferences(host) == [0] * 4
 
 
-def test_a_call_by_keywords_is_held_against_the_same_shapes(host):
-    """The error names the argument's place."""
+def test_keyword_arguments_are_checked_against_the_compiled_shapes(host):
+    """The error names the argument by its position."""
     _, _, net = net_of()
     with pytest.raises(ShapeError, match=r"args\[0\] is \(4, 5\)"):
         net(input=torch.zeros(4, 5))
 
 
-def test_one_row_beside_more_is_the_same_for_every_row(host):
-    """As in torch's broadcasting; the cores get it as often as they want it."""
+def test_a_single_row_input_is_broadcast(host):
+    """An input with one row is repeated for the rows of the others, as in torch."""
     net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(2, 3), torch.zeros(2, 3))))
     x, y = torch.randn(8, 3), torch.randn(1, 3)
     assert torch.equal(net(x, y), x + y)
@@ -304,8 +304,8 @@ def test_one_row_beside_more_is_the_same_for_every_row(host):
         assert torch.equal(net(y, y), y + y)
 
 
-def test_an_input_that_is_compiled_without_rows_goes_whole_to_every_core(host):
-    """A table for all rows has no batch dimension: dynamic batching is off, the exact size works."""
+def test_an_input_compiled_without_rows_turns_dynamic_batching_off(host):
+    """A table for all rows has no batch dimension, so only the exact size works."""
     compiled = neuron.trace(lambda x, table: x @ table, (torch.zeros(2, 3), torch.zeros(1, 3, 5)[0]))
     with pytest.warns(UserWarning, match=r"args\[0\] is compiled for 2 rows on dim 0, and args\[1\] for 3"):
         net = neuron.DataParallel(compiled)
@@ -318,20 +318,20 @@ def test_an_input_that_is_compiled_without_rows_goes_whole_to_every_core(host):
     ("dim", "says"), [(2, "out of range"), (-3, "out of range"), ("0", "not an integer"), (None, "not an integer")]
 )
 def test_a_dim_that_the_inputs_do_not_have_is_refused(host, dim, says):
-    """When the face is made, before anything is loaded."""
+    """The constructor raises before anything is loaded."""
     with pytest.raises(ShardError, match=says):
         net_of(dim=dim)
 
 
 def test_rows_that_disagree_are_refused(host):
-    """Two inputs of different rows are refused by name, before anything runs."""
+    """The error names two inputs with different row counts, before anything runs."""
     net = neuron.DataParallel(neuron.trace(lambda x, y: x + y, (torch.zeros(1, 3), torch.zeros(1, 3))))
-    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6\. All inputs"):
+    with pytest.raises(ShardError, match=r"args\[1\] has 4 on dim 0, args\[0\] has 6\. Give all inputs"):
         net(torch.zeros(6, 3), torch.zeros(4, 3))
 
 
 def test_a_model_that_does_not_fit_leaves_nothing_behind():
-    """The runtime's error arrives when the face is made, and no core keeps a part of it."""
+    """The constructor raises the runtime's error, and no core keeps a part of the model."""
     with neuron_host(cores=2, memory_bytes=1000) as host:
         compiled = neuron.trace(nn.Linear(64, 64), torch.zeros(1, 64))
         with pytest.raises(RuntimeError, match=r"memory|fit|[Aa]llocation"):
@@ -339,8 +339,8 @@ def test_a_model_that_does_not_fit_leaves_nothing_behind():
         assert [core.memory_bytes for core in host.stats()] == [0, 0]
 
 
-def test_a_core_that_has_no_room_frees_the_others():
-    """When the second run of cores cannot be loaded, the first is given back."""
+def test_a_failed_load_unloads_the_other_cores():
+    """If the second run of cores cannot be loaded, the first is unloaded."""
     with neuron_host(cores=4) as host:
         compiled = neuron.trace(nn.Linear(3, 2), torch.zeros(1, 3))
         host.unplace(host.place(compiled, 0, 1))
@@ -360,11 +360,11 @@ def test_a_core_that_has_no_room_frees_the_others():
         assert [core.memory_bytes for core in host.stats()] == [0] * 4
 
 
-# -- a module among modules
+# DataParallel as a module
 
 
-def test_it_is_a_module_as_the_vendors_is(host):
-    """The model is its child `module`, under whose name its state is; it can be part of another module."""
+def test_it_is_a_module(host):
+    """The model is its child `module`, with its state under this name. It can be part of another module."""
     plain, _, net = net_of()
     assert isinstance(net, nn.Module)
     assert all(name.startswith("module.") for name in net.state_dict())
@@ -372,8 +372,8 @@ def test_it_is_a_module_as_the_vendors_is(host):
     torch.testing.assert_close(nn.Sequential(net, nn.ReLU())(x), plain(x).relu())
 
 
-def test_a_copy_has_replicas_of_its_own(host):
-    """A deep copy answers alike, and outlives the one that it was made of."""
+def test_a_copy_has_its_own_replicas(host):
+    """A deep copy gives the same outputs, and works after the original is gone."""
     plain, _, net = net_of()
     other = copy.deepcopy(net)
     net.close()
@@ -383,7 +383,7 @@ def test_a_copy_has_replicas_of_its_own(host):
 
 
 def test_closing_frees_the_cores_and_the_next_call_loads_again(host):
-    """After close no core has memory in use; the face can be called again."""
+    """`close` frees the memory of all cores. A later call loads the model again."""
     plain, _, net = net_of()
     x = torch.randn(8, 3)
     net(x)
@@ -422,7 +422,7 @@ def test_keyword_arguments_are_cut_like_positional_ones(host):
 
 
 def test_an_error_in_a_lane_names_the_core(host):
-    """What the runtime raises arrives as it is, with the lane, the core and the shard; later calls work."""
+    """The runtime's error arrives unchanged, with a note on lane, core, and shard. Later calls work."""
 
     class Fails(nn.Module):
         def __init__(self, compiled):
@@ -445,8 +445,8 @@ def test_an_error_in_a_lane_names_the_core(host):
     torch.testing.assert_close(net(x), plain(x))
 
 
-def test_outputs_that_cannot_be_joined_are_told_of(host):
-    """A module around compiled ones whose shards disagree gets the place and the cure."""
+def test_outputs_that_cannot_be_joined_are_refused(host):
+    """The error for a module with disagreeing shards names the output and the option to set."""
 
     class Ragged(nn.Module):
         def __init__(self, compiled):
@@ -464,7 +464,7 @@ def test_outputs_that_cannot_be_joined_are_told_of(host):
         net(x)
 
 
-# -- while something else happens
+# Concurrency
 
 
 @pytest.mark.parametrize(
@@ -477,8 +477,8 @@ def test_outputs_that_cannot_be_joined_are_told_of(host):
     ],
     ids=["num_workers", "split_size", "disable_dynamic_batching", "close"],
 )
-def test_a_call_that_is_under_way_finishes_on_its_cores(host, change, monkeypatch):
-    """Whatever another thread changes meanwhile; the memory is given back when the call is over."""
+def test_a_call_in_flight_finishes_on_its_cores(host, change, monkeypatch):
+    """This holds for any change from another thread. The cores are freed when the call ends."""
     plain, _, net = net_of()
     cut, begun, let = Batching.cut, threading.Event(), threading.Event()
 
@@ -501,8 +501,8 @@ def test_a_call_that_is_under_way_finishes_on_its_cores(host, change, monkeypatc
     assert [core.memory_bytes for core in host.stats()] == [0] * 4
 
 
-def test_one_that_is_dropped_frees_its_cores_at_once(host):
-    """Nothing in it refers back to it: no collector is needed."""
+def test_an_unreferenced_instance_frees_its_cores_at_once(host):
+    """It has no reference cycle, so the garbage collector is not needed."""
     _, _, net = net_of()
     net(torch.randn(8, 3))
     gc.disable()
@@ -513,11 +513,11 @@ def test_one_that_is_dropped_frees_its_cores_at_once(host):
         gc.enable()
 
 
-# -- chunks, workers and cores
+# Chunks, workers, and cores
 
 
 def test_0d_outputs_of_chunks_are_one_vector(host):
-    """With several chunks a core there is one value a chunk, in row order, on however many workers."""
+    """Several chunks per core give one value per chunk, in row order, for any number of workers."""
     compiled = neuron.trace(lambda x: x.sum(), torch.zeros(2, 3))
     x = torch.randn(10, 3)
     for workers in (1, 4, 8):
@@ -531,7 +531,7 @@ def test_0d_outputs_of_chunks_are_one_vector(host):
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_fewer_workers_than_cores_use_every_core(workers, dynamic):
-    """Each core gets its share, though no two of them may be neighbours."""
+    """Each core gets its share, also if no two cores are consecutive."""
     with neuron_host(cores=8) as host:
         plain, _, net = net_of(device_ids=[0, 2, 4, 6], set_dynamic_batching=dynamic)
         net.num_workers = workers
@@ -542,7 +542,7 @@ def test_fewer_workers_than_cores_use_every_core(workers, dynamic):
 
 
 def test_a_wrapper_of_unknown_size_without_dynamic_batching(host):
-    """Each core gets an equal part of the rows, whatever the workers; what cannot be divided is refused."""
+    """Each core gets an equal part of the rows. A number that cannot be divided equally is refused."""
 
     class Around(nn.Module):
         def __init__(self, compiled):
@@ -558,15 +558,15 @@ def test_a_wrapper_of_unknown_size_without_dynamic_batching(host):
     for workers in (1, 8):
         net.num_workers = workers
         torch.testing.assert_close(net(x), plain(x))
-    with pytest.raises(ShapeError, match=r"9 rows .* 2.25 a core: .* the same whole number for each"):
+    with pytest.raises(ShapeError, match=r"9 rows .* 2.25 per core, .* the same number of rows"):
         net(torch.randn(9, 3))
 
 
-# -- what stands around a compiled model
+# Layers around a compiled model
 
 
 class Head(nn.Module):
-    """An ordinary layer behind a compiled one."""
+    """An ordinary layer after a compiled model."""
 
     def __init__(self, compiled):
         super().__init__()
@@ -581,7 +581,7 @@ class Head(nn.Module):
 
 @pytest.fixture
 def head(host):
-    """It, and the model without a core that it should equal."""
+    """A Head on cores, and an equal plain model."""
     plain, compiled, net = net_of(batch=2)
     net.close()
     model = Head(compiled).eval()
@@ -589,8 +589,8 @@ def head(host):
 
 
 @pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
-def test_the_layers_around_a_compiled_model_are_its_own(head, device_ids):
-    """What is written into them is seen, their mode is followed, and a tensor of theirs is the same from every core."""
+def test_layers_around_a_compiled_model_are_shared(head, device_ids):
+    """Replicas see writes to these layers, follow their mode, and return the same tensor objects."""
     model, expected = head
     net = neuron.DataParallel(model, device_ids)
     x = torch.randn(8, 3)
@@ -608,7 +608,7 @@ def test_the_layers_around_a_compiled_model_are_its_own(head, device_ids):
 
 @pytest.mark.parametrize("device_ids", [[0, 1], [0, 2]], ids=str)
 def test_gradients_arrive_in_the_layers_around_a_compiled_model(head, device_ids):
-    """They equal those of the model without cores."""
+    """They equal the gradients of the plain model."""
     model, expected = head
     net = neuron.DataParallel(model, device_ids)
     x = torch.randn(8, 3)
@@ -620,9 +620,9 @@ def test_gradients_arrive_in_the_layers_around_a_compiled_model(head, device_ids
 
 
 def test_a_module_that_cannot_be_copied_is_refused(head, host):
-    """The error says what could not be copied; nothing is left on a core."""
+    """The error names what cannot be copied, and no core keeps anything."""
     model, _ = head
     model.lock = threading.Lock()
-    with pytest.raises(ReplicaError, match=r"no replica of Head can be made: .*lock"):
+    with pytest.raises(ReplicaError, match=r"Head cannot be copied for a replica: .*lock"):
         neuron.DataParallel(model)
     assert [core.memory_bytes for core in host.stats()] == [0] * 4

@@ -1,4 +1,4 @@
-"""The vendor's documentation examples run as they stand, as their reader would run them on a laptop."""
+"""The examples from the vendor's documentation run unchanged on emulated cores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _REPORTED = re.compile(r"(\d+) rows in, (\d+) rows out, relative difference at m
 
 
 def run(name, cores=None, warnings="error"):
-    """What an example prints, run on so many emulated cores; without a number, on those that a laptop has by default."""
+    """Return the output of an example on `cores` emulated cores, or on the default number."""
     surroundings = {key: value for key, value in os.environ.items() if not key.startswith("NEURON_RT_")}
     surroundings["PARAWRAP_NEURON_RUNTIME"] = "host"
     if cores is not None:
@@ -27,7 +27,7 @@ def run(name, cores=None, warnings="error"):
 
 
 def rows_of(stdout):
-    """The rows of each call that was reported, which came out as they went in and are the plain model's up to rounding."""
+    """Return the row counts of the reported calls, after checking that outputs have these rows and match the model."""
     reports = _REPORTED.findall(stdout)
     assert reports, stdout
     for rows_in, rows_out, apart in reports:
@@ -41,15 +41,15 @@ def refusals(stdout):
 
 
 @pytest.mark.parametrize(("cores", "count", "rows"), [(None, 2, 5), (4, 4, 9)])
-def test_by_default_every_core_takes_part(cores, count, rows):
-    """The process has two emulated cores, or what NEURON_RT_NUM_CORES says, and there is a replica on each."""
+def test_every_core_is_used_by_default(cores, count, rows):
+    """The process has two emulated cores, or the number in NEURON_RT_NUM_CORES, with a replica on each."""
     stdout = run("neuron_default", cores).stdout
     assert f"{count} NeuronCores in this process, replicas on {list(range(count))}\n" in stdout
     assert rows_of(stdout) == [rows]
 
 
-def test_the_cores_that_are_named_and_no_others():
-    """Of four cores the two that are named get all rows; a fifth is refused, with those that there are."""
+def test_only_the_named_cores_are_used():
+    """Of four cores, the two named cores get all rows. A fifth core is refused, and the error lists the cores."""
     stdout = run("neuron_specify_cores", cores=4).stdout
     assert "replicas on [0, 1]\n" in stdout
     assert rows_of(stdout) == [5, 5]
@@ -57,29 +57,29 @@ def test_the_cores_that_are_named_and_no_others():
     assert {core for core, _ in lanes} == {"nc:0", "nc:1"}
     assert sum(rows for _, rows in lanes) == 5
     [refused] = refusals(stdout)
-    assert refused.startswith("'nc:4' is not there: this process sees nc:0 to nc:3")
+    assert refused.startswith("'nc:4' is not available: this process sees nc:0 to nc:3")
 
 
 def test_rows_on_another_dim_are_the_compiled_size_for_each_core():
-    """Two cores take four frames each; seven frames are refused with both numbers."""
+    """Two cores take four frames each. Seven frames are refused, and the error shows both numbers."""
     stdout = run("neuron_dim").stdout
     assert rows_of(stdout) == [8]
     [refused] = refusals(stdout)
-    assert "7 rows on dim 1 over 2 NeuronCores are 3.5 a core" in refused
-    assert "it must be 4, as the model is compiled, so 8 rows in all" in refused
+    assert "7 rows on dim 1 over 2 NeuronCores are 3.5 per core" in refused
+    assert "each core takes 4, the compiled number of rows. Pass 8 rows" in refused
 
 
 def test_dynamic_batching_takes_batches_of_two_to_six():
-    """The vendor's sizes through a model for one row, and short last inferences through one for two, without a warning."""
+    """The vendor's batch sizes run through models for one and for two rows, without a warning."""
     assert rows_of(run("neuron_dynamic_batching").stdout) == [2, 3, 4, 5, 6, 3, 4, 5, 6]
 
 
-def test_batches_that_leave_cores_idle_are_told_of_and_taken():
-    """On four cores the same batches go through, and each that is too small for them is named at the example's own line."""
+def test_batches_that_leave_cores_idle_run_with_a_warning():
+    """On four cores, each batch that is too small issues a warning at the example's own line."""
     found = run("neuron_dynamic_batching", cores=4, warnings="default")
     assert rows_of(found.stdout) == [2, 3, 4, 5, 6, 3, 4, 5, 6]
-    told = re.findall(r"(\S+):\d+: UserWarning: (\d+) rows keep (\d) of 4 NeuronCores busy", found.stderr)
-    assert [(rows, busy) for _, rows, busy in told] == [
+    warned = re.findall(r"(\S+):\d+: UserWarning: (\d+) rows keep (\d) of 4 NeuronCores busy", found.stderr)
+    assert [(rows, busy) for _, rows, busy in warned] == [
         ("2", "2"),
         ("3", "3"),
         ("3", "2"),
@@ -87,19 +87,19 @@ def test_batches_that_leave_cores_idle_are_told_of_and_taken():
         ("5", "3"),
         ("6", "3"),
     ]
-    assert {file for file, _, _ in told} == {str(EXAMPLES / "neuron_dynamic_batching.py")}
+    assert {file for file, _, _ in warned} == {str(EXAMPLES / "neuron_dynamic_batching.py")}
 
 
 def test_without_dynamic_batching_one_size_works():
-    """Two cores of four take two rows; four rows are refused with both numbers."""
+    """Two of four cores take two rows. Four rows are refused, and the error shows both numbers."""
     stdout = run("neuron_fixed_batch", cores=4).stdout
     [refused] = refusals(stdout)
-    assert "4 rows on dim 0 over 2 NeuronCores are 2 a core" in refused
-    assert "it must be 1, as the model is compiled, so 2 rows in all" in refused
+    assert "4 rows on dim 0 over 2 NeuronCores are 2 per core" in refused
+    assert "each core takes 1, the compiled number of rows. Pass 2 rows" in refused
     assert rows_of(stdout) == [2]
 
 
 def test_every_example_is_run_here():
-    """An example for NeuronCores that no test runs is one that nobody runs."""
+    """Every NeuronCore example has a test in this file."""
     text = Path(__file__).read_text()
     assert [file.stem for file in EXAMPLES.glob("neuron_*.py") if f'run("{file.stem}"' not in text] == []

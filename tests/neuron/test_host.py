@@ -1,4 +1,4 @@
-"""The emulated NeuronCores: what is compiled, what is refused, what lies on which core, and who runs when."""
+"""The emulated NeuronCores: compilation, refused models and inputs, placement, memory, and scheduling."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Scores:
 
 
 class Around(nn.Module):
-    """A module around a compiled one, which gives its outputs in a type of the user's own."""
+    """A module around a compiled one, which returns its outputs in the user's own type."""
 
     def __init__(self, compiled, kind):
         super().__init__()
@@ -49,7 +49,7 @@ class Around(nn.Module):
 
 
 class Counting(nn.Module):
-    """Adds how often it was called."""
+    """Adds the number of its calls so far."""
 
     def __init__(self):
         super().__init__()
@@ -84,13 +84,13 @@ def saved_and_loaded(compiled):
 
 
 def same(one, other):
-    """Whether two values have one structure and, bit by bit, one content."""
+    """True if two values have equal structure and bitwise equal tensors."""
     (leaves, structure), (others, other_structure) = tree.flatten(one), tree.flatten(other)
     return structure == other_structure and all(map(torch.equal, leaves, others))
 
 
 class Clock:
-    """Time as a core sees it: each look at it takes a second, and sleeping takes none."""
+    """The time as a core sees it: each reading takes one second, and sleeping takes none."""
 
     def __init__(self, monkeypatch):
         self.now, self.slept, self.sleep = 0.0, [], lambda seconds: self.slept.append(seconds)
@@ -105,7 +105,7 @@ class Clock:
 
 
 class Door:
-    """A lock that tells when somebody comes to it, before they have it."""
+    """A lock that reports each arriving thread before the thread acquires it."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -118,12 +118,12 @@ class Door:
     def __exit__(self, *_):
         self._lock.release()
 
-    def wait_for_somebody(self):
-        assert self._came.acquire(timeout=LIMIT_S), "nobody came to the lock"
+    def wait_for_arrival(self):
+        assert self._came.acquire(timeout=LIMIT_S), "no thread arrived at the lock"
 
 
 class Occupied:
-    """A placed model whose core is busy until `leave` is set: the program notes what it is given, and waits."""
+    """Keeps the core of a placed model busy until `leave` is set, and records its inputs."""
 
     def __init__(self, host, placed):
         self.inside, self.leave, self.given = threading.Event(), threading.Event(), []
@@ -139,7 +139,7 @@ class Occupied:
         return self._program(*staged)
 
 
-# What a compiled model takes and gives
+# Inputs and outputs of a compiled model
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ class Occupied:
         "to nested", "from a tuple", "from a list", "from a dict", "from nested", "other dtypes", "other shapes",
     ],
 )  # fmt: skip
-def test_structures_go_in_and_come_out_as_they_are(host, function, args):
-    """Tuples, lists and dicts, nested too, are taken and given as in the plain call, bit by bit, also by other values."""
+def test_structures_of_inputs_and_outputs_are_kept(host, function, args):
+    """Nested tuples, lists, and dicts give the same bits as the plain call, also for other values than the example's."""
     compiled = host.trace(function, args)
     leaves, structure = tree.flatten(args)
     others = tree.unflatten(structure, [leaf * 3 + place for place, leaf in enumerate(leaves, 1)])
@@ -183,15 +183,15 @@ def test_structures_go_in_and_come_out_as_they_are(host, function, args):
     ],
     ids=["namedtuple", "dataclass"],
 )
-def test_a_module_around_a_compiled_one_gives_what_it_likes(host, function, kind):
-    """Types that TorchScript does not know are built around the compiled model; the whole is placed as one."""
+def test_a_module_around_a_compiled_one_can_return_other_types(host, function, kind):
+    """A module around the compiled model builds types that TorchScript does not support, and is placed with it."""
     placed = host.place(Around(host.trace(function, (A, B)), kind), 1, 1)
     assert same(placed(A, B), kind(*function(A, B)))
     assert inferences(host) == [0, 1, 0, 0]
 
 
-def test_arguments_may_be_named_as_the_models_are(host):
-    """The compiled model's parameters have the names of the model's."""
+def test_a_compiled_model_takes_keyword_arguments(host):
+    """The compiled model has the same parameter names as the model."""
 
     def weighed(x, weight):
         return x - weight
@@ -200,20 +200,20 @@ def test_arguments_may_be_named_as_the_models_are(host):
     assert torch.equal(compiled(weight=B, x=A), A - B)
 
 
-def test_a_function_with_open_ended_arguments_is_compiled_for_those_of_the_example(host):
-    """Where parameters have no names that could be given, the arguments go by their order."""
+def test_a_function_with_star_args_is_compiled_for_the_examples_arguments(host):
+    """If parameters cannot be named, arguments are positional."""
     compiled = host.trace(lambda first, *rest: first - rest[0] * rest[1], (A, B, A))
     assert torch.equal(compiled(A, B, A), A - B * A)
 
 
 @pytest.mark.parametrize("example", [A, (A,), [A]], ids=["tensor", "tuple", "list"])
 def test_example_inputs_are_read_as_torch_reads_them(host, example):
-    """A tensor is the only argument, a tuple or list holds all of them."""
+    """A tensor is the only argument; a tuple or list holds all arguments, as in torch.jit.trace."""
     assert torch.equal(host.trace(torch.neg, example)(A), -A)
 
 
 def test_the_signature_names_every_tensor(host):
-    """Shapes, dtypes and addresses of inputs and outputs, in the order of their leaves; None for a module around it."""
+    """It has the shape, dtype, and address of each leaf, in order. It is None for a module around a compiled model."""
     compiled = host.trace(lambda x, rest: {"y": x[:, 0], "z": rest["m"]}, (A, {"m": B > 2}))
     expected = (
         (TensorSpec((2, 3), torch.float32, "args[0]"), TensorSpec((2, 3), torch.bool, 'args[1]["m"]')),
@@ -226,13 +226,13 @@ def test_the_signature_names_every_tensor(host):
 
 
 def test_a_vendors_compiler_options_are_accepted(host):
-    """The line that is written on a laptop is the line that is deployed."""
+    """The emulated runtime ignores the vendor's options, so the same line runs on both."""
     compiled = host.trace(linear(), A, compiler_args=["--auto-cast", "none"], compiler_workdir="./work")
     assert torch.equal(compiled(A), linear()(A))
 
 
 def test_a_function_closes_over_weights_as_constants(host):
-    """Weights that a plain function uses are compiled into it as they are then, and want gradients afterwards as before."""
+    """The weights are compiled with their current values, and require gradients afterwards as before."""
     model, scale = linear(), torch.ones(2, requires_grad=True)
     compiled = host.trace(lambda x: model(x) * scale, A)
     expected = model(A) * scale
@@ -243,8 +243,8 @@ def test_a_function_closes_over_weights_as_constants(host):
     assert scale.requires_grad
 
 
-def test_a_model_that_trains_is_compiled_as_it_trains(host):
-    """Dropout drops and BatchNorm takes the batch's own statistics, as in the model when it was traced."""
+def test_a_model_in_train_mode_is_compiled_in_train_mode(host):
+    """Dropout is active, and BatchNorm uses the statistics of the batch."""
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Dropout(0.5))
     x = torch.randn(8, 1, 4, 4) * 5 + 3
     with pytest.warns(torch.jit.TracerWarning, match="Python boolean"):
@@ -255,24 +255,24 @@ def test_a_model_that_trains_is_compiled_as_it_trains(host):
     assert abs(kept.mean()) < 0.5 < kept.std() < 3
 
 
-def test_each_inference_starts_from_what_was_compiled(host):
-    """What a model writes into its buffers is gone after the inference, on every core, and tracing leaves it as it is."""
+def test_writes_to_buffers_do_not_outlast_an_inference(host):
+    """Each inference starts from the compiled buffers, on every core. Tracing does not change the module's buffers."""
     model = Counting()
     placed = host.place(host.trace(model, A), 0, 2)
     assert [placed(A).tolist() for _ in range(3)] == [(A + 1).tolist()] * 3
     assert model.calls == 0
 
 
-def test_a_model_in_eval_mode_gives_the_models_own_bits(host):
-    """What is compiled computes what the model computes, in its order: no BatchNorm is folded into a convolution."""
+def test_a_model_in_eval_mode_gives_bitwise_equal_outputs(host):
+    """The compiled operations run in the model's order: no BatchNorm is folded into a convolution."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout())
     model(torch.randn(8, 3, 8, 8) * 2 + 1)
     x = torch.randn(2, 3, 8, 8)
     assert torch.equal(host.trace(model.eval(), x)(x), model(x))
 
 
-def test_what_the_tracer_warns_of_points_at_the_users_line(host):
-    """A branch on a value is warned of, at the place of the branch."""
+def test_tracer_warnings_point_at_the_users_line(host):
+    """A branch on a tensor value issues a warning at the line of the branch."""
 
     def branch(x):
         return x if x.sum() > 0 else -x
@@ -282,8 +282,8 @@ def test_what_the_tracer_warns_of_points_at_the_users_line(host):
     assert {warning.filename for warning in warned} == {__file__}
 
 
-def test_nobody_is_told_that_torchscript_is_deprecated(host):
-    """Tracing, placing and calling warn of nothing that the user could not change."""
+def test_the_torchscript_deprecation_is_not_shown(host):
+    """Tracing, placing, and calling issue no warning that the user could not act on."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         compiled = host.trace(linear(), A)
@@ -291,8 +291,8 @@ def test_nobody_is_told_that_torchscript_is_deprecated(host):
         compiled(A)
 
 
-def test_what_a_core_gives_has_no_grad_and_is_nobody_elses(host):
-    """No gradient comes out, also for inputs that want one; writing to an output changes neither inputs nor weights."""
+def test_outputs_have_no_grad_and_their_own_memory(host):
+    """No gradient flows, even if inputs require one. A write to an output changes neither inputs nor weights."""
     model = linear()
     compiled = host.trace(lambda x: (x, model.weight, model(x)), A)
     given = A.clone().requires_grad_()
@@ -304,7 +304,7 @@ def test_what_a_core_gives_has_no_grad_and_is_nobody_elses(host):
 
 
 def test_a_model_that_writes_into_its_inputs_writes_into_the_cores_memory(host):
-    """Neither the example nor what a call is given changes."""
+    """The example and the arguments of a call stay unchanged."""
     x, y = A.clone(), A.clone()
     compiled = host.trace(lambda x: x.mul_(2) + 1, x)
     assert torch.equal(compiled(y), A * 2 + 1)
@@ -313,7 +313,7 @@ def test_a_model_that_writes_into_its_inputs_writes_into_the_cores_memory(host):
 
 
 def test_a_compiled_model_keeps_its_dtypes_under_autocast(host):
-    """Autocast is the caller's; the program was compiled without it."""
+    """The program was compiled without autocast, so the caller's autocast does not affect it."""
     compiled = host.trace(linear(), A)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         under_autocast = compiled(A)
@@ -321,7 +321,7 @@ def test_a_compiled_model_keeps_its_dtypes_under_autocast(host):
 
 
 def test_a_model_that_was_traced_and_first_called_in_inference_mode_works_outside_of_it(host):
-    """Nothing of the mode stays in the program, not in tensors that it writes into either, or in its flags."""
+    """Neither the program's buffers nor its flags stay inference tensors."""
     calls = torch.zeros(1)
     with torch.inference_mode():
         compiled, counting = host.trace(linear(), A), host.trace(lambda x: x + calls.add_(1), A)
@@ -332,32 +332,32 @@ def test_a_model_that_was_traced_and_first_called_in_inference_mode_works_outsid
     assert torch.equal(host.dynamic_batch(compiled)(A[:1]), linear()(A)[:1])
 
 
-# What is refused
+# Refused models and inputs
 
 
 @pytest.mark.parametrize(
     ("x", "rest", "says"),
     [
-        (torch.zeros(3, 3), B, r"args\[0\] is \(3, 3\) float32, .* for \(2, 3\) float32: .*neuron.dynamic_batch"),
-        (torch.zeros(2, 4), B, r"args\[0\] is \(2, 4\) float32, .* for \(2, 3\) float32: trace the model for that shape"),
+        (torch.zeros(3, 3), B, r"args\[0\] is \(3, 3\) float32, .* for \(2, 3\) float32. .*neuron.dynamic_batch"),
+        (torch.zeros(2, 4), B, r"args\[0\] is \(2, 4\) float32, .* for \(2, 3\) float32. Trace the model for this shape"),
         (torch.zeros(2), B, r"args\[0\] is \(2,\) float32, .* for \(2, 3\) float32"),
-        (A.double(), B, r"args\[0\] is \(2, 3\) float64, .* for \(2, 3\) float32: convert it with .to\(torch.float32\)"),
+        (A.double(), B, r"args\[0\] is \(2, 3\) float64, .* for \(2, 3\) float32. Convert it with .to\(torch.float32\)"),
         (A, B.half(), r'args\[1\]\["k"\] is \(2, 3\) float16, .* for \(2, 3\) float32'),
-        (A, torch.zeros(2, 3, device="meta"), r'args\[1\]\["k"\] is on meta: NeuronCores take tensors from the CPU'),
+        (A, torch.zeros(2, 3, device="meta"), r'args\[1\]\["k"\] is on meta, but NeuronCores take CPU tensors'),
     ],
     ids=["rows", "columns", "dimensions", "dtype", "nested dtype", "device"],
 )
 def test_other_shapes_and_dtypes_are_refused_by_name(host, x, rest, says):
-    """The error has the class and text of a ShapeError: the address, what came, what is compiled for, and the cure."""
+    """The text has the class ShapeError, the address, the given and the compiled shape, and advice."""
     compiled = host.trace(lambda x, rest: x + rest["k"], (A, {"k": B}))
     with pytest.raises(RuntimeError, match=f"ShapeError: {says}"):
         compiled(x, {"k": rest})
     assert inferences(host) == [0] * 4
 
 
-def test_dynamic_batching_is_no_cure_for_a_model_that_is_not_eligible(host):
-    """A model without a batch dimension in its outputs is not told to have its batches cut."""
-    with pytest.raises(RuntimeError, match=r"trace the model for that shape\n"):
+def test_dynamic_batching_is_not_advised_for_a_model_that_cannot_use_it(host):
+    """The advice omits dynamic batching if an output has no batch dimension."""
+    with pytest.raises(RuntimeError, match=r"Trace the model for this shape\n"):
         host.trace(torch.sum, A)(torch.zeros(3, 3))
 
 
@@ -368,12 +368,12 @@ def test_dynamic_batching_is_no_cure_for_a_model_that_is_not_eligible(host):
         ((A, 3), r"example_inputs has a int at args\[1\]"),
         ((A, {"mask": None}), r'example_inputs has a NoneType at args\[1\]\["mask"\]'),
         ((A, torch.zeros(2, device="meta")), r"example_inputs has a tensor on meta at args\[1\]"),
-        ((A, Pair(A, {"k": Scores(A, {})})), "no type for, among Pair, Scores"),
+        ((A, Pair(A, {"k": Scores(A, {})})), "does not support one of the containers Pair, Scores"),
     ],
     ids=["none", "a number", "None", "another device", "a dataclass"],
 )
-def test_example_inputs_are_tensors_on_the_cpu(host, example, says):
-    """Everything else is refused by its address."""
+def test_example_inputs_must_be_cpu_tensors(host, example, says):
+    """The error names the address of anything else."""
     with pytest.raises(TypeError, match=says):
         host.trace(lambda x, *rest: x, example)
 
@@ -381,33 +381,33 @@ def test_example_inputs_are_tensors_on_the_cpu(host, example, says):
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (lambda x: (x, None), r"the model gives a NoneType at output\[1\]"),
-        (lambda x: {"loss": 3.0}, r'the model gives a float at output\["loss"\]'),
-        (lambda x: (), "the model gives no tensors"),
-        (lambda x: Scores(x, {"k": x}), "no type for, among Scores, dict, tuple"),
-        (lambda x: {"a": x, "b": (x, x)}, "no type for, among dict, tuple: .* dicts with values of one kind"),
+        (lambda x: (x, None), r"the model returns a NoneType at output\[1\]"),
+        (lambda x: {"loss": 3.0}, r'the model returns a float at output\["loss"\]'),
+        (lambda x: (), "the model returns no tensors"),
+        (lambda x: Scores(x, {"k": x}), "does not support one of the containers Scores, dict, tuple"),
+        (lambda x: {"a": x, "b": (x, x)}, "one of the containers dict, tuple. .* dicts with values of one type"),
     ],
     ids=["None", "a number", "nothing", "a dataclass", "a mixed dict"],
 )
-def test_a_model_gives_tensors_in_what_torchscript_knows(host, function, says):
-    """An output that is no tensor is refused by its address, a container that TorchScript does not know by its name."""
+def test_a_model_must_return_tensors_in_containers_of_torchscript(host, function, says):
+    """The error names the address of an output that is not a tensor, or the type of an unsupported container."""
     with pytest.raises(TypeError, match=says):
         host.trace(function, A)
 
 
 def test_a_compiled_model_is_not_compiled_again(host):
-    """Neither itself nor as a part of another one: a core would wait for a core."""
+    """A compiled model is refused, alone and as a part of another model, because a core cannot wait for another core."""
     compiled = host.trace(linear(), A)
     for model in (compiled, nn.Sequential(compiled, nn.ReLU())):
-        with pytest.raises(TypeError, match="compiled for NeuronCores already"):
+        with pytest.raises(TypeError, match="already compiled for NeuronCores"):
             host.trace(model, A)
 
 
 @pytest.mark.parametrize(
     "model", [linear(), nn.Sequential(), torch.jit.script(linear())], ids=["module", "empty", "script"]
 )
-def test_what_was_not_traced_for_cores_can_neither_be_placed_nor_cut(host, model):
-    """The error says what to do first."""
+def test_an_untraced_model_can_be_neither_placed_nor_cut(host, model):
+    """The error says to trace the model first."""
     for use in (lambda: host.place(model, 0, 1), lambda: host.dynamic_batch(model)):
         with pytest.raises(ReplicaError, match=r"was not traced for NeuronCores.*parawrap.neuron.trace\(model"):
             use()
@@ -417,16 +417,16 @@ def test_what_was_not_traced_for_cores_can_neither_be_placed_nor_cut(host, model
     ("start", "count", "error"),
     [(0, 0, ValueError), (-1, 2, ValueError), (3, 2, DeviceUnavailableError), (4, 1, DeviceUnavailableError)],
 )
-def test_a_model_is_placed_on_cores_that_there_are(host, start, count, error):
-    """A count below one and a core below zero make no sense anywhere; others are not there."""
+def test_a_model_is_placed_only_on_existing_cores(host, start, count, error):
+    """A count below one or a core below zero is a ValueError; a missing core is a DeviceUnavailableError."""
     compiled = host.trace(linear(), A)
     with pytest.raises(error, match=f"start={start}, count={count}"):
         host.place(compiled, start, count)
 
 
 @pytest.mark.parametrize("given", [{"cores": 0}, {"cores": -1}, {"memory_bytes": 0}, {"latency_s": -0.1}], ids=str)
-def test_a_host_without_cores_memory_or_time_is_refused(given):
-    """The error names what was given."""
+def test_a_host_refuses_values_out_of_range(given):
+    """The error names the argument and its value."""
     ((name, value),) = given.items()
     with pytest.raises(ValueError, match=f"{name}={value}"):
         NeuronHost(**given)
@@ -436,7 +436,7 @@ def test_a_host_without_cores_memory_or_time_is_refused(given):
 
 
 def test_a_saved_model_runs_in_another_process(host, tmp_path):
-    """Importing parawrap.testing is all that the other process needs before torch.jit.load."""
+    """The other process only needs to import parawrap.testing before torch.jit.load."""
     compiled = host.dynamic_batch(host.trace(linear(), A))
     torch.jit.save(compiled, tmp_path / "model.pt")
     torch.save((torch.cat([A, B, A[:1]]), compiled(torch.cat([A, B, A[:1]]))), tmp_path / "call.pt")
@@ -454,8 +454,8 @@ def test_a_saved_model_runs_in_another_process(host, tmp_path):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved and loaded"])
-def test_a_copy_is_a_program_of_its_own(host, copied):
-    """It gives the same outputs, is loaded by itself, and is not placed where its original is."""
+def test_a_copy_is_a_separate_program(host, copied):
+    """It gives the same outputs, is loaded separately, and does not share the placement of its original."""
     placed = host.place(host.trace(linear(), A), 0, 1)
     other = copied(placed)
     assert torch.equal(other(A), linear()(A))
@@ -464,8 +464,8 @@ def test_a_copy_is_a_program_of_its_own(host, copied):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded], ids=["deepcopy", "saved and loaded"])
-def test_dynamic_batching_is_copied_and_saved_and_can_be_told_apart(host, copied):
-    """A copy from before it was turned on goes without; one from after it has it."""
+def test_dynamic_batching_is_copied_and_saved(host, copied):
+    """A copy from before the setting does not have it; a copy from after it does."""
     compiled = host.trace(linear(), A)
     before = copied(compiled)
     after = copied(host.dynamic_batch(compiled))
@@ -478,15 +478,15 @@ def test_dynamic_batching_is_copied_and_saved_and_can_be_told_apart(host, copied
 
 
 def test_a_core_runs_one_inference_at_a_time(host):
-    """Whoever comes while the core is busy waits for it, and is served when it is free."""
+    """A call that arrives while the core is busy waits, and runs when the core is free."""
     placed = host.place(host.trace(linear(), A), 0, 1)
     core = Occupied(host, placed)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(placed, A)
-        core.door.wait_for_somebody()
+        core.door.wait_for_arrival()
         assert core.inside.wait(LIMIT_S)
         second = threads.submit(placed, B)
-        core.door.wait_for_somebody()
+        core.door.wait_for_arrival()
         assert len(core.given) == 1
         core.leave.set()
         assert torch.equal(first.result(LIMIT_S), linear()(A))
@@ -494,16 +494,16 @@ def test_a_core_runs_one_inference_at_a_time(host):
     assert inferences(host) == [2, 0, 0, 0]
 
 
-def test_inputs_are_in_the_memory_of_the_core_before_it_is_free(host):
-    """What happens to a tensor once its call waits for the core does not reach the program."""
+def test_inputs_are_copied_before_the_core_is_free(host):
+    """A change to a tensor, once its call waits for the core, does not reach the program."""
     placed = host.place(host.trace(linear(), A), 0, 1)
     core, x = Occupied(host, placed), A.clone()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(placed, B)
-        core.door.wait_for_somebody()
+        core.door.wait_for_arrival()
         assert core.inside.wait(LIMIT_S)
         second = threads.submit(placed, x)
-        core.door.wait_for_somebody()
+        core.door.wait_for_arrival()
         x.fill_(100)
         core.leave.set()
         first.result(LIMIT_S)
@@ -511,7 +511,7 @@ def test_inputs_are_in_the_memory_of_the_core_before_it_is_free(host):
 
 
 def test_cores_run_at_the_same_time(host):
-    """Two inferences of one placed model meet, each on a core of its own."""
+    """Two inferences of one placed model run at the same time on two cores."""
     placed = host.place(host.trace(linear(), A), 0, 2)
     program, meeting = load_of(placed.neff).program, threading.Barrier(2)
     run = program.run
@@ -527,8 +527,8 @@ def test_cores_run_at_the_same_time(host):
     assert inferences(host) == [1, 1, 0, 0]
 
 
-def test_many_threads_lose_no_inference_and_take_the_cores_evenly(host):
-    """Each call has its own answer, and the cores were taken in turn whichever thread called."""
+def test_calls_from_many_threads_use_the_cores_evenly(host):
+    """Each call gets its own outputs, and the cores are used in turn regardless of the calling thread."""
     placed = host.place(host.trace(linear(), A), 0, 4)
     start = threading.Barrier(8)
 
@@ -544,7 +544,7 @@ def test_many_threads_lose_no_inference_and_take_the_cores_evenly(host):
 
 
 def test_a_core_is_free_again_after_a_program_fails(host):
-    """An error of the program reaches the caller, and the next call is served."""
+    """An error of the program reaches the caller, and the next call succeeds."""
     compiled = host.trace(lambda x, index: x[:, index], (A, torch.tensor([0, 1])))
     with pytest.raises(RuntimeError, match="index 7 is out of bounds"):
         compiled(A, torch.tensor([7, 8]))
@@ -552,8 +552,8 @@ def test_a_core_is_free_again_after_a_program_fails(host):
     assert inferences(host) == [2, 0, 0, 0]
 
 
-def test_an_inference_takes_at_least_the_latency_in_all(monkeypatch):
-    """The caller sleeps for what the program left of it, and the core is busy for that long."""
+def test_an_inference_takes_at_least_the_latency(monkeypatch):
+    """The caller sleeps for the rest of the latency, and the core counts as busy during it."""
     clock = Clock(monkeypatch)
     with neuron_host(cores=1, latency_s=5.0) as host:
         host.trace(linear(), A)(A)
@@ -565,15 +565,15 @@ def test_an_inference_takes_at_least_the_latency_in_all(monkeypatch):
         assert host.stats()[0].busy_s == 1.0
 
 
-def test_a_core_takes_up_what_is_staged_when_it_is_done(monkeypatch):
-    """An input that came while another ran starts when that one ends by the core's clock, however late its thread wakes."""
+def test_a_core_starts_a_staged_input_when_the_previous_inference_ends(monkeypatch):
+    """A waiting input starts when the previous inference ends on the core's clock, even if its thread wakes up later."""
     clock = Clock(monkeypatch)
     core = _cores.Core(0, latency_s=10.0)
-    core.infer(lambda: (), ())  # comes at 0, starts at 0, has run by 1, ends at 10
+    core.infer(lambda: (), ())  # arrives at 0, starts at 0, has run by 1, ends at 10
     clock.now = 9.0
-    core.infer(lambda: clock.set(13.0) or (), ())  # comes at 9, starts at 10, has run by 13, ends at 20
-    core.infer(lambda: clock.set(41.0) or (), ())  # comes at 14, starts at 20, has run by 41: no time is left to sleep
-    core.infer(lambda: (), ())  # comes at 42, starts at 42, has run by 43, ends at 52
+    core.infer(lambda: clock.set(13.0) or (), ())  # arrives at 9, starts at 10, has run by 13, ends at 20
+    core.infer(lambda: clock.set(41.0) or (), ())  # arrives at 14, starts at 20, has run by 41: no sleep
+    core.infer(lambda: (), ())  # arrives at 42, starts at 42, has run by 43, ends at 52
     assert clock.slept == [9.0, 7.0, 9.0]
     assert core.busy_s == 10 + 10 + 21 + 10
 
@@ -581,8 +581,8 @@ def test_a_core_takes_up_what_is_staged_when_it_is_done(monkeypatch):
 # Placing
 
 
-def test_a_placed_model_takes_its_cores_in_turn_and_leaves_the_model_alone(host):
-    """Each inference goes to the next core; the model that it is a copy of is loaded nowhere."""
+def test_a_placed_model_uses_its_cores_in_turn(host):
+    """Each inference runs on the next core. The original model is not loaded anywhere."""
     compiled = host.trace(linear(), A)
     placed = host.place(compiled, 1, 3)
     assert placed is not compiled
@@ -592,7 +592,7 @@ def test_a_placed_model_takes_its_cores_in_turn_and_leaves_the_model_alone(host)
     assert loads(host) == [0, 1, 1, 1]
 
 
-def test_each_placed_model_has_turns_of_its_own(host):
+def test_each_placed_model_counts_its_own_turns(host):
     """Two models on the same cores do not shift each other's turns."""
     compiled = host.trace(linear(), A)
     one, other = host.place(compiled, 0, 2), host.place(compiled, 0, 2)
@@ -602,8 +602,8 @@ def test_each_placed_model_has_turns_of_its_own(host):
     assert inferences(host) == [2, 2, 0, 0]
 
 
-def test_all_that_is_compiled_in_a_module_is_placed(host):
-    """Wherever it is in the module, and once where it is there twice; the module's own weights stay one."""
+def test_every_compiled_part_of_a_module_is_placed(host):
+    """Parts are found at any depth, and a repeated part is loaded once. The copy shares the module's ordinary weights."""
     first, second = host.trace(linear(), A), host.trace(nn.ReLU(), torch.zeros(2, 2))
     module = nn.Sequential(first, nn.ModuleDict({"deep": nn.Sequential(second, second)})["deep"], nn.Linear(2, 2))
     placed = host.place(module, 2, 1)
@@ -613,21 +613,21 @@ def test_all_that_is_compiled_in_a_module_is_placed(host):
     assert placed[2].weight is module[2].weight
 
 
-def test_what_is_compiled_in_a_scripted_module_is_placed(host):
-    """A compiled model is found in a ScriptModule too."""
+def test_a_compiled_part_of_a_scripted_module_is_placed(host):
+    """A compiled model is also found inside a ScriptModule."""
     scripted = torch.jit.script(nn.Sequential(host.trace(linear(), A), nn.ReLU()))
     assert torch.equal(host.place(scripted, 3, 1)(A), linear()(A).relu())
     assert inferences(host) == [0, 0, 0, 1]
 
 
-def test_a_placed_model_that_was_given_back_is_of_no_use(host):
-    """Its memory is free at once, a call says what to do, and giving it back again changes nothing."""
+def test_an_unplaced_model_raises_and_frees_its_memory(host):
+    """The memory is free at once, and a call says what to do. A second unplace has no effect."""
     compiled = host.trace(linear(), A)
     placed = host.place(compiled, 0, 2)
     host.unplace(placed)
     host.unplace(placed)
     assert memory(host) == [0] * 4
-    with pytest.raises(RuntimeError, match=r"taken off its NeuronCores .*: place the model again"):
+    with pytest.raises(RuntimeError, match=r"unloaded from its NeuronCores.* Place the model again"):
         placed(A)
     assert torch.equal(host.place(compiled, 0, 2)(A), linear()(A))
 
@@ -636,7 +636,7 @@ def test_a_placed_model_that_was_given_back_is_of_no_use(host):
 
 
 def test_a_model_that_was_never_placed_goes_to_the_least_used_core(host):
-    """At its first call, to the core with the fewest bytes in use; once, however often it is called."""
+    """Its first call loads it, once, onto the core with the fewest bytes in use."""
     big, small = (host.trace(linear(columns), torch.zeros(2, columns)) for columns in (4000, 3))
     host.place(big, 0, 1)
     kept = [host.place(model, start, count) for model, start, count in ((small, 0, 4), (big, 1, 1), (small, 3, 1))]
@@ -648,8 +648,8 @@ def test_a_model_that_was_never_placed_goes_to_the_least_used_core(host):
     assert memory(host)[0] == 2 * small.neff.nbytes
 
 
-def test_memory_is_that_of_the_programs_on_each_core(host):
-    """A program takes its bytes on every core that it is on, weights inside, until it is given back or garbage."""
+def test_memory_is_the_size_of_the_programs_on_each_core(host):
+    """A program uses its size, weights included, on each of its cores until it is unplaced or garbage-collected."""
     compiled = host.trace(linear(1000), torch.zeros(2, 1000))
     size = compiled.neff.nbytes
     assert size > sum(weight.nbytes for weight in linear(1000).parameters())
@@ -662,8 +662,8 @@ def test_memory_is_that_of_the_programs_on_each_core(host):
     assert memory(host) == [0] * 4
 
 
-def test_a_model_that_is_garbage_takes_no_memory(host):
-    """A model that was loaded by its first call is freed with its module, and not before."""
+def test_a_garbage_collected_model_uses_no_memory(host):
+    """A model that its first call loaded is freed with its module, and not before."""
     compiled = host.trace(linear(), A)
     compiled(A)
     gc.collect()
@@ -676,7 +676,7 @@ def test_a_model_that_is_garbage_takes_no_memory(host):
 
 
 def test_the_bytes_of_a_loaded_model_can_be_copied(host):
-    """A copy of a compiled model's buffers is that of its bytes, and leaves the cores behind."""
+    """A copy of a compiled model's buffers has its bytes, and is not loaded on any core."""
     compiled = host.trace(linear(), A)
     compiled(A)
     copied = copy.deepcopy(dict(compiled.named_buffers()))
@@ -685,7 +685,7 @@ def test_the_bytes_of_a_loaded_model_can_be_copied(host):
 
 
 def test_a_model_that_does_not_fit_on_one_core_is_loaded_on_none():
-    """The error is the vendor's, with the core and the bytes; the cores before the full one keep nothing of it."""
+    """The error has the vendor's text, the core, and the bytes. Cores before the full one do not keep the model."""
     compiled = NeuronHost().trace(linear(), A)
     size = compiled.neff.nbytes
     with neuron_host(cores=3, memory_bytes=2 * size - 1) as host:
@@ -702,7 +702,7 @@ def test_a_model_that_does_not_fit_on_one_core_is_loaded_on_none():
 
 
 def test_a_module_with_two_programs_is_loaded_with_both_or_none():
-    """Where the second does not fit, the first is not left behind."""
+    """If the second program does not fit, the first is not loaded either."""
     compiled = NeuronHost().trace(linear(), A)
     module = nn.ModuleList([compiled, copy.deepcopy(compiled)])
     size = compiled.neff.nbytes
@@ -712,8 +712,8 @@ def test_a_module_with_two_programs_is_loaded_with_both_or_none():
         assert memory(host) == [0, 0]
 
 
-def test_a_first_call_that_finds_no_room_fails_as_placing_does_and_can_be_repeated():
-    """The call raises the vendor's error; once there is room, the next one is served."""
+def test_a_first_call_without_free_memory_raises_and_can_be_repeated():
+    """The call raises the vendor's error. It succeeds once there is free memory."""
     compiled = NeuronHost().trace(linear(), A)
     with neuron_host(cores=1, memory_bytes=compiled.neff.nbytes) as host:
         other = host.place(compiled, 0, 1)
@@ -724,13 +724,13 @@ def test_a_first_call_that_finds_no_room_fails_as_placing_does_and_can_be_repeat
 
 
 def test_two_threads_load_a_model_once(host, monkeypatch):
-    """Who comes while it is being loaded waits, and takes what the other one loaded."""
+    """A call that arrives during the load waits, and uses the same load."""
     door = host._loading = Door()
 
     class Slow(_neuron_host.Program):
         def __init__(self, neff):
-            door.wait_for_somebody()  # the one that loads
-            door.wait_for_somebody()  # the other one
+            door.wait_for_arrival()  # the loading thread
+            door.wait_for_arrival()  # the waiting thread
             super().__init__(neff)
 
     monkeypatch.setattr(_neuron_host, "Program", Slow)
@@ -749,8 +749,8 @@ def rowwise(x, rest):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
-def test_any_number_of_rows_is_exactly_the_rows_one_by_one(host, batch):
-    """From none to three batches and one row more: each row has the bits that it has in any other company."""
+def test_dynamic_batching_gives_exact_rows_for_any_batch_size(host, batch):
+    """From zero rows to three batches and one row, each row has the same bits as in the plain call."""
     compiled = host.dynamic_batch(host.trace(rowwise, (torch.zeros(batch, 3), (torch.zeros(batch, 3),))))
     x, other = torch.randn(3 * batch + 1, 3), torch.randn(3 * batch + 1, 3)
     for rows in range(3 * batch + 2):
@@ -758,8 +758,8 @@ def test_any_number_of_rows_is_exactly_the_rows_one_by_one(host, batch):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
-def test_a_network_gives_each_row_its_bits_in_any_company(host, batch):
-    """A row in a batch of any size is the row in a compiled batch of itself alone, at one of the places in it."""
+def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(host, batch):
+    """In a batch of any size, each row has the bits that it has in a compiled batch of copies of itself."""
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)).eval()
     compiled = host.trace(network, torch.zeros(batch, 1, 4, 4))
     images = torch.randn(3 * batch + 1, 1, 4, 4)
@@ -771,8 +771,8 @@ def test_a_network_gives_each_row_its_bits_in_any_company(host, batch):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_row_stays_alone(host, bad):
-    """NaN and infinity are in the row that they came in, whichever chunk fills up with it."""
+def test_a_nan_row_does_not_affect_other_rows(host, bad):
+    """NaN and infinity stay in their own row, also if that row fills up a chunk."""
     compiled = host.dynamic_batch(host.trace(linear(), torch.zeros(3, 3)))
     for rows in range(1, 11):
         for place in range(rows):
@@ -782,8 +782,8 @@ def test_a_bad_row_stays_alone(host, bad):
             assert fine.tolist() == [row != place for row in range(rows)]
 
 
-def test_a_core_sees_rows_of_the_batch_alone(host):
-    """A short chunk is filled up with rows of the batch, not with zeros: a model that tells who was there shows it."""
+def test_a_short_chunk_is_filled_with_rows_of_the_batch(host):
+    """A model that returns the other rows of its chunk sees rows of the batch, never zeros."""
     compiled = host.dynamic_batch(host.trace(lambda x: x.t().expand(4, 4), torch.zeros(4, 1)))
     for rows in range(1, 14):
         x = torch.arange(1.0, rows + 1).view(rows, 1)
@@ -793,16 +793,16 @@ def test_a_core_sees_rows_of_the_batch_alone(host):
         assert all(row + 1 in company[row] for row in range(rows))
 
 
-def test_chunks_take_the_cores_in_turn(host):
-    """A large batch is several inferences, spread over the cores of its model; zero rows are none."""
+def test_chunks_use_the_cores_in_turn(host):
+    """A large batch runs as several inferences, spread over the cores. A batch of zero rows runs none."""
     placed = host.dynamic_batch(host.place(host.trace(linear(), A), 0, 2))
     assert torch.equal(placed(torch.ones(9, 3)), linear()(torch.ones(9, 3)))
     assert placed(torch.ones(0, 3)).shape == (0, 2)
     assert inferences(host) == [3, 2, 0, 0]
 
 
-def test_dynamic_batching_is_turned_on_in_place_for_all_in_a_module(host):
-    """What was loaded before has it too, and the model itself comes back."""
+def test_dynamic_batching_is_enabled_in_place_in_every_part(host):
+    """Parts that are already loaded have it too, and the call returns the same module."""
     module = nn.Sequential(host.trace(linear(), A), host.trace(nn.ReLU(), torch.zeros(2, 2)))
     module(A)
     assert host.dynamic_batch(module) is module
@@ -814,13 +814,13 @@ def test_dynamic_batching_is_turned_on_in_place_for_all_in_a_module(host):
     [
         (torch.zeros(5, 4), torch.zeros(5, 3), r"args\[0\] is \(5, 4\) float32"),
         (torch.zeros(5, 3), torch.zeros(5, 3).double(), r"args\[1\] is \(5, 3\) float64"),
-        (torch.zeros(5, 3), torch.zeros(4, 3), r"args\[1\] has shape \(4, 3\) and args\[0\] has \(5, 3\)"),
+        (torch.zeros(5, 3), torch.zeros(4, 3), r"args\[1\] has shape \(4, 3\), but args\[0\] has \(5, 3\)"),
         (torch.tensor(1.0), torch.zeros(5, 3), r"args\[0\] is \(\) float32"),
     ],
     ids=["columns", "dtype", "rows", "dimensions"],
 )
-def test_with_dynamic_batching_the_rest_is_still_refused(host, x, y, says):
-    """Only dim 0 is free, and the same for all inputs; nothing runs."""
+def test_dynamic_batching_only_frees_dim_0(host, x, y, says):
+    """All inputs must have the same size on dim 0, and their compiled size elsewhere. A refused call runs nothing."""
     compiled = host.dynamic_batch(host.trace(torch.add, (A, B)))
     with pytest.raises(RuntimeError, match=f"ShapeError: {says}"):
         compiled(x, y)
@@ -836,20 +836,20 @@ def test_with_dynamic_batching_the_rest_is_still_refused(host, x, y, says):
     ],
     ids=["output", "input", "rows"],
 )
-def test_a_model_that_is_not_eligible_is_told_why(host, function, args, says):
-    """Turning dynamic batching on raises, and leaves every part of a module as it was."""
+def test_dynamic_batching_is_refused_with_the_reason(host, function, args, says):
+    """The error leaves every part of the module unchanged."""
     eligible, other = host.trace(linear(), A), host.trace(function, args)
-    with pytest.raises(ShapeError, match=f"dynamic batching cannot be had of this model: .*{says}"):
+    with pytest.raises(ShapeError, match=f"this model cannot use dynamic batching: .*{says}"):
         host.dynamic_batch(nn.ModuleList([eligible, other]))
     with pytest.raises(RuntimeError, match="ShapeError"):
         eligible(A[:1])
 
 
-# Counters, and who serves the process
+# Counters, and the host in use
 
 
-def test_counters_start_anew_and_memory_stays(host):
-    """Resetting forgets what was done, not what is loaded."""
+def test_reset_stats_keeps_loaded_programs(host):
+    """It sets the counters to zero, and does not unload anything."""
     placed = host.place(host.trace(linear(), A), 0, 1)
     placed(A)
     (before, *_) = host.stats()
@@ -870,8 +870,8 @@ def test_counters_start_anew_and_memory_stays(host):
     ],
     ids=str,
 )
-def test_the_environment_says_how_many_cores_there_are(monkeypatch, environment, count):
-    """It is read when it is asked for; cores are numbered from zero within the process."""
+def test_the_environment_sets_the_number_of_cores(monkeypatch, environment, count):
+    """It is read at each use. Cores are numbered from zero within the process."""
     for name in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"):
         monkeypatch.delenv(name, raising=False)
     host = NeuronHost()
@@ -886,15 +886,15 @@ def test_the_environment_says_how_many_cores_there_are(monkeypatch, environment,
         host.place(compiled, count, 1)
 
 
-def test_a_malformed_environment_is_an_error_of_its_own(monkeypatch):
-    """Nothing is guessed."""
+def test_a_malformed_environment_is_an_error(monkeypatch):
+    """The host does not guess a number of cores."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-")
     with pytest.raises(DeviceListError, match="NEURON_RT_VISIBLE_CORES='0-'"):
         NeuronHost().core_count()
 
 
-def test_a_model_is_loaded_by_the_host_that_serves_when_it_is_called():
-    """At the end of a host's block its models are off its cores; the next host loads them, and what was placed is over."""
+def test_a_first_call_loads_a_model_on_the_host_in_use():
+    """The end of a host's block unloads its models. The next host loads them again, but placed copies raise."""
     compiled = NeuronHost().trace(linear(), A)
     with neuron_host(cores=2) as first:
         placed = first.place(compiled, 0, 1)
@@ -902,35 +902,35 @@ def test_a_model_is_loaded_by_the_host_that_serves_when_it_is_called():
     assert memory(first) == [0, 0]
     with neuron_host(cores=2) as second:
         assert torch.equal(compiled(A), linear()(A))
-        with pytest.raises(RuntimeError, match="place the model again"):
+        with pytest.raises(RuntimeError, match="Place the model again"):
             placed(A)
     assert (inferences(first), inferences(second)) == ([0, 1], [1, 0])
 
 
-def test_a_host_places_on_its_own_cores_whoever_serves(host):
-    """Placing is asked of a host; only a first call asks who serves."""
+def test_place_uses_the_hosts_own_cores(host):
+    """Only a first call without placement depends on the host in use."""
     other = NeuronHost(cores=1)
     placed = other.place(host.trace(linear(), A), 0, 1)
     placed(A)
     assert (inferences(other), inferences(host)) == ([1], [0] * 4)
 
 
-def test_a_vendors_runtime_is_not_asked_for_emulated_cores():
-    """A model that was compiled for emulated cores says so where another runtime serves."""
+def test_a_model_for_emulated_cores_refuses_a_vendor_runtime():
+    """The error names the vendor's runtime that is in use."""
 
     class Vendors(NeuronRuntime):
         name = "torch_neuronx"
         core_count = trace = place = unplace = dynamic_batch = signature = None
 
     compiled = NeuronHost().trace(linear(), A)
-    with using(Vendors()), pytest.raises(RuntimeError, match=r"DeviceUnavailableError: .*torch_neuronx serves this"):
+    with using(Vendors()), pytest.raises(RuntimeError, match=r"DeviceUnavailableError: .*uses the runtime torch_neuronx"):
         compiled(A)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_forked_child_finds_the_cores_free(host):
-    """A core that another thread has, and a host that somebody loads a model on, keep nobody waiting in the child."""
+    """A lock that another thread of the parent holds does not block the child."""
     placed, other = host.place(host.trace(linear(), A), 0, 1), host.trace(nn.ReLU(), A)
     expected, load = linear()(A), load_of(placed.neff)
     core, run = Occupied(host, placed), load.program.run

@@ -1,4 +1,4 @@
-"""Ranks on NeuronCores: each has one, which it sees as nc:0."""
+"""Ranks on NeuronCores: each rank has one core, nc:0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parawrap import Platform, PlatformError, neuron, wrapper
 
 @pytest.fixture(autouse=True)
 def _emulated(monkeypatch):
-    """Cores are emulated in this process and in those that it starts."""
+    """Emulate cores in this process and in its child processes."""
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "host")
 
 
@@ -20,8 +20,8 @@ def _emulated(monkeypatch):
     ("variable", "value", "cores"),
     [("NEURON_RT_NUM_CORES", "2", ["0", "1"]), ("NEURON_RT_VISIBLE_CORES", "4,6", ["4", "6"])],
 )
-def test_each_rank_has_a_core_of_its_own(monkeypatch, variable, value, cores):
-    """A rank's core is what the process was given one of, and the only one that its models see."""
+def test_each_rank_has_its_own_core(monkeypatch, variable, value, cores):
+    """A rank gets one core of the process, and its models see only that core."""
     monkeypatch.setenv(variable, value)
 
     @wrapper(Platform(device="neuron", verbose=False))
@@ -36,14 +36,14 @@ def test_each_rank_has_a_core_of_its_own(monkeypatch, variable, value, cores):
 
 
 def test_more_ranks_than_cores_are_refused(monkeypatch):
-    """Never a smaller world than asked for."""
+    """The platform never starts fewer ranks than the user asked for."""
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
     with pytest.raises(PlatformError, match=r"n_gpus=8: 3 are visible"):
         Platform(device="neuron", n_gpus=8)
 
 
-def test_a_malformed_list_of_cores_is_named(monkeypatch):
-    """The error shows the variable, and what would do."""
+def test_a_malformed_list_of_cores_is_an_error(monkeypatch):
+    """The error shows the variable and valid values."""
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-a")
     with pytest.raises(PlatformError, match=r"NEURON_RT_VISIBLE_CORES='0-a'.*'0-6', '3' or '0,2-4'"):
         Platform(device="neuron")

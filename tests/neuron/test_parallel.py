@@ -1,4 +1,4 @@
-"""`parallel` on NeuronCores: the same engine, through the context manager."""
+"""`parallel` on NeuronCores."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def models(batch=1):
 
 @pytest.mark.parametrize("devices", [["nc:0", "nc:1"], ["nc:3", "nc:1"], "nc:2", "nc", "neuron", ["neuron:0", 1]], ids=str)
 def test_the_same_object_runs_on_the_cores(host, devices):
-    """Inside the block the compiled model takes any number of rows; after it, it is what it was."""
+    """Inside the block, the compiled model takes any number of rows. After the block, only the compiled number."""
     plain, model = models(batch=2)
     before = dict(vars(model))
     x = torch.randn(9, 3)
@@ -46,7 +46,7 @@ def test_the_same_object_runs_on_the_cores(host, devices):
 
 
 def test_nothing_is_left_on_the_cores_after_the_block(host):
-    """The replicas' memory is given back, also when the block ends by an exception."""
+    """The replicas are unloaded, also if the block ends with an exception."""
     _, model = models()
     in_use, threads = [], set(threading.enumerate())
 
@@ -64,7 +64,7 @@ def test_nothing_is_left_on_the_cores_after_the_block(host):
 
 
 def test_statistics_name_the_cores(host):
-    """Two lanes a core, each told of by its core's name; the rows add up."""
+    """There are two lanes per core, each labelled with its core. Their rows add up to the total."""
     _, model = models()
     with parallel(model, ["nc:1", "nc:2"]) as p:
         model(torch.randn(8, 3))
@@ -77,7 +77,7 @@ def test_statistics_name_the_cores(host):
 
 
 def test_map_streams_batches_of_any_size_in_order(host):
-    """Whole batches go to cores, and come back in their order."""
+    """Whole batches run on the cores, and outputs keep their order."""
     plain, model = models(batch=2)
     batches = [torch.randn(rows, 3) for rows in (2, 5, 1, 0, 7, 2, 3, 4, 4, 4, 1, 9)]
     with torch.no_grad(), parallel(model, "neuron") as p:
@@ -86,8 +86,8 @@ def test_map_streams_batches_of_any_size_in_order(host):
     assert sum(core.inferences > 0 for core in host.stats()) == 4
 
 
-def test_submit_gives_futures_and_their_errors(host):
-    """A request is one row on some core; what the model is not compiled for is refused at once."""
+def test_submit_returns_futures_and_refuses_other_shapes(host):
+    """A request with one row runs on one core. Inputs that do not fit the compiled model are refused at once."""
     plain, model = models()
     with torch.no_grad(), parallel(model, ["nc:0", "nc:2"]) as p:
         xs = [torch.randn(1, 3) for _ in range(20)]
@@ -101,7 +101,7 @@ def test_submit_gives_futures_and_their_errors(host):
 
 
 def test_nested_blocks_and_blocks_of_two_models(host):
-    """Blocks on one model nest, and two models share the cores."""
+    """Blocks of one model nest, and blocks of two models share the cores."""
     plain, model = models()
     other_plain, other = models(batch=2)
     x = torch.randn(8, 3)
@@ -111,8 +111,8 @@ def test_nested_blocks_and_blocks_of_two_models(host):
         torch.testing.assert_close(model(x) + other(x), plain(x) + other_plain(x))
 
 
-def test_a_compiled_model_that_another_one_captures_is_refused(host):
-    """Lanes on the CPU cannot have copies of it: the error names the variable."""
+def test_a_model_that_captures_a_compiled_model_is_refused(host):
+    """CPU lanes cannot copy the compiled model, so the error names the variable."""
     _, model = models(batch=2)
 
     class Around(nn.Module):
@@ -124,7 +124,7 @@ def test_a_compiled_model_that_another_one_captures_is_refused(host):
 
 
 def test_verify_runs_the_first_call_on_one_core_too(host):
-    """verify=True compares with the outputs of a single core, once for each structure."""
+    """verify=True compares with the output of a single core, once per structure."""
     _, model = models()
     with parallel(model, "neuron", verify=True):
         model(torch.randn(8, 3))
@@ -136,30 +136,30 @@ def test_verify_runs_the_first_call_on_one_core_too(host):
 @pytest.mark.parametrize(
     ("devices", "error", "says"),
     [
-        (["nc:4"], DeviceUnavailableError, "'nc:4' is not there: this process sees nc:0 to nc:3"),
+        (["nc:4"], DeviceUnavailableError, "'nc:4' is not available: this process sees nc:0 to nc:3"),
         (["nc:0", "nc:0"], DeviceListError, "nc:0 is named twice"),
-        (["nc:0", "cpu"], DeviceListError, "'cpu' is no NeuronCore"),
-        ("nc:x", DeviceListError, "'nc:x' is no NeuronCore"),
+        (["nc:0", "cpu"], DeviceListError, "'cpu' is not a NeuronCore"),
+        ("nc:x", DeviceListError, "'nc:x' is not a NeuronCore"),
     ],
     ids=str,
 )
-def test_cores_that_cannot_be_are_refused(host, devices, error, says):
-    """Before anything is loaded."""
+def test_invalid_cores_are_refused(host, devices, error, says):
+    """The error is raised before anything is loaded."""
     _, model = models()
     with pytest.raises(error, match=says):
         parallel(model, devices)
 
 
 def test_a_model_that_was_not_traced_is_refused(host):
-    """An ordinary module cannot go onto cores; the block is not entered."""
+    """An ordinary module cannot run on NeuronCores, so the block raises on entry."""
     plain, _ = models()
     with pytest.raises(ReplicaError, match="was not traced"), parallel(plain, "neuron"):
         pytest.fail("the block was entered")
     assert "forward" not in vars(plain)
 
 
-def test_faces_for_torch_devices_say_where_cores_are_served(host):
-    """DataParallel and tuple_fn point at the faces that know NeuronCores."""
+def test_faces_for_torch_devices_name_the_face_for_cores(host):
+    """The errors of DataParallel and tuple_fn name neuron.DataParallel."""
     _, model = models()
     with pytest.raises(DeviceUnavailableError, match=r"neuron\.DataParallel"):
         DataParallel(model, device_ids=["nc:0"])
@@ -169,17 +169,17 @@ def test_faces_for_torch_devices_say_where_cores_are_served(host):
 
 @pytest.mark.parametrize("dim", [1, -1])
 def test_another_dim_needs_the_exact_size(host, dim):
-    """dim=1 cuts on it, without dynamic batching, and refuses what is not the compiled size a core."""
+    """dim=1 cuts on dim 1 without dynamic batching, and refuses other sizes than the compiled one per core."""
     model = neuron.trace(lambda x: x * 2, torch.zeros(2, 4))
     x = torch.randn(2, 8)
     with parallel(model, ["nc:0", "nc:1"], dim=dim):
         assert torch.equal(model(x), x * 2)
-        with pytest.raises(ShapeError, match=r"must be 4.*there is none on other dims than 0"):
+        with pytest.raises(ShapeError, match=r"takes 4, .*supports only dim 0"):
             model(torch.randn(2, 6))
 
 
 class Two(nn.Module):
-    """Holds a compiled model of two inputs, which its methods take the other way round."""
+    """Holds a compiled model with two inputs. One method takes them in the opposite order."""
 
     def __init__(self, compiled):
         super().__init__()
@@ -192,8 +192,8 @@ class Two(nn.Module):
         return self.compiled(x, y)
 
 
-def test_other_methods_take_keywords_by_their_own_names(host):
-    """Each method has its own order of parameters."""
+def test_each_method_has_its_own_parameter_names(host):
+    """Keywords are matched with the parameters of the called method."""
     model = Two(neuron.trace(lambda x, y: x - y, (torch.zeros(1, 3), torch.zeros(1, 3))))
     x, y = torch.randn(8, 3), torch.randn(8, 3)
     with parallel(model, "neuron", methods=("forward", "swapped")):
@@ -202,14 +202,14 @@ def test_other_methods_take_keywords_by_their_own_names(host):
 
 
 def test_in_dims_are_refused(host):
-    """A compiled model has no input whose rows lie elsewhere; the error says what to do."""
+    """in_dims is not supported on NeuronCores, and the error says what to do."""
     _, model = models()
     with pytest.raises(ShardError, match="in_dims is not supported on NeuronCores"):
         parallel(model, "neuron", in_dims={"input": None})
 
 
 def test_the_first_call_is_cut_like_later_ones(host):
-    """Cores run fixed shapes, so nothing is learned from shards of different sizes."""
+    """Cores run fixed shapes, so the first call does not gather evidence with shards of different sizes."""
     _, model = models()
     with parallel(model, ["nc:0", "nc:1"]) as p:
         for _ in range(2):
@@ -218,7 +218,7 @@ def test_the_first_call_is_cut_like_later_ones(host):
 
 
 def test_an_output_without_rows_must_be_declared(host):
-    """Outputs are taken to have the rows on dim 0; one that has not is refused, unless out_dims declares it."""
+    """Rows of outputs are on dim 0. An output without rows is refused unless out_dims declares it."""
     model = neuron.trace(lambda x: (x * 2, torch.ones(3, 4)), torch.zeros(2, 3))
     x = torch.randn(4, 3)  # two cores with the compiled size
     with parallel(model, ["nc:0", "nc:1"]), pytest.raises(GatherError, match=r"output\[1\].*out_dims"):
@@ -231,7 +231,7 @@ def test_an_output_without_rows_must_be_declared(host):
 
 
 def test_a_number_needs_a_reduction(host):
-    """A number from each core is refused without `reduce`, which the error names; with it, the sum is the plain one."""
+    """Without `reduce`, one number per core is refused, and the error names `reduce`. With "sum" it is the plain sum."""
     model = neuron.trace(lambda x: (x * 2, x.sum()), torch.zeros(2, 3))
     x = torch.randn(4, 3)  # two cores with the compiled size
     with parallel(model, ["nc:0", "nc:1"]), pytest.raises(GatherError, match=r"output\[1\].*reduce"):
@@ -243,7 +243,7 @@ def test_a_number_needs_a_reduction(host):
 
 
 def test_submit_without_dynamic_batching_takes_the_compiled_size(host):
-    """One core gets chunks of it one after the other; another number of rows is refused at once."""
+    """One core gets chunks of the compiled size one after another. Other row counts are refused at once."""
     model = neuron.trace(lambda x: (x * 2, x.sum()), torch.zeros(2, 3))
     x = torch.randn(6, 3)
     with parallel(model, "neuron", reduce="sum") as p:
@@ -254,8 +254,8 @@ def test_submit_without_dynamic_batching_takes_the_compiled_size(host):
             p.submit(x[:3])
 
 
-def test_joined_as_a_list_there_is_one_output_a_shard(host):
-    """join="list" gives the list once, also of a call that one core does."""
+def test_join_list_returns_one_output_per_shard(host):
+    """join="list" also returns a list for a call that runs whole on one core."""
     _, model = models()
     x = torch.randn(8, 3)
     with parallel(model, ["nc:0", "nc:1"], join="list") as p:
@@ -264,8 +264,8 @@ def test_joined_as_a_list_there_is_one_output_a_shard(host):
         assert [len(output) for output in model(x[:1])] == [1]
 
 
-def test_a_kept_block_that_is_closed_says_so(host):
-    """After close the cores are free, and a call of the block is refused."""
+def test_a_closed_block_refuses_calls(host):
+    """After close the cores are free, and a call of the block raises an error."""
     _, model = models()
     block = parallel(model, "neuron")
     block(torch.randn(8, 3))
@@ -275,8 +275,8 @@ def test_a_kept_block_that_is_closed_says_so(host):
     assert [core.memory_bytes for core in host.stats()] == [0] * 4
 
 
-def test_a_block_that_is_dropped_frees_its_cores_at_once(host):
-    """Used without `with` and never closed, it leaves nothing for the collector."""
+def test_an_unreferenced_block_frees_its_cores_at_once(host):
+    """A block without `with` or close leaves no work for the garbage collector."""
     _, model = models()
     block = parallel(model, "neuron")
     block(torch.randn(8, 3))
@@ -289,7 +289,7 @@ def test_a_block_that_is_dropped_frees_its_cores_at_once(host):
 
 
 class Table(nn.Module):
-    """Holds a compiled model, and takes a table for all rows beside them."""
+    """Holds a compiled model, and also takes a table that applies to all rows."""
 
     def __init__(self, compiled):
         super().__init__()
@@ -299,8 +299,8 @@ class Table(nn.Module):
         return self.compiled(x) @ table
 
 
-def test_a_whole_call_may_have_inputs_of_other_rows(host):
-    """What one core does is not cut, so nothing has to agree."""
+def test_a_whole_call_may_have_inputs_with_different_row_counts(host):
+    """A call that runs whole on one core is not cut, so row counts may differ."""
     plain, compiled = models()
     x, table = torch.randn(8, 3), torch.randn(2, 5)
     with parallel(Table(compiled), "neuron") as p:

@@ -1,4 +1,4 @@
-"""Rows in = rows out: every batch size, number of cores and compiled batch, for every shape of inputs and outputs."""
+"""Rows in equal rows out, for batch sizes, numbers of cores, compiled sizes, and structures of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 class Double(nn.Module):
-    """A row is what it is in any company: nothing is added up over columns in an order of the batch's."""
+    """A model with independent rows: no sum runs over columns, so its order cannot change."""
 
     def forward(self, x):
         return x * 2 + 1
@@ -49,7 +49,7 @@ class Nested(nn.Module):
 
 
 class OfNamed(nn.Module):
-    """Holds a compiled model, as a user does whose inputs or outputs the compiler does not take."""
+    """Holds a compiled model, because the compiler does not support namedtuples."""
 
     def __init__(self, compiled):
         super().__init__()
@@ -105,7 +105,7 @@ KINDS = {
 
 
 def compiled_for(kind, batch):
-    """The model of that kind, compiled for so many rows."""
+    """Return the model of that kind, compiled for this batch size."""
     plain, example = KINDS[kind]
     if kind == "namedtuple":
         return OfNamed(neuron.trace(plain.compiled, torch.zeros(batch, 3)))
@@ -114,18 +114,18 @@ def compiled_for(kind, batch):
 
 
 def assert_same(found, expected):
-    """Equal to the last bit, and of the same structure: TorchScript gives plain containers back."""
+    """Check for equal structure and bitwise equal tensors. TorchScript returns plain containers."""
     leaves, spec = flatten(found)
-    wanted, wanted_spec = flatten(expected)
-    assert spec == wanted_spec
-    assert all(map(torch.equal, leaves, wanted))
+    expected_leaves, expected_spec = flatten(expected)
+    assert spec == expected_spec
+    assert all(map(torch.equal, leaves, expected_leaves))
 
 
 @pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
 @pytest.mark.parametrize("batch", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_are_rows_out(kind, batch):
-    """For 1 to 64 rows on 1 to 8 cores the output is the plain model's, row for row and bit for bit."""
+    """For 1 to 64 rows on 1 to 8 cores, the output equals the plain model's bit for bit."""
     plain, example = KINDS[kind]
     with neuron_host(cores=8):
         model = compiled_for(kind, batch)
@@ -139,8 +139,8 @@ def test_rows_in_are_rows_out(kind, batch):
 
 @pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores busy:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_in_are_rows_out_on_cores_that_are_no_neighbours(kind):
-    """With a replica for each run of cores the rows are the plain model's too."""
+def test_rows_in_are_rows_out_on_cores_with_gaps(kind):
+    """With one placed model per run of consecutive cores, the output also equals the plain model's."""
     plain, example = KINDS[kind]
     with neuron_host(cores=6):
         net = neuron.DataParallel(compiled_for(kind, 3), device_ids=[5, 0, 2])
@@ -153,7 +153,7 @@ def test_rows_in_are_rows_out_on_cores_that_are_no_neighbours(kind):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_in_are_rows_out_without_dynamic_batching(kind, batch):
-    """Each core gets exactly the compiled size, on any number of cores."""
+    """Each core gets exactly the compiled size, for any number of cores."""
     plain, example = KINDS[kind]
     with neuron_host(cores=8):
         model = compiled_for(kind, batch)

@@ -1,4 +1,4 @@
-"""What tracing leaves as it was: the process's warnings, and the user's module."""
+"""Tracing leaves the warning filters of the process and the user's module unchanged."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 from parawrap import neuron
 
 
-def test_threads_that_trace_leave_the_filters_of_warnings_as_they_were(host):
-    """The filters are the process's: two threads must not restore each other's."""
+def test_concurrent_traces_leave_the_warning_filters_unchanged(host):
+    """Warning filters are per process, so two threads must not restore each other's."""
     before, ready = list(warnings.filters), threading.Barrier(4)
 
     def trace(_):
@@ -27,8 +27,8 @@ def test_threads_that_trace_leave_the_filters_of_warnings_as_they_were(host):
     assert warnings.filters == before
 
 
-def test_a_saved_model_is_loaded_without_a_word_of_deprecations(host):
-    """torch.jit is deprecated, and no user of NeuronCores can do anything about that."""
+def test_saving_and_loading_hide_the_torchscript_deprecation(host):
+    """torch.jit is deprecated, but users of NeuronCores cannot avoid it."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -1,8 +1,8 @@
-"""NeuronCores: which of them a process has, and the runtime that puts compiled models on them.
+"""NeuronCores: list the cores of this process, and choose the runtime that loads compiled models onto them.
 
-Knows the contract of a runtime and the names of cores; refuses to know calls, batches and lanes. A vendor's package is
-imported when a runtime is first asked for, never before. NeuronCores are no devices of torch's: tensors stay on the CPU,
-and a model that was compiled for a core takes them from there and gives its outputs back there.
+This package handles runtimes and the names of cores. It has no code for calls, batches, or lanes. A vendor package is
+imported when a runtime is first needed. NeuronCores are not torch devices: a model compiled for a core takes tensors on
+the CPU and returns tensors on the CPU.
 """
 
 from parawrap.backends.neuron._around import copy_around, modules_around

@@ -1,8 +1,7 @@
-"""A module that holds compiled models: a copy of it around other compiled ones, with the very tensors that it has.
+"""Copy a module that contains compiled models, with other compiled models in their place.
 
-What is compiled has its weights inside. What stands around it is ordinary: the copy has its parameters and buffers, not
-copies of them, so that it answers as the module does after an optimizer's step, and gradients arrive in the module's own
-parameters.
+A compiled model holds its weights inside. The ordinary modules around it share their parameters and buffers with the copy,
+so the copy follows each optimizer step, and gradients arrive in the original parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ __all__ = ["copy_around", "modules_around"]
 
 
 def modules_around(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The module and the modules in it that are not compiled, nor part of one that is."""
+    """Yield the module and its submodules, except compiled models and their parts."""
     if not isinstance(model, torch.jit.ScriptModule):
         yield model
         for child in model.children():
@@ -27,18 +26,20 @@ def modules_around(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def copy_around(model: torch.nn.Module, replaced: Mapping[int, torch.nn.Module]) -> torch.nn.Module:
-    """The module with other compiled models in it, by the id of those that they replace; one of these itself, if it is one.
+    """Return a copy of `model` with each compiled model replaced by ``replaced[id(compiled)]``.
+
+    If `model` itself is in `replaced`, return its replacement.
 
     Raises:
-        ReplicaError: an attribute cannot be copied.
+        ReplicaError: If an attribute cannot be copied.
     """
     memo: dict[int, Any] = {id(tensor): tensor for module in modules_around(model) for tensor in _tensors_of(module)}
     try:
         copied: torch.nn.Module = copy.deepcopy(model, {**memo, **replaced})
     except (TypeError, RuntimeError) as error:
         msg = (
-            f"no replica of {type(model).__name__} can be made: {error}. Keep what cannot be copied out of the module that "
-            "holds the compiled one"
+            f"{type(model).__name__} cannot be copied for a replica: {error}. Remove the attribute that cannot be copied "
+            "from the module around the compiled model"
         )
         raise ReplicaError(msg) from error
     return copied

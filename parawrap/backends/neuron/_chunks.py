@@ -1,10 +1,9 @@
-"""Dynamic batching: a batch of any size through a model that was compiled for one size.
+"""Dynamic batching: run a batch of any size through a model that was compiled for one size.
 
-The core always computes the compiled number of rows, so a last chunk that is short has to be filled up. It is filled with
-rows of the batch itself, never with zeros: with the rows before it, or, where the whole batch is smaller than the compiled
-one, with its own rows in turn. What the filling gives is dropped. So each output row is that of an inference over real
-rows, and where the model treats rows independently, which data parallelism asks of it anyway, exactly the row that it would
-be in any other company.
+A core always computes the compiled number of rows, so a short last chunk is filled up with rows of the batch, never with
+zeros. The fill is the preceding rows. If the whole batch is smaller than the compiled size, its own rows are repeated.
+Outputs of fill rows are dropped. Each output row thus comes from an inference over real rows. If the model treats rows
+independently, as data parallelism requires, the other rows of the chunk do not change the result.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ Infer = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 class _Chunk(NamedTuple):
-    """The rows of one inference, and which of its output rows are new."""
+    """The input rows of one inference, and the output rows to keep."""
 
     rows: slice | torch.Tensor
     new: slice
 
 
 def in_chunks(infer: Infer, inputs: Sequence[torch.Tensor], signature: Signature) -> list[torch.Tensor]:
-    """The outputs for a batch of any size, zero included, by inferences of the compiled size.
+    """Return the outputs for a batch of any size, including zero, from inferences of the compiled size.
 
     Raises:
-        ShapeError: the model is not eligible, or the inputs disagree on their rows.
+        ShapeError: If the model cannot take other batch sizes, or the inputs differ in their number of rows.
     """
     batch = signature.batch
     if batch is None:
@@ -63,14 +62,14 @@ def _chunks(rows: int, batch: int) -> Iterator[_Chunk]:
 
 def _rows(inputs: Sequence[torch.Tensor], signature: Signature) -> int:
     if len(inputs) != len(signature.inputs):
-        msg = f"the call has {len(inputs)} tensors, and the model is compiled for {len(signature.inputs)}"
+        msg = f"the call has {len(inputs)} tensors, but the model is compiled for {len(signature.inputs)}"
         raise ShapeError(msg)
     rows = inputs[0].shape[0] if inputs[0].ndim else -1
     for tensor, spec in zip(inputs, signature.inputs, strict=True):
         if tensor.ndim == 0 or tensor.shape[0] != rows:
             msg = (
-                f"{spec.address} has shape {tuple(tensor.shape)} and {signature.inputs[0].address} has "
-                f"{tuple(inputs[0].shape)}: with dynamic batching all inputs have the same rows on dim 0"
+                f"{spec.address} has shape {tuple(tensor.shape)}, but {signature.inputs[0].address} has "
+                f"{tuple(inputs[0].shape)}: dynamic batching needs the same number of rows on dim 0 of all inputs"
             )
             raise ShapeError(msg)
     return rows

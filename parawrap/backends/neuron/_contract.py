@@ -1,4 +1,4 @@
-"""The contract: what the rooms above may ask of a NeuronCore runtime, emulated or a vendor's."""
+"""The interface that each NeuronCore runtime implements, both the vendor's and the emulated one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["NeuronRuntime", "Signature", "TensorSpec", "consecutive", "no_dynami
 
 
 class TensorSpec(NamedTuple):
-    """The shape and dtype of one tensor that a compiled model takes or gives, and where in the call or output it is."""
+    """The shape and dtype of one input or output of a compiled model, and its address in the call or output."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -22,44 +22,44 @@ class TensorSpec(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, address: str) -> TensorSpec:
-        """That of a tensor as it is."""
+        """Return the spec of a tensor."""
         return cls(tuple(tensor.shape), tensor.dtype, address)
 
     def __str__(self) -> str:
         return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
 
     def rows(self, dim: int) -> int | None:
-        """Its size on that dim; None where it has no such dim."""
+        """Return the size on `dim`; None if the tensor has no such dim."""
         return self.shape[dim] if -len(self.shape) <= dim < len(self.shape) else None
 
     def misfit(self, tensor: torch.Tensor) -> str:
-        """What to say of a tensor that was given for it, and is not like it."""
-        return f"{self.address} is {TensorSpec.of(tensor, self.address)}, and the model is compiled for {self}"
+        """Return an error message for a tensor that does not match this spec."""
+        return f"{self.address} is {TensorSpec.of(tensor, self.address)}, but the model is compiled for {self}"
 
 
 class Signature(NamedTuple):
-    """The tensors that a compiled model takes and gives, in the order in which `parawrap.tree` flattens them."""
+    """The inputs and outputs of a compiled model, in the order in which `parawrap.tree` flattens them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
 
     @property
     def batch(self) -> int | None:
-        """The rows that an inference takes: what all inputs and outputs have on dim 0. None where they do not agree."""
+        """The rows per inference: the size of all inputs and outputs on dim 0. None if these differ."""
         return self.inputs[0].shape[0] if self.why_fixed() is None else None
 
     def refuse_fixed(self) -> None:
-        """Raise what dynamic batching is refused with, of a model that cannot have it.
+        """Raise an error if the model cannot use dynamic batching.
 
         Raises:
-            ShapeError: an input or output has no batch dimension, or not that of the others; the message names it.
+            ShapeError: If an input or output has no batch dimension, or a different batch size. The message names it.
         """
         why = self.why_fixed()
         if why is not None:
             raise no_dynamic_batching(why)
 
     def why_fixed(self) -> str | None:
-        """Why batches of other sizes than the compiled one cannot be taken; None where they can."""
+        """Return the reason why the model only takes batches of the compiled size; None if it takes any size."""
         if not self.inputs:
             return "it takes no tensors"
         first = self.inputs[0]
@@ -75,77 +75,77 @@ class Signature(NamedTuple):
 
 
 class NeuronRuntime(ABC):
-    """What runs compiled models on NeuronCores. One lives as long as the process; any number of threads may use it.
+    """Runs compiled models on NeuronCores. Thread-safe; one instance lives as long as the process.
 
-    Cores are numbered from zero within the process. A core runs one inference at a time: the runtime sees to that, so that
-    several threads may call a placed model at once, and the input of one call is brought to the core while another runs.
+    Cores are numbered from zero within the process. The runtime runs one inference at a time on each core. Several threads
+    may call a placed model at once: the inputs of one call are copied to the core while another call runs.
     """
 
     name: str
-    """As in PARAWRAP_NEURON_RUNTIME."""
+    """The value of PARAWRAP_NEURON_RUNTIME that selects this runtime."""
 
     @abstractmethod
     def core_count(self) -> int:
-        """How many NeuronCores are allocated to this process.
+        """Return the number of NeuronCores allocated to this process.
 
         Raises:
-            DeviceUnavailableError: that cannot be found out; the message says how to tell.
-            DeviceListError: NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES is malformed.
+            DeviceUnavailableError: If the number cannot be determined. The message says how to set it.
+            DeviceListError: If NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES is malformed.
         """
 
     @abstractmethod
     def trace(self, model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
         """Compile a module or function for the shapes and dtypes of `example_inputs`, a tensor or a tuple.
 
-        `compiler` are the runtime's own options.
+        `compiler` holds options of the runtime's compiler.
         """
 
     @abstractmethod
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
-        """A copy of a compiled model, loaded onto the cores ``start .. start + count - 1`` in one call.
+        """Return a copy of a compiled model, loaded onto the cores ``start .. start + count - 1`` in one call.
 
-        The copy takes the cores in turn, one inference each. The model itself stays what and where it is. Of a module that
-        holds compiled models the copy has the parameters and buffers around them: not copies of these.
+        The copy uses the cores in turn, one inference each. The model itself does not change. If `model` is an ordinary
+        module that contains compiled models, the copy shares the parameters and buffers around them.
 
         Raises:
-            ReplicaError: nothing in the model was compiled for NeuronCores, or something around it cannot be copied.
-            ValueError, DeviceUnavailableError: there are no such cores.
-            RuntimeError: the runtime could not load it; there is no memory left on a core, say.
+            ReplicaError: If the model has no part compiled for NeuronCores, or a module around that part cannot be copied.
+            ValueError, DeviceUnavailableError: If the process does not have these cores.
+            RuntimeError: If the runtime cannot load the model, for instance because a core is out of memory.
         """
 
     @abstractmethod
     def unplace(self, placed: torch.nn.Module) -> None:
-        """Give back what `place` took on the cores. `placed` is not called any more."""
+        """Free the memory that `place` took on the cores. Do not call `placed` afterwards."""
 
     @abstractmethod
     def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What takes batches of any size on dim 0, a chunk of the compiled size at a time.
+        """Return a model that takes batches of any size on dim 0, in chunks of the compiled size.
 
-        The model itself, changed in place, where the runtime can do that; else something around it.
+        This is `model` itself, changed in place, if the runtime supports that; otherwise a module around it.
 
         Raises:
-            ReplicaError: nothing in the model was compiled for NeuronCores.
-            ShapeError: it is not eligible; the message says why.
+            ReplicaError: If the model has no part compiled for NeuronCores.
+            ShapeError: If the model cannot take other batch sizes. The message says why.
         """
 
     @abstractmethod
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """What the model was compiled for; None where the runtime does not tell."""
+        """Return the inputs and outputs that the model was compiled for; None if the runtime does not report them."""
 
 
 def no_dynamic_batching(why: object) -> ShapeError:
-    """The error for a model of which dynamic batching cannot be had."""
-    return ShapeError(f"dynamic batching cannot be had of this model: {why}")
+    """Return the error for a model that cannot use dynamic batching."""
+    return ShapeError(f"this model cannot use dynamic batching: {why}")
 
 
 def not_traced(model: object) -> ReplicaError:
-    """The error for what was not compiled for NeuronCores, and has no part that was."""
-    what = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
-    return ReplicaError(f"{what} was not traced for NeuronCores: parawrap.neuron.trace(model, example_inputs) first")
+    """Return the error for a model that has no part compiled for NeuronCores."""
+    name = type(model).__name__ if isinstance(model, torch.nn.Module) else repr(model)
+    return ReplicaError(f"{name} was not traced for NeuronCores. Call parawrap.neuron.trace(model, example_inputs) first")
 
 
 def consecutive(cores: Iterable[int]) -> list[tuple[int, int]]:
-    """The runs of consecutive cores, each as its first core and how many: a runtime loads a run in one call.
+    """Return the runs of consecutive cores, each as (first core, length). A runtime loads one run per call.
 
     >>> consecutive([0, 1, 2, 5, 7, 6])
     [(0, 3), (5, 3)]

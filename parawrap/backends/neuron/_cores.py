@@ -1,4 +1,4 @@
-"""The names of NeuronCores: what a user writes, and what the environment gives to this process."""
+"""Names of NeuronCores: parse the user's list of cores, and the cores that the environment allocates to this process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from parawrap.errors import DeviceListError, DeviceUnavailableError
 __all__ = ["NeuronCore", "cores_given", "resolve_cores"]
 
 _SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_ADVICE = "Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
 
 
 @dataclass(frozen=True, order=True, slots=True)
 class NeuronCore:
-    """One core, by its index within the process; ``str`` gives "nc:0"."""
+    """One core, by its index within the process. ``str(NeuronCore(0))`` is "nc:0"."""
 
     index: int
 
@@ -29,45 +30,45 @@ class NeuronCore:
 
 
 def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
-    """The cores that `devices` names, of the `visible` ones that this process has; None is all of them.
+    """Return the cores that `devices` names, out of the first `visible` cores of this process. None means all of them.
 
-    An entry is an index or "nc:#", zero-based within the process.
+    An entry is an index or "nc:#", counted from zero within the process.
 
     Raises:
-        DeviceListError: empty, with a duplicate, or with an entry that is no core.
-        DeviceUnavailableError: a core that this process does not have; the message says which it has.
+        DeviceListError: If `devices` is empty, names a core twice, or has an entry that is not a core.
+        DeviceUnavailableError: If the process does not have a named core. The message lists the cores that it has.
     """
     if devices is None or devices in CORE_KINDS:
         if visible == 0:
-            msg = f"no NeuronCore is allocated to this process: {_cure()}"
+            msg = f"no NeuronCore is allocated to this process. {_ADVICE}"
             raise DeviceUnavailableError(msg)
         return tuple(map(NeuronCore, range(visible)))
     entries = [devices] if isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable) else list(devices)
     if not entries:
-        msg = "no NeuronCore is named: give at least one index or 'nc:#', or leave the list out to take all of them"
+        msg = "the list of NeuronCores is empty: give at least one index or 'nc:#', or omit the list to use all cores"
         raise DeviceListError(msg)
     cores = tuple(NeuronCore(_index(entry)) for entry in entries)
     twice = [core for place, core in enumerate(cores) if core in cores[:place]]
     if twice:
         msg = (
-            f"{twice[0]} is named twice in {[str(core) for core in cores]}: a core holds one replica, which two workers "
-            "keep busy already (num_workers of parawrap.neuron.DataParallel sets how many)"
+            f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one replica. Name each core "
+            "once; num_workers of parawrap.neuron.DataParallel sets the number of threads per core"
         )
         raise DeviceListError(msg)
     for core in cores:
         if core.index >= visible:
-            raise DeviceUnavailableError(_not_there(core, visible))
+            raise DeviceUnavailableError(_unavailable(core, visible))
     return cores
 
 
 def cores_given(environ: Mapping[str, str] | None = None) -> int | None:
-    """How many NeuronCores the environment gives to this process; None where it does not say.
+    """Return the number of NeuronCores that the environment allocates to this process; None if it sets none.
 
-    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") goes before NEURON_RT_NUM_CORES (a number), as in the Neuron runtime
-    (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
+    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a number), as in the Neuron
+    runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
 
     Raises:
-        DeviceListError: one of them is malformed.
+        DeviceListError: If one of the variables is malformed.
 
     >>> cores_given({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), cores_given({"NEURON_RT_NUM_CORES": "8"}), cores_given({})
     (4, 8, None)
@@ -77,7 +78,7 @@ def cores_given(environ: Mapping[str, str] | None = None) -> int | None:
 
 
 def core_numbers_given(environ: Mapping[str, str] | None = None) -> list[int] | None:
-    """Return the machine's numbers of the NeuronCores that the environment gives to this process; None if it gives none.
+    """Return the numbers, on this machine, of the NeuronCores that the environment allocates; None if it sets none.
 
     Raises:
         DeviceListError: If one of the variables is malformed.
@@ -93,7 +94,7 @@ def core_numbers_given(environ: Mapping[str, str] | None = None) -> list[int] | 
     if not number:
         return None
     if not number.isdecimal():
-        msg = f"NEURON_RT_NUM_CORES={number!r} is no number of cores: give one, as in NEURON_RT_NUM_CORES=2, or 0 for all"
+        msg = f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, or 0 for all"
         raise DeviceListError(msg)
     return list(range(int(number))) or None
 
@@ -102,12 +103,12 @@ def _listed(listed: str) -> list[range]:
     spans: list[range] = []
     for part in listed.split(","):
         span = _span(part.strip())
-        why = "is no core and no range" if span is None else "runs backwards" if not span else ""
+        why = "is neither a core nor a range" if span is None else "runs backwards" if not span else ""
         if span and any(max(span.start, other.start) < min(span.stop, other.stop) for other in spans):
-            why = "names a core again"
+            why = "repeats a core"
         if why or span is None:
             msg = (
-                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} {why}; give cores and ranges, each core once, as in "
+                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} {why}. List cores and ranges, each core once, as in "
                 "'0-6', '3' or '0,2-4'"
             )
             raise DeviceListError(msg)
@@ -116,13 +117,13 @@ def _listed(listed: str) -> list[range]:
 
 
 def _span(part: str) -> range | None:
-    """The cores of "3" or "0-6", none of them for a range that runs backwards; None for what is neither."""
+    """Parse "3" or "0-6" into a range, empty if it runs backwards; None if `part` is neither a core nor a range."""
     found = _SPAN.fullmatch(part)
     return None if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
 def _index(entry: Any) -> int:
-    """The index that one entry of a list names."""
+    """Return the index that one entry of a list names."""
     entry = entry.index if isinstance(entry, NeuronCore) else entry
     if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
         return entry
@@ -131,14 +132,10 @@ def _index(entry: Any) -> int:
         if kind in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
-    msg = f"{shown} is no NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"
+    msg = f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"
     raise DeviceListError(msg)
 
 
-def _not_there(core: NeuronCore, visible: int) -> str:
-    seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "nc:0 alone" if visible else "no NeuronCore"
-    return f"{str(core)!r} is not there: this process sees {seen}, counted from zero within the process; {_cure()}"
-
-
-def _cure() -> str:
-    return "NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES allocates more to it"
+def _unavailable(core: NeuronCore, visible: int) -> str:
+    seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "only nc:0" if visible else "no NeuronCore"
+    return f"{str(core)!r} is not available: this process sees {seen}, counted from zero within the process. {_ADVICE}"

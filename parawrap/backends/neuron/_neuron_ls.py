@@ -1,4 +1,4 @@
-"""How many NeuronCores the machine has, as the vendor's `neuron-ls` tells it."""
+"""Count the NeuronCores of the machine with the vendor's `neuron-ls`."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from parawrap.errors import DeviceUnavailableError
 
 __all__ = ["cores_listed"]
 
-_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools, which not every PATH has
-_PATIENCE_S = 60.0
+_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
+_TIMEOUT_S = 60.0
 
 
 def cores_listed() -> int:
-    """The sum of what ``neuron-ls --json-output`` gives as ``nc_count`` of each device ("Neuron LS User Guide").
+    """Return the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide").
 
-    On Trn2 these are logical cores, which is what a process counts in.
+    On Trn2 these are logical cores, the unit in which a process numbers its cores.
 
     Raises:
-        DeviceUnavailableError: there is no `neuron-ls`, or it does not tell.
+        DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
     """
     tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_FOLDER)
     if tool is None:
-        msg = f"there is no neuron-ls on PATH or in {_FOLDER}"
-        raise _untold(msg)
+        msg = f"neuron-ls is neither on PATH nor in {_FOLDER}"
+        raise _unknown_count(msg)
     try:
-        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
+        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         msg = f"{tool} cannot be run ({error})"
-        raise _untold(msg) from error
+        raise _unknown_count(msg) from error
     if ended.returncode != 0:
-        msg = f"{tool} --json-output ended with {ended.returncode}: {ended.stderr.strip()[-200:]!r}"
-        raise _untold(msg)
+        msg = f"{tool} --json-output exited with status {ended.returncode}: {ended.stderr.strip()[-200:]!r}"
+        raise _unknown_count(msg)
     try:
         return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
     except (KeyError, TypeError, ValueError) as error:
-        msg = f"{tool} --json-output printed no list of devices with an nc_count each: {ended.stdout[:200]!r}"
-        raise _untold(msg) from error
+        msg = f"{tool} --json-output did not print a list of devices with an nc_count each: {ended.stdout[:200]!r}"
+        raise _unknown_count(msg) from error
 
 
-def _untold(why: str) -> DeviceUnavailableError:
+def _unknown_count(why: str) -> DeviceUnavailableError:
     msg = (
-        f"how many NeuronCores this process has cannot be told: {why}. Set NEURON_RT_NUM_CORES or "
-        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which has neuron-ls"
+        f"the number of NeuronCores of this process is unknown: {why}. Set NEURON_RT_NUM_CORES or "
+        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which includes neuron-ls"
     )
     return DeviceUnavailableError(msg)

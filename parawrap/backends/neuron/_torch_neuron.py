@@ -16,18 +16,18 @@ __all__ = ["TorchNeuron"]
 
 
 class TorchNeuron(VendorRuntime):
-    """The vendor's runtime for Inf1. Lives as long as the process; any number of threads may use it.
+    """The vendor's runtime for Inf1. Thread-safe; one instance lives as long as the process.
 
     Raises:
-        ImportError: torch_neuron is not installed, or cannot be imported.
+        ImportError: If torch_neuron is not installed, or cannot be imported.
     """
 
     name = "torch_neuron"
 
     def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The model itself where it was traced so; else a module around it that cuts the batch.
+        """Return `model` if it was traced with ``dynamic_batch_size=True``, else a module around it that cuts the batch.
 
-        torch_neuron has dynamic batching as an option of its trace alone, and nothing that switches it on afterwards.
+        torch_neuron offers dynamic batching only as an option of its trace. It cannot be enabled afterwards.
         """
         parts = [self._traced.get(part) for part in self._eligible_parts(model)]
         if isinstance(model, _InChunks) or all(part and part.options.get("dynamic_batch_size") for part in parts):
@@ -35,8 +35,8 @@ class TorchNeuron(VendorRuntime):
         traced = self._traced.get(model)
         if traced is None or traced.signature is None or traced.outputs is None:
             why = (
-                "the shapes that it is compiled for are not known here. Trace it with dynamic_batch_size=True, or in this "
-                "process: parawrap.neuron.trace(model, example_inputs)"
+                "its compiled shapes are unknown in this process. Trace it with dynamic_batch_size=True, or trace it in "
+                "this process with parawrap.neuron.trace(model, example_inputs)"
             )
             raise no_dynamic_batching(why)
         around = _InChunks(model, traced.signature, traced.outputs)
@@ -45,7 +45,7 @@ class TorchNeuron(VendorRuntime):
 
 
 class _InChunks(torch.nn.Module):
-    """A compiled model that takes batches of any size. Threads may call it at once."""
+    """A compiled model that takes batches of any size. Thread-safe."""
 
     def __init__(self, compiled: torch.nn.Module, signature: Signature, outputs: TreeSpec) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _InChunks(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors, call = flatten((args, kwargs))
-        outputs = self._outputs  # kept for a batch without rows, which runs nothing
+        outputs = self._outputs  # used for a batch with 0 rows, which runs no inference
 
         def infer(chunk: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             nonlocal outputs

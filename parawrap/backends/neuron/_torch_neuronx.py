@@ -11,16 +11,16 @@ __all__ = ["TorchNeuronx"]
 
 
 class TorchNeuronx(VendorRuntime):
-    """The vendor's runtime for Inf2 and Trn. Lives as long as the process; any number of threads may use it.
+    """The vendor's runtime for Inf2 and Trn. Thread-safe; one instance lives as long as the process.
 
     Raises:
-        ImportError: torch_neuronx is not installed, or cannot be imported.
+        ImportError: If torch_neuronx is not installed, or cannot be imported.
     """
 
     name = "torch_neuronx"
 
     def dynamic_batch(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Switched on in place, in every compiled part. The vendor cuts and fills the chunks."""
+        """Enable dynamic batching in place, in every compiled part. The vendor's runtime cuts and fills the chunks."""
         parts = self._eligible_parts(model)
         dynamic_batch = self._documented("dynamic_batch")
         for part in parts:

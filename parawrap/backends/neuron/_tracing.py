@@ -1,4 +1,4 @@
-"""What tracing comes to in every runtime: the examples as arguments, a run that leaves no trace, torch's own warnings."""
+"""Tracing helpers for every runtime: read example inputs, restore buffers, and hide torch's deprecation warnings."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 __all__ = ["arguments_of", "buffers_kept", "quiet_about_torchscript"]
 
-# The filters of warnings are the process's: two threads that leave such blocks crosswise would leave one's for good.
+# Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
 _filtering = threading.RLock()
 
 
 def arguments_of(example_inputs: Any) -> tuple[Any, ...]:
-    """As torch.jit.trace reads them: a tensor or a dict is the one argument, a tuple or list holds them all."""
+    """Return the positional arguments as torch.jit.trace does: a tuple or list holds all; anything else is the only one."""
     return tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
 
 
 @contextmanager
 def buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
-    """Leave a module with the buffers that it has: the run inside the block is none of the user's."""
+    """Restore the module's buffers at the end of the block, because the user did not request the run inside it."""
     buffers = list(model.buffers()) if isinstance(model, torch.nn.Module) else []
     before = [buffer.clone() for buffer in buffers]
     try:
@@ -36,9 +36,9 @@ def buffers_kept(model: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def quiet_about_torchscript() -> Iterator[None]:
-    """Keep to itself that torch.jit is deprecated: the vendor's compilers give a ScriptModule all the same.
+    """Hide the warning that torch.jit is deprecated: the vendor's compilers still return a ScriptModule.
 
-    One thread at a time is inside.
+    Only one thread at a time runs inside this block.
     """
     with _filtering, warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)

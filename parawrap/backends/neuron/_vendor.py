@@ -1,7 +1,7 @@
-"""What the vendor's two runtimes share: how models are traced and placed, and how many cores there are.
+"""The common base of the vendor's two runtimes: trace models, place them, and count cores.
 
-Knows the vendor's documented names, and no others. Of a compiled model the vendor tells neither shapes nor cores, so what
-`trace` was given is remembered here, beside the model, for as long as the model lives.
+It uses only names that the vendor documents. A vendor's compiled model reports neither its shapes nor its cores, so
+`trace` records them here for as long as the model lives.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from parawrap.tree import TreeSpec, addresses, flatten
 
 __all__ = ["VendorRuntime"]
 
-# The vendor's context is one for the process: "using multiple core placement contexts from multiple threads may not
+# The vendor's placement context is per process: "using multiple core placement contexts from multiple threads may not
 # correctly place models" (PyTorch NeuronX NeuronCore Placement APIs).
 _placing = threading.Lock()
 
 
 class _Traced(NamedTuple):
-    """What is remembered of a model that was traced here. No signature: the model runs nowhere but on NeuronCores."""
+    """The record of a traced model. `signature` and `outputs` are None if the model cannot run on the CPU."""
 
     signature: Signature | None
     outputs: TreeSpec | None
@@ -39,7 +39,7 @@ class _Traced(NamedTuple):
 
 
 class VendorRuntime(NeuronRuntime):
-    """A vendor's package, imported when this is made. Any number of threads may use it."""
+    """A vendor's package, which the constructor imports. Thread-safe."""
 
     def __init__(self) -> None:
         self._vendor: Any = importlib.import_module(self.name)
@@ -55,16 +55,16 @@ class VendorRuntime(NeuronRuntime):
         return self._cores_listed
 
     def trace(self, model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
-        """The vendor's trace. The model runs once more on the CPU, as the vendor does not tell what it gives."""
+        """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
         signature, outputs = _observed(model, example_inputs)
         compiled: torch.jit.ScriptModule = self._documented("trace")(model, example_inputs, **compiler)
         self._traced[compiled] = _Traced(signature, outputs, compiler)
         return compiled
 
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
-        """Loads a saved copy where it is to be: the most efficient way, says the vendor, and the one that is documented.
+        """Save each compiled part and load it on its cores, which the vendor documents as the most efficient way.
 
-        What stands around the compiled parts is copied, but for its tensors.
+        Modules around the compiled parts are copied, but share their tensors with the original.
         """
         parts = _compiled_parts(model)
         context = self._documented("neuron_cores_context")
@@ -72,26 +72,26 @@ class VendorRuntime(NeuronRuntime):
         with _placing, quiet_about_torchscript(), context(start_nc=start, nc_count=count):
             loaded = [torch.jit.load(buffer) for buffer in saved]
         copies = list(zip(parts, loaded, strict=True))
-        placed = copy_around(model, {id(part): there for part, there in copies})
-        for original, there in ((model, placed), *copies):
+        placed = copy_around(model, {id(part): copied for part, copied in copies})
+        for original, copied in ((model, placed), *copies):
             if original in self._traced:
-                self._traced[there] = self._traced[original]
+                self._traced[copied] = self._traced[original]
         return placed
 
     def unplace(self, placed: torch.nn.Module) -> None:
-        """Nothing is called: the vendor unloads a model with the last reference to it, and documents no other way."""
+        """Do nothing: the vendor unloads a model when its last reference goes, and documents no other way."""
 
     def signature(self, model: torch.nn.Module) -> Signature | None:
-        """What `trace` was given, for the models that it returned and for copies that `place` made of them."""
+        """Return the recorded signature for models that `trace` returned and for copies that `place` made of them."""
         traced = self._traced.get(model)
         return None if traced is None else traced.signature
 
     def _eligible_parts(self, model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
-        """The compiled parts of a model of which none is known not to take batches of other sizes.
+        """Return the compiled parts of a model that may use dynamic batching.
 
         Raises:
-            ReplicaError: there is none.
-            ShapeError: one is.
+            ReplicaError: If the model has no compiled part.
+            ShapeError: If a part is known to take only batches of its compiled size.
         """
         parts = _compiled_parts(model)
         for part in parts:
@@ -101,23 +101,23 @@ class VendorRuntime(NeuronRuntime):
         return parts
 
     def _documented(self, name: str) -> Any:
-        """A function of the vendor's by its name of today, else by the one that it had while it was experimental."""
+        """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
         for module in (self._vendor, getattr(self._vendor, "experimental", None)):
             found = getattr(module, name, None)
             if found is not None:
                 return found
         msg = (
-            f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}: install a "
-            "later one"
+            f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. Install a "
+            "later release"
         )
         raise DeviceUnavailableError(msg)
 
 
 def _compiled_parts(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
-    """The compiled parts of a module. The vendor would do nothing with another module, and not say so.
+    """Return the compiled parts of a module. The vendor's functions silently ignore modules without one.
 
     Raises:
-        ReplicaError: it has none.
+        ReplicaError: If the module has no compiled part.
     """
     parts = _scripted(model)
     if not parts:
@@ -126,7 +126,7 @@ def _compiled_parts(model: torch.nn.Module) -> list[torch.jit.ScriptModule]:
 
 
 def _scripted(model: object) -> list[torch.jit.ScriptModule]:
-    """The outermost ScriptModules in a module, itself included, each once."""
+    """Return the outermost ScriptModules in a module, which may be the module itself, each once."""
     if isinstance(model, torch.jit.ScriptModule):
         return [model]
     children = model.children() if isinstance(model, torch.nn.Module) else ()
@@ -143,18 +143,18 @@ def _saved(part: torch.jit.ScriptModule) -> io.BytesIO:
 
 
 def _observed(model: Any, example_inputs: Any) -> tuple[Signature | None, TreeSpec | None]:
-    """The tensors that a model takes and gives, seen by running it as it is."""
+    """Run the model once on the CPU; return its signature and the structure of its output, or None for both if it fails."""
     try:
         args = arguments_of(example_inputs)
         with torch.no_grad(), buffers_kept(model):
-            given = model(*args)
-    except Exception:  # noqa: BLE001 (a kernel for NeuronCores alone; what is a mistake, the vendor's trace reports)
+            returned = model(*args)
+    except Exception:  # noqa: BLE001 (the model may have kernels for NeuronCores only; the vendor's trace reports mistakes)
         return None, None
-    (taken, of_inputs), (outputs, of_outputs) = flatten(args), flatten(given)
+    (inputs, input_spec), (outputs, output_spec) = flatten(args), flatten(returned)
     signature = Signature(
-        _specs(taken, addresses(of_inputs, ("args",))), _specs(outputs, addresses(of_outputs, ("output",)))
+        _specs(inputs, addresses(input_spec, ("args",))), _specs(outputs, addresses(output_spec, ("output",)))
     )
-    return signature, of_outputs
+    return signature, output_spec
 
 
 def _specs(leaves: list[Any], where: list[str]) -> tuple[TensorSpec, ...]:

@@ -1,6 +1,6 @@
-"""The engine on NeuronCores: a compiled model that is placed once, and a session with lanes that feed its cores.
+"""The engine on NeuronCores: place a compiled model once, and run a session with lanes that feed its cores.
 
-Knows the runtime's contract and the engine's session; refuses to know faces. Imported where cores are named, not before.
+This package uses the interface of the runtime and the engine's session. It is imported when a call first names cores.
 """
 
 from parawrap.engine.neuron._neuron_session import NeuronSession

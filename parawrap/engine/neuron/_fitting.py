@@ -1,4 +1,4 @@
-"""A call of a compiled model, held against what the model was compiled for."""
+"""Check a call against the inputs that a model was compiled for."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ __all__ = ["Fitting"]
 
 
 class Fitting:
-    """Refuses calls that a compiled model cannot take, with any row count. Immutable.
+    """Raises an error for calls that a compiled model cannot take with any number of rows. Immutable.
 
-    A refused call was not cut and ran nowhere. The runtime would refuse it in a lane, without the argument's place in the
-    whole call.
+    The error is raised before the call is cut. The runtime would raise it later, in a lane, for a shard of the call.
     """
 
     def __init__(self, signature: Signature | None, dim: int, parameters: Parameters | None) -> None:
@@ -30,11 +29,11 @@ class Fitting:
         self._rows_are_alike = len(sizes) == 1 and None not in sizes
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call with keywords in their places and single rows repeated.
+        """Return the call with keywords as positional arguments and single rows repeated.
 
         Raises:
-            ShapeError: the model is not compiled for such tensors.
-            ShardError: their rows disagree.
+            ShapeError: If the model is not compiled for these shapes and dtypes.
+            ShardError: If the tensors differ in their number of rows.
         """
         if self._signature is None:
             return args, kwargs
@@ -52,7 +51,7 @@ class Fitting:
         return fitted
 
     def _in_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call without keywords, where the model tells the names of its arguments and takes these."""
+        """Return the call with keywords as positional arguments, if the model's parameter names match them."""
         if not kwargs or self._parameters is None:
             return args, kwargs
         names = [self._parameters.at(len(args) + place) for place in range(len(kwargs))]
@@ -62,22 +61,22 @@ class Fitting:
 
     def _refuse_unlike(self, specs: Sequence[TensorSpec], leaves: Sequence[Any]) -> None:
         if len(leaves) != len(specs):
-            wanted = ", ".join(f"{spec.address} {spec}" for spec in specs)
-            msg = f"the call has {len(leaves)} values and the model is compiled for {len(specs)} tensors: {wanted}"
+            compiled = ", ".join(f"{spec.address} {spec}" for spec in specs)
+            msg = f"the call has {len(leaves)} values, but the model is compiled for {len(specs)} tensors: {compiled}"
             raise ShapeError(msg)
         for leaf, spec in zip(leaves, specs, strict=True):
             if not isinstance(leaf, torch.Tensor):
                 given = repr(leaf) if isinstance(leaf, (int, float, str, type(None))) else f"a {type(leaf).__name__}"
-                msg = f"{spec.address} is {given}, and the model is compiled for a tensor there: {spec}"
+                msg = f"{spec.address} is {given}, but the model is compiled for a tensor: {spec}"
                 raise ShapeError(msg)
-            if leaf.dtype != spec.dtype or self._beside_rows(leaf.shape) != self._beside_rows(spec.shape):
+            if leaf.dtype != spec.dtype or self._without_rows(leaf.shape) != self._without_rows(spec.shape):
                 msg = (
-                    f"{spec.misfit(leaf)}: only the rows, on dim {self._dim}, may differ. Trace the model for these shapes "
-                    "and dtypes, or give it those"
+                    f"{spec.misfit(leaf)}. Only the size of dim {self._dim}, the rows, may differ. Trace the model for "
+                    "this shape and dtype, or convert the tensor"
                 )
                 raise ShapeError(msg)
 
-    def _beside_rows(self, shape: Sequence[int]) -> list[int]:
+    def _without_rows(self, shape: Sequence[int]) -> list[int]:
         sizes = list(shape)
         if -len(sizes) <= self._dim < len(sizes):
             sizes[self._dim] = -1
@@ -90,12 +89,12 @@ class Fitting:
         found.pop(1, None)
         (rows, first), (other_rows, other), *_ = found.items()
         return ShardError(
-            f"the rows of the call disagree: {other} has {other_rows} on dim {self._dim}, {first} has {rows}. All inputs "
-            "of a compiled model have the same rows, or one row for all"
+            f"the rows of the call disagree: {other} has {other_rows} on dim {self._dim}, {first} has {rows}. Give all "
+            "inputs of a compiled model the same number of rows, or one row"
         )
 
     def _expanded(self, leaves: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """One row is the same for every row, as in torch's broadcasting; a core wants each of them."""
+        """Return the leaves with single rows broadcast to `rows`, because a core does not broadcast."""
         expanded = []
         for leaf in leaves:
             sizes = list(leaf.shape)

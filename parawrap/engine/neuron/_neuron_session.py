@@ -1,4 +1,4 @@
-"""The calls of a compiled model on NeuronCores: cut into inferences, run by the cores in turn, joined."""
+"""The calls of a compiled model on NeuronCores: cut into inferences, run on the cores in turn, and joined."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _CPU = torch.device("cpu")
 
 
 class NeuronSession:
-    """The calls of a placed model. Several lanes feed a core: one brings its input while the input of another runs.
+    """The calls of a placed model. Thread-safe.
 
-    A call may be cut into more shards than there are lanes: shard i goes to core i and lane i, both counted in rounds. A
-    call that is not cut runs in the caller's thread, on the next core in turn. With `owns_placed`, `close` frees the cores'
-    memory. Safe to share between threads.
+    Several lanes feed each core: one lane copies its input while the core computes for another. A call may have more
+    shards than lanes: shard i runs in lane ``i % lanes``, on core ``i % cores``. A call that is not cut runs in the
+    caller's thread, on the next core in turn. With `owns_placed`, `close` frees the memory of the cores.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class NeuronSession:
         self._futures: WeakSet[Future[Any]] = WeakSet()
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Scatter, apply, gather. The weights are compiled in, so nothing is replicated.
+        """Scatter, apply, gather. The weights are part of the compiled model, so there is nothing to replicate.
 
         Raises:
-            ShapeError: If the model is not compiled for such tensors, or, without dynamic batching, for so many rows.
-            SessionError: If the model was taken off its cores.
+            ShapeError: If the model is not compiled for these tensors, or for this number of rows without dynamic batching.
+            SessionError: If the model was unloaded from its cores.
         """
         with self._placed.in_use():
             args, kwargs = self._fittings[entry.method].fit(args, kwargs)
@@ -94,7 +94,7 @@ class NeuronSession:
             return output
 
     def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a call whole on one core, fed by the lane that is free first. Raises what `call` raises, at once."""
+        """Run a call whole on one core, in the lane that is free first. Raises the errors of `call` before it is queued."""
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
             raise SessionError(msg)
@@ -137,7 +137,7 @@ class NeuronSession:
         return here.lane is not None or not self.pool.alive or sees_only_its_own_thread()
 
     def _apply(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run the tasks in the lanes, those beyond the lanes in rounds; return their values in order."""
+        """Run task i in lane ``i % lanes`` and return the values in order."""
         lanes = len(self.devices)
         rounds = tasks if len(tasks) <= lanes else [partial(_in_order, tasks[lane::lanes]) for lane in range(lanes)]
         with intra_op_threads(self.pool.threads):
@@ -181,7 +181,7 @@ class NeuronSession:
         return outputs[0] if as_it_is else self._gather(outputs, sizes)
 
     def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Shard], ShardPlan]:
-        """Return a whole call as the shards that one core runs one after another."""
+        """Return a whole call as shards that one core runs one after another."""
         if self._in_one_lane is None:
             plan, flat = self._cutters[entry.method].whole(args, kwargs)
         else:

@@ -1,4 +1,4 @@
-"""A compiled model on NeuronCores, and the rows that its cores are given."""
+"""A compiled model on NeuronCores, and the number of rows that each core gets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Batching", "PlacedModel"]
 
 
 class PlacedModel:
-    """Replicas of a compiled model, loaded when it is made and given back by `unplace`. Safe to share between threads.
+    """Replicas of a compiled model. The constructor loads them, and `unplace` unloads them. Thread-safe.
 
-    Consecutive cores are loaded in one call and have one replica between them, which takes them in turn. What stands around
-    a compiled model, if anything, has the tensors of the module that was given, and follows its train and eval mode.
+    A run of consecutive cores is loaded in one call and shares one replica, which uses these cores in turn. Ordinary
+    modules around a compiled model share the tensors of the given module, and follow its train and eval mode.
 
     Raises:
-        ReplicaError: the model was not compiled for NeuronCores.
-        ShapeError: with `dynamic`, batches of other sizes than the compiled one cannot be taken.
-        RuntimeError: the runtime could not load it. Nothing is left on any core then, as after any other error.
+        ReplicaError: If the model was not compiled for NeuronCores.
+        ShapeError: If `dynamic` is True, but the model only takes batches of its compiled size.
+        RuntimeError: If the runtime cannot load the model. After this or any other error, no core keeps it.
     """
 
     def __init__(self, model: torch.nn.Module, cores: Sequence[NeuronCore], *, dynamic: bool) -> None:
@@ -43,7 +43,7 @@ class PlacedModel:
         self._shells: list[tuple[torch.nn.Module, torch.nn.Module]] = []
         self._counting = threading.Lock()
         self._calls = 0
-        self._wanted = True
+        self._is_open = True
         try:
             for start, count in consecutive(core.index for core in cores):
                 self._load(model, start, count)
@@ -52,23 +52,23 @@ class PlacedModel:
             raise
 
     def on(self, core: NeuronCore) -> torch.nn.Module:
-        """The replica that serves a core."""
+        """Return the replica on `core`."""
         return self._replicas[core.index]
 
     def in_turn(self) -> torch.nn.Module:
-        """The replica for a call by a thread that has no core."""
+        """Return the replica on the next core in turn, for a call that is not bound to a core."""
         return self.on(self.cores[next(self._turns) % len(self.cores)])
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside the block the replicas stay on the cores: `unplace` frees them when the last such block ends.
+        """Keep the replicas loaded inside the block: `unplace` waits until the last such block ends.
 
         Raises:
-            SessionError: they are free already.
+            SessionError: If the replicas are already unloaded.
         """
         with self._counting:
-            if not self._wanted and not self._calls:
-                msg = "the model was taken off its NeuronCores: call it inside the `with` block, and before close()"
+            if not self._is_open and not self._calls:
+                msg = "the model was unloaded from its NeuronCores: call it inside the `with` block, and before close()"
                 raise SessionError(msg)
             self._calls += 1
             for original, shell in self._shells:
@@ -81,13 +81,13 @@ class PlacedModel:
             self._free_if_over()
 
     def unplace(self) -> None:
-        """Free the cores' memory, once no call is under way. Calling it twice does no harm."""
-        self._wanted = False
+        """Free the memory of the cores, once no call is in flight. May be called again."""
+        self._is_open = False
         self._free_if_over()
 
     def _free_if_over(self) -> None:
         with self._counting:
-            if self._wanted or self._calls:
+            if self._is_open or self._calls:
                 return
             loaded, self._loaded = self._loaded, []
             self._replicas, self._shells = {}, []
@@ -104,11 +104,10 @@ class PlacedModel:
 
 
 class Batching(NamedTuple):
-    """How the rows of a call go to the cores.
+    """The distribution of the rows of a call over the cores.
 
-    `compiled` is how many rows an inference computes, None where that is not known. With `dynamic` a replica takes any
-    number and goes through them by itself; `why_fixed` says why it does not. `split_size` is the most that it is given at
-    once.
+    `compiled` is the number of rows per inference, or None if it is unknown. With `dynamic`, a replica takes any number of
+    rows and cuts them itself; otherwise `why_fixed` is the reason. A replica gets at most `split_size` rows at once.
     """
 
     cores: int
@@ -126,16 +125,16 @@ class Batching(NamedTuple):
 
     @property
     def chunk(self) -> int | None:
-        """The rows that a core is given at once of a call that it gets whole; None for all of them."""
+        """The number of rows that a core gets at once from a whole call; None means all rows."""
         return self.split_size or (None if self.dynamic else self.compiled)
 
     def cut(self, rows: int, lanes: int) -> tuple[int, ...]:
-        """The sizes of a call's shards; there may be more of them than lanes.
+        """Return the sizes of a call's shards. There may be more shards than lanes.
 
-        Where it is known how many rows an inference computes, they are whole inferences, so that no core computes in vain.
+        If the compiled number of rows is known, sizes are multiples of it, so that only the last inference is filled up.
 
         Raises:
-            ShapeError: without dynamic batching, some core would not get the compiled size; zero rows are refused too.
+            ShapeError: If dynamic batching is off, and a core would not get the compiled number of rows, or there are none.
         """
         if self.split_size is not None:
             return self._chunks(rows, self.split_size)
@@ -146,10 +145,10 @@ class Batching(NamedTuple):
         return in_units(rows, max(lanes, self.cores), self.compiled)
 
     def whole(self, rows: int, _: int = 1) -> tuple[int, ...]:
-        """The sizes of what one core is given, one after the other, when it gets the whole call.
+        """Return the sizes of the chunks that one core gets, one after another, if it gets the whole call.
 
         Raises:
-            ShapeError: without dynamic batching, they would not be of the compiled size.
+            ShapeError: If dynamic batching is off, and a chunk would not have the compiled number of rows.
         """
         return (rows,) if self.chunk is None else self._chunks(rows, self.chunk)
 
@@ -157,7 +156,7 @@ class Batching(NamedTuple):
         full, rest = divmod(rows, size)
         if not self.dynamic and (rest or not full or size != (self.compiled or size)):
             msg = (
-                f"{rows} rows on dim {self.dim} in chunks of {size}: without dynamic batching every chunk must have "
+                f"{rows} rows on dim {self.dim} in chunks of {size}: without dynamic batching, every chunk must have "
                 f"{self.compiled or size} rows. {self._no_dynamic_batching()}"
             )
             raise ShapeError(msg)
@@ -166,18 +165,18 @@ class Batching(NamedTuple):
     def _rows_of_each(self, rows: int) -> int:
         each = self.compiled or rows // self.cores
         if not rows or rows != each * self.cores:
-            wanted = "the same whole number for each"
+            needed = f"the same number of rows. Pass a multiple of {self.cores}"
             if self.compiled is not None:
-                wanted = f"{each}, as the model is compiled, so {each * self.cores} rows in all"
+                needed = f"{each}, the compiled number of rows. Pass {each * self.cores} rows"
             msg = (
-                f"{rows} rows on dim {self.dim} over {self.cores} NeuronCores are {rows / self.cores:g} a core: without "
-                f"dynamic batching it must be {wanted}. {self._no_dynamic_batching()}"
+                f"{rows} rows on dim {self.dim} over {self.cores} NeuronCores are {rows / self.cores:g} per core, but "
+                f"without dynamic batching each core takes {needed}. {self._no_dynamic_batching()}"
             )
             raise ShapeError(msg)
         return each
 
     def _no_dynamic_batching(self) -> str:
-        return f"Dynamic batching would take any number, but {self.why_fixed}"
+        return f"Dynamic batching accepts any number of rows, but {self.why_fixed}"
 
 
 def _compiled_rows(signature: Signature, dim: int) -> int | None:
@@ -190,5 +189,5 @@ def _compiled_rows(signature: Signature, dim: int) -> int | None:
 
 def _why_fixed(signature: Signature | None, dim: int) -> str:
     if dim != 0:
-        return "there is none on other dims than 0"
+        return "it supports only dim 0"
     return (None if signature is None else signature.why_fixed()) or "it is off"

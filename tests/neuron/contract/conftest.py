@@ -1,4 +1,4 @@
-"""The runtimes that keep the contract: emulated, recorded doubles of the vendor's, and the vendor's own on hardware."""
+"""Runtimes under test: the emulated one, doubles of the vendor's packages, and the vendor's own on hardware."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ON_HARDWARE = ["hardware"] if os.environ.get("PARAWRAP_TEST_NEURON") == "1" els
 
 @dataclass
 class Subject:
-    """A runtime under test; the emulated cores that do its work, and the double that notes down what is called."""
+    """A runtime under test, with the emulated cores that do its work and the double that records its calls."""
 
     runtime: NeuronRuntime
     host: NeuronHost | None = None
@@ -30,15 +30,15 @@ class Subject:
 
     @property
     def tolerance(self) -> dict[str, float]:
-        """What may lie between a compiled model and the plain one: neuron-cc multiplies matrices in bfloat16 by default."""
+        """The tolerance between a compiled and a plain model: neuron-cc multiplies matrices in bfloat16 by default."""
         return {"rtol": 2e-2, "atol": 2e-2} if self.host is None else {"rtol": 1e-5, "atol": 1e-6}
 
 
 @pytest.fixture(params=["host", *DOUBLES, *_ON_HARDWARE])
 def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    """Every runtime that there is here; on a machine with NeuronCores its own, with PARAWRAP_TEST_NEURON=1."""
+    """Every runtime of this machine. With PARAWRAP_TEST_NEURON=1 this includes the vendor's own runtime."""
     if request.param == "hardware":
-        assert runtime().name != "host", "PARAWRAP_TEST_NEURON=1, and no vendor's runtime can be imported"
+        assert runtime().name != "host", "PARAWRAP_TEST_NEURON=1, but no vendor runtime can be imported"
         yield Subject(runtime())
         return
     yield from _emulated(request.param, monkeypatch)
@@ -46,13 +46,13 @@ def subject(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(params=["host", *DOUBLES])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    """The runtimes on emulated cores, which count what they do; the vendor documents nothing that tells it."""
+    """The runtimes on emulated cores, which count inferences and loads. The vendor documents no such counters."""
     yield from _emulated(request.param, monkeypatch)
 
 
 @pytest.fixture(params=DOUBLES)
 def recorded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Subject]:
-    """The adapters over doubles, which note down every call."""
+    """The adapters on doubles, which record every call."""
     yield from _emulated(request.param, monkeypatch)
 
 

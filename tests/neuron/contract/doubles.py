@@ -1,8 +1,8 @@
 """Recorded doubles of the vendor's packages.
 
-A double has the names that the vendor documents, notes down what is called, in which order and with what, and has emulated
-cores do the work. It is as strict as the vendor's pages allow it to be: any other name is a failure, its placement context
-is one for the process, and dynamic batching raises the vendor's type of error.
+A double has the names that the vendor documents, records each call in order with its arguments, and runs the work on
+emulated cores. It is as strict as the vendor's pages allow: any other name fails the test, the placement context is
+per process, and dynamic batching raises the vendor's type of error.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _DOCUMENTED = {
 
 
 class _Package(ModuleType):
-    """A module with some names. What is documented and not there is missing, as in a release without it."""
+    """A module with some names. A documented name that it does not have is missing, as in an older release."""
 
-    def __init__(self, name: str, there: dict[str, object]) -> None:
+    def __init__(self, name: str, members: dict[str, object]) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, loader=None)
-        assert there.keys() <= _DOCUMENTED[name], "the double itself keeps to the documentation"
-        vars(self).update(there)
+        assert members.keys() <= _DOCUMENTED[name], "the double defines an undocumented name"
+        vars(self).update(members)
 
     def __getattr__(self, name: str) -> Any:
         if name in _DOCUMENTED[self.__name__] or name.startswith("__"):
             raise AttributeError(name)
-        return pytest.fail(f"{self.__name__}.{name} is no documented name")
+        return pytest.fail(f"{self.__name__}.{name} is not a documented name")
 
 
 class Double:
-    """A double of one package, `experimental` where its placement still is. `calls` are the calls so far.
+    """A double of one package. With `experimental`, its placement functions are in the ``experimental`` module.
 
-    A call is noted as its name and what it was given; "torch.jit.load" is noted where it loads onto chosen cores.
+    A call is recorded as its name and arguments. "torch.jit.load" is recorded if it loads onto chosen cores.
     """
 
     def __init__(self, name: str, host: NeuronHost, *, experimental: bool) -> None:
@@ -59,14 +59,14 @@ class Double:
         self._place = f"{name}.experimental" if experimental else name
         self._load = torch.jit.load
         placement = {"neuron_cores_context": self._neuron_cores_context}
-        there: dict[str, object] = {"trace": self._trace}
+        members: dict[str, object] = {"trace": self._trace}
         if name == "torch_neuronx":
-            there["dynamic_batch"] = self._dynamic_batch
-        there |= {"experimental": _Package(self._place, placement)} if experimental else placement
-        self.package = _Package(name, there)
+            members["dynamic_batch"] = self._dynamic_batch
+        members |= {"experimental": _Package(self._place, placement)} if experimental else placement
+        self.package = _Package(name, members)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Be the package that is imported under the name, and what torch.jit.load asks for cores, as the vendor's is."""
+        """Import the double under the vendor's name, and let torch.jit.load use the chosen cores, as the vendor's does."""
         monkeypatch.setitem(sys.modules, self.name, self.package)
         monkeypatch.setattr(torch.jit, "load", self._loaded)
 
@@ -79,8 +79,8 @@ class Double:
 
     @contextmanager
     def _neuron_cores_context(self, start_nc: int = -1, nc_count: int = -1) -> Iterator[None]:
-        """Raises ValueError for a number of cores that there is not, as documented."""
-        assert self._cores is None, "the context was entered twice at once: it is documented as not thread-safe"
+        """Raise ValueError for an invalid number of cores, as documented."""
+        assert self._cores is None, "two threads entered the context, which is documented as not thread-safe"
         self.calls.append((f"{self._place}.neuron_cores_context", start_nc, nc_count))
         if not 0 < nc_count <= self._host.core_count() - start_nc:
             msg = f"invalid number of NeuronCores: {nc_count}"
@@ -97,7 +97,7 @@ class Double:
         if self._cores is None:
             return loaded
         self.calls.append(("torch.jit.load",))
-        (start, count), self._cores = self._cores, None  # the host, too, may load what it places
+        (start, count), self._cores = self._cores, None  # the host may also call torch.jit.load while it places
         try:
             return self._host.place(loaded, start, count)
         finally:
@@ -105,7 +105,7 @@ class Double:
 
     def _dynamic_batch(self, neuron_script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         self.calls.append((f"{self.name}.dynamic_batch", neuron_script))
-        assert isinstance(neuron_script, torch.jit.ScriptModule), "documented for what trace returns alone"
+        assert isinstance(neuron_script, torch.jit.ScriptModule), "documented only for the models that trace returns"
         try:
             self._host.dynamic_batch(neuron_script)
         except ShapeError as error:

@@ -1,6 +1,6 @@
-"""What every NeuronCore runtime keeps: emulated cores, the adapters over doubles of the vendor's, and real cores.
+"""Behaviour of every NeuronCore runtime: the emulated one, the adapters on doubles, and real cores.
 
-With PARAWRAP_TEST_NEURON=1 these tests also run on the NeuronCores of the machine, on the runtime that
+With PARAWRAP_TEST_NEURON=1, these tests also run on the NeuronCores of the machine, with the runtime that
 PARAWRAP_NEURON_RUNTIME names.
 """
 
@@ -27,8 +27,8 @@ def assert_equal(output, expected):
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
-def test_a_traced_model_answers_as_the_plain_one(subject):
-    """What trace gives is a ScriptModule whose answers are the plain model's, without gradients."""
+def test_a_traced_model_returns_the_plain_output(subject):
+    """The result is a ScriptModule with the outputs of the plain model and without gradients."""
     model, x = mlp(), rows(2)
     compiled = subject.runtime.trace(model, x)
     output = compiled(x)
@@ -38,13 +38,13 @@ def test_a_traced_model_answers_as_the_plain_one(subject):
 
 
 def test_a_function_can_be_traced(subject):
-    """A function of several tensors is compiled as a module is."""
+    """A function of several tensors is compiled like a module."""
     compiled = subject.runtime.trace(lambda x, y: 2 * x + y, numbers(3))
     assert_equal(compiled(*numbers(3)), numbers(3)[0])
 
 
 def test_a_placed_model_is_a_copy(subject):
-    """The copy answers; the model stays what it was, answers too, and can be placed a second time."""
+    """The original model does not change, still works, and can be placed a second time."""
     model, x = mlp(), rows(2)
     compiled = subject.runtime.trace(model, x)
     state = {name: tensor.clone() for name, tensor in compiled.state_dict().items()}
@@ -55,8 +55,8 @@ def test_a_placed_model_is_a_copy(subject):
     assert_equal(dict(compiled.state_dict()), state)
 
 
-def test_a_model_answers_on_all_cores(subject):
-    """Placed on every core that there is, in one call, it answers as often as one likes."""
+def test_a_model_runs_on_all_cores(subject):
+    """A model that is placed on every core in one call can be called repeatedly."""
     count = subject.runtime.core_count()
     placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(2)), 0, count)
     for _ in range(2 * count + 1):
@@ -64,7 +64,7 @@ def test_a_model_answers_on_all_cores(subject):
 
 
 def test_consecutive_cores_are_loaded_in_one_call(emulated):
-    """The runs of consecutive cores are loaded once each; cores that were not named hold nothing."""
+    """Each run of consecutive cores is loaded once. Other cores hold nothing."""
     compiled = emulated.runtime.trace(mlp(), rows(2))
     runs = consecutive([0, 3, 2])
     placed = [emulated.runtime.place(compiled, start, count) for start, count in runs]
@@ -74,8 +74,8 @@ def test_consecutive_cores_are_loaded_in_one_call(emulated):
     assert emulated.host.stats()[1].memory_bytes == 0
 
 
-def test_a_placed_model_takes_its_cores_in_turn(emulated):
-    """Each of the cores that it is on has the same share of the inferences, and no other core has any."""
+def test_a_placed_model_uses_its_cores_in_turn(emulated):
+    """Each of its cores runs the same share of the inferences, and other cores run none."""
     placed = emulated.runtime.place(emulated.runtime.trace(mlp(), rows(2)), 1, 3)
     emulated.host.reset_stats()
     for _ in range(6):
@@ -83,8 +83,8 @@ def test_a_placed_model_takes_its_cores_in_turn(emulated):
     assert [core.inferences for core in emulated.host.stats()] == [0, 2, 2, 2]
 
 
-def test_a_wrapper_is_placed_with_all_that_is_compiled_in_it(subject):
-    """A plain module around compiled ones is copied, with its own parameters, and each compiled part once."""
+def test_a_wrapper_is_placed_with_every_compiled_part(subject):
+    """A plain module around compiled models is copied with its own parameters, and each compiled part once."""
     whole = Around(*(subject.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     placed = subject.runtime.place(whole, 0, 1)
     assert isinstance(placed, Around)
@@ -96,8 +96,8 @@ def test_a_wrapper_is_placed_with_all_that_is_compiled_in_it(subject):
         assert_near(subject, [part.detach() for part in answering(rows(2))], [part.detach() for part in expected])
 
 
-def test_a_part_that_is_in_a_wrapper_twice_stays_one_part(emulated):
-    """Two references to one compiled part are two references to one loaded copy."""
+def test_a_repeated_part_of_a_wrapper_is_loaded_once(emulated):
+    """Two references to one compiled part become two references to one loaded copy."""
     part = emulated.runtime.trace(mlp(), rows(2))
     placed = emulated.runtime.place(Around(part, part), 0, 1)
     assert placed.parts[0] is placed.parts[1]
@@ -106,7 +106,7 @@ def test_a_part_that_is_in_a_wrapper_twice_stays_one_part(emulated):
 
 @pytest.mark.parametrize("model", [mlp(), nn.Identity(), nn.ModuleList()], ids=["mlp", "identity", "empty"])
 def test_a_model_that_was_not_traced_is_refused(subject, model):
-    """The error names its class and the line that compiles it."""
+    """The error names the class of the model and the function that compiles it."""
     said = rf"{type(model).__name__} was not traced .*parawrap\.neuron\.trace\(model, example_inputs\) first"
     with pytest.raises(ReplicaError, match=said):
         subject.runtime.place(model, 0, 1)
@@ -116,15 +116,15 @@ def test_a_model_that_was_not_traced_is_refused(subject, model):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_dynamic_batching_gives_every_row_exactly_once(subject, batch):
-    """For batches smaller and larger than the compiled one, outputs have the rows of the inputs, in order and no others."""
+    """For smaller and larger batches than the compiled one, outputs have exactly the input rows, in order."""
     placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(batch)), 0, subject.runtime.core_count())
     dynamic = subject.runtime.dynamic_batch(placed)
     for count in range(1, 3 * batch + 2):
         assert_equal(dynamic(*numbers(count)), Doubling()(*numbers(count)))
 
 
-def test_dynamic_batching_gives_what_the_compiled_model_gives(emulated):
-    """TorchScript makes a plain tuple of a named one: so it is for every batch."""
+def test_dynamic_batching_returns_the_compiled_models_containers(emulated):
+    """TorchScript returns a plain tuple for a namedtuple, for every batch size."""
     pair = namedtuple("pair", ["left", "right"])
     compiled = emulated.runtime.trace(lambda x: pair(2 * x + 1, {"x": x - 1}), torch.ones(2, 3))
     answer = compiled(torch.ones(2, 3))
@@ -135,23 +135,23 @@ def test_dynamic_batching_gives_what_the_compiled_model_gives(emulated):
         assert type(dynamic(x)) is type(answer)
 
 
-def test_dynamic_batching_that_is_asked_for_twice_is_as_once(subject):
-    """What takes any batch stays what it is."""
+def test_dynamic_batching_can_be_enabled_twice(subject):
+    """The second call returns the same model."""
     once = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
     twice = subject.runtime.dynamic_batch(once)
     assert twice is once
     assert_equal(twice(*numbers(5)), Doubling()(*numbers(5)))
 
 
-def test_dynamic_batching_before_placing_is_placed_too(subject):
-    """What takes any batch can be placed, and the copy takes any batch."""
+def test_dynamic_batching_before_placing_is_kept(subject):
+    """The placed copy takes batches of any size."""
     dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
     placed = subject.runtime.place(dynamic, 0, 1)
     assert_equal(placed(*numbers(5)), Doubling()(*numbers(5)))
 
 
 def test_rows_that_disagree_are_refused(subject):
-    """With dynamic batching all inputs have the same rows."""
+    """With dynamic batching, all inputs must have the same number of rows."""
     dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(Doubling(), numbers(2)))
     with pytest.raises((ValueError, RuntimeError)):
         dynamic(numbers(4)[0], numbers(3)[1])
@@ -166,8 +166,8 @@ def test_rows_that_disagree_are_refused(subject):
     ],
     ids=["inputs disagree", "a scalar", "outputs disagree"],
 )
-def test_dynamic_batching_is_refused_where_it_cannot_be(subject, model, example, said):
-    """A model whose inputs and outputs do not agree on their rows is refused when asked, by the address of a tensor."""
+def test_dynamic_batching_is_refused_for_differing_rows(subject, model, example, said):
+    """The error names the input or output with a different compiled number of rows."""
     compiled = subject.runtime.trace(model, example)
     with pytest.raises(ShapeError, match=said):
         subject.runtime.dynamic_batch(compiled)
@@ -175,22 +175,22 @@ def test_dynamic_batching_is_refused_where_it_cannot_be(subject, model, example,
 
 @pytest.mark.parametrize("shape", [(3, 6), (2, 5), (2, 6, 1), (6,)], ids=str)
 def test_other_shapes_than_the_compiled_one_are_refused(subject, shape):
-    """Without dynamic batching the number of rows, too, is the compiled one."""
+    """Without dynamic batching, the number of rows is fixed too."""
     placed = subject.runtime.place(subject.runtime.trace(mlp(), rows(2)), 0, 1)
     with pytest.raises((ValueError, RuntimeError)):
         placed(torch.zeros(shape))
     assert placed(rows(2)).shape == (2, 3)
 
 
-def test_dynamic_batching_changes_dim_0_alone(subject):
-    """With dynamic batching the other dims still are the compiled ones."""
+def test_dynamic_batching_only_frees_dim_0(subject):
+    """With dynamic batching, the other dims keep their compiled size."""
     dynamic = subject.runtime.dynamic_batch(subject.runtime.trace(mlp(), rows(2)))
     with pytest.raises((ValueError, RuntimeError)):
         dynamic(torch.zeros(4, 5))
 
 
-def test_what_was_unplaced_can_be_placed_again(subject):
-    """Cores are given back and taken again, as often as one likes."""
+def test_an_unplaced_model_can_be_placed_again(subject):
+    """Cores can be freed and used again any number of times."""
     model, x = mlp(), rows(2)
     compiled = subject.runtime.trace(model, x)
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_what_was_unplaced_can_be_placed_again(subject):
 
 
 def test_the_signature_is_that_of_the_example(subject):
-    """Shapes, dtypes and addresses of inputs and outputs are told of a traced model and of its copies on cores."""
+    """It has the shapes, dtypes, and addresses of inputs and outputs, for a traced model and its placed copies."""
     compiled = subject.runtime.trace(Doubling(), numbers(2))
     for model in (compiled, subject.runtime.place(compiled, 0, 1)):
         signature = subject.runtime.signature(model)
@@ -210,20 +210,20 @@ def test_the_signature_is_that_of_the_example(subject):
         assert signature.batch == 2
 
 
-def test_a_single_tensor_has_an_address_too(subject):
-    """An example that is one tensor is the first argument, and an output that is one tensor is the output."""
+def test_a_single_tensor_has_an_address(subject):
+    """A single example tensor is args[0], and a single output tensor is output."""
     signature = subject.runtime.signature(subject.runtime.trace(mlp(), rows(2)))
     assert [str(spec) for spec in (*signature.inputs, *signature.outputs)] == ["(2, 6) float32", "(2, 3) float32"]
     assert [spec.address for spec in (*signature.inputs, *signature.outputs)] == ["args[0]", "output"]
 
 
 def test_a_plain_module_has_no_signature(subject):
-    """Of a module that was not compiled nothing is told."""
+    """The signature of a module that was not compiled is None."""
     assert subject.runtime.signature(mlp()) is None
 
 
 def test_threads_call_a_placed_model_at_once(subject):
-    """Every thread gets the answers to its own inputs."""
+    """Every thread gets the outputs for its own inputs."""
     threads, calls = 8, 20
     placed = subject.runtime.place(subject.runtime.trace(Doubling(), numbers(1)), 0, subject.runtime.core_count())
     together = threading.Barrier(threads)
@@ -240,7 +240,7 @@ def test_threads_call_a_placed_model_at_once(subject):
 
 
 def test_threads_place_at_once(subject):
-    """Models that are placed by several threads at once all answer."""
+    """Models that several threads place at the same time all work."""
     compiled = subject.runtime.trace(Doubling(), numbers(1))
     threads = 4
     together = threading.Barrier(threads)

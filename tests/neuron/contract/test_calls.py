@@ -1,4 +1,4 @@
-"""What the adapters call of the vendor's packages: which functions, in which order, with what."""
+"""The calls of the vendor's packages by the adapters: functions, order, and arguments."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def calls(recorded):
 
 @pytest.fixture
 def context(recorded):
-    """The name under which this release has the placement context."""
+    """The name of the placement context in this release."""
     which = recorded.double.package
     return f"{which.__name__}.experimental" if "experimental" in vars(which) else which.__name__
 
 
 @pytest.fixture
 def placing(context):
-    """The calls that place so many compiled parts."""
+    """A function that returns the expected calls for placing a number of compiled parts."""
 
     def expected(start, count, parts=1):
         return [(f"{context}.neuron_cores_context", start, count), *[("torch.jit.load",)] * parts, ("left",)]
@@ -43,7 +43,7 @@ def placing(context):
 
 
 def test_trace_passes_everything_on(recorded, calls):
-    """One call, with the very model, the very example and every option; the answer is the vendor's."""
+    """There is one call, with the same model, example, and options. The result is the vendor's."""
     model, x = mlp(), rows(2)
     compiled = recorded.runtime.trace(model, x, compiler_args=["--x"], compiler_workdir="here")
     (call,) = calls
@@ -56,7 +56,7 @@ def test_trace_passes_everything_on(recorded, calls):
 
 
 def test_placing_loads_inside_the_context(recorded, calls, placing):
-    """A saved copy is loaded between the entering and the leaving of one context for all cores."""
+    """A saved copy is loaded inside one context for all cores."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     calls.clear()
     recorded.runtime.place(compiled, 1, 3)
@@ -64,7 +64,7 @@ def test_placing_loads_inside_the_context(recorded, calls, placing):
 
 
 def test_a_wrapper_is_placed_in_one_context(recorded, calls, placing):
-    """All compiled parts of a module are loaded inside one context; what stands around them concerns the vendor not."""
+    """All compiled parts are loaded inside one context. The vendor never sees the modules around them."""
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     calls.clear()
     recorded.runtime.place(whole, 0, 2)
@@ -72,7 +72,7 @@ def test_a_wrapper_is_placed_in_one_context(recorded, calls, placing):
 
 
 def test_a_model_that_was_not_traced_does_not_reach_the_vendor(recorded, calls):
-    """The vendor places an uncompiled module by doing nothing, and says nothing: so it is not asked."""
+    """The vendor silently ignores an uncompiled module, so the adapter refuses it first."""
     for ask in (lambda: recorded.runtime.place(mlp(), 0, 1), lambda: recorded.runtime.dynamic_batch(mlp())):
         with pytest.raises(ReplicaError):
             ask()
@@ -80,7 +80,7 @@ def test_a_model_that_was_not_traced_does_not_reach_the_vendor(recorded, calls):
 
 
 def test_unplacing_calls_nothing(recorded, calls):
-    """The vendor unloads with the last reference: when that is gone, the cores are empty."""
+    """The vendor unloads a model with its last reference; then the cores are empty."""
     placed = recorded.runtime.place(recorded.runtime.trace(mlp(), rows(2)), 0, 2)
     calls.clear()
     recorded.runtime.unplace(placed)
@@ -90,18 +90,18 @@ def test_unplacing_calls_nothing(recorded, calls):
     assert [core.memory_bytes for core in recorded.host.stats()] == [0, 0, 0, 0]
 
 
-def test_what_is_remembered_goes_with_the_model(recorded):
-    """A signature keeps no model alive."""
+def test_a_recorded_signature_is_dropped_with_its_model(recorded):
+    """A signature does not keep its model alive."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     gone = weakref.ref(compiled)
-    recorded.double.calls.clear()  # which noted it down
+    recorded.double.calls.clear()  # the record also refers to the model
     del compiled
     gc.collect()
     assert gone() is None
 
 
-def test_the_questions_call_nothing(recorded, calls):
-    """The number of cores and signatures are known without the vendor, which documents no function for them."""
+def test_core_count_and_signature_do_not_call_the_vendor(recorded, calls):
+    """The vendor documents no function for the number of cores or the signature."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     calls.clear()
     assert recorded.runtime.core_count() == 4
@@ -109,8 +109,8 @@ def test_the_questions_call_nothing(recorded, calls):
     assert calls == []
 
 
-def test_dynamic_batching_is_the_vendors_where_it_has_it(recorded, calls):
-    """torch_neuronx is asked for it, with the compiled module; torch_neuron, which cannot be, is not."""
+def test_dynamic_batching_uses_the_vendors_function(recorded, calls):
+    """torch_neuronx gets a call with the compiled module. torch_neuron has no such function, and gets none."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     calls.clear()
     dynamic = recorded.runtime.dynamic_batch(compiled)
@@ -124,8 +124,8 @@ def test_dynamic_batching_is_the_vendors_where_it_has_it(recorded, calls):
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
-def test_dynamic_batching_of_a_wrapper_asks_for_each_part(recorded, calls):
-    """The vendor documents it for what trace returns: every compiled part is handed over by itself."""
+def test_dynamic_batching_of_a_wrapper_passes_each_part(recorded, calls):
+    """The vendor documents it for traced models only, so each compiled part is passed separately."""
     whole = Around(*(recorded.runtime.trace(mlp(), rows(2)) for _ in range(2)))
     calls.clear()
     assert recorded.runtime.dynamic_batch(whole) is whole
@@ -133,8 +133,8 @@ def test_dynamic_batching_of_a_wrapper_asks_for_each_part(recorded, calls):
     assert [part.shape for part in whole(rows(5))] == [(5, 3)] * 2
 
 
-def test_a_model_that_is_known_not_to_be_eligible_does_not_reach_the_vendor(recorded, calls):
-    """The vendor documents no look at the outputs: a model whose outputs have no rows is refused without it."""
+def test_an_ineligible_model_does_not_reach_the_vendor(recorded, calls):
+    """The vendor does not check outputs, so parawrap refuses a model with outputs without rows."""
     compiled = recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3))
     calls.clear()
     with pytest.raises(ShapeError):
@@ -143,18 +143,18 @@ def test_a_model_that_is_known_not_to_be_eligible_does_not_reach_the_vendor(reco
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuronx"], indirect=True)
-def test_what_the_vendor_does_not_make_dynamic_is_a_shape_error(recorded):
-    """Where no signature is known, the vendor decides; its reason is kept."""
+def test_the_vendors_refusal_becomes_a_shape_error(recorded):
+    """If the signature is unknown, the vendor decides. The ShapeError keeps its reason."""
     compiled = recorded.runtime.trace(lambda x: (2 * x + 1).sum(), torch.ones(3))
     loaded = _saved_and_loaded(compiled)
-    with pytest.raises(ShapeError, match=r"dynamic batching cannot be had of this model: .*output") as refused:
+    with pytest.raises(ShapeError, match=r"this model cannot use dynamic batching: .*output") as refused:
         recorded.runtime.dynamic_batch(loaded)
     assert type(refused.value.__cause__) is ValueError
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuron", "torch_neuron.experimental"], indirect=True)
-def test_what_was_traced_for_any_batch_is_returned_as_it_is(recorded, calls):
-    """dynamic_batch_size=True is torch_neuron's own way, and is remembered of copies on cores and inside of wrappers."""
+def test_a_model_traced_with_dynamic_batch_size_is_returned_unchanged(recorded, calls):
+    """torch_neuron's dynamic_batch_size=True is recorded, also for placed copies and inside wrappers."""
     compiled = recorded.runtime.trace(mlp(), rows(2), dynamic_batch_size=True)
     placed = recorded.runtime.place(compiled, 0, 1)
     calls.clear()
@@ -166,7 +166,7 @@ def test_what_was_traced_for_any_batch_is_returned_as_it_is(recorded, calls):
 
 @pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)
 def test_a_model_from_a_file_has_no_dynamic_batching_on_torch_neuron(recorded):
-    """Nothing is known of it: the error names both ways of tracing it that would do."""
+    """Its shapes are unknown, so the error names both ways to trace it."""
     loaded = _saved_and_loaded(recorded.runtime.trace(mlp(), rows(2)))
     with pytest.raises(ShapeError, match=r"dynamic_batch_size=True.*parawrap\.neuron\.trace"):
         recorded.runtime.dynamic_batch(loaded)
@@ -174,21 +174,21 @@ def test_a_model_from_a_file_has_no_dynamic_batching_on_torch_neuron(recorded):
 
 @pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)
 def test_a_batch_without_rows_does_not_reach_torch_neuron(recorded):
-    """Its outputs have no rows, and the structure of the model."""
+    """The outputs have zero rows and the model's structure."""
     dynamic = recorded.runtime.dynamic_batch(recorded.runtime.trace(Doubling(), numbers(2)))
     assert [output.shape for output in dynamic(*numbers(0))] == [(0, 2), (0, 2)]
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)
-def test_names_of_arguments_are_kept_by_what_cuts_batches(recorded):
-    """A call by keyword goes to the compiled model by keyword."""
+def test_dynamic_batching_keeps_keyword_arguments(recorded):
+    """A call by keyword reaches the compiled model by keyword."""
     dynamic = recorded.runtime.dynamic_batch(recorded.runtime.trace(Doubling(), numbers(2)))
     x, y = numbers(5)
     torch.testing.assert_close(dynamic(y=y, x=x), Doubling()(x, y))
 
 
-def test_a_model_that_fails_on_the_cpu_is_traced_all_the_same(recorded):
-    """What only the vendor's compiler can run has no signature, and is placed as any other."""
+def test_a_model_that_fails_on_the_cpu_is_traced(recorded):
+    """A model that only the vendor's compiler can run has no signature, but can be placed."""
     model = _OnTheSecondCall()
     compiled = recorded.runtime.trace(model, rows(2))
     assert recorded.runtime.signature(compiled) is None
@@ -196,7 +196,7 @@ def test_a_model_that_fails_on_the_cpu_is_traced_all_the_same(recorded):
 
 
 def test_a_mistake_in_the_model_is_reported_by_the_trace(recorded):
-    """The model's own exception arrives, as the vendor's trace raises it."""
+    """The model's own exception arrives from the vendor's trace."""
 
     def mistaken(x):
         msg = "a mistake"
@@ -207,7 +207,7 @@ def test_a_mistake_in_the_model_is_reported_by_the_trace(recorded):
 
 
 def test_an_error_of_the_vendor_arrives_and_leaves_the_context(recorded, calls, context):
-    """A number of cores that there is not is the vendor's ValueError; the next model is placed as if nothing had been."""
+    """An invalid number of cores is the vendor's ValueError. The next model can be placed."""
     compiled = recorded.runtime.trace(mlp(), rows(2))
     calls.clear()
     with pytest.raises(ValueError, match="invalid number of NeuronCores: 5"):
@@ -217,7 +217,7 @@ def test_an_error_of_the_vendor_arrives_and_leaves_the_context(recorded, calls, 
 
 
 def test_no_two_threads_are_in_the_context_at_once(recorded, calls, placing, monkeypatch):
-    """The context is documented as not thread-safe: each is left before the next is entered."""
+    """The context is not thread-safe, so each thread leaves it before the next one enters."""
     interval = sys.getswitchinterval()
     threads, times = 8, 5
     compiled = recorded.runtime.trace(mlp(), rows(2))
@@ -240,8 +240,8 @@ def test_no_two_threads_are_in_the_context_at_once(recorded, calls, placing, mon
     assert all(placement == placing(placement[0][1], 1) for placement in placements)
 
 
-def test_a_release_without_the_function_is_named(monkeypatch):
-    """Where a function is under neither of its names, the error says both and what to do."""
+def test_a_release_without_a_documented_function_is_an_error(monkeypatch):
+    """If a function has neither of its names, the error gives both and advice."""
     with neuron_host(cores=1) as host:
         double = Double("torch_neuronx", host, experimental=False)
         del double.package.neuron_cores_context
@@ -254,7 +254,7 @@ def test_a_release_without_the_function_is_named(monkeypatch):
 
 
 class _OnTheSecondCall(torch.nn.Module):
-    """Fails when it is run first, as a kernel that no CPU has would; the compiler then runs it in its own way."""
+    """Fails in its first run, like a kernel without a CPU version. The compiler then runs it again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How many cores the vendor's adapters find: by the environment, else by `neuron-ls`."""
+"""The number of cores that the vendor's adapters report, from the environment or from `neuron-ls`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from parawrap.backends.neuron import _neuron_ls
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
-# As in the Neuron LS User Guide: one device of two, with what is read of it and some of what is not.
+# Two devices, as in the Neuron LS User Guide, with some fields that parawrap does not read.
 _DEVICES = [
     {"neuron_device": 0, "connected_to": [1], "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []},
     {"neuron_device": 1, "connected_to": [0], "nc_count": 2, "memory_size": 34359738368, "neuron_processes": []},
@@ -19,7 +19,7 @@ _DEVICES = [
 
 
 class Tool:
-    """A `neuron-ls` in a folder of its own, which counts its runs."""
+    """A fake `neuron-ls`, which counts its runs."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / "neuron-ls"
@@ -39,7 +39,7 @@ class Tool:
 
 @pytest.fixture
 def tool(tmp_path, monkeypatch):
-    """PATH has one folder, and the vendor's own is not there."""
+    """Set PATH to one folder, and make the vendor's folder point to a missing one."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -49,20 +49,20 @@ def tool(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runtime(recorded, tool, monkeypatch):
-    """An adapter that is not told by the environment."""
+    """An adapter without a number of cores in the environment."""
     monkeypatch.delenv("NEURON_RT_NUM_CORES")
     return recorded.runtime
 
 
-def test_the_cores_of_all_devices_are_counted_once(runtime, tool):
-    """Two devices of two cores are four; what was told is not asked for again."""
+def test_the_cores_of_all_devices_are_summed_and_cached(runtime, tool):
+    """Two devices of two cores are four. The tool runs only once."""
     tool.says(json.dumps(_DEVICES))
     assert [runtime.core_count() for _ in range(3)] == [4, 4, 4]
     assert tool.runs == ["['--json-output']"]
 
 
-def test_the_environment_goes_before_the_tool(runtime, tool, monkeypatch):
-    """Where the environment says it, nothing is run, also after the tool has told another number."""
+def test_the_environment_takes_precedence_over_the_tool(runtime, tool, monkeypatch):
+    """If a variable sets the number, the tool does not run, also after it has reported another number."""
     tool.says(json.dumps(_DEVICES))
     monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
     assert runtime.core_count() == 3
@@ -73,8 +73,8 @@ def test_the_environment_goes_before_the_tool(runtime, tool, monkeypatch):
     assert runtime.core_count() == 2
 
 
-def test_a_malformed_environment_is_no_reason_to_ask_the_tool(runtime, tool, monkeypatch):
-    """The variable is named instead."""
+def test_a_malformed_environment_does_not_fall_back_to_the_tool(runtime, tool, monkeypatch):
+    """The error names the variable."""
     tool.says(json.dumps(_DEVICES))
     monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "3-1")
     with pytest.raises(DeviceListError, match=r"NEURON_RT_VISIBLE_CORES='3-1'"):
@@ -82,8 +82,8 @@ def test_a_malformed_environment_is_no_reason_to_ask_the_tool(runtime, tool, mon
     assert tool.runs == []
 
 
-def test_the_vendors_folder_is_looked_into(runtime, tool, tmp_path, monkeypatch):
-    """Where PATH has no neuron-ls, the folder that the vendor's tools are installed in may have it."""
+def test_the_vendors_folder_is_searched(runtime, tool, tmp_path, monkeypatch):
+    """If neuron-ls is not on PATH, the install folder of the vendor's tools is searched."""
     elsewhere = tmp_path / "opt"
     elsewhere.mkdir()
     Tool(elsewhere).says(json.dumps(_DEVICES[:1]))
@@ -91,7 +91,7 @@ def test_the_vendors_folder_is_looked_into(runtime, tool, tmp_path, monkeypatch)
 
 
 def test_a_machine_without_devices_has_no_cores(runtime, tool):
-    """An empty list is an answer."""
+    """An empty list means zero cores."""
     tool.says("[]")
     assert runtime.core_count() == 0
 
@@ -99,18 +99,18 @@ def test_a_machine_without_devices_has_no_cores(runtime, tool):
 @pytest.mark.parametrize(
     ("stdout", "stderr", "code", "said"),
     [
-        ("not json", "", 0, "printed no list of devices with an nc_count each: 'not json'"),
-        ("", "", 0, "printed no list"),
-        ('{"neuron_devices": []}', "", 0, "printed no list"),
-        ('[{"neuron_device": 0}]', "", 0, "printed no list"),
-        ('[{"nc_count": null}]', "", 0, "printed no list"),
-        ("[2, 2]", "", 0, "printed no list"),
-        ("2", "", 0, "printed no list"),
-        ("", "unknown flag: --json-output\n", 1, "ended with 1: 'unknown flag: --json-output'"),
+        ("not json", "", 0, "did not print a list of devices with an nc_count each: 'not json'"),
+        ("", "", 0, "did not print a list"),
+        ('{"neuron_devices": []}', "", 0, "did not print a list"),
+        ('[{"neuron_device": 0}]', "", 0, "did not print a list"),
+        ('[{"nc_count": null}]', "", 0, "did not print a list"),
+        ("[2, 2]", "", 0, "did not print a list"),
+        ("2", "", 0, "did not print a list"),
+        ("", "unknown flag: --json-output\n", 1, "exited with status 1: 'unknown flag: --json-output'"),
     ],
 )
-def test_a_tool_that_does_not_tell_is_an_error_with_a_cure(runtime, tool, stdout, stderr, code, said):
-    """The error says which tool said what, and names the variable to set; the tool is asked again the next time."""
+def test_unusable_output_of_the_tool_is_an_error(runtime, tool, stdout, stderr, code, said):
+    """The error shows the tool, its output, and the variable to set. The tool runs again at the next attempt."""
     tool.says(stdout, stderr=stderr, code=code)
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime.core_count()
@@ -121,8 +121,8 @@ def test_a_tool_that_does_not_tell_is_an_error_with_a_cure(runtime, tool, stdout
     assert runtime.core_count() == 4
 
 
-def test_a_tool_that_cannot_be_run_is_an_error_with_a_cure(runtime, tool):
-    """A file that is no program is named."""
+def test_a_tool_that_cannot_be_run_is_an_error(runtime, tool):
+    """The error shows the file and the variable to set."""
     tool.file.write_bytes(b"\x7fnot a program")
     tool.file.chmod(0o755)
     with pytest.raises(DeviceUnavailableError, match=r"neuron-ls cannot be run .*NEURON_RT_NUM_CORES"):
@@ -130,8 +130,8 @@ def test_a_tool_that_cannot_be_run_is_an_error_with_a_cure(runtime, tool):
 
 
 def test_without_the_tool_the_error_says_what_to_install(runtime):
-    """It names the places that were looked into, the variable to set and the package that has the tool."""
+    """It names the searched places, the variable to set, and the package with the tool."""
     with pytest.raises(
-        DeviceUnavailableError, match=r"no neuron-ls on PATH or in .*NEURON_RT_NUM_CORES.*aws-neuronx-tools"
+        DeviceUnavailableError, match=r"neuron-ls is neither on PATH nor in .*NEURON_RT_NUM_CORES.*aws-neuronx-tools"
     ):
         runtime.core_count()

@@ -1,4 +1,4 @@
-"""The faces on every runtime: what users write, over whatever puts their models on cores."""
+"""The public classes and functions on every runtime."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* rows? keeps? .* NeuronCores b
 
 @pytest.fixture
 def serving(subject):
-    """The runtime serves the process, as one does that was chosen."""
+    """Use the runtime in the process, as if it had been chosen."""
     with using(subject.runtime):
         yield subject
 
 
 @pytest.mark.parametrize("device_ids", [None, [0]], ids=str)
 def test_data_parallel_takes_any_number_of_rows(serving, device_ids):
-    """Rows in are rows out, exactly, and in their order."""
+    """The output has the rows of the input, exactly and in order."""
     net = neuron.DataParallel(neuron.trace(Doubling(), numbers(2)), device_ids)
     for count in (1, 2, 3, 8, 13):
         torch.testing.assert_close(net(*numbers(count)), Doubling()(*numbers(count)), rtol=0, atol=0)
     net.close()
 
 
-def test_data_parallel_on_cores_that_are_no_neighbours(serving):
-    """Each run of cores is placed by itself."""
+def test_data_parallel_on_cores_with_gaps(serving):
+    """Each run of consecutive cores is placed separately."""
     if neuron.core_count() < 3:
         pytest.skip("needs three cores")
     net = neuron.DataParallel(neuron.trace(Doubling(), numbers(1)), [0, 2])
@@ -40,18 +40,18 @@ def test_data_parallel_on_cores_that_are_no_neighbours(serving):
 
 
 def test_without_dynamic_batching_each_core_gets_the_compiled_size(serving):
-    """The exact number of rows is taken, and another one refused with both numbers."""
+    """The exact number of rows is accepted. The error for another number shows both numbers."""
     net = neuron.DataParallel(neuron.trace(Doubling(), numbers(2)))
     net.disable_dynamic_batching()
     exact = 2 * neuron.core_count()
     torch.testing.assert_close(net(*numbers(exact)), Doubling()(*numbers(exact)), rtol=0, atol=0)
-    with pytest.raises(ShapeError, match=rf"{exact + 1} rows .* must be 2, as the model is compiled"):
+    with pytest.raises(ShapeError, match=rf"{exact + 1} rows .* each core takes 2, the compiled number"):
         net(*numbers(exact + 1))
     net.close()
 
 
 def test_a_block_with_map_and_submit(serving):
-    """The same through parallel; after the block the model is what it was."""
+    """Calls, `submit`, and `map` of a `parallel` block give the plain outputs."""
     compiled = neuron.trace(Doubling(), numbers(2))
     with parallel(compiled, "neuron") as p:
         torch.testing.assert_close(compiled(*numbers(9)), Doubling()(*numbers(9)), rtol=0, atol=0)
@@ -62,13 +62,13 @@ def test_a_block_with_map_and_submit(serving):
 
 
 def test_a_module_around_compiled_ones(serving):
-    """Its compiled size is not known, and rows are shared out evenly; torch_neuron has no dynamic batching of it."""
+    """Its compiled size is unknown, so rows are cut evenly. torch_neuron has no dynamic batching for it."""
     plain = Around(mlp(), mlp()).eval()
     around = Around(*(neuron.trace(mlp(), rows(2)) for _ in range(2))).eval()
     counts = [1, 5, 8]
     if serving.runtime.name == "torch_neuron":
         counts = [2 * neuron.core_count()]
-        with pytest.warns(UserWarning, match="dynamic batching cannot be had of this model"):
+        with pytest.warns(UserWarning, match="this model cannot use dynamic batching"):
             net = neuron.DataParallel(around)
     else:
         net = neuron.DataParallel(around)
@@ -79,7 +79,7 @@ def test_a_module_around_compiled_ones(serving):
 
 
 def test_a_model_from_a_file(serving):
-    """What was saved and loaded is parallel as what was traced; the vendors tell nothing of it, so rows are exact here."""
+    """A loaded model is parallel too. The vendors do not report its shapes, so the number of rows is exact here."""
     file = io.BytesIO()
     neuron.save(neuron.trace(Doubling(), numbers(2)), file)
     net = neuron.DataParallel(neuron.load(io.BytesIO(file.getvalue())), set_dynamic_batching=False)
