@@ -11,8 +11,8 @@ from torch import nn
 from benchmarks._measure import Result, Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
-from parawrap.replicas._structure import Survey
-from parawrap.replicas._watch import Watch
+from parawrap.replicas._copy_structure import Survey
+from parawrap.replicas._detect_changes import Watch
 
 __all__ = ["count", "rows"]
 

@@ -31,18 +31,18 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, wrapper
-from parawrap.launch.clusters._journal import Journal, JournalRecord
-from parawrap.launch.clusters._network import Address, Front, dial
+from parawrap.launch.clusters._connections import Address, Front, dial
 from parawrap.launch.clusters._remote_node import await_nodes
-from parawrap.launch.parcels._outcomes import Returned
-from parawrap.launch.parcels._packing import packed
-from parawrap.launch.parcels._wire import Message, Wire
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch._launch import assignments_of
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._rendezvous import open_rendezvous
-from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._starters import starter_named, stop_server
+from parawrap.launch.clusters._report_journal import Journal, JournalRecord
+from parawrap.launch.messages._first_rank_failure import Returned
+from parawrap.launch.messages._message_socket import Message, Wire
+from parawrap.launch.messages._pickle_values import packed
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._rendezvous import open_rendezvous
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._start_methods import starter_named, stop_server
+from parawrap.launch.supervision._watched_launch import assignments_of
 
 __all__ = ["PER_NODE", "Report", "found"]
 

@@ -32,7 +32,7 @@ from parawrap.errors import (
 )
 from parawrap.faces.collate import default_collate, tp_collate
 from parawrap.faces.data_parallel import DataParallel, data_parallel
-from parawrap.faces.moving import Batch, cuda_attrs, recursive_cuda, recursive_to
+from parawrap.faces.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
 from parawrap.faces.parallel import Parallel, parallel
 from parawrap.faces.parallel_wrapper import ParallelWrapper
 from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
@@ -43,7 +43,7 @@ from parawrap.shards import register_split
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
     from parawrap.faces.compare import Comparison, compare
-    from parawrap.faces.verbs import gather, parallel_apply, replicate, scatter
+    from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 
@@ -105,7 +105,7 @@ __all__ = [
 _LAUNCHING = ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank")
 _LATER = {
     **dict.fromkeys(("Comparison", "compare"), "parawrap.faces.compare"),
-    **dict.fromkeys(("gather", "parallel_apply", "replicate", "scatter"), "parawrap.faces.verbs"),
+    **dict.fromkeys(("gather", "parallel_apply", "replicate", "scatter"), "parawrap.faces.scatter_gather"),
     "Wrapper": "parawrap.faces.wrapper",
     "wrapper": "parawrap.faces.wrapper",
     **dict.fromkeys(_LAUNCHING, "parawrap.launch"),

@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from parawrap.backends.neuron import NeuronCore, quiet_about_torchscript, runtime
-from parawrap.faces.neuron import DataParallel
+from parawrap.faces.neuron_data_parallel import DataParallel
 
 __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", "save", "trace"]
 

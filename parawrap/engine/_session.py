@@ -14,11 +14,11 @@ from weakref import WeakSet
 import torch
 
 from parawrap.backends import device_of, record_use
-from parawrap.engine._bring_and_run import Placed
-from parawrap.engine._kinds import Generators, Kind, Kinds
-from parawrap.engine._reference import plain_output
+from parawrap.engine._call_history import Generators, Kind, Kinds
+from parawrap.engine._plain_output import plain_output
+from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._trace import Trace
+from parawrap.engine._timeline import Trace
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
     Lane,

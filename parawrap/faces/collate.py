@@ -14,8 +14,8 @@ import torch
 import wrapt
 
 from parawrap.errors import ShardError
-from parawrap.faces._containers import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
-from parawrap.faces._decorated import is_global, own_class, sent_by_cloudpickle
+from parawrap.faces._pickle_decorated import is_global, own_class, sent_by_cloudpickle
+from parawrap.faces._sequences_and_mappings import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
 from parawrap.shards import balanced
 
 __all__ = ["default_collate", "tp_collate"]

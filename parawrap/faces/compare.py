@@ -14,8 +14,8 @@ import torch
 from parawrap.backends import Devices
 from parawrap.engine import as_call
 from parawrap.errors import ShardError
-from parawrap.faces._comparison import Comparison, Way, difference
-from parawrap.faces._turn import memory_growth, page_faults, turn
+from parawrap.faces._comparison_table import Comparison, Way, difference
+from parawrap.faces._isolate_measurements import memory_growth, page_faults, turn
 from parawrap.faces.parallel import parallel
 from parawrap.tree import Opaque, flatten, tensors_in
 

@@ -12,8 +12,8 @@ import torch
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import ReplicaSet, Session
 from parawrap.errors import DeviceListError
-from parawrap.faces._vector import vector
-from parawrap.faces.verbs import as_calls, device_named
+from parawrap.faces._losses_as_vector import vector
+from parawrap.faces.scatter_gather import as_calls, device_named
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
 

@@ -17,8 +17,8 @@ import wrapt
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
 from parawrap.errors import SessionError, ShardError
-from parawrap.faces._arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
-from parawrap.faces._progress import Progress
+from parawrap.faces._check_arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
+from parawrap.faces._progress_bar import Progress
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Parallel(Generic[TargetT]):
         self._cores: tuple[NeuronCore, ...] = ()
         self._devices: tuple[torch.device, ...] = ()
         if names_cores(devices):
-            from parawrap.faces._on_cores import cores_of
+            from parawrap.faces._place_on_cores import cores_of
 
             self._cores = cores_of(devices)
         else:
@@ -255,7 +255,7 @@ class Parallel(Generic[TargetT]):
 
     def _new_session(self) -> Session | NeuronSession:
         if self._cores:
-            from parawrap.faces._on_cores import open_session
+            from parawrap.faces._place_on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)

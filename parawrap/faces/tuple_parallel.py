@@ -15,7 +15,7 @@ from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine import Session
 from parawrap.errors import ShardError
 from parawrap.faces.data_parallel import DataParallel
-from parawrap.faces.moving import recursive_to
+from parawrap.faces.move_to_device import recursive_to
 from parawrap.faces.tuples import transpose
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules

@@ -12,7 +12,7 @@ import optree
 import torch
 
 from parawrap.errors import GatherError, ShardError
-from parawrap.faces._containers import (
+from parawrap.faces._sequences_and_mappings import (
     check_kinds,
     columns,
     described,

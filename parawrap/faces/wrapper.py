@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 import wrapt
 
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.faces._decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
 from parawrap.faces._launch_map import launch_each
+from parawrap.faces._pickle_decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
 from parawrap.launch import (
     Job,
     Launch,

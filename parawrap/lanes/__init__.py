@@ -1,13 +1,13 @@
 """One worker thread per device slot: lanes, the pool that owns them, and the modes that follow a caller into them.
 
 Knows threads, devices, and torch's thread-local modes; knows no modules and not how a call is cut. The guarantees are at
-the top of ``_pool.py``.
+the top of ``_lane_pool.py``.
 """
 
 from parawrap.lanes._first_failure import Outcome, first_failure, note
-from parawrap.lanes._modes import Modes, intra_op_threads, sees_only_its_own_thread
-from parawrap.lanes._pool import Lane, LanePool, Span, Task, here
-from parawrap.lanes._streams import LaneFuture
+from parawrap.lanes._lane_pool import Lane, LanePool, Span, Task, here
+from parawrap.lanes._lane_streams import LaneFuture
+from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread
 
 __all__ = [
     "Lane",

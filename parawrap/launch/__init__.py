@@ -4,14 +4,14 @@ This package starts processes, connects them, and ends them. It does not depend 
 """
 
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._job import Job, Preview
+from parawrap.launch._launch_handle import Launch, RankResults
 from parawrap.launch._launcher import launch, launch_array, preview, runs_here
+from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
-from parawrap.launch._results import Launch, RankResults
 from parawrap.launch._seeds import seed_all
 from parawrap.launch.inline import run_inline
-from parawrap.launch.watch._launch import cancel_all, cancel_launches
+from parawrap.launch.supervision._watched_launch import cancel_all, cancel_launches
 
 __all__ = [
     "Device",

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from parawrap.backends.cpu import usable_cores
+from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
 __all__ = ["Device", "core_of", "rank_device", "visible"]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
-from parawrap.launch._registry import LAUNCHERS
+from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._world import surrounding_world
 
 __all__ = ["Platform"]

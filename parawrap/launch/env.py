@@ -20,18 +20,18 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
-from parawrap.launch._job import Job, Preview, preview
+from parawrap.launch._launch_handle import Launch, RankResults, State
+from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
-from parawrap.launch._results import Launch, RankResults, State
 from parawrap.launch._world import World, surrounding_world
-from parawrap.launch.clusters._queue import requeue_job
-from parawrap.launch.parcels._outcomes import Died, Requeued
-from parawrap.launch.ranks._exchange import Exchange
-from parawrap.launch.ranks._groups import leave_groups
+from parawrap.launch.clusters._slurm_commands import requeue_job
+from parawrap.launch.messages._first_rank_failure import Died, Requeued
+from parawrap.launch.ranks._exchange_outcomes import Exchange
 from parawrap.launch.ranks._preemption import RequeueRequested, at_signal
-from parawrap.launch.ranks._setup import Place, set_up
-from parawrap.launch.ranks._store_agreement import StoreAgreement
+from parawrap.launch.ranks._preemption_store import StoreAgreement
+from parawrap.launch.ranks._process_groups import leave_groups
+from parawrap.launch.ranks._set_up_rank import Place, set_up
 
 __all__ = ["launcher"]
 

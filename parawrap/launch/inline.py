@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._job import Job
+from parawrap.launch._launch_handle import RankResults
+from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
-from parawrap.launch._results import RankResults
 from parawrap.launch._seeds import preserved_generators, seed
-from parawrap.launch.ranks._groups import leave_groups
 from parawrap.launch.ranks._preemption import Preemption, RequeueRequested, at_signal
+from parawrap.launch.ranks._process_groups import leave_groups
 
 __all__ = ["run_inline"]
 

@@ -7,16 +7,16 @@ from contextlib import ExitStack
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch._job import Job, Preview, preview
-from parawrap.launch._limits import explained
-from parawrap.launch._results import Launch
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch._launch import RunLaunch, assignments_of
-from parawrap.launch.watch._local_node import LocalNode
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._rendezvous import open_rendezvous
-from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._starters import starter_named
+from parawrap.launch._launch_handle import Launch
+from parawrap.launch._packed_call import Job, Preview, preview
+from parawrap.launch._system_limits import explained
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._local_node import LocalNode
+from parawrap.launch.supervision._rendezvous import open_rendezvous
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._start_methods import starter_named
+from parawrap.launch.supervision._watched_launch import RunLaunch, assignments_of
 
 __all__ = ["launcher"]
 

@@ -11,17 +11,17 @@ import secrets
 from contextlib import ExitStack
 from typing import Any
 
-from parawrap.launch._job import Job, Preview, preview
-from parawrap.launch._results import Launch, State
-from parawrap.launch.clusters._network import Front, own_addresses
+from parawrap.launch._launch_handle import Launch, State
+from parawrap.launch._packed_call import Job, Preview, preview
+from parawrap.launch.clusters._connections import Front, own_addresses
+from parawrap.launch.clusters._ray_reservation import Reservation, joined
 from parawrap.launch.clusters._remote_node import RemoteNode, await_nodes
-from parawrap.launch.clusters._reservation import Reservation, joined
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import RunLaunch, assignments_of
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._rendezvous import open_rendezvous
-from parawrap.launch.watch._run import Run
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._launch_outcome import Ending
+from parawrap.launch.supervision._rendezvous import open_rendezvous
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._watched_launch import RunLaunch, assignments_of
 
 __all__ = ["launcher"]
 

@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from parawrap.launch._job import Job, Preview, preview
-from parawrap.launch._results import Launch, RankResults, State
-from parawrap.launch.clusters._batch import script, submit
-from parawrap.launch.clusters._folder import Folder, Plan
+from parawrap.launch._launch_handle import Launch, RankResults, State
+from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.clusters._job_follower import JobFollower
-from parawrap.launch.clusters._queue import cancel_job, job_state, send_signal
-from parawrap.launch.parcels._outcomes import Parcel
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import WatchedLaunch
+from parawrap.launch.clusters._launch_folder import Folder, Plan
+from parawrap.launch.clusters._slurm_batch_job import script, submit
+from parawrap.launch.clusters._slurm_commands import cancel_job, job_state, send_signal
+from parawrap.launch.messages._first_rank_failure import Parcel
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision._launch_outcome import Ending
+from parawrap.launch.supervision._watched_launch import WatchedLaunch
 
 __all__ = ["launcher"]
 

@@ -5,8 +5,8 @@ that the model holds. On the model's device it has views of the parameters; on a
 gradients return to the parameters.
 """
 
+from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
-from parawrap.replicas._stand_in import PlainView, StandIn, original_method, put, restore
 
 __all__ = [
     "Freshness",

@@ -12,11 +12,11 @@ import torch
 
 from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._content_of import ATOMS
-from parawrap.replicas._contents import Cell, Dict, Instance
-from parawrap.replicas._structure import Copy, Node, Survey
-from parawrap.replicas._tensors import Tensors
-from parawrap.replicas._watch import is_watched_apart, parts_of
+from parawrap.replicas._copy_rules import Cell, Dict, Instance
+from parawrap.replicas._copy_structure import Copy, Node, Survey
+from parawrap.replicas._detect_changes import is_watched_apart, parts_of
+from parawrap.replicas._replica_tensors import Tensors
+from parawrap.replicas._rule_by_class import ATOMS
 
 __all__ = ["LaneState"]
 

@@ -13,12 +13,12 @@ from torch.nn.parameter import is_lazy
 
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
-from parawrap.replicas._hidden import refuse_hidden, refuse_left_behind
-from parawrap.replicas._mirror import Mirror, send
+from parawrap.replicas._copy_structure import Survey
+from parawrap.replicas._detect_changes import Change, Ledger, Watch
+from parawrap.replicas._gradients import Mirror, send
+from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
 from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
-from parawrap.replicas._structure import Survey
-from parawrap.replicas._tensors import Tensors, is_parameter
-from parawrap.replicas._watch import Change, Ledger, Watch
+from parawrap.replicas._replica_tensors import Tensors, is_parameter
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 

@@ -11,11 +11,11 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import ReplicaError
+from parawrap.replicas._batched_copies import lasting
+from parawrap.replicas._copy_structure import Copy, Node, Survey
 from parawrap.replicas._lane_state import LaneState
-from parawrap.replicas._parcel import lasting
-from parawrap.replicas._script import script_pairs
-from parawrap.replicas._structure import Copy, Node, Survey
-from parawrap.replicas._tensors import Tensors, is_parameter
+from parawrap.replicas._replica_tensors import Tensors, is_parameter
+from parawrap.replicas._torchscript import script_pairs
 
 __all__ = ["Order", "Replica", "may_be_written_unseen"]
 

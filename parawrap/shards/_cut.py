@@ -17,17 +17,17 @@ from torch.autograd import forward_ad
 
 from parawrap.backends import bring
 from parawrap.errors import ShardError
-from parawrap.shards._extents import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
-from parawrap.shards._parameters import Parameters
-from parawrap.shards._refusals import (
+from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
+from parawrap.shards._cut_errors import (
     CALL_ROOTS,
     refuse_ambiguous,
     refuse_dims_out_of_range,
     refuse_disagreement,
     refuse_unknown,
 )
-from parawrap.shards._sizes import Sizes, balanced, equal, telling
-from parawrap.shards._split import placed, splitter_of
+from parawrap.shards._parameter_names import Parameters
+from parawrap.shards._register_split import placed, splitter_of
+from parawrap.shards._shard_sizes import Sizes, balanced, equal, telling
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
 
 __all__ = ["Cutter", "FlatCall", "InDim", "Piece", "Shard", "ShardPlan"]

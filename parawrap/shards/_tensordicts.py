@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from parawrap.shards._splitter import Splitter, refuse_split, refuse_to_join, same
+from parawrap.shards._split_rules import Splitter, refuse_split, refuse_to_join, same
 
 __all__ = ["tensordict_rules"]
 

@@ -6,9 +6,9 @@ compiles models for fixed shapes, loads them into the memory of cores, and runs 
 Import this module before ``torch.jit.load`` of a compiled model: it defines the operator that such a model calls.
 """
 
-from parawrap.faces.rowwise import check_rowwise
-from parawrap.testing import _operator as _operator  # defines the operator that compiled models call
-from parawrap.testing._cores import CoreStats
+from parawrap.faces.check_rowwise import check_rowwise
+from parawrap.testing import _inference_operator as _inference_operator  # defines the operator that compiled models call
+from parawrap.testing._emulated_core import CoreStats
 from parawrap.testing._neuron_host import NeuronHost, neuron_host
 
 __all__ = ["CoreStats", "NeuronHost", "check_rowwise", "neuron_host"]

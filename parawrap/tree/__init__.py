@@ -5,7 +5,8 @@ or modules. optree supports list, tuple, namedtuple, dict, OrderedDict, defaultd
 dataclasses and subclasses of Mapping, list, and tuple when it first meets each class, and rebuilds values as that class.
 """
 
-from parawrap.tree._nested import (
+from parawrap.tree._find_tensors import tensors_in
+from parawrap.tree._flatten import (
     Opaque,
     TreeSpec,
     address,
@@ -20,7 +21,6 @@ from parawrap.tree._nested import (
     sequences,
     unflatten,
 )
-from parawrap.tree._search import tensors_in
 
 __all__ = [
     "Opaque",

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.backends import cpu as cpu_module
-from parawrap.backends.cpu import _cgroup_quota, usable_cores
+from parawrap.backends import cpu_backend as cpu_module
+from parawrap.backends.cpu_backend import _cgroup_quota, usable_cores
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parawrap.backends import Backend, Traits, backend_of, best_backend, register_backend, resolve_device, resolve_devices
-from parawrap.backends import _registry as registry
-from parawrap.backends.cpu import usable_cores
+from parawrap.backends import _backend_registry as registry
+from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ParawrapError
 
 CPU = torch.device("cpu")

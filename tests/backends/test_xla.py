@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from parawrap import DeviceUnavailableError, parallel
-from parawrap.backends import backend_of, best_backend, xla
+from parawrap.backends import backend_of, best_backend, xla_backend
 
 
 @pytest.fixture(autouse=True)
 def _ask_anew():
     """What torch_xla said is kept for good; each test has its own."""
-    xla._runtime.cache_clear()
+    xla_backend._runtime.cache_clear()
     yield
-    xla._runtime.cache_clear()
+    xla_backend._runtime.cache_clear()
 
 
 def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):

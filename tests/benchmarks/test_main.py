@@ -13,7 +13,7 @@ import parawrap
 from benchmarks import __main__ as command
 from benchmarks import cuda_python
 from benchmarks._measure import Arm, Result, Row
-from parawrap.backends.cpu import usable_cores
+from parawrap.backends.cpu_backend import usable_cores
 
 ROW = Row(
     "calls",

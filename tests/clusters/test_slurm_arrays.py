@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, Platform
-from parawrap.launch._job import Job
+from parawrap.launch._packed_call import Job
 from parawrap.launch.slurm import launcher
 from tests.launch.processes import eventually
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from parawrap import parallel
-from parawrap.backends import _streams as backend_streams
-from parawrap.engine import _bring_and_run as bring_and_run
+from parawrap.backends import _transfer as backend_streams
 from parawrap.engine import _session as engine_session
-from parawrap.lanes import _streams as lane_streams
+from parawrap.engine import _shard_task as bring_and_run
+from parawrap.lanes import _lane_streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Casting, Late
 from tests.devices.zoo import mlp, rows

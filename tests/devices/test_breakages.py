@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parawrap import GatherError, engine, parallel
-from parawrap.replicas._mirror import Mirror
+from parawrap.replicas._gradients import Mirror
 from parawrap.replicas._refresh import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from parawrap import DataParallel, TupleParallel, parallel, tuple_fn
 from parawrap.backends import backend_of, bring
 from parawrap.lanes import LanePool, Modes
-from parawrap.lanes import _streams as lane_streams
-from parawrap.replicas import _parcel
+from parawrap.lanes import _lane_streams as lane_streams
+from parawrap.replicas import _batched_copies
 from tests import simdevice
 from tests.devices.zoo import SIMS, Average, Holder, Masked, mlp, rows, side_stream
 
@@ -324,8 +324,8 @@ def test_a_block_closed_during_a_call(close_after):
 @pytest.mark.parametrize("width", [64, 256], ids=["packed", "alone"])
 def test_a_refresh_needs_little_extra_memory(width, monkeypatch):
     """On a lane's device, a refresh allocates at most the memory of two packs in addition to the replica."""
-    monkeypatch.setattr(_parcel, "_SMALL", 32 << 10)
-    monkeypatch.setattr(_parcel, "_MOST", most := 64 << 10)
+    monkeypatch.setattr(_batched_copies, "_SMALL", 32 << 10)
+    monkeypatch.setattr(_batched_copies, "_MOST", most := 64 << 10)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(24))).to("sim:0")
     taken = []
 
@@ -338,7 +338,7 @@ def test_a_refresh_needs_little_extra_memory(width, monkeypatch):
         return transfer_and_measure
 
     for name in ("bring", "bring_into"):
-        monkeypatch.setattr(_parcel, name, measuring(getattr(_parcel, name)))
+        monkeypatch.setattr(_batched_copies, name, measuring(getattr(_batched_copies, name)))
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]):
         model(torch.ones(4, width))
         settle()

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from parawrap import parallel
-from parawrap.backends import _streams as backend_streams
+from parawrap.backends import _transfer as backend_streams
 from parawrap.backends import backend_of
-from parawrap.engine import _bring_and_run as bring_and_run
-from parawrap.lanes import _streams as lane_streams
+from parawrap.engine import _shard_task as bring_and_run
+from parawrap.lanes import _lane_streams as lane_streams
 from tests import simdevice
 from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from parawrap.errors import ShardError
-from parawrap.faces import _comparison as module_of_comparison
+from parawrap.faces import _comparison_table as module_of_comparison
 from parawrap.faces import compare as module_of_compare
-from parawrap.faces._comparison import Difference, Way
+from parawrap.faces._comparison_table import Difference, Way
 from parawrap.faces.compare import Comparison, compare
 
 LANES = ["cpu", "cpu"]

@@ -11,14 +11,14 @@ from unittest import mock
 
 import torch
 
-from parawrap.engine._kinds import Kind
-from parawrap.replicas import _structure
-from parawrap.replicas._content_of import content_of
-from parawrap.replicas._contents import Instance, Module
+from parawrap.engine._call_history import Kind
+from parawrap.replicas import _copy_structure
+from parawrap.replicas._copy_rules import Instance, Module
+from parawrap.replicas._method_stand_ins import PlainView
 from parawrap.replicas._refresh import Ledger, Replica, Watch
-from parawrap.replicas._stand_in import PlainView
-from parawrap.replicas._tensors import Tensors
-from parawrap.shards._join import _Join
+from parawrap.replicas._replica_tensors import Tensors
+from parawrap.replicas._rule_by_class import content_of
+from parawrap.shards._join_outputs import _Join
 
 
 def sharing(is_shared: Callable[[Any], bool]) -> AbstractContextManager[Any]:
@@ -27,7 +27,7 @@ def sharing(is_shared: Callable[[Any], bool]) -> AbstractContextManager[Any]:
     def patched(value: Any) -> Any:
         return None if is_shared(value) else content_of(value)
 
-    return mock.patch.object(_structure, "content_of", patched)
+    return mock.patch.object(_copy_structure, "content_of", patched)
 
 
 def _is_list_of_modules(value: Any) -> bool:
@@ -53,14 +53,14 @@ def _is_plain_object(value: Any) -> bool:
 
 def copies_by_equality() -> AbstractContextManager[Any]:
     """Find the copy of a module by ``==``."""
-    of = _structure.Copy.of
+    of = _copy_structure.Copy.of
 
     def patched(self: Any, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
             value = next((node.value for node in self.survey.modules if node.value == value), value)
         return of(self, value)
 
-    return mock.patch.object(_structure.Copy, "of", patched)
+    return mock.patch.object(_copy_structure.Copy, "of", patched)
 
 
 def deep_train_modes_unseen() -> AbstractContextManager[Any]:

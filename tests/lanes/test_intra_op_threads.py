@@ -9,7 +9,7 @@ import torch
 
 from parawrap.engine import Entry, Session
 from parawrap.lanes import LanePool, Modes, intra_op_threads
-from parawrap.lanes._modes import settle
+from parawrap.lanes._thread_modes import settle
 from parawrap.shards import Cutter, JoinRules
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LanePool, Modes, _pool, first_failure, here
+from parawrap.lanes import Lane, LanePool, Modes, _lane_pool, first_failure, here
 
 CPU = torch.device("cpu")
 LANES = 3
@@ -416,7 +416,7 @@ def test_idle_frees_every_lane_after_an_error(pool):
 @pytest.fixture
 def impatient(monkeypatch):
     """Every wait is long."""
-    monkeypatch.setattr("parawrap.lanes._pool._LONG_WAIT_S", 0.001)
+    monkeypatch.setattr("parawrap.lanes._lane_pool._LONG_WAIT_S", 0.001)
 
 
 @pytest.fixture
@@ -731,7 +731,7 @@ def test_a_lane_holds_nothing_of_a_call_once_the_caller_is_told(pool, task):
             looked.wait(20)
         return look_at_each_line
 
-    looked, codes = threading.Event(), {_pool._Call.__call__.__code__, _pool._serve.__code__}
+    looked, codes = threading.Event(), {_lane_pool._Call.__call__.__code__, _lane_pool._serve.__code__}
     threading.settrace(look_at_each_line)
     try:
         outcomes = run(pool, [lambda: None, lambda: task(made)])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError, RankDiedError
-from parawrap.launch.parcels._failures import is_echo, pack_exception, summary_of, traceback_of
-from parawrap.launch.parcels._packing import unpack
+from parawrap.launch.messages._pickle_values import unpack
+from parawrap.launch.messages._rank_errors import is_echo, pack_exception, summary_of, traceback_of
 
 LOCK = threading.Lock()
 

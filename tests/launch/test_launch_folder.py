@@ -16,15 +16,15 @@ import torch
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _batch, _journal
-from parawrap.launch.clusters._folder import Folder, Plan
-from parawrap.launch.clusters._journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
-from parawrap.launch.clusters._network import Address
+from parawrap.launch.clusters import _report_journal, _slurm_batch_job
+from parawrap.launch.clusters._connections import Address
+from parawrap.launch.clusters._launch_folder import Folder, Plan
+from parawrap.launch.clusters._report_journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
 from parawrap.launch.clusters._send_queue import SendQueue
-from parawrap.launch.parcels._outcomes import Parcel
-from parawrap.launch.parcels._packing import memory_file, packed
-from parawrap.launch.parcels._wire import Wire, is_readable
-from parawrap.launch.ranks._assignment import Surroundings
+from parawrap.launch.messages._first_rank_failure import Parcel
+from parawrap.launch.messages._message_socket import Wire, is_readable
+from parawrap.launch.messages._pickle_values import memory_file, packed
+from parawrap.launch.ranks._rank_assignment import Surroundings
 from tests.launch.processes import eventually
 
 
@@ -56,7 +56,7 @@ def test_the_last_launch_of_an_array_removes_the_shared_logs(folder):
     for number in ("7_1", "7_11"):
         (first.submitit / f"{number}_0_log.err").write_text(f"output of {number}")
     first.remove()
-    assert _batch.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
+    assert _slurm_batch_job.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
     second.remove()
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
@@ -148,7 +148,7 @@ def test_nothing_is_unpickled_from_a_replaced_folder(replaced_by, folder, monkey
 
 def test_submitit_does_not_run_in_a_folder_that_others_can_write(folder):
     """The job exits before submitit unpickles files from such a folder."""
-    command = [*shlex.split(_batch._python()), "-c", "print('ran')", str(folder.submitit)]
+    command = [*shlex.split(_slurm_batch_job._python()), "-c", "print('ran')", str(folder.submitit)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
     folder.submitit.parent.chmod(0o777)
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -192,7 +192,7 @@ def test_a_full_disk_makes_the_journal_raise(tmp_path, monkeypatch):
     def full(_file):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_journal.os, "fsync", full)
+    monkeypatch.setattr(_report_journal.os, "fsync", full)
     journal = Journal(tmp_path / "journal")
     journal.add("first")
 

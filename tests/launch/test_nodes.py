@@ -19,21 +19,21 @@ import pytest
 import torch
 
 from parawrap.errors import LaunchError
-from parawrap.launch._job import Job
+from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _network, _remote_node
-from parawrap.launch.clusters._network import Address, Front, dial, interface_of, own_addresses
+from parawrap.launch.clusters import _connections, _remote_node
+from parawrap.launch.clusters._connections import Address, Front, dial, interface_of, own_addresses
 from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.clusters._send_queue import SendQueue
-from parawrap.launch.parcels._wire import receive_exactly
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch._ending import verdict
-from parawrap.launch.watch._launch import assignments_of
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._starters import starter_named
-from parawrap.launch.watch._transcript import Transcript
+from parawrap.launch.messages._message_socket import receive_exactly
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._launch_outcome import verdict
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._start_methods import starter_named
+from parawrap.launch.supervision._transcript import Transcript
+from parawrap.launch.supervision._watched_launch import assignments_of
 from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, pids_in, report_pid_function
 
 LOOPBACK = "127.0.0.1"
@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_start_ends_the_launch(monkeypatch):
 
     with nodes_for(int) as nodes:
         run = nodes.run()
-        monkeypatch.setattr("parawrap.launch.watch._local_node.LocalNode.start", refuse)
+        monkeypatch.setattr("parawrap.launch.supervision._local_node.LocalNode.start", refuse)
         run.begin()
         error = verdict("int", nodes.job.platform, run.run())
     assert isinstance(error, LaunchError)
@@ -392,7 +392,7 @@ def test_repeated_and_reflected_messages_are_refused(relay):
 
 def test_silent_callers_do_not_delay_a_node(monkeypatch):
     """A node connects at once, although 20 connected strangers send nothing."""
-    monkeypatch.setattr(_network, "_DIAL_S", PATIENCE_S)
+    monkeypatch.setattr(_connections, "_DIAL_S", PATIENCE_S)
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
         for _ in range(20):
             strangers.enter_context(socket.create_connection((LOOPBACK, front.address.port)))
@@ -407,8 +407,8 @@ def test_silent_callers_do_not_delay_a_node(monkeypatch):
 
 def test_a_flood_of_callers_uses_few_descriptors(monkeypatch):
     """The front drops the oldest callers above a limit, and all callers after a timeout; a node can still connect."""
-    monkeypatch.setattr(_network, "_MOST_CALLERS", 8)
-    monkeypatch.setattr(_network, "_DIAL_S", 1.0)
+    monkeypatch.setattr(_connections, "_MOST_CALLERS", 8)
+    monkeypatch.setattr(_connections, "_DIAL_S", 1.0)
     with closing(Front([LOOPBACK], TOKEN)) as front, ExitStack() as strangers:
         port = front.address.port
         flood = [strangers.enter_context(socket.create_connection((LOOPBACK, port))) for _ in range(100)]
@@ -442,9 +442,9 @@ def test_a_caller_uses_the_first_address_that_works():
 
 def test_an_unread_line_stays_open(monkeypatch):
     """Unread bytes fit into the buffers, so a reader that stops for longer than the silence limit loses nothing."""
-    monkeypatch.setattr(_network, "_SILENCE_S", 1)
-    monkeypatch.setattr(_network, "_PROBE_S", 1)
-    monkeypatch.setattr(_network, "_PROBES", 1)
+    monkeypatch.setattr(_connections, "_SILENCE_S", 1)
+    monkeypatch.setattr(_connections, "_PROBE_S", 1)
+    monkeypatch.setattr(_connections, "_PROBES", 1)
     with closing(Front([LOOPBACK], TOKEN)) as front:
         theirs, ours = connect(front)
     queue = SendQueue(theirs)

@@ -9,8 +9,7 @@ import pytest
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch import RankResults
-from parawrap.launch.parcels._failures import is_echo, pack_exception, summary_of, traceback_of
-from parawrap.launch.parcels._outcomes import (
+from parawrap.launch.messages._first_rank_failure import (
     Died,
     Ended,
     Parcel,
@@ -21,7 +20,8 @@ from parawrap.launch.parcels._outcomes import (
     first_failure,
     values_of,
 )
-from parawrap.launch.parcels._packing import memory_file, pack
+from parawrap.launch.messages._pickle_values import memory_file, pack
+from parawrap.launch.messages._rank_errors import is_echo, pack_exception, summary_of, traceback_of
 
 PLACE = "node 3, a-host"
 ECHO = RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:39837")

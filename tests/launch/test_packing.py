@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parawrap.errors import LaunchError, UnsendableError
-from parawrap.launch.parcels._packing import memory_file, pack, unpack
+from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
 
 LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped

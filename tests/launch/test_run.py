@@ -17,15 +17,15 @@ import pytest
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError
 from parawrap.errors import LaunchError
-from parawrap.launch.parcels._outcomes import Ended, Requeued, Returned
-from parawrap.launch.parcels._packing import packed
-from parawrap.launch.ranks._assignment import Surroundings
-from parawrap.launch.watch import _supervisor
-from parawrap.launch.watch._ending import verdict
-from parawrap.launch.watch._launch import assignments_of
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._transcript import Transcript
+from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Returned
+from parawrap.launch.messages._pickle_values import packed
+from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.supervision import _supervisor
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._launch_outcome import verdict
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._transcript import Transcript
+from parawrap.launch.supervision._watched_launch import assignments_of
 from tests.launch.processes import notes_of, ranks
 
 GRACE_S = 30.0

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from parawrap import neuron
-from parawrap.backends.neuron import NeuronRuntime, _choice, runtime, using
+from parawrap.backends.neuron import NeuronRuntime, _choose_runtime, runtime, using
 from parawrap.errors import DeviceUnavailableError
 from parawrap.testing import NeuronHost
 
@@ -30,7 +30,7 @@ raise ImportError(
 @pytest.fixture(autouse=True)
 def _nothing_chosen(monkeypatch):
     """Start without a chosen runtime, without a named one, and without an installed vendor package."""
-    monkeypatch.setattr(_choice, "_chosen", None)
+    monkeypatch.setattr(_choose_runtime, "_chosen", None)
     monkeypatch.delenv("PARAWRAP_NEURON_RUNTIME", raising=False)
     for name in _VENDORS:
         monkeypatch.setitem(sys.modules, name, None)
@@ -82,7 +82,7 @@ def test_torch_neuronx_takes_precedence_over_torch_neuron(install, monkeypatch):
     for name in _VENDORS:
         install(name)
     assert runtime().name == "torch_neuronx"
-    monkeypatch.setattr(_choice, "_chosen", None)
+    monkeypatch.setattr(_choose_runtime, "_chosen", None)
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuron")
     assert runtime().name == "torch_neuron"
 
@@ -190,7 +190,7 @@ def test_using_does_not_choose_the_default_runtime():
     """A block before the first call of `runtime` imports no vendor package and issues no warning."""
     with using(NeuronHost(1)):
         pass
-    assert _choice._chosen is None
+    assert _choose_runtime._chosen is None
 
 
 def test_importing_the_package_imports_no_vendor_package():

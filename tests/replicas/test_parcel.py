@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parawrap.backends import _streams
-from parawrap.replicas import _parcel
-from parawrap.replicas._parcel import Parcel
+from parawrap.backends import _transfer
+from parawrap.replicas import _batched_copies
+from parawrap.replicas._batched_copies import Parcel
 
 CPU = torch.device("cpu")
 
@@ -19,9 +19,9 @@ def sent(monkeypatch):
 
     def bring(tensor, device):
         brought.append(tensor)
-        return _streams.bring(tensor, device)
+        return _transfer.bring(tensor, device)
 
-    monkeypatch.setattr(_parcel, "bring", bring)
+    monkeypatch.setattr(_batched_copies, "bring", bring)
     return brought
 
 
@@ -63,7 +63,7 @@ def test_small_tensors_are_packed_by_dtype(sent):
 
 def test_large_tensors_are_not_packed(sent, monkeypatch):
     """A tensor above the limit is transferred directly, without a copy into a pack."""
-    monkeypatch.setattr(_parcel, "_SMALL", 64)
+    monkeypatch.setattr(_batched_copies, "_SMALL", 64)
     large, small = torch.randn(5, 5), [torch.randn(2), torch.randn(3)]
     Parcel([small[0], large, small[1]]).at(CPU)
     assert [each is large for each in sent] == [True, False]
@@ -71,7 +71,7 @@ def test_large_tensors_are_not_packed(sent, monkeypatch):
 
 def test_packs_are_bounded(sent, monkeypatch):
     """No pack is larger than the limit, and every tensor is copied."""
-    monkeypatch.setattr(_parcel, "_MOST", 100)
+    monkeypatch.setattr(_batched_copies, "_MOST", 100)
     given = [torch.full((6,), float(i)) for i in range(10)]
     arrived = Parcel(given).at(CPU)
     assert all(each.nbytes <= 100 for each in sent)
@@ -81,8 +81,8 @@ def test_packs_are_bounded(sent, monkeypatch):
 def test_a_parcel_is_packed_once_for_all_devices(monkeypatch):
     """A parcel that is copied twice is packed once."""
     packed = []
-    pack = _parcel._packed
-    monkeypatch.setattr(_parcel, "_packed", lambda tensors: packed.append(len(tensors)) or pack(tensors))
+    pack = _batched_copies._packed
+    monkeypatch.setattr(_batched_copies, "_packed", lambda tensors: packed.append(len(tensors)) or pack(tensors))
     parcel = Parcel([torch.randn(2), torch.randn(3)])
     parcel.at(CPU)
     parcel.at(CPU)

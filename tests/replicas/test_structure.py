@@ -17,7 +17,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet
-from parawrap.replicas._structure import Copy, Survey
+from parawrap.replicas._copy_structure import Copy, Survey
 from tests.awkward import CASES, MODELS, check
 
 quiet = pytest.mark.filterwarnings(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap.replicas._structure import Survey
-from parawrap.replicas._watch import Ledger, Watch
+from parawrap.replicas._copy_structure import Survey
+from parawrap.replicas._detect_changes import Ledger, Watch
 
 
 class Slotted:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards._caches import cache_rules
-from parawrap.shards._graphs import graph_rules
+from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._tensordicts import tensordict_rules
+from parawrap.shards._transformers_caches import cache_rules
 from tests.conftest import require
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parawrap.shards import Cutter, balanced, in_units
-from parawrap.shards._sizes import equal, telling
+from parawrap.shards._shard_sizes import equal, telling
 
 counts = st.integers(0, 10_000)
 lanes = st.integers(1, 64)

@@ -8,7 +8,7 @@ from torch.nn.utils import rnn
 
 from parawrap.errors import ParawrapError, ShardError
 from parawrap.shards import Cutter, JoinRules, join, register_split
-from parawrap.shards._split import splitter_of
+from parawrap.shards._register_split import splitter_of
 
 CPU = torch.device("cpu")
 

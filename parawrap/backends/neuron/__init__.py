@@ -5,10 +5,12 @@ imported when a runtime is first needed. NeuronCores are not torch devices: a mo
 the CPU and returns tensors on the CPU.
 """
 
-from parawrap.backends.neuron._around import copy_around, modules_around
-from parawrap.backends.neuron._choice import runtime, using
-from parawrap.backends.neuron._chunks import in_chunks
-from parawrap.backends.neuron._contract import (
+from parawrap.backends.neuron._choose_runtime import runtime, using
+from parawrap.backends.neuron._compiled_submodules import copy_around, modules_around
+from parawrap.backends.neuron._core_names import NeuronCore, core_numbers_given, cores_given, resolve_cores
+from parawrap.backends.neuron._dynamic_batching import in_chunks
+from parawrap.backends.neuron._neuron_ls import cores_listed
+from parawrap.backends.neuron._runtime import (
     NeuronRuntime,
     Signature,
     TensorSpec,
@@ -16,8 +18,6 @@ from parawrap.backends.neuron._contract import (
     no_dynamic_batching,
     not_traced,
 )
-from parawrap.backends.neuron._cores import NeuronCore, core_numbers_given, cores_given, resolve_cores
-from parawrap.backends.neuron._neuron_ls import cores_listed
 from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
 
 __all__ = [

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from parawrap.backends.neuron._chunks import in_chunks
-from parawrap.backends.neuron._contract import Signature, no_dynamic_batching
-from parawrap.backends.neuron._vendor import VendorRuntime
+from parawrap.backends.neuron._dynamic_batching import in_chunks
+from parawrap.backends.neuron._runtime import Signature, no_dynamic_batching
+from parawrap.backends.neuron._vendor_runtime import VendorRuntime
 from parawrap.tree import TreeSpec, flatten, unflatten
 
 __all__ = ["TorchNeuron"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from parawrap.backends.neuron._contract import no_dynamic_batching
-from parawrap.backends.neuron._vendor import VendorRuntime
+from parawrap.backends.neuron._runtime import no_dynamic_batching
+from parawrap.backends.neuron._vendor_runtime import VendorRuntime
 
 __all__ = ["TorchNeuronx"]
 

@@ -4,6 +4,6 @@ This package uses the interface of the runtime and the engine's session. It is i
 """
 
 from parawrap.engine.neuron._neuron_session import NeuronSession
-from parawrap.engine.neuron._placed import Batching, PlacedModel
+from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 
 __all__ = ["Batching", "NeuronSession", "PlacedModel"]

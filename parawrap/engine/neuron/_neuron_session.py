@@ -12,12 +12,12 @@ from weakref import WeakSet
 
 import torch
 
-from parawrap.engine._reference import plain_output
+from parawrap.engine._plain_output import plain_output
 from parawrap.engine._session import Entry, Ticket
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._trace import Trace
-from parawrap.engine.neuron._fitting import Fitting
-from parawrap.engine.neuron._placed import Batching, PlacedModel
+from parawrap.engine._timeline import Trace
+from parawrap.engine.neuron._compiled_shapes import Fitting
+from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LanePool, Modes, Task, first_failure, here, intra_op_threads, sees_only_its_own_thread
 from parawrap.replicas import Freshness

@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _queue as queue
-from parawrap.launch.clusters._batch import log_ends
-from parawrap.launch.clusters._folder import Folder
-from parawrap.launch.clusters._journal import JournalReader
+from parawrap.launch.clusters import _slurm_commands as queue
+from parawrap.launch.clusters._launch_folder import Folder
+from parawrap.launch.clusters._report_journal import JournalReader
+from parawrap.launch.clusters._slurm_batch_job import log_ends
 from parawrap.launch.clusters._slurm_task import ALIVE_S
-from parawrap.launch.parcels._outcomes import Died, error_of
-from parawrap.launch.watch._ending import Ending
+from parawrap.launch.messages._first_rank_failure import Died, error_of
+from parawrap.launch.supervision._launch_outcome import Ending
 
 __all__ = ["JobFollower"]
 

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch.clusters._network import interface_of
+from parawrap.launch.clusters._connections import interface_of
 from parawrap.launch.clusters._send_queue import SendQueue
-from parawrap.launch.parcels._outcomes import Parcel
-from parawrap.launch.parcels._wire import Wire
-from parawrap.launch.ranks._assignment import Assignment
-from parawrap.launch.watch._local_node import LocalNode
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._starters import Starter
+from parawrap.launch.messages._first_rank_failure import Parcel
+from parawrap.launch.messages._message_socket import Wire
+from parawrap.launch.ranks._rank_assignment import Assignment
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._local_node import LocalNode
+from parawrap.launch.supervision._start_methods import Starter
 
 __all__ = ["NodeAgent"]
 

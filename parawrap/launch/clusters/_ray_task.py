@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import socket
 
-from parawrap.launch.clusters._network import Address, dial
+from parawrap.launch.clusters._connections import Address, dial
 from parawrap.launch.clusters._node_agent import NodeAgent
-from parawrap.launch.parcels._packing import memory_file
-from parawrap.launch.watch._starters import starter_named, stop_server
+from parawrap.launch.messages._pickle_values import memory_file
+from parawrap.launch.supervision._start_methods import starter_named, stop_server
 
 __all__ = ["serve"]
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch.clusters._network import Front
-from parawrap.launch.parcels._packing import memory_file
-from parawrap.launch.parcels._wire import Wire
-from parawrap.launch.ranks._assignment import Assignment
-from parawrap.launch.watch._local_node import Watcher
-from parawrap.launch.watch._loop import Loop
+from parawrap.launch.clusters._connections import Front
+from parawrap.launch.messages._message_socket import Wire
+from parawrap.launch.messages._pickle_values import memory_file
+from parawrap.launch.ranks._rank_assignment import Assignment
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._local_node import Watcher
 
 __all__ = ["ARRIVAL_S", "RemoteNode", "await_nodes"]
 

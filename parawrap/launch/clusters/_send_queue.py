@@ -10,7 +10,7 @@ import os
 from collections import deque
 from typing import Any, NamedTuple
 
-from parawrap.launch.parcels._wire import Wire
+from parawrap.launch.messages._message_socket import Wire
 
 __all__ = ["SendQueue"]
 

@@ -22,23 +22,23 @@ from types import FrameType
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters._folder import Folder, Plan
-from parawrap.launch.clusters._journal import Journal, JournalRecord, LogsIntoJournal
-from parawrap.launch.clusters._network import Front, dial, interface_of, own_addresses
+from parawrap.launch.clusters._connections import Front, dial, interface_of, own_addresses
+from parawrap.launch.clusters._launch_folder import Folder, Plan
 from parawrap.launch.clusters._node_agent import NodeAgent
-from parawrap.launch.clusters._queue import requeue_job
 from parawrap.launch.clusters._remote_node import ARRIVAL_S, await_nodes
-from parawrap.launch.parcels._outcomes import Outcome, Raised, Returned
-from parawrap.launch.parcels._private_files import open_private
-from parawrap.launch.ranks._groups import LOOPBACK, Rendezvous
-from parawrap.launch.ranks._signals import FROM_CLUSTER, not_for_children
-from parawrap.launch.watch._ending import Ending
-from parawrap.launch.watch._launch import assignments_of
-from parawrap.launch.watch._local_node import LocalNode, Node
-from parawrap.launch.watch._loop import Loop
-from parawrap.launch.watch._rendezvous import open_rendezvous
-from parawrap.launch.watch._run import Run
-from parawrap.launch.watch._starters import Starter, starter_named
+from parawrap.launch.clusters._report_journal import Journal, JournalRecord, LogsIntoJournal
+from parawrap.launch.clusters._slurm_commands import requeue_job
+from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned
+from parawrap.launch.messages._private_files import open_private
+from parawrap.launch.ranks._cluster_signals import FROM_CLUSTER, not_for_children
+from parawrap.launch.ranks._process_groups import LOOPBACK, Rendezvous
+from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._launch_outcome import Ending
+from parawrap.launch.supervision._local_node import LocalNode, Node
+from parawrap.launch.supervision._rendezvous import open_rendezvous
+from parawrap.launch.supervision._restarts import Run
+from parawrap.launch.supervision._start_methods import Starter, starter_named
+from parawrap.launch.supervision._watched_launch import assignments_of
 
 __all__ = ["ALIVE_S", "serve"]
 

@@ -1,0 +1,93 @@
+"""Map each kind of device to its backend. A backend is imported when its kind is first named."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+
+import torch
+
+from parawrap.backends._backend import Backend
+from parawrap.errors import DeviceUnavailableError
+
+__all__ = ["CORE_KINDS", "backend_of", "best_backend", "not_there", "register_backend"]
+
+_MODULES = {
+    "cpu": "parawrap.backends.cpu_backend",
+    "cuda": "parawrap.backends.cuda_backend",
+    "mps": "parawrap.backends.mps_backend",
+    "xla": "parawrap.backends.xla_backend",
+}
+CORE_KINDS = ("nc", "neuron")
+"""The names of NeuronCores. They are not torch devices, and have no backend here."""
+
+_ANY_ACCELERATOR = "parawrap.backends.accelerator_backend"
+_loaded: dict[str, Backend] = {}
+_loading = threading.Lock()
+
+
+def register_backend(kind: str, module: str) -> None:
+    """Use ``BACKEND`` of `module` (an import path) for devices of that kind."""
+    with _loading:
+        _MODULES[kind] = module
+        _loaded.pop(kind, None)
+
+
+def backend_of(kind: str) -> Backend:
+    """Return the backend of a kind such as "cpu". Kinds that only torch knows get the general accelerator backend.
+
+    Raises:
+        DeviceUnavailableError: If `kind` names NeuronCores, or neither parawrap nor torch knows it.
+    """
+    backend = _loaded.get(kind)
+    if backend is not None:
+        return backend
+    with _loading:
+        if kind not in _loaded:
+            _loaded[kind] = _load(kind)
+        return _loaded[kind]
+
+
+def best_backend() -> Backend:
+    """Return the backend of the accelerator that torch sees, or of the CPU if torch sees none."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None:
+        return backend_of(accelerator.type)
+    return backend_of("cpu")
+
+
+def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
+    """Return the error for a device that this process does not see. It lists the devices that the process sees."""
+    named = kind if index is None else f"{kind}:{index}"
+    several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
+    seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
+    return DeviceUnavailableError(
+        f'device {named!r} is not available: {seen}. device="auto" selects {best_backend().type!r} on this machine'
+    )
+
+
+def _load(kind: str) -> Backend:
+    if kind in _MODULES:
+        backend = importlib.import_module(_MODULES[kind]).BACKEND
+        assert isinstance(backend, Backend)
+        return backend
+    if kind in CORE_KINDS:
+        msg = (
+            f"{kind!r} names NeuronCores, which are not torch devices. Compile the model with parawrap.neuron.trace, then "
+            "pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
+        )
+        raise DeviceUnavailableError(msg)
+    try:
+        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
+        module = torch.get_device_module(torch.device(kind, 0))
+    except RuntimeError as error:
+        raise DeviceUnavailableError(_unknown(kind)) from error
+    if not hasattr(module, "device_count"):
+        raise DeviceUnavailableError(_unknown(kind))
+    accelerator: Backend = importlib.import_module(_ANY_ACCELERATOR).AcceleratorBackend(kind)
+    return accelerator
+
+
+def _unknown(kind: str) -> str:
+    known = ", ".join(sorted(_MODULES))
+    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}"

@@ -1,0 +1,106 @@
+"""Copy tensors between devices without blocking the host, and keep their memory until every stream has used it.
+
+A caching allocator reuses a freed block at once for the stream that allocated it, even while another stream still reads
+the block. `record_use` reports the other stream to the allocator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from parawrap.backends._backend_registry import backend_of
+from parawrap.tree import Opaque
+
+__all__ = ["bring", "bring_into", "device_of", "record_use"]
+
+_STAGED_FROM = 64 << 10
+"""Size in bytes. CUDA stages a pageable copy of at most this size and returns before the copy is done. For a larger copy
+the host waits for the stream (CUDA Runtime API, "API synchronization behavior")."""
+
+
+def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor on `device`; the same object if it is already on it.
+
+    A copy to the CPU blocks. A copy to an accelerator is queued where that is safe: large pageable tensors are copied to
+    pinned memory first, which the device reads while the host continues.
+    """
+    if tensor.device == device:
+        return tensor
+    if device.type == "cpu":
+        return tensor.to(device)
+    if tensor.device.type != "cpu":
+        _record(tensor)  # the reading stream may differ from the allocating stream
+    staged = _staged(tensor, device)
+    return staged.to(device, non_blocking=_may_be_queued(staged, device))
+
+
+def bring_into(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy `tensor` into `target` on another device, in the same way as `bring`."""
+    _record(tensor)
+    staged = _staged(tensor, target.device)
+    target.copy_(staged, non_blocking=_may_be_queued(staged, target.device))
+
+
+def device_of(leaf: Any) -> torch.device | None:
+    """Return the device of a leaf; None if the leaf has no device, such as a number."""
+    tensors = _tensors(leaf)
+    return tensors[0].device if tensors else None
+
+
+def record_use(leaves: Iterable[Any]) -> None:
+    """Keep the memory of these tensors, once freed, until the thread's current streams finish their queued work."""
+    for leaf in leaves:
+        for tensor in _tensors(leaf):
+            _record(tensor)
+
+
+def _tensors(leaf: Any) -> Sequence[torch.Tensor]:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf,)
+    packed = leaf.value if isinstance(leaf, Opaque) else None
+    return [part for part in packed if isinstance(part, torch.Tensor)] if isinstance(packed, PackedSequence) else ()
+
+
+def _record(tensor: torch.Tensor) -> None:
+    if tensor.device.type in ("cpu", "meta"):
+        return
+    parts = getattr(tensor, "__tensor_flatten__", None)
+    if parts is not None:  # a wrapper subclass: the inner tensors own the memory
+        record_use(getattr(tensor, name) for name in parts()[0])
+    elif tensor.is_nested:
+        record_use(tensor.unbind())
+    elif tensor.layout is torch.sparse_coo:
+        record_use((tensor._indices(), tensor._values()))
+    elif tensor.layout is torch.strided:
+        stream = backend_of(tensor.device.type).stream(tensor.device)
+        if stream is not None:
+            tensor.record_stream(stream)  # type: ignore[arg-type]
+
+
+def _needs_staging(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.nbytes > _STAGED_FROM
+        and not (tensor.requires_grad and torch.is_grad_enabled())  # autograd does not record pinning
+        and not (tensor.is_pinned() and _is_dense(tensor))
+    )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return backend_of(device.type).pinned(tensor) if _needs_staging(tensor) else tensor
+
+
+def _may_be_queued(tensor: torch.Tensor, device: torch.device) -> bool:
+    """True if a non-blocking copy is safe: its source stays unchanged, or has been read when the call returns."""
+    if device.type == "cpu":
+        return False
+    return tensor.device.type != "cpu" or backend_of(device.type).takes_pageable_at_once or tensor.is_pinned()

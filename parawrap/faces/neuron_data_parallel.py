@@ -1,0 +1,223 @@
+"""`neuron.DataParallel`: a drop-in replacement for torch_neuronx.DataParallel, on persistent lanes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, SupportsIndex
+
+import torch
+
+from parawrap.backends import warn_caller
+from parawrap.backends.neuron import NeuronCore
+from parawrap.engine import Entry
+from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
+from parawrap.errors import ShardError
+from parawrap.faces._losses_as_vector import vector
+from parawrap.faces._place_on_cores import WORKERS_PER_CORE, cores_of, place
+from parawrap.shards import Cutter, JoinRules, Parameters
+
+__all__ = ["DataParallel"]
+
+
+class DataParallel(torch.nn.Module):
+    """Split each batch over several NeuronCores: the API of torch_neuronx.DataParallel and torch.neuron.DataParallel.
+
+    The constructor loads one replica of the compiled model onto each core, and onto consecutive cores in one call. Each
+    call cuts the rows, runs them on the cores, and joins the outputs in row order. Inputs and outputs may be nested.
+
+    With dynamic batching, a call may have any number of rows. Each core processes its rows in chunks of the compiled
+    size. Dynamic batching works on dim 0, where it is the default. Without it, each core must get exactly the compiled
+    size.
+
+    Lanes start at the first call, and end when the `DataParallel` is deleted or closed. It is thread-safe. A core runs one
+    inference at a time, and the next input is copied to it meanwhile.
+
+    As in torch, 0-d outputs become a vector with one value per shard (with a warning). The differences from
+    torch_neuronx:
+
+    - Threads persist between calls.
+    - If the compiled size is known, shards consist of whole inferences, so cores compute as few unused rows as possible.
+    - `model` is not moved or changed.
+    - Outputs have no gradients.
+
+    Args:
+        model: A model from `parawrap.neuron.trace` or the vendor's trace, or a module that contains such models.
+        device_ids: Indices or ``"nc:#"``, counted from zero within the process. By default, every core that is allocated to
+            the process.
+        dim: The dim that the rows lie on. A dim other than 0 turns dynamic batching off, with a warning.
+        set_dynamic_batching: Use dynamic batching if the model supports it.
+
+    Attributes:
+        module: The given model. To load another one, set `module` and call `close`.
+        device_ids: The indices of the cores, in the given order.
+        num_workers: The number of lanes, by default 2 per core. Can be set.
+        split_size: The largest number of rows that a core gets at once. None, the default, is whole
+            inferences if the compiled size is known, and else about ``rows // number of cores``. Can be set.
+        dim: The given dim.
+
+    Raises:
+        DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a core.
+        DeviceUnavailableError: If this process does not have one of the cores, or the runtime is not installed.
+        ReplicaError: If `model` was not traced for NeuronCores.
+        ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to less than 1.
+        RuntimeError: If the runtime cannot load the model, for example because it does not fit into memory.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import neuron, testing
+        >>> with testing.neuron_host(cores=2):
+        ...     compiled = neuron.trace(torch.nn.Linear(8, 4), torch.zeros(1, 8))
+        ...     net = neuron.DataParallel(compiled)
+        ...     net(torch.randn(5, 8)).shape, net.device_ids
+        (torch.Size([5, 4]), [0, 1])
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        device_ids: Sequence[int | str | NeuronCore] | None = None,
+        dim: int = 0,
+        set_dynamic_batching: bool = True,
+    ) -> None:
+        super().__init__()
+        self._cores = cores_of(device_ids)
+        self._dim = dim
+        self._num_workers = WORKERS_PER_CORE * len(self._cores)
+        self._split_size: int | None = None
+        self._wants_dynamic = set_dynamic_batching
+        self._changing = threading.RLock()
+        self._session: NeuronSession | None = None
+        self._placed: PlacedModel | None = place(
+            model, self._cores, dim, dynamic=set_dynamic_batching, warn=_warn_fixed_size
+        )
+        self.module = model
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [core.index for core in self._cores]
+
+    @property
+    def dim(self) -> int:
+        return self._dim
+
+    @property
+    def num_workers(self) -> int:
+        return self._num_workers
+
+    @num_workers.setter
+    def num_workers(self, number: int) -> None:
+        self._num_workers = _at_least_one("num_workers", number)
+        self._end_lanes()
+
+    @property
+    def split_size(self) -> int | None:
+        return self._split_size
+
+    @split_size.setter
+    def split_size(self, rows: int | None) -> None:
+        self._split_size = None if rows is None else _at_least_one("split_size", rows)
+        self._end_lanes()
+
+    def disable_dynamic_batching(self) -> None:
+        """Reload the model without dynamic batching. Each core must then get exactly the compiled size."""
+        with self._changing:
+            self._wants_dynamic = False
+            if self._placed is None or self._placed.dynamic:
+                self.close()
+                self._placed = place(self.module, self._cores, self.dim, dynamic=False)
+
+    def close(self) -> None:
+        """End the lanes and free the cores' memory. The next call starts lanes and loads the model again."""
+        with self._changing:
+            self._end_lanes()
+            placed, self._placed = self._placed, None
+        if placed is not None:
+            placed.unplace()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Scatter the inputs, run the replicas, and gather the outputs.
+
+        Raises:
+            ShapeError: If the model is not compiled for the tensors' shapes or dtypes, or, without dynamic batching, for
+                the number of rows.
+            ShardError: If an input cannot be cut.
+            GatherError: If the outputs cannot be joined.
+        """
+        with torch.autograd.profiler.record_function("DataParallel.forward"), self._in_use() as session:
+            return session.call(Entry(self.module), inputs, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy loads its own replicas and starts its own lanes at its first call.
+        own = ("_session", "_placed", "_changing")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        fresh = {"_session": None, "_placed": None, "_changing": threading.RLock()}
+        super().__setstate__({**state, **fresh})  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def _in_use(self) -> Iterator[NeuronSession]:
+        """Yield the session, and keep its model on the cores inside the block."""
+        with ExitStack() as held:
+            with self._changing:
+                session = self._opened()
+                held.enter_context(session.in_use())
+            yield session
+
+    def _opened(self) -> NeuronSession:
+        """Return the session for the current attributes."""
+        with self._changing:
+            if self._session is None:
+                if self._placed is None:
+                    self._placed = place(
+                        self.module, self._cores, self.dim, dynamic=self._wants_dynamic, warn=_warn_fixed_size
+                    )
+                self._session = self._new_session(self._placed)
+            return self._session
+
+    def _new_session(self, placed: PlacedModel) -> NeuronSession:
+        batching = Batching.of(placed, self.dim, self._split_size)
+        cutter = Cutter(
+            self.dim,
+            parameters=Parameters(self.module.forward),
+            lists_are_shared=True,
+            sizes=partial(_sizes, batching),
+        )
+        rules = JoinRules(self.dim, reduce=vector, as_torch=True)
+        return NeuronSession(placed, batching, self._num_workers, cutters={None: cutter}, rules=rules)
+
+    def _end_lanes(self) -> None:
+        with self._changing:
+            session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+
+def _warn_fixed_size(why_not: str) -> None:
+    warn_caller(
+        f"{why_not}. Each core must get exactly the compiled size. To silence this warning, set set_dynamic_batching=False"
+    )
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or value.__index__() < 1:
+        msg = f"{name}={value!r} is not a valid number. Use an integer of at least 1"
+        raise ShardError(msg)
+    return value.__index__()
+
+
+def _sizes(batching: Batching, rows: int, lanes: int) -> tuple[int, ...]:
+    """Return the sizes of the shards. Warn if they leave cores idle."""
+    sizes = batching.cut(rows, lanes)
+    each = batching.split_size or batching.compiled or 1
+    busy = -(-rows // each)
+    if 0 < busy < batching.cores:
+        keeps = "1 row keeps" if rows == 1 else f"{rows} rows keep"
+        warn_caller(
+            f"{keeps} {busy} of {batching.cores} NeuronCores busy. To use all cores evenly, give a multiple of "
+            f"{batching.cores * each} rows"
+        )
+    return sizes

@@ -1,0 +1,164 @@
+"""The call that a launch makes, pickled once for all ranks, and the preview of a launch."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import logging
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._platform import Platform
+from parawrap.launch.messages._pickle_values import MainObjects, SourceLines, packed, unpack
+from parawrap.launch.ranks._process_groups import planned_rendezvous
+
+__all__ = ["Job", "Preview", "preview", "unpacked_call"]
+
+_log = logging.getLogger("parawrap.launch")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a function on a platform. Frozen; may be launched any number of times.
+
+    Attributes:
+        bound_to: The object of a bound method, as a tuple of one; empty for a function.
+        sent_as: An object to send instead of the function. Unpickling it gives the function.
+    """
+
+    platform: Platform
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    sent_as: Any = None
+    bound_to: tuple[Any, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+
+    @property
+    def sent_platform(self) -> Platform:
+        """The platform as ranks see it, without the fields that only the launching process uses."""
+        sent = copy.copy(self.platform)
+        object.__setattr__(sent, "upon_finish", None)
+        object.__setattr__(sent, "slurm_additional_parameters", None)
+        if sent.device in (Device.GPU, Device.NEURON):  # fixed here: a rank may see only its own device
+            object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
+        return sent
+
+    def call(self) -> Any:
+        """Call the function in this process."""
+        return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
+
+    def packed(self) -> int:
+        """Return an open file with everything that a rank needs to make the call.
+
+        Raises:
+            UnsendableError: If the function or an argument cannot be pickled. The message names the unpicklable part.
+        """
+        call = {
+            "the platform": self.sent_platform,
+            "the function": self.function if self.sent_as is None else self.sent_as,
+            "the object": self.bound_to,
+            "args": self.args,
+            "kwargs": self.kwargs or {},
+            "main objects": MainObjects(),
+            "sources": SourceLines(),
+        }
+        return packed(call, "call", "")
+
+    def finish(self) -> None:
+        """Call ``upon_finish`` after all ranks have returned. Log its exception, so that the results are not lost."""
+        try:
+            if self.platform.upon_finish is not None:
+                self.platform.upon_finish()
+        except Exception:  # noqa: BLE001 (user code may raise anything)
+            _log.exception("upon_finish failed after all ranks of %s had returned; their results are kept", self.name)
+
+
+def unpacked_call(file: int) -> Job:
+    """Return the job from a file of `Job.packed`. Called in a rank.
+
+    Functions and classes of the user's script are added to this process's ``__main__``. torch.save, all_gather_object, and
+    other code that pickles by name finds them there.
+    """
+    call = unpack(file)
+    vars(sys.modules["__main__"]).update(call["main objects"])
+    linecache.cache.update((name, (0, None, lines, name)) for name, lines in call["sources"].items())
+    return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
+
+
+@dataclass(frozen=True)
+class Preview:
+    """A description of a launch that is not started; ``print`` shows it.
+
+    Attributes:
+        launcher: The name of the launcher.
+        function: The name of the function.
+        command: How the ranks would be started.
+        meeting: The address of the store where the ranks would meet; None if they form no process group.
+        groups: The process groups that the ranks would form.
+        ranks: One line per rank.
+        payload: The number of bytes that each rank would receive.
+        script: The batch script for the cluster; empty for other launchers.
+
+    >>> from parawrap import Platform, wrapper
+    >>> @wrapper(Platform(device="cpu", n_cpus=2))
+    ... def train(lr):
+    ...     return lr
+    >>> preview = train.dry_run(0.1)
+    >>> preview.launcher, preview.ranks
+    ('local', ('rank 0: node 0, local rank 0, cpu', 'rank 1: node 0, local rank 1, cpu'))
+    """
+
+    launcher: str
+    function: str
+    command: str
+    meeting: str | None
+    groups: str
+    ranks: tuple[str, ...]
+    payload: int
+    script: str = ""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.function} on launcher {self.launcher!r}: {self.command}",
+            f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
+            f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
+            *self.ranks,
+            *([self.script] if self.script else []),
+        ]
+        return "\n".join(lines)
+
+
+def preview(job: Job, launcher: str, command: str, *, host: str | None = None, script: str = "") -> Preview:
+    """Return the preview of a launch. Pickle the call, so that an unpicklable argument raises here too."""
+    platform = job.platform
+    file = job.packed()
+    try:
+        payload = os.fstat(file).st_size
+    finally:
+        os.close(file)
+    meeting = planned_rendezvous(platform, host)
+    groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
+    return Preview(
+        launcher=launcher,
+        function=job.name,
+        command=command,
+        meeting=None if meeting is None else str(meeting),
+        groups=f"process groups {groups}" if groups else "one process group",
+        ranks=tuple(f"rank {rank}: {_place(platform, rank)}" for rank in range(platform.world_size)),
+        payload=payload,
+        script=script,
+    )
+
+
+def _place(platform: Platform, rank: int) -> str:
+    node, local_rank = divmod(rank, platform.ranks_per_node)
+    return f"node {node}, local rank {local_rank}, {rank_device(Device(platform.device), local_rank)}"

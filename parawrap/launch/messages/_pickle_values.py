@@ -1,0 +1,209 @@
+"""Pack a value for another process into one file: a pickle, followed by the memory of tensors and arrays.
+
+The reader maps the file and builds tensors on the mapping. A result of gigabytes is therefore written once and read without
+a copy. It takes one descriptor for any number of tensors, and is freed with the last tensor. Functions that the reader
+cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import linecache
+import mmap
+import os
+import pickle
+import struct
+import tempfile
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from parawrap.errors import UnsendableError
+from parawrap.launch.messages._find_unpicklable import find_unpicklable
+from parawrap.launch.messages._pickle_exceptions import reduced_exception
+
+__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "unpack"]
+
+_HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
+_SPAN = struct.Struct("<QQ")  # a buffer's offset and length
+_ALIGNMENT = 64
+_WORTH_MAPPING = 1 << 20
+_PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+def memory_file(name: str) -> int:
+    """Make a file without a path, in memory if the system supports that. It disappears when it is closed."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"parawrap-{name}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def packed(value: Any, name: str, address: str) -> int:
+    """Pack a value into a new file and return it. Raises like `pack`, and closes the file then."""
+    file = memory_file(name)
+    try:
+        pack(value, file, address)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def pack(value: Any, file: int, address: str) -> None:
+    """Write a value to the start of an open file.
+
+    The last values of a dict may be a `MainObjects` and a `SourceLines`. They are replaced by the objects they stand for.
+
+    Raises:
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, buffers).dump(value)
+    except Exception as error:
+        place, found, reason = find_unpicklable(value, address, _refusal)
+        why = str(reason or error) or repr(reason or error)
+        msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
+        raise UnsendableError(msg) from error
+    head, spans = _layout(stream.tell(), [each.nbytes for each in buffers])
+    with open(file, "wb", closefd=False) as out:
+        out.write(head)
+        out.write(stream.getbuffer())
+        for (offset, _), buffer in zip(spans, buffers, strict=True):
+            out.seek(offset)
+            out.write(buffer)
+
+
+def unpack(file: int) -> Any:
+    """Return the value that `pack` wrote. The caller may close the file afterwards."""
+    memory = _memory_of(file)
+    length, count = _HEAD.unpack_from(memory)
+    spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
+    start = _HEAD.size + count * _SPAN.size
+    buffers = [memory[offset : offset + size] for offset, size in spans]
+    return pickle.loads(memory[start : start + length], buffers=buffers)
+
+
+def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the file's header, and the offset and length of each buffer after the pickle."""
+    end = _HEAD.size + len(sizes) * _SPAN.size + pickled
+    spans = []
+    for size in sizes:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        spans.append((offset, size))
+        end = offset + size
+    return _HEAD.pack(pickled, len(sizes)) + b"".join(_SPAN.pack(*span) for span in spans), spans
+
+
+def _memory_of(file: int) -> memoryview:
+    """Return the file's bytes, writable and private. Small files are read, because a mapping keeps a descriptor open."""
+    size = os.fstat(file).st_size
+    if size >= _WORTH_MAPPING:
+        return memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    return memoryview(bytearray(os.pread(file, size, 0)))  # not read(): ranks share the file's position
+
+
+def _refusal(value: Any) -> Exception | None:
+    """Return the exception from pickling this value, or None if it succeeds."""
+    try:
+        _Pickler(io.BytesIO(), []).dump(value)
+    except Exception as error:  # noqa: BLE001 (classes may raise anything)
+        return error
+    return None
+
+
+class MainObjects:
+    """Placeholder for a dict of the functions and classes of ``__main__`` that were pickled before it, by name."""
+
+
+class SourceLines:
+    """Placeholder for a dict of source lines, by filename, of the functions that were pickled before it.
+
+    It has only filenames that do not exist on disk, so that tracebacks show the source of notebook cells.
+    """
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """A cloudpickle pickler that keeps tensor memory out of the pickle. Each instance pickles one value."""
+
+    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._main_objects: dict[str, Any] = {}
+        self._sources: dict[str, list[str]] = {}
+        self._files: set[str] = set()
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
+            return self._reduced_tensor(obj)
+        if isinstance(obj, MainObjects):
+            return dict, (self._main_objects,)
+        if isinstance(obj, SourceLines):
+            return dict, (self._sources,)
+        if isinstance(obj, types.FunctionType):
+            self._note_source(obj.__code__.co_filename)
+        if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+            msg = "DistributedDataParallel belongs to the process group of its rank: send model.module instead"
+            raise pickle.PicklingError(msg)
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
+            self._main_objects[obj.__qualname__] = obj
+        if isinstance(obj, BaseException):
+            return reduced_exception(obj, lambda value: _refusal(value) is None)
+        if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
+            return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
+        return super().reducer_override(obj)
+
+    def _note_source(self, filename: str) -> None:
+        if filename not in self._files:
+            self._files.add(filename)
+            if not Path(filename).exists() and (lines := linecache.getlines(filename)):
+                self._sources[filename] = lines
+
+    def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
+        here = tensor.detach().cpu()
+        storage = here.untyped_storage()
+        storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
+        place = (here.storage_offset(), tuple(here.shape), here.stride())
+        return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """True if memory, shape, and strides describe the tensor completely. torch pickles other tensors."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_nested
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__ or tensor._backward_hooks)
+    )
+
+
+def _tensor(
+    cls: type[torch.Tensor],
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+    return torch.nn.Parameter(tensor, requires_grad) if cls is torch.nn.Parameter else tensor.requires_grad_(requires_grad)
+
+
+def _storage(memory: Any) -> torch.UntypedStorage:
+    if len(memory) == 0:
+        return torch.UntypedStorage(0)
+    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the storage's memory without a copy. The pickler keeps the storage alive."""
+    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")

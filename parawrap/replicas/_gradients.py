@@ -1,0 +1,110 @@
+"""The copies of a model's parameters on another device, and the way of their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from parawrap.backends import backend_of, bring
+from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
+
+__all__ = ["Mirror", "send"]
+
+
+class _Link(torch.autograd.Function):
+    """From a parameter to its copy. Nothing is computed; the gradient of the copy goes to the parameter's device.
+
+    It saves nothing, so one graph serves any number of backward passes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, original: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.home = original.device
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return bring(gradients[0], ctx.home), None
+
+
+class Mirror:
+    """The copies of parameters on one device, shared by the lanes there; written while those are idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._originals: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}
+        self._links: dict[int, torch.Tensor] = {}
+
+    def take(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keep copies of these tensors and of no others; return the tensors with copies that are still to be written."""
+        self._originals = {id(tensor): tensor for tensor in originals}
+        fits = {key for key, tensor in self._originals.items() if self._fits(key, tensor)}
+        self._copies = {key: copy for key, copy in self._copies.items() if key in fits}
+        self._links = {key: link for key, link in self._links.items() if key in fits}
+        missing = [tensor for key, tensor in self._originals.items() if key not in fits]
+        with lasting():
+            self._copies.update((id(tensor), _empty_copy(tensor, self.device)) for tensor in missing)
+        return missing
+
+    def unlink(self) -> None:
+        """Make new links at the next use."""
+        self._links = {}
+
+    def linked(self, original: torch.Tensor) -> torch.Tensor:
+        """Return the copy of a parameter. Its gradients reach the parameter."""
+        key = id(original)
+        if not original.requires_grad:
+            return self._copies[key]
+        if key not in self._links:
+            with torch.inference_mode(False), torch.enable_grad():
+                # On the caller's stream at home, where torch adds up the gradients of all devices.
+                at_home = original[...]
+                self._links[key] = _Link.apply(at_home, self._copies[key])  # type: ignore[no-untyped-call]
+        return self._links[key]
+
+    def held(self) -> Iterable[torch.Tensor]:
+        """The copies."""
+        return self._copies.values()
+
+    def write(self, originals: Sequence[torch.Tensor], parcel: Parcel) -> None:
+        """Write the parcel, which holds these originals, into their copies. Versions stay what they are."""
+        copies = [self._copies[id(tensor)].data for tensor in originals]
+        parcel.write(copies)
+        backend_of(self.device.type).flush(copies)
+
+    def advance(self, originals: Iterable[torch.Tensor]) -> None:
+        """Advance the versions of copies like an in-place write: a graph that saved one refuses its backward pass."""
+        copies = [self._copies[id(tensor)] for tensor in originals if id(tensor) in self._copies]
+        torch.autograd.graph.increment_version(copies)
+
+    def _fits(self, key: int, original: torch.Tensor) -> bool:
+        copy = self._copies.get(key)
+        linked = key in self._links
+        return (
+            copy is not None
+            and copy.dtype == original.dtype
+            and copy.shape == original.shape
+            and (original.requires_grad or not linked)
+        )
+
+
+def _empty_copy(original: torch.Tensor, device: torch.device) -> torch.Tensor:
+    values = original.detach()
+    return torch.empty_like(values, device=device) if can_be_sent(values) else values.to(device, copy=True)
+
+
+def send(wanted: Iterable[tuple[Mirror, Sequence[torch.Tensor]]]) -> int:
+    """Write originals into their copies, packed once for all mirrors that want the same; return the bytes written."""
+    groups: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], list[Mirror]]] = {}
+    for mirror, originals in wanted:
+        if originals:
+            groups.setdefault(tuple(map(id, originals)), (originals, []))[1].append(mirror)
+    with lasting():
+        for originals, mirrors in groups.values():
+            parcel = Parcel([tensor.detach() for tensor in originals])
+            for mirror in mirrors:
+                mirror.write(originals, parcel)
+    return sum(tensor.nbytes * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)

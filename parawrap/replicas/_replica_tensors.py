@@ -1,0 +1,211 @@
+"""The tensors of one replica: views of parameters, and its own copies of all tensors that learn nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from operator import attrgetter, ne
+from typing import Any
+from weakref import ref
+
+import torch
+
+from parawrap.backends import backend_of
+from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
+from parawrap.replicas._gradients import Mirror
+
+__all__ = ["Tensors", "is_computed", "is_parameter"]
+
+_version = attrgetter("_version")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_computed(tensor: torch.Tensor) -> bool:
+    """True for the result of operations that gradients flow through: a weight that a hook computes, for instance."""
+    return tensor.grad_fn is not None
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """True for a parameter, and for any other tensor that learns."""
+    return tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+
+
+class Tensors:
+    """The tensors of one replica. A lane may write its own copies; it never holds a leaf that requires gradients."""
+
+    def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None) -> None:
+        self.device = device
+        self.home = home
+        self._mirror = mirror
+        self._origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._made: dict[int, torch.Tensor] = {}
+        self._computed: list[torch.Tensor] = []
+        self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
+        self._copies: list[torch.Tensor] = []
+        self._versions: list[int] = []
+        self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self.is_fresh = True  # until the lane runs, or until the next call
+
+    def take(self, originals: Sequence[torch.Tensor]) -> None:
+        """Make the replica's tensors for these originals."""
+        own = [tensor for tensor in originals if not is_parameter(tensor)]
+        self._computed = [tensor for tensor in originals if is_computed(tensor)]
+        for tensor in originals:
+            if is_computed(tensor):
+                self._enter(tensor, self._brought(tensor))
+            elif is_parameter(tensor):
+                self._enter(tensor, self._view(tensor))
+        with lasting():
+            copies = self._copied(own)
+        self._originals, self._copies = own, copies
+        for tensor, copy in zip(own, copies, strict=True):
+            self._enter(tensor, copy)
+        self._look()
+
+    def misused(self) -> torch.Tensor | None:
+        """Return a parameter that the lane gave other memory or another ``requires_grad``; None if there is none."""
+        for view, original in self._origins.values():
+            if is_parameter(original) and not is_computed(original):
+                moved = original.device == view.device and not _have_same_memory(view, original)
+                learns = original.requires_grad and not original.is_inference()
+                if moved or view.requires_grad != learns:
+                    return original
+        return None
+
+    def of(self, original: torch.Tensor) -> torch.Tensor:
+        """Return the replica's tensor for one of the model's."""
+        found = self._made.get(id(original))
+        return self._brought(original) if found is None else found
+
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the model's tensor that this one is a view or a copy of; None for any other."""
+        found = self._origins.get(id(tensor))
+        return None if found is None else found[1]
+
+    def held(self) -> Iterable[torch.Tensor]:
+        """The replica's own copies."""
+        return self._copies
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the originals of the copies that the lane has written."""
+        now = [*map(_version, self._copies)]
+        if now == self._versions:
+            return []
+        changed = map(ne, now, self._versions)
+        return [tensor for tensor, is_written in zip(self._originals, changed, strict=True) if is_written]
+
+    def wrote(self, original: torch.Tensor) -> bool:
+        """True if the lane has written its copy of that tensor."""
+        index = next(index for index, tensor in enumerate(self._originals) if tensor is original)
+        return self._copies[index]._version != self._versions[index]
+
+    def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
+        """Make new copies of those originals, and `place` them; return the bytes copied.
+
+        They are new because a graph that waits for its backward pass may hold the present ones.
+        """
+        wanted = {id(tensor) for tensor in changed}
+        mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
+        with lasting():
+            copies = self._copied([self._originals[index] for index in mine])
+        for index, copy in zip(mine, copies, strict=True):
+            original = self._originals[index]
+            if place(original, copy):
+                self._origins.pop(id(self._copies[index]), None)
+                self._copies[index] = copy
+                self._enter(original, copy)
+        if mine:
+            self._look()
+        self.is_fresh = False
+        return sum(self._originals[index].nbytes for index in mine)
+
+    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
+        for original in self._computed:
+            if not self._is_at_home(original):
+                self._enter(original, self._brought(original))
+                place(original, self._made[id(original)])
+
+    def renew_in_lane(self) -> None:
+        """Copy the originals into the replica's own copies, as part of a lane's task on the model's device.
+
+        It sees every write, also through ``tensor.data``, and like such a write it leaves versions alone.
+        """
+        if self.is_fresh:
+            self.is_fresh = False
+        else:
+            with lasting():
+                torch._foreach_copy_(*self._aliases)  # pyright: ignore[reportPrivateImportUsage]
+
+    @property
+    def renews_in_lane(self) -> bool:
+        """True if the replica has copies on the model's device."""
+        return self._mirror is None and bool(self._copies)
+
+    def _look(self) -> None:
+        """Note the versions of the copies, and alias them for `renew_in_lane`."""
+        self._versions = [*map(_version, self._copies)]
+        pairs = zip(self._copies, self._originals, strict=True)
+        same = [(copy.data, tensor.detach()) for copy, tensor in pairs if copy.device == tensor.device]
+        self._aliases = [copy for copy, _ in same], [tensor for _, tensor in same]
+
+    def _enter(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._made[id(original)] = tensor
+        self._origins[id(tensor)] = tensor, original
+
+    def _is_at_home(self, tensor: torch.Tensor) -> bool:
+        return self._mirror is None or tensor.device != self.home
+
+    def _view(self, original: torch.Tensor) -> torch.Tensor:
+        base = original if self._mirror is None or self._is_at_home(original) else self._mirror.linked(original)
+        if not original.requires_grad and type(original) not in _PLAIN:
+            return base  # a subclass may not have views; without gradients none is needed
+        with torch.inference_mode(False), torch.enable_grad():
+            view = base[...]  # not view_as: its backward pass fails for sparse gradients
+            if type(original) not in _PLAIN:
+                view = view.as_subclass(type(original))
+        vars(view).update(vars(original))
+        if isinstance(original, torch.nn.Parameter):
+            # isinstance(view, torch.nn.Parameter) holds, and deepcopy, which refuses views, gives a parameter.
+            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_parameter, ref(view)))
+        return view
+
+    def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._is_at_home(tensor) else tensor.to(self.device)
+
+    def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device."""
+        values = [tensor.detach() for tensor in originals]
+        travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
+        arrived = iter(self._sent(travelling))
+        copies = [
+            tensor.clone()
+            if self._is_at_home(tensor)
+            else next(arrived)
+            if can_be_sent(tensor)
+            else tensor.to(self.device, copy=True)
+            for tensor in values
+        ]
+        for copy, original in zip(copies, originals, strict=True):
+            if hasattr(original, "__dict__"):
+                vars(copy).update(vars(original))
+        return copies
+
+    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
+        sent = [tensor.data for tensor in Parcel(tensors).at(self.device)]
+        backend_of(self.device.type).flush(sent)
+        return sent
+
+
+def _copy_of_parameter(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:
+    """Deep-copy a view of a parameter: the copy is a parameter, like a copy of the parameter."""
+    view = reference()
+    with torch.no_grad():
+        copy = torch.nn.Parameter(view.detach().clone(), view.requires_grad)
+    memo[id(view)] = copy
+    return copy
+
+
+def _have_same_memory(view: torch.Tensor, original: torch.Tensor) -> bool:
+    return view.layout is not torch.strided or view.data_ptr() == original.data_ptr()

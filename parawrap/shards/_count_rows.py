@@ -1,0 +1,56 @@
+"""Count the rows of a leaf of a call, or say why it has none."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from parawrap.shards._register_split import splitter_of
+from parawrap.tree import Opaque
+
+__all__ = ["BEYOND", "EMPTY", "FOREIGN", "NESTED", "NUMBER", "NUMBERS", "OBJECT", "TEXT", "extent_of", "length_of_array"]
+
+# Values of `extent_of` for leaves without rows.
+BROADCAST = -1
+NUMBER = -2  # also what else sizes, strides, and options are made of
+BEYOND = -3  # a tensor with dims, but without the dim of the rows
+TEXT = -4  # a value without tensors that may be one item per row
+OBJECT = -5  # of a class that parawrap does not know
+EMPTY = -6  # a cache without rows yet: every lane gets a copy
+NESTED = -7  # a nested tensor of the strided layout, which torch cannot split
+FOREIGN = -100  # and below, by its length: an array of another library
+NUMBERS = (int, float, bool, complex, torch.dtype, torch.device, torch.Generator)
+TEXTS = (str, bytes, enum.Enum)
+
+
+def length_of_array(value: Any) -> int | None:
+    shape = None if isinstance(value, (torch.Tensor, Opaque)) else getattr(value, "shape", None)
+    return shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+
+
+def extent_of(leaf: Any, dim: int | None) -> int:
+    """The rows of a leaf on `dim`, or a negative number for its kind."""
+    if isinstance(leaf, torch.Tensor):
+        if dim is not None and leaf.is_nested and leaf.layout is torch.strided:
+            return NESTED
+        if dim is not None and -leaf.ndim <= dim < leaf.ndim:
+            return leaf.size(dim) if leaf.is_nested else leaf.shape[dim]
+        if dim is None:
+            return BROADCAST
+        return BEYOND if leaf.ndim else NUMBER
+    if isinstance(leaf, Opaque):
+        if dim is None:
+            return BROADCAST
+        rules = splitter_of(leaf.value)
+        rows = rules.rows(leaf.value)
+        return EMPTY if rows == 0 and rules.update is not None else rows
+    if leaf is None:
+        return BROADCAST
+    if isinstance(leaf, NUMBERS):
+        return NUMBER
+    if isinstance(leaf, TEXTS) or dim is None:
+        return TEXT
+    length = length_of_array(leaf)
+    return OBJECT if length is None else FOREIGN - length

@@ -1,0 +1,132 @@
+"""Values that have their own rules for being cut and joined."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch.nn.utils import rnn
+
+from parawrap.backends import record_use
+from parawrap.shards._geometric_batches import graph_rules
+from parawrap.shards._split_rules import Splitter
+from parawrap.shards._tensordicts import tensordict_rules
+from parawrap.shards._transformers_caches import cache_rules
+from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
+
+__all__ = ["placed", "register_split", "splitter_of"]
+
+
+_splitters: dict[type, Splitter] = {}
+
+
+def register_split(
+    cls: type,
+    *,
+    split: Callable[[Any, Sequence[int]], Sequence[Any]],
+    join: Callable[[Sequence[Any]], Any],
+    rows: Callable[[Any], int] = len,
+) -> None:
+    """Cut and join the instances of your own class, wherever they lie in a call or an output.
+
+    Args:
+        cls: The class. Its instances are no longer opened, even if they are containers.
+        split: ``split(value, sizes)`` returns one part per size, with that many rows, in order.
+        join: ``join(parts)`` puts parts together, in order. Outputs of the class are joined by it.
+        rows: ``rows(value)`` counts the rows; `len` by default.
+
+    Raises:
+        ShardError: At a call, if `split` returns a different number of parts than it was given sizes.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import parallel, register_split
+        >>> class Words:
+        ...     def __init__(self, items): self.items = list(items)
+        ...     def __len__(self): return len(self.items)
+        >>> def split(words, sizes):
+        ...     items = iter(words.items)
+        ...     return [Words(next(items) for _ in range(size)) for size in sizes]
+        >>> register_split(Words, split=split, join=lambda parts: Words(w for part in parts for w in part.items))
+        >>> with parallel(lambda x, words: (x + 1, words), ["cpu", "cpu"]) as p:
+        ...     y, words = p(torch.zeros(3), Words(["a", "b", "c"]))
+        >>> y.tolist(), words.items
+        ([1.0, 1.0, 1.0], ['a', 'b', 'c'])
+    """
+    keep_whole(cls)
+    _splitters[cls] = Splitter(split, join, rows)
+
+
+def splitter_of(value: object) -> Splitter:
+    """Return the rules of a value that is kept whole: the registered rules, or the rules of plain sequences."""
+    return _splitters.get(type(value), _SEQUENCE)
+
+
+def placed(leaf: Opaque, device: torch.device) -> Any:
+    """Return the value of a leaf that is kept whole, with its tensors on `device`."""
+    value, rules = leaf.value, splitter_of(leaf.value)
+    if all(tensor.device == device for tensor in tensors_in(value)):
+        return value
+    record_use([leaf])
+    if rules.to is not None:
+        return rules.to(value, device)
+    if rules is _SEQUENCE:
+        return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def _has_builtin_rules(cls: type) -> bool:
+    rules = cache_rules(cls) or tensordict_rules(cls) or graph_rules(cls)
+    if rules is not None:
+        _splitters[cls] = rules
+    return rules is not None
+
+
+def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _join_sequence(parts: Sequence[Any]) -> Any:
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined + part
+    return joined
+
+
+def _split_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> list[rnn.PackedSequence]:
+    """Cut along the rows. A batch that was sorted by its caller gives parts that are sorted in the same way."""
+    rows, lengths = rnn.pad_packed_sequence(value, batch_first=True)
+    return [
+        rnn.pack_padded_sequence(
+            part[:, : int(length.max())], length, batch_first=True, enforce_sorted=value.sorted_indices is None
+        )
+        for part, length in zip(rows.split_with_sizes(list(sizes)), lengths.split_with_sizes(list(sizes)), strict=True)
+    ]
+
+
+def _join_packed(parts: Sequence[rnn.PackedSequence]) -> rnn.PackedSequence:
+    """Concatenate the rows in order. Parts that were sorted by the caller make a whole without sorting indices."""
+    rows: list[torch.Tensor] = []
+    is_sorted = all(part.sorted_indices is None for part in parts)
+    for part in parts:
+        padded, lengths = rnn.pad_packed_sequence(part, batch_first=True)
+        rows += [row[:length] for row, length in zip(padded, lengths.tolist(), strict=True)]
+    is_sorted = is_sorted and all(len(one) >= len(other) for one, other in itertools.pairwise(rows))
+    return rnn.pack_sequence(rows, enforce_sorted=is_sorted)
+
+
+def _packed_rows(value: rnn.PackedSequence) -> int:
+    return int(value.batch_sizes[0])
+
+
+def _packed_to(value: rnn.PackedSequence, device: torch.device) -> rnn.PackedSequence:
+    return cast("rnn.PackedSequence", cast("Any", value).to(device))
+
+
+_SEQUENCE = Splitter(_split_sequence, _join_sequence, len)
+keep_whole(rnn.PackedSequence)  # cut along its time steps, as the namedtuple that it is, it would fall apart silently
+_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows, _packed_to)
+keep_whole_if(_has_builtin_rules)
