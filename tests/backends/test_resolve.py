@@ -1,4 +1,4 @@
-"""From what a user writes for devices to one torch device a lane, on a machine that may have the CPU alone."""
+"""Turn the `devices` argument into one torch device per lane, on a machine that may have no accelerator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FakeBackend(Backend):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The kind "meta", served by a module of this test."""
+    """The kind "meta", with a backend that this test registers."""
     monkeypatch.setattr(registry, "_MODULES", dict(registry._MODULES))
     monkeypatch.setattr(registry, "_loaded", dict(registry._loaded))
     module = types.ModuleType("parawrap_test_backend")
@@ -48,8 +48,8 @@ def fake(monkeypatch):
 
 @cpu_only
 @pytest.mark.parametrize("devices", [None, "auto", "cpu"])
-def test_without_accelerator_everything_visible_is_the_cpu(devices):
-    """Nothing, "auto" and "cpu" give CPU lanes: at least one, and no more than there are cores."""
+def test_without_an_accelerator_auto_means_cpu_lanes(devices):
+    """None, "auto", and "cpu" give CPU lanes: at least one, and at most one per core."""
     found = resolve_devices(devices)
     assert set(found) == {CPU}
     assert 1 <= len(found) <= usable_cores()
@@ -58,7 +58,7 @@ def test_without_accelerator_everything_visible_is_the_cpu(devices):
 @cpu_only
 @pytest.mark.parametrize("lanes", [1, 2, 5, 64])
 def test_a_number_is_that_many_lanes(lanes):
-    """A number asks for so many lanes, on the CPU also more than it has cores."""
+    """A number is the number of lanes, which may exceed the number of cores."""
     assert resolve_devices(lanes) == (CPU,) * lanes
 
 
@@ -66,8 +66,8 @@ def test_a_number_is_that_many_lanes(lanes):
     "devices",
     [["cpu"], ("cpu", "cpu:0"), [CPU, "cpu", torch.device("cpu", 0)], "cpu:0", CPU, torch.device("cpu", 0)],
 )
-def test_a_sequence_is_one_lane_an_entry_and_cpu_0_is_the_cpu(devices):
-    """Each entry is a lane; "cpu:0" becomes "cpu", which is how results report it."""
+def test_a_sequence_is_one_lane_per_entry(devices):
+    """Each entry is a lane. "cpu:0" becomes "cpu", the device of tensors on the CPU."""
     found = resolve_devices(devices)
     assert set(found) == {CPU}
     assert all(device.index is None for device in found)
@@ -76,8 +76,8 @@ def test_a_sequence_is_one_lane_an_entry_and_cpu_0_is_the_cpu(devices):
 
 @pytest.mark.parametrize("device", ["cpu:1", "cpu:99999", torch.device("cpu", 1)])
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: [d], lambda d: ["cpu", d]])
-def test_a_second_cpu_is_not_there(device, wrap):
-    """Where torch would take "cpu:1" and then copy at every `.to`, it is refused, with the cure."""
+def test_a_second_cpu_is_refused(device, wrap):
+    """The device "cpu:1" raises with a remedy. With torch it would copy at every `.to`."""
     with pytest.raises(DeviceUnavailableError, match=r'cpu:\d+.*\["cpu", "cpu"\]'):
         resolve_devices(wrap(device))
 
@@ -86,8 +86,8 @@ def test_a_second_cpu_is_not_there(device, wrap):
 @pytest.mark.parametrize(
     "device", ["cuda", "cuda:0", "mps", "mps:0", "xpu:1", torch.device("cuda", 0), torch.device("cuda")]
 )
-def test_an_accelerator_that_is_not_there_is_named_with_the_cure(device):
-    """The message has the device that was asked for, and that "auto" takes what is there."""
+def test_a_missing_accelerator_is_named_with_a_remedy(device):
+    """The message names the requested device and suggests "auto"."""
     kind = str(device).partition(":")[0]
     for devices in (device, [device]):
         with pytest.raises(DeviceUnavailableError, match=f"{kind}.*auto"):
@@ -95,15 +95,15 @@ def test_an_accelerator_that_is_not_there_is_named_with_the_cure(device):
 
 
 @cpu_only
-def test_an_index_is_an_accelerators():
-    """A bare index in a list means an accelerator's; the message says what to write for the CPU."""
+def test_an_index_means_an_accelerator():
+    """An index in a list means an accelerator. Without one, the message says what to write for the CPU."""
     with pytest.raises(DeviceUnavailableError, match="'cpu'"):
         resolve_devices([0])
 
 
 @pytest.mark.parametrize("kind", ["gpu", "meta", "nn", "jit", "CPU", "__name__", "auto"])
-def test_a_kind_that_is_none_is_refused_naming_those_that_are(kind):
-    """A kind that torch does not know, or a module of torch that is no device, is no kind."""
+def test_an_unknown_kind_is_refused_with_the_known_kinds(kind):
+    """Unknown names and torch modules that are not device modules raise."""
     with pytest.raises(DeviceUnavailableError, match=f"{kind}.*cpu.*cuda.*mps"):
         resolve_devices(f"{kind}:0")
 
@@ -111,43 +111,43 @@ def test_a_kind_that_is_none_is_refused_naming_those_that_are(kind):
 @pytest.mark.parametrize(
     "devices", [[], (), "", 0, -1, True, False, 3.5, {"cpu"}, iter(["cpu"]), object(), {"cpu": 0}, b"cpu"]
 )
-def test_what_names_no_device_is_refused(devices):
-    """Nothing to take, or nothing that can be read: a list error whatever the machine has."""
+def test_invalid_device_lists_are_refused(devices):
+    """An empty or unreadable list raises DeviceListError on every machine."""
     with pytest.raises(DeviceListError):
         resolve_devices(devices)
 
 
 @pytest.mark.parametrize("device", ["cpu:", "cpu:x", "cpu:-1", "cpu:0:0", "cpu: 0"])
-def test_after_the_colon_comes_an_index(device):
-    """A string with a colon and no index is refused, alone and in a list."""
+def test_a_colon_without_an_index_is_refused(device):
+    """A string with a colon and no index raises, alone and in a list."""
     for devices in (device, [device]):
         with pytest.raises(DeviceListError, match="index"):
             resolve_devices(devices)
 
 
 @pytest.mark.parametrize("entry", [None, True, 1.0, ["cpu"], "", ":0"])
-def test_an_entry_that_is_no_device_is_refused(entry):
-    """Each entry is an index, a string or a torch device."""
+def test_an_entry_that_is_not_a_device_is_refused(entry):
+    """Each entry must be an index, a string, or a torch device."""
     with pytest.raises(ParawrapError):
         resolve_devices(["cpu", entry])
 
 
 def test_a_list_error_is_a_value_error_and_a_missing_device_a_runtime_error():
-    """Code that knows nothing of parawrap catches what it would expect."""
+    """The errors inherit from the built-in exceptions that other code catches."""
     with pytest.raises(ValueError, match="empty"):
         resolve_devices([])
     with pytest.raises(RuntimeError):
         resolve_devices("cpu:7")
 
 
-def test_one_device_is_read_alone(fake):
-    """resolve_device takes a string with or without index."""
+def test_resolve_device_takes_one_device(fake):
+    """resolve_device takes a string with or without an index."""
     assert resolve_device("meta:2") == torch.device("meta", 2)
     assert resolve_device("meta") == torch.device("meta", 0)
 
 
 def test_a_registered_backend_serves_its_kind(fake):
-    """The kind alone is all of its devices, a list is read by it, and what it lacks is its own error."""
+    """A registered backend counts its devices, resolves lists, and refuses missing indices."""
     assert backend_of("meta") is fake
     assert resolve_devices("meta") == tuple(torch.device("meta", index) for index in range(3))
     assert resolve_devices(["meta:1", "meta:1"]) == (torch.device("meta", 1),) * 2
@@ -156,14 +156,14 @@ def test_a_registered_backend_serves_its_kind(fake):
         resolve_devices(["meta:3"])
 
 
-def test_the_lanes_of_one_block_share_one_type(fake):
-    """A list of two types is refused, naming both."""
+def test_a_list_of_two_device_types_is_refused(fake):
+    """The message names both types."""
     with pytest.raises(DeviceListError, match=r"cpu.*meta"):
         resolve_devices(["cpu", "meta:0"])
 
 
 def test_registering_again_replaces(fake, monkeypatch):
-    """The last module that was registered for a kind serves it, also when another was in use."""
+    """The last module registered for a kind is used, even after an earlier one was used."""
     assert backend_of("meta") is fake
     module = types.ModuleType("parawrap_test_backend_two")
     module.BACKEND = FakeBackend()
@@ -173,14 +173,14 @@ def test_registering_again_replaces(fake, monkeypatch):
 
 
 def test_a_backend_is_imported_when_its_kind_is_first_named(fake):
-    """Registering imports nothing; a module that cannot be imported is an error at its first use, and of its own type."""
+    """Registering imports nothing. A module that cannot be imported raises its own error at the first use."""
     register_backend("lazy", "parawrap_no_such_backend")
     with pytest.raises(ModuleNotFoundError, match="parawrap_no_such_backend"):
         backend_of("lazy")
 
 
-def test_a_backend_leaves_out_what_its_kind_does_not_have(fake):
-    """The contract's defaults: no streams, captures or pinned memory, nothing to activate, no traits."""
+def test_defaults_of_a_backend(fake):
+    """By default, a backend has no streams, captures, pinned memory, activation, or traits."""
     device, host = torch.device("meta", 0), torch.zeros(1)
     assert fake.stream(device) is None
     assert fake.new_stream(device) is None
@@ -194,6 +194,6 @@ def test_a_backend_leaves_out_what_its_kind_does_not_have(fake):
     assert Traits(memory=1, cores=2) == (1, 2)
 
 
-def test_the_best_backend_is_one_with_devices():
-    """Whatever is best here, it has a device."""
+def test_the_best_backend_has_devices():
+    """The best backend of this machine has at least one device."""
     assert best_backend().count() >= 1

@@ -1,4 +1,4 @@
-"""What is said of XLA devices where there are none."""
+"""Errors for XLA devices on machines without them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from parawrap.backends import backend_of, best_backend, xla_backend
 
 @pytest.fixture(autouse=True)
 def _ask_anew():
-    """What torch_xla said is kept for good; each test has its own."""
+    """Clear the cached runtime of torch_xla before and after each test."""
     xla_backend._runtime.cache_clear()
     yield
     xla_backend._runtime.cache_clear()
 
 
 def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
-    """It names the module, the release of torch that it must go with, and what there is instead."""
+    """The error names the module, the matching release of torch, and the available devices."""
     monkeypatch.setitem(sys.modules, "torch_xla", None)
     assert backend_of("xla").count() == 0
     for devices in ("xla", "xla:0", ["xla:0", "xla:1"]):
@@ -32,7 +32,7 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
 
 
 def test_a_runtime_that_does_not_start_is_started_once(monkeypatch):
-    """The error has torch_xla's reason and what PJRT_DEVICE asked for; torch_xla is not asked again."""
+    """The error has torch_xla's reason and the value of PJRT_DEVICE. A second use does not start the runtime again."""
     asked = []
 
     def device_count():
@@ -49,14 +49,14 @@ def test_a_runtime_that_does_not_start_is_started_once(monkeypatch):
     assert asked == [1]
 
 
-def test_only_xla_pays_for_a_new_shape():
-    """On the CPU a new shape costs nothing, on XLA a compilation."""
+def test_only_xla_compiles_new_shapes():
+    """A new shape needs a compilation on XLA, and none on the CPU."""
     assert not backend_of("cpu").compiles_each_shape
     assert backend_of("xla").compiles_each_shape
 
 
-def test_what_is_drawn_in_a_forked_block_is_drawn_again():
-    """On the CPU the numbers after the block are those that came in it."""
+def test_a_forked_block_restores_the_generators():
+    """On the CPU, the block and the code after it draw the same numbers."""
     with backend_of("cpu").forked_rng([torch.device("cpu")]):
         inside = torch.rand(3)
     torch.testing.assert_close(torch.rand(3), inside)

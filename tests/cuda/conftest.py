@@ -1,4 +1,4 @@
-"""The tests in this folder run on the GPUs that torch sees: on one of them all but a few, which want several."""
+"""The tests in this folder run on the GPUs that torch sees. Most need one GPU, and a few need several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """These tests come last: a process in which CUDA runs cannot be forked any more, which tests of launches do."""
+    """Run these tests last, because tests of launches fork, and a process that uses CUDA must not."""
     items.sort(key=lambda item: _HERE in item.path.parents)
 
 
@@ -27,7 +27,7 @@ def _gpu():
     torch.manual_seed(0)
     yield
     settle()
-    # A lane's own thread may be the last to let go of its pool: it then ends a moment after the test.
+    # A lane's thread may hold the last reference to its pool, and then ends a moment after the test.
     for thread in [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]:
         gc.collect()
         thread.join(0.5)
@@ -35,7 +35,7 @@ def _gpu():
 
 @pytest.fixture
 def several():
-    """All GPUs, of which there are several."""
+    """All GPUs. Skip the test if there are fewer than two."""
     if len(every()) < 2:
         pytest.skip("there is one GPU, and this is about several")
     return every()
@@ -50,7 +50,7 @@ def devices(request):
 
 @pytest.fixture
 def every_warning():
-    """What torch warns of once in a process, it warns of each time; and warnings are errors."""
+    """Have torch repeat warnings that it gives once per process. Warnings are errors."""
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     yield

@@ -1,4 +1,4 @@
-"""The GPUs of this tier: how they are named, how work on them is held up, and what of their memory is taken."""
+"""Names of the GPUs, functions that delay their work, and readings of their memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HOME = f"{KIND}:0"
 ONE = [HOME]
 TWICE = [HOME, HOME]
 LONG = 600_000_000
-"""Clock cycles of a GPU, a third of a second or so: the host does meanwhile whatever a test has it do, many times over."""
+"""GPU clock cycles, about a third of a second: much longer than the host's work in a test."""
 
 cuda = torch.get_device_module(KIND)
 
 
 @functools.cache
 def missing():
-    """Why the tests of this folder cannot run here; None where they can."""
+    """Return why these tests cannot run here, or None if they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU" if torch.version.cuda else "this torch is built without CUDA"
     accelerator = torch.accelerator.current_accelerator()
@@ -31,24 +31,24 @@ def missing():
 
 
 def every():
-    """All GPUs that this process sees."""
+    """Return the names of all visible GPUs."""
     return [f"{KIND}:{index}" for index in range(cuda.device_count())]
 
 
 def sleep(cycles=LONG):
-    """Keep the current stream busy; the host goes on."""
+    """Keep the current stream busy without blocking the host."""
     if cycles:
         cuda._sleep(cycles)
 
 
 def settle():
-    """Wait until no GPU has anything left to do."""
+    """Wait until all GPUs are idle."""
     for device in every():
         cuda.synchronize(device)
 
 
 def held():
-    """The bytes that tensors take on all GPUs, once all work is done and nobody has garbage."""
+    """Return the bytes of live tensors on all GPUs, after all work and a garbage collection."""
     gc.collect()
     settle()
     cuda.empty_cache()
@@ -56,14 +56,14 @@ def held():
 
 
 def forget_workspaces():
-    """Give back what torch keeps for each pair of a cuBLAS handle, which a thread has, and a stream."""
+    """Free the cuBLAS workspaces, which torch keeps per pair of thread and stream."""
     settle()
     torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
 def torch_refuses_to_wait():
-    """In this block torch raises wherever it would have the host wait for a GPU, in every thread."""
+    """Have torch raise in all threads if the host would wait for a GPU inside this block."""
     _set_debug_mode("error")
     try:
         yield

@@ -1,4 +1,4 @@
-"""Answers and gradients are the plain ones, whatever the devices, the model and the caller's modes."""
+"""Outputs and gradients equal the plain ones, for all devices, models, and modes of the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.devices.zoo import assert_same_gradients, assert_same_training_step, 
 
 
 def shards(x, lanes):
-    """What each lane gets of a batch."""
+    """Return the number of rows that each lane gets."""
     return [shard for shard in x.tensor_split(lanes) if len(shard)]
 
 
@@ -28,7 +28,7 @@ def shards(x, lanes):
 @pytest.mark.parametrize("place", ["cpu", HOME])
 @pytest.mark.parametrize("net", NETS)
 def test_outputs_and_gradients(net, place, count, devices):
-    """They are the plain ones, for a batch that lies on the host or beside the model."""
+    """Outputs and gradients equal the plain ones, for a batch on the host or on the model's device."""
     model, x = net_and_rows(net, count)
     assert_same_training_step(model, x.to(place), devices)
 
@@ -36,7 +36,7 @@ def test_outputs_and_gradients(net, place, count, devices):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("net", NETS)
 def test_outputs_without_gradients(net, mode, devices):
-    """They are the plain ones, and as little part of a graph."""
+    """Outputs equal the plain ones, and have no graph either."""
     model, x = net_and_rows(net)
     x = x.to(HOME)
     plain = copy.deepcopy(model)
@@ -49,7 +49,7 @@ def test_outputs_without_gradients(net, mode, devices):
 
 
 def test_batch_norm_in_train_mode(devices):
-    """Each lane takes the statistics of its own rows, and the running ones are those of lane 0, as in torch's own."""
+    """Each lane normalizes its own rows, and the running statistics are those of lane 0, as in torch.nn.DataParallel."""
     model, x = net_and_rows("conv", 4 * len(devices) + 1, train=True)
     plain = [copy.deepcopy(model) for _ in devices]
     with parallel(model, devices):
@@ -77,7 +77,7 @@ def dropout():
 
 @pytest.mark.parametrize("lane_rows", [1, 2, 4, 5])
 def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
-    """Each call with a seed draws what the first call with it drew; another seed draws others."""
+    """Calls with the same seed draw the same numbers, and calls with another seed draw other numbers."""
     model = dropout()
     x = rows(lane_rows * len(devices))
     outputs = []
@@ -91,7 +91,7 @@ def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
 
 
 def test_lanes_on_one_gpu_draw_in_lane_order():
-    """Masks are those that the plain model draws for one shard after the other, in the first call and in later ones."""
+    """In all calls, the masks are those that the plain model draws for one shard after the other."""
     model = dropout()
     plain = copy.deepcopy(model)
     x = rows(9).to(HOME)
@@ -129,7 +129,7 @@ def test_checkpointing_recomputes_the_same_masks(devices):
 
 
 def uneven_batches(x, y, steps):
-    """Shuffled batches of many sizes, one row among them."""
+    """Yield shuffled batches of many sizes, including one row."""
     for step in range(steps):
         chosen = torch.randperm(len(x))[: 1 + step * 7 % 17]
         yield x[chosen], y[chosen]
@@ -137,7 +137,7 @@ def uneven_batches(x, y, steps):
 
 @pytest.mark.usefixtures("every_warning")
 def test_a_training_run(devices):
-    """After many steps with batches of many sizes the parameters are those of a plain run, and torch had nothing to say."""
+    """After many steps with batches of many sizes, the parameters equal those of a plain run, without warnings."""
     model = (
         nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 2)).double().to(HOME)
     )
@@ -155,7 +155,7 @@ def test_a_training_run(devices):
 
 @pytest.mark.usefixtures("every_warning")
 def test_training_on_one_stream_and_then_on_another(devices):
-    """The caller may go over to another stream between two steps: gradients are right, and torch has nothing to say."""
+    """The caller may change its stream between two steps: gradients are right, without warnings."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model)
     stream = cuda.Stream(HOME)
@@ -172,8 +172,8 @@ def test_training_on_one_stream_and_then_on_another(devices):
 
 
 @pytest.mark.usefixtures("every_warning")
-def test_a_lane_that_begins_with_a_matrix_product():
-    """Torch has nothing to say of a thread in which nothing but that has used the GPU before."""
+def test_a_matrix_product_may_be_the_first_work_of_a_lane():
+    """There is no warning if a matrix product is the first GPU work of a thread."""
     model = nn.Linear(64, 64, dtype=torch.float64).to(HOME)
     x = torch.randn(8, 64, dtype=torch.float64, device=HOME)
     expected = model(x)
@@ -189,7 +189,7 @@ def test_a_lane_that_begins_with_a_matrix_product():
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_autocast(grad, devices):
-    """Lanes compute in the caller's lower precision; the gradients stay in that of the parameters."""
+    """Lanes compute in the autocast dtype of the caller, and gradients have the dtype of the parameters."""
     model = mlp().float().to(HOME)
     plain = copy.deepcopy(model)
     x = rows(12).float()
@@ -211,7 +211,7 @@ def test_autocast(grad, devices):
 
 @pytest.mark.parametrize("train", [True, False])
 def test_as_torch_s_data_parallel_does(train):
-    """Two lanes on one GPU give torch.nn.DataParallel's outputs, gradients, buffers and names, from the same call."""
+    """Two lanes on one GPU give the outputs, gradients, buffers, and names of torch.nn.DataParallel."""
     module = conv_net().to(HOME).train(train)
     theirs = nn.DataParallel(copy.deepcopy(module), device_ids=[0, 0])
     with closing(DataParallel(module, device_ids=[0, 0])) as mine:

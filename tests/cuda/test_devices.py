@@ -1,4 +1,4 @@
-"""Which GPUs there are, what they are like, and what goes between them."""
+"""The visible GPUs, their traits, and copies between them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GIB = 1 << 30
 
 @pytest.mark.parametrize("make", [parallel, DataParallel])
 @pytest.mark.parametrize("devices", [[f"{KIND}:99"], [HOME, f"{KIND}:99"]], ids=str)
-def test_a_gpu_that_is_not_there(make, devices):
-    """The error names the one that was asked for, and those that there are."""
+def test_a_missing_gpu_is_refused(make, devices):
+    """The error names the requested GPU and the visible ones."""
     with pytest.raises(DeviceUnavailableError, match=rf"'{KIND}:99' is not available.*{HOME}"):
         make(mlp().to(HOME), devices)
 
 
 def test_every_visible_gpu_is_the_default():
-    """A block without devices has a lane on each GPU, and so has one that names the kind alone."""
+    """A block without devices, or with the kind alone, has one lane per GPU."""
     for devices in (None, "auto", KIND):
         assert [str(device) for device in parallel(mlp(), devices).devices] == every()
 
 
 def test_traits():
-    """The memory and the cores of a GPU are those that torch tells of."""
+    """The memory and the cores of a GPU are those that torch reports."""
     memory, cores = backend_of(KIND).traits(torch.device(HOME))
     assert memory == torch.cuda.get_device_properties(0).total_memory
     assert cores == torch.cuda.get_device_properties(0).multi_processor_count
@@ -41,7 +41,7 @@ def test_traits():
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Have the backend tell of two GPUs, with the traits that are given to this."""
+    """Return a function that makes the backend report two GPUs with these traits."""
 
     def told(*traits):
         monkeypatch.setattr(type(backend_of(KIND)), "count", lambda self: 2)
@@ -55,14 +55,14 @@ def two_gpus(monkeypatch):
     ("lesser", "what"), [(Traits(40 * GIB, 132), "memory"), (Traits(80 * GIB, 56), "cores")], ids=["memory", "cores"]
 )
 def test_unequal_gpus(lesser, what, two_gpus):
-    """DataParallel warns of a GPU that the others will wait for, and says what it has too little of."""
+    """DataParallel warns about a GPU with less memory or fewer cores, and names the difference."""
     devices = two_gpus(Traits(80 * GIB, 132), lesser)
     with pytest.warns(UserWarning, match=rf"{KIND}:1 has less than 75% of the {what} of {KIND}:0"):
         DataParallel(mlp().to(HOME), devices)
 
 
 def test_nearly_equal_gpus(two_gpus):
-    """It does not warn of what is nearly alike, nor of one GPU that is named twice."""
+    """DataParallel does not warn about small differences, or about one GPU named twice."""
     devices = two_gpus(Traits(80 * GIB, 132), Traits(79 * GIB, 114))
     DataParallel(mlp().to(HOME), devices)
     DataParallel(mlp().to(HOME), TWICE)
@@ -72,7 +72,7 @@ def test_nearly_equal_gpus(two_gpus):
 
 
 def test_replicas_are_refreshed_when_the_model_changed(several):
-    """Nothing is copied again for a second call, and once for the call after a step of the optimizer."""
+    """A second call copies no parameter, and a call after an optimizer step copies each once."""
     model = mlp().to(HOME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = rows(4 * len(several))
@@ -88,8 +88,8 @@ def test_replicas_are_refreshed_when_the_model_changed(several):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_input_and_output_lie_where_the_model_does_not(grad, several):
-    """The batch is taken from any GPU, and the output is joined on any."""
+def test_input_and_output_may_be_on_any_gpu(grad, several):
+    """The batch may be on any GPU, and the output is joined on any GPU."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model)
     last = several[-1]
@@ -108,7 +108,7 @@ def test_input_and_output_lie_where_the_model_does_not(grad, several):
 
 
 def test_large_parameters_on_every_gpu(several):
-    """Parameters beyond what travels in one parcel are right everywhere, also when they are changed between calls."""
+    """Parameters that exceed one packed copy arrive on all GPUs, also after changes between calls."""
     model = torch.nn.Linear(1500, 1500, dtype=torch.float64).to(HOME)
     x = torch.randn(4 * len(several), 1500, dtype=torch.float64)
     with torch.no_grad(), parallel(model, several):

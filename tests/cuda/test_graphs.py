@@ -1,4 +1,4 @@
-"""Calls in a CUDA graph: a capture records what one thread queues, and lanes cannot add to it."""
+"""Calls in a CUDA graph, which records only the work of the capturing thread, not of lanes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.cuda.gpus import HOME, cuda
 from tests.devices.zoo import mlp, rows
 
 
-def test_a_call_that_is_captured_runs_plainly(devices):
-    """The graph replays the plain call; before and after the capture, calls are cut as ever."""
+def test_a_captured_call_runs_plainly(devices):
+    """The graph replays the plain call, and calls before and after the capture are cut."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model)
     x = rows(8).to(HOME)
@@ -32,7 +32,7 @@ def test_a_call_that_is_captured_runs_plainly(devices):
 
 
 def warm_up(work):
-    """Have all that the work needs made on a stream beside the current one, as torch wants it before a capture."""
+    """Run the work once on a side stream, as torch requires before a capture."""
     stream = cuda.Stream(HOME)
     stream.wait_stream(cuda.current_stream(HOME))
     with cuda.stream(stream):

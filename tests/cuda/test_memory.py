@@ -1,8 +1,8 @@
-"""Memory: used neither before it is ready nor after it is another's, bounded, and given back.
+"""Memory is read only between its write and its reuse, is bounded, and is freed.
 
-A caching allocator hands out freed memory again at once, and a GPU comes to its work when it comes to it. So here streams
-are kept busy while tensors that others have yet to read are let go of and their memory is taken and filled with NaN. That
-this shows what is wrong is itself a test: with one precaution taken away, the answers are.
+A caching allocator reuses freed memory at once, while GPU work may run much later. These tests keep streams busy, free
+tensors that other streams have not read yet, and fill their memory with NaN. `test_each_precaution_is_needed` proves
+that this detects faults: without one precaution, the outputs are wrong.
 """
 
 from __future__ import annotations
@@ -27,37 +27,37 @@ from tests.cuda.zoo import SHAPE, Casting, Late
 from tests.devices.zoo import mlp, rows
 
 PATIENCE_S = 30
-SPARE = 4  # tensors for which there is memory from the start: to ask the system for some may wait for all GPUs
+SPARE = 4  # tensors allocated in advance, because a new allocation may wait for all GPUs
 ATTEMPTS = 6
 
 
 def full(value, device=HOME):
-    """A tensor of the shape that these tests are about."""
+    """Return a tensor of the shape that these tests use."""
     return torch.full(SHAPE, value, dtype=torch.float64, device=device)
 
 
 def poison():
-    """Take all memory for such tensors that the current stream may be handed, and fill it with NaN."""
+    """Allocate all memory that the current stream can get for such tensors, and fill it with NaN."""
     return [full(math.nan) for _ in range(SPARE + 2)]
 
 
 def is_all(tensor, value):
-    """Whether every element is this one."""
+    """Return True if all elements equal this value."""
     return bool((tensor == value).all())
 
 
 def released(tensor):
-    """An event that is set once nobody has the tensor any more."""
+    """Return an event that is set once no reference to the tensor is left."""
     gone = threading.Event()
     weakref.finalize(tensor, gone.set)
     return gone
 
 
-# -- neither before nor after its time
+# -- read after the write, and before the reuse
 
 
 def input_let_go_of(p, model, cycles):
-    """The caller lets go of what it submitted, and takes the memory anew, before the lane's stream comes to it."""
+    """The caller frees a submitted input and reuses its memory before the lane's stream reads it."""
     x = full(1.0)
     gone = released(x)
     model.keep_busy({0}, cycles)
@@ -71,7 +71,7 @@ def input_let_go_of(p, model, cycles):
 
 
 def input_for_another_gpu(p, model, cycles):
-    """The same of an input that another GPU is to take over, and comes to late."""
+    """The caller frees a submitted input and reuses its memory before another GPU copies it."""
     x = full(1.0)
     gone = released(x)
     with cuda.device(every()[-1]):
@@ -86,14 +86,14 @@ def input_for_another_gpu(p, model, cycles):
 
 
 def input_brought_over(p, model, cycles):
-    """A batch is brought over into memory that was the last one's, before the lane's stream has come to that one."""
+    """A batch is copied into the memory of the previous batch before the lane's stream has read that batch."""
     batches = [full(float(index), "cpu") for index in range(4)]
     model.keep_busy({0}, cycles)
     return all(is_all(output, index + 1.0) for index, output in enumerate(list(p.map(batches))))
 
 
 def result_used_elsewhere(p, model, cycles):
-    """A thread lets go of a result that its stream has yet to read, and the lane takes the memory for further outputs."""
+    """A thread frees an output that its stream has not read yet, and the lane reuses the memory for new outputs."""
     futures, bad = [p.submit(full(1.0))], full(math.nan)
 
     def use():
@@ -112,7 +112,7 @@ def result_used_elsewhere(p, model, cycles):
 
 
 def parts_joined_elsewhere(p, model, cycles):
-    """A caller's stream has yet to join the parts when another caller's call has the lanes take memory for new ones."""
+    """A caller's stream has not joined its outputs yet when lanes allocate outputs for another caller."""
     x, bad = full(1.0), full(math.nan)
     stream = cuda.Stream(HOME)
     stream.wait_stream(cuda.current_stream(HOME))
@@ -128,7 +128,7 @@ def parts_joined_elsewhere(p, model, cycles):
 
 
 def caller_before_lanes(p, model, cycles):
-    """The caller's stream has yet to write the input when it calls."""
+    """The caller's stream has not written the input yet when the call starts."""
     x = full(0.0)
     settle()
     sleep(cycles)
@@ -137,7 +137,7 @@ def caller_before_lanes(p, model, cycles):
 
 
 def lanes_before_caller(p, model, cycles):
-    """The lanes' streams have yet to compute when the caller is given the output."""
+    """The lanes' streams have not computed yet when the caller receives the output."""
     model(full(0.0))
     x = full(1.0)
     settle()
@@ -146,9 +146,9 @@ def lanes_before_caller(p, model, cycles):
 
 
 class Story(NamedTuple):
-    """What happens, on which lanes, and the precaution without which it ends badly: whose attribute it is, and its name.
+    """A scenario, its lanes, and the owner and name of the precaution that prevents its wrong output.
 
-    Without lanes it happens on one of another GPU than the model's.
+    `devices=None` means a lane on another GPU than the model's.
     """
 
     happens: object
@@ -169,7 +169,7 @@ STORIES = [
 
 
 def ends_well(story):
-    """Tell it in a block of its own; once before, in no haste, so that memory and kernels are there."""
+    """Run a scenario in a new block, after one run without delays that loads kernels and allocates memory."""
     model = Late().to(HOME)
     gc.collect()
     settle()
@@ -187,14 +187,14 @@ def ends_well(story):
 
 @pytest.fixture(params=STORIES, ids=lambda story: story.happens.__name__)
 def story(request):
-    """One of the stories, where there are GPUs enough for it."""
+    """Each scenario that this machine has enough GPUs for."""
     if request.param.devices is None:
         request.getfixturevalue("several")
     return request.param
 
 
-def test_nothing_is_used_before_or_after_its_time(story):
-    """However late the streams are, the answers are right."""
+def test_memory_is_read_between_its_write_and_its_reuse(story):
+    """Outputs are right if streams run late."""
     assert ends_well(story)
 
 
@@ -203,14 +203,14 @@ def _nothing(*_, **__):
 
 
 def _without_waiting(self, device, mark):
-    """A lane's stream, which does not wait for what the caller had queued."""
+    """Return a lane's stream that does not wait for the work that the caller queued."""
     return mark.stream if mark.event is None else self._own_on(device)
 
 
 def test_each_precaution_is_needed(story, monkeypatch):
-    """With the precaution taken away the answers are wrong.
+    """Without the precaution the outputs are wrong.
 
-    A GPU has fewer queues than streams, and work in one queue may wait for what is before it: so it is tried on several.
+    A GPU has fewer queues than streams, and work in one queue may wait for earlier work. The test tries several streams.
     """
     instead = _without_waiting if story.precaution == "_following" else _nothing
     monkeypatch.setattr(story.owner, story.precaution, instead)
@@ -223,8 +223,8 @@ def test_each_precaution_is_needed(story, monkeypatch):
     assert not ended[-1]
 
 
-def test_no_lane_uses_what_another_is_yet_to_cast():
-    """Under autocast, which keeps the casts of parameters for all threads, each lane's are there when it comes to them."""
+def test_lanes_share_no_unfinished_casts():
+    """Each lane reads finished casts of parameters under autocast, which caches them for all threads."""
     model = Casting().to(HOME)
     x = torch.ones(8, 64, device=HOME)
     with torch.no_grad(), parallel(model, TWICE):
@@ -241,8 +241,8 @@ def test_no_lane_uses_what_another_is_yet_to_cast():
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_the_host_may_let_go_of_an_input(pinned, devices):
-    """The host lets go of what it submitted, and takes the memory anew, before the copy of it could have begun."""
+def test_the_host_may_free_an_input(pinned, devices):
+    """The host frees a submitted input and reuses its memory before the copy can have started."""
     model = Late().to(HOME)
 
     def on_host(value):
@@ -262,8 +262,8 @@ def test_the_host_may_let_go_of_an_input(pinned, devices):
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_large_input_of_the_host_s_keeps_nobody_waiting(pinned, devices):
-    """A call with it returns while the stream that the copy comes after is still busy; what is pageable is staged."""
+def test_a_large_host_input_does_not_block_the_caller(pinned, devices):
+    """The call returns while the stream ahead of the copy is still busy. Pageable memory is staged."""
     model = Late().to(HOME)
     x = full(1.0, "cpu").pin_memory() if pinned else full(1.0, "cpu")
     with torch.no_grad(), parallel(model, devices):
@@ -281,8 +281,8 @@ def test_a_large_input_of_the_host_s_keeps_nobody_waiting(pinned, devices):
 
 
 @pytest.mark.parametrize("place", ["pageable", "pinned", HOME, "the last GPU"])
-def test_map_of_batches_that_are_let_go_of(place, devices):
-    """Batches that nobody else keeps are whole when a lane comes to them, wherever they lie; outputs come in order."""
+def test_map_keeps_batches_that_the_caller_frees(place, devices):
+    """Batches without other references stay intact until a lane reads them, and outputs come in order."""
     model = Late().to(HOME)
     device = {"pageable": "cpu", "pinned": "cpu", "the last GPU": every()[-1]}.get(place, place)
 
@@ -300,8 +300,8 @@ def test_map_of_batches_that_are_let_go_of(place, devices):
 
 
 @pytest.mark.parametrize("lanes", [ONE, TWICE], ids=["one lane", "two lanes on a GPU"])
-def test_map_takes_no_more_memory_for_more_batches(lanes):
-    """What is taken at most over a hundred batches is at most a few batches more than over ten; all come in order."""
+def test_memory_of_map_is_independent_of_the_number_of_batches(lanes):
+    """The peak over 100 batches exceeds that over 10 by at most a few batches, and outputs come in order."""
     model = Late().to(HOME)
     batch = torch.zeros(1024, SHAPE[1], dtype=torch.float64)
 
@@ -311,7 +311,7 @@ def test_map_takes_no_more_memory_for_more_batches(lanes):
         cuda.reset_peak_memory_stats(HOME)
         firsts = [output[0, 0].clone() for output in p.map(batch + index for index in range(count))]
         assert torch.stack(firsts).tolist() == [index + 1.0 for index in range(count)]
-        # Blocks that wait for a stream count too, as they cannot be used.
+        # Freed blocks that wait for a stream count too, because they cannot be reused yet.
         return cuda.memory_stats(HOME)["active_bytes.all.peak"]
 
     with torch.no_grad(), parallel(model, lanes) as p:
@@ -322,8 +322,8 @@ def test_map_takes_no_more_memory_for_more_batches(lanes):
 # -- afterwards
 
 
-def test_memory_is_given_back(devices):
-    """After a block nothing is held of replicas, inputs and outputs."""
+def test_memory_is_freed_after_a_block(devices):
+    """After a block, replicas, inputs, and outputs are freed."""
     model = Late().to(HOME)
     before = held()
     with parallel(model, devices) as p:
@@ -331,15 +331,15 @@ def test_memory_is_given_back(devices):
             model(full(1.0))
             for output in p.map(full(float(index), "cpu") for index in range(4)):
                 del output
-            p.submit(full(1.0))  # nobody asks for it
+            p.submit(full(1.0))  # its output is not read
         model(full(1.0)).sum().backward()
     model.zero_grad()
     del p
     assert held() == before
 
 
-def test_memory_is_given_back_after_an_error(devices):
-    """Also when the block ended by an exception, while lanes had work."""
+def test_memory_is_freed_after_an_error(devices):
+    """Memory is freed if an exception ends the block while lanes are busy."""
     model = Late().to(HOME)
     before = held()
     with pytest.raises(RuntimeError), torch.no_grad(), parallel(model, devices) as p:  # noqa: PT012
@@ -349,8 +349,8 @@ def test_memory_is_given_back_after_an_error(devices):
     assert held() == before
 
 
-def test_blocks_in_turn_take_no_more_memory():
-    """Many blocks one after the other hold what few do: torch keeps memory for each stream that multiplied a matrix."""
+def test_many_blocks_use_the_memory_of_few():
+    """Memory does not grow with blocks, although torch keeps a workspace per stream that multiplied a matrix."""
     model = mlp().to(HOME)
     x = rows(8).to(HOME)
     forget_workspaces()

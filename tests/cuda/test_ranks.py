@@ -1,4 +1,4 @@
-"""Ranks on GPUs: each has one, and they reduce over NCCL."""
+"""Ranks with one GPU each, which reduce over NCCL."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if __name__ == "__main__":
 
 
 def all_reduced():
-    """What a rank runs: a function that travels by value."""
+    """Return the function that ranks run, which is pickled by value."""
 
     def reduced(value):
         rank = current_rank()
@@ -49,7 +49,7 @@ def all_reduced():
 
 
 def test_a_rank_of_a_parent_that_has_not_used_cuda(tmp_path):
-    """It reduces on its GPU, and starting it does not start CUDA in the parent."""
+    """The rank reduces on its GPU, and the launch does not initialize CUDA in the parent."""
     results, initialized = json.loads(run_script(tmp_path, SCRIPT).splitlines()[-1])
     assert results == [[HOME, [5.0] * 3]]
     assert not initialized
@@ -57,21 +57,21 @@ def test_a_rank_of_a_parent_that_has_not_used_cuda(tmp_path):
 
 @pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])
 def test_a_rank_of_a_parent_in_which_cuda_runs(spawn_method):
-    """It reduces on its GPU, whichever way it is started."""
+    """The rank reduces on its GPU with every start method."""
     torch.ones(1, device=HOME).add_(1)
     platform = Platform(device="gpu", n_gpus=1, spawn_method=spawn_method, verbose=False)
     assert list(wrapper(platform)(all_reduced())(5)) == [(HOME, 0, [5.0] * 3, 1.0)]
 
 
 def test_a_rank_on_every_gpu(several):
-    """Each has its own, and all of them reduce together, on the GPUs as on the host."""
+    """Each rank has its own GPU, and all ranks reduce together, on the GPUs and on the host."""
     world = len(several)
     total = [float(sum(range(1, world + 1)))] * 3
     results = list(wrapper(Platform(device="gpu", verbose=False))(all_reduced())(1))
     assert results == [(device, index, total, float(world)) for index, device in enumerate(every())]
 
 
-def test_a_rank_here_and_now():
-    """Inline runs on the first GPU, in this process."""
+def test_an_inline_rank():
+    """An inline launch runs on the first GPU, in this process."""
     (result,) = wrapper(Platform(device="gpu", n_gpus=1, verbose=False))(all_reduced()).inline(2)
     assert result == (HOME, 0, [2.0] * 3, 1.0)

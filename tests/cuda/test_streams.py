@@ -1,4 +1,4 @@
-"""Which stream a lane works on, and that the caller keeps its own."""
+"""The stream of each lane, and the stream of the caller."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.cuda.zoo import Where
 from tests.devices.zoo import assert_same_gradients, mlp, rows
 
 
-def test_each_lane_has_a_stream_of_its_own():
-    """Without gradients no two lanes of a GPU share a stream, none has the caller's, and each keeps its own."""
+def test_each_lane_has_its_own_stream():
+    """Without gradients, each lane has one stream, different from the caller's and from those of other lanes."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, TWICE):
         model(rows(9))  # the lanes run in turns
@@ -30,7 +30,7 @@ def test_each_lane_has_a_stream_of_its_own():
 
 
 def test_each_lane_has_its_device_as_the_current_one(several):
-    """The device of a lane is the current one in it, and so is a stream of that device."""
+    """In a lane, the lane's device is the current device, with a current stream on it."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, several):
         for _ in range(2):  # in turns in the caller's thread, then in the lanes' threads
@@ -40,8 +40,8 @@ def test_each_lane_has_its_device_as_the_current_one(several):
             assert all(device == current for device, _, current in model.seen)
 
 
-def test_where_gradients_are_recorded_lanes_share_the_callers_stream(devices):
-    """On the caller's stream gradients of parameters are added up: torch warns of others."""
+def test_lanes_use_the_callers_stream_under_gradients(devices):
+    """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
     model = Where().to(HOME)
     x = rows(6).to(HOME)
     stream = cuda.Stream(HOME)
@@ -53,7 +53,7 @@ def test_where_gradients_are_recorded_lanes_share_the_callers_stream(devices):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_the_caller_keeps_its_device_and_streams(grad, devices):
-    """After a call, and after one that failed, the caller's device and streams are what they were."""
+    """A call, also a failed one, does not change the caller's current device and streams."""
     model = mlp().to(HOME)
     stream = cuda.Stream(every()[-1])
     elsewhere = [cuda.current_stream(device) for device in every()[:-1]]
@@ -67,8 +67,8 @@ def test_the_caller_keeps_its_device_and_streams(grad, devices):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_a_caller_on_a_stream_of_its_own(grad, devices):
-    """What the caller queued on its stream before the call is seen by all lanes; what it queues after sees their work."""
+def test_a_caller_on_another_stream(grad, devices):
+    """Lanes run after the work that the caller queued before the call, and before the work that it queues later."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model)
     stream = cuda.Stream(HOME)
@@ -88,7 +88,7 @@ def test_a_caller_on_a_stream_of_its_own(grad, devices):
 
 
 def test_callers_in_several_threads(devices):
-    """Callers in several threads, each on its own stream, each get their own answer."""
+    """Callers in several threads, each on its own stream, get their own outputs."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model).cpu()
     cuda.synchronize(HOME)

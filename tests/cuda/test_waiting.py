@@ -1,4 +1,4 @@
-"""The host waits for no GPU, neither in a call nor in a step of training; nor does anything go by way of the host."""
+"""The host does not wait for GPUs in calls or training steps, and no data passes through the host."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tests.cuda.zoo import NETS, net_and_rows
 from tests.devices.zoo import assert_same_gradients, mlp, rows
 
 PLACES = ["pageable", "pinned", HOME]
-SMALL, LARGE = 12, 1 << 14  # rows: what is sent as it is, and what is staged
+SMALL, LARGE = 12, 1 << 14  # rows of a batch that is copied directly, and of one that is staged
 
 
 def placed(x, place):
-    """The batch, where it is to lie."""
+    """Return the batch in the memory that the parameter names."""
     return x.pin_memory() if place == "pinned" else x if place == "pageable" else x.to(place)
 
 
-def test_torch_says_who_waits():
-    """Torch raises in the block where an output comes to the host: the other tests would fail."""
+def test_torch_raises_if_the_host_waits():
+    """The block raises if an output is copied to the host, so the other tests can fail."""
     x = rows().to(HOME)
     with torch_refuses_to_wait():
         for wait in (x.sum().item, x.cpu):
@@ -34,7 +34,7 @@ def test_torch_says_who_waits():
 @pytest.mark.parametrize("count", [SMALL, LARGE])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_call_without_gradients(place, count, devices):
-    """Not the first call, which makes the replicas, nor a later one; the parts are joined on the GPU."""
+    """Neither the first nor a later call makes the host wait, and outputs are joined on the GPU."""
     model = mlp().to(HOME)
     x = rows(count)
     expected = copy.deepcopy(model)(x.to(HOME))
@@ -49,7 +49,7 @@ def test_a_call_without_gradients(place, count, devices):
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("net", NETS)
 def test_a_step_of_training(net, place, devices):
-    """Not the call, not the backward pass, not the refresh of replicas after a step of the optimizer."""
+    """Call, backward pass, and refresh of replicas do not make the host wait."""
     model, x = net_and_rows(net, SMALL)
     plain = copy.deepcopy(model)
     at_home, x = x.to(HOME), placed(x, place)
@@ -66,7 +66,7 @@ def test_a_step_of_training(net, place, devices):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_map(place, devices):
-    """Nor while batches are streamed, of whatever size; but that no lane runs far ahead of its GPU."""
+    """Streaming batches does not make the host wait, except to limit how far a lane runs ahead of its GPU."""
     model = mlp().to(HOME)
     batches = [rows(count) for count in (SMALL, LARGE, SMALL, LARGE, LARGE)]
     expected = [copy.deepcopy(model)(batch.to(HOME)).detach() for batch in batches]

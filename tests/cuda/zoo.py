@@ -1,4 +1,4 @@
-"""The models of these tests, in double precision: what two orders of adding up make of it is no part of them."""
+"""Models for these tests, in double precision, so that the order of additions changes no result noticeably."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.devices.zoo import Tied, mlp
 
 WIDTH = 512
 SHAPE = (4096, WIDTH)
-"""In doubles 16 MiB: the caching allocator keeps tensors of that size in pieces of their own, and hands out equal ones."""
+"""16 MiB in double precision. The caching allocator keeps separate blocks for this size and reuses equal ones."""
 
 
 def conv_net():
@@ -32,13 +32,13 @@ NETS = {"mlp": (mlp, (5,)), "conv": (conv_net, (2, 6, 6)), "encoder": (encoder_l
 
 
 def net_and_rows(name, count=7, *, train=False):
-    """A net at home, and a batch for it on the CPU."""
+    """Return a net on the first GPU, and a batch for it on the CPU."""
     make, shape = NETS[name]
     return make().to(HOME).train(train), torch.randn(count, *shape, dtype=torch.float64)
 
 
 class Where(nn.Module):
-    """Notes the device and the stream that each shard is run on, and the device that is current."""
+    """A module that records the device, stream, and current device of each shard."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Where(nn.Module):
 
 
 class Late(nn.Module):
-    """Adds one to its input. Lanes that `late` names are kept busy for as long as it says, on their GPU, before they do."""
+    """A module that adds one to its input. `late` maps lanes to their delay in GPU cycles."""
 
     def __init__(self):
         super().__init__()
@@ -65,12 +65,12 @@ class Late(nn.Module):
         return x + self.weight
 
     def keep_busy(self, lanes, cycles):
-        """From now on those lanes are late."""
+        """Delay these lanes from now on."""
         self.late.lanes, self.late.cycles = lanes, cycles
 
 
 class Casting(nn.Module):
-    """A product with a weight. Lane 0 is busy for long before it; lane 1 comes to its own once lane 0 has queued that."""
+    """A product with a weight. Lane 0 is delayed before it, and lane 1 waits until lane 0 has queued its product."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""`wrapper` and `Wrapper`: any callable launches, a decorated one keeps its face, and both travel."""
+"""`wrapper` and `Wrapper`: any callable launches, keeps its metadata when decorated, and can be pickled."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ launched = wrapper(TWO)
 
 @launched
 def shift(a: int, b: float = 2.0, *, scale: int = 1) -> str:
-    """Tell where this went."""
+    """Return the shifted value and the rank."""
     return f"{scale * (a + b)} in rank {current_rank().global_rank}"
 
 
@@ -49,7 +49,7 @@ decorated_elsewhere = launched(bare)
 
 
 class Model:
-    """Has a method of every kind, decorated in every order."""
+    """A class with every kind of method, decorated above and below its other decorator."""
 
     bias = 10
 
@@ -93,7 +93,7 @@ class Model:
 
 
 class Small(Model):
-    """Inherits all of them."""
+    """A subclass that inherits all decorated methods."""
 
     bias = 0
 
@@ -102,7 +102,7 @@ class Small(Model):
 
 
 class MyError(Exception):
-    """Cannot be pickled as it is: its arguments are not what it keeps."""
+    """Cannot be pickled by default: its attributes differ from its arguments."""
 
     def __init__(self, code, *, detail):
         super().__init__(f"code {code}")
@@ -118,11 +118,11 @@ KINDS = {
 }
 
 
-# --- what a decorated function looks like ---
+# --- metadata ---
 
 
-def test_a_decorated_function_keeps_its_face():
-    """Name, docstring, module, source and signature are the function's own, and __wrapped__ is the function."""
+def test_decorated_function_keeps_its_metadata():
+    """Name, docstring, module, source, and signature are those of the function in __wrapped__."""
     plain = shift.__wrapped__
     assert inspect.isfunction(plain)
     for name in ("__name__", "__qualname__", "__doc__", "__module__", "__defaults__", "__kwdefaults__"):
@@ -133,13 +133,13 @@ def test_a_decorated_function_keeps_its_face():
 
 
 def test_a_decorated_function_keeps_its_annotations():
-    """What documents and validators read off a function, they read off its decorated form."""
+    """Documentation tools and validators read the same annotations as from the function."""
     assert shift.__annotations__ == shift.__wrapped__.__annotations__
     assert typing.get_type_hints(shift) == {"a": int, "b": float, "scale": int, "return": str}
 
 
-def test_a_decorated_method_keeps_its_face():
-    """Name, docstring and signature of a bound method are those without the decorator, and the platform is there."""
+def test_decorated_method_keeps_its_metadata():
+    """Name, docstring, and signature are those of the undecorated bound method, and `platform` is available."""
     for kind in KINDS:
         method = getattr(Model(2), kind)
         assert (method.__name__, method.__qualname__) == (kind, f"Model.{kind}")
@@ -148,15 +148,15 @@ def test_a_decorated_method_keeps_its_face():
         assert method.platform is TWO
 
 
-def test_the_platform_can_be_asked_for_and_not_changed():
-    """The platform is an attribute that tells what the function was decorated with."""
+def test_platform_attribute_is_read_only():
+    """The `platform` attribute returns the platform of the decorator, and cannot be set."""
     assert shift.platform is TWO
     with pytest.raises(AttributeError):
         shift.platform = Platform(device="cpu")
 
 
-def test_attributes_set_on_it_are_the_functions():
-    """A note that is stuck to the decorated function sticks to the function."""
+def test_attributes_are_set_on_the_function():
+    """An attribute that is set on the decorated function is set on the function."""
 
     @launched
     def function():
@@ -166,11 +166,11 @@ def test_attributes_set_on_it_are_the_functions():
     assert function.__wrapped__.note == 3
 
 
-# --- what can be decorated ---
+# --- valid functions ---
 
 
 def test_a_function_runs_once_per_rank():
-    """Positional and keyword arguments and defaults arrive, and there is one result for each rank, in order."""
+    """Positional, keyword, and default arguments reach each rank, and there is one result per rank, in order."""
     results = shift(1, scale=3)
     assert results == ("9.0 in rank 0", "9.0 in rank 1")
     assert type(results) is RankResults
@@ -191,12 +191,12 @@ def test_a_function_runs_once_per_rank():
     ids=["lambda", "partial", "builtin", "bound", "object", "builtin method", "class", "function"],
 )
 def test_any_callable_launches(function, args, expected):
-    """Whatever can be called can be decorated, and runs in ranks."""
+    """Any callable can be decorated, and runs in ranks."""
     assert launched(function)(*args) == expected
 
 
-def test_a_closure_takes_what_it_captures_along():
-    """A local function sees the values of its surroundings as they are when it is called."""
+def test_closure_is_sent_with_its_captured_values():
+    """A local function sees the values that its captured variables have at the call."""
     factor = 2
 
     @launched
@@ -210,7 +210,7 @@ def test_a_closure_takes_what_it_captures_along():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_of_every_kind_launch(kind):
-    """Decorated above or below classmethod and staticmethod, through the instance and through the class."""
+    """Methods decorated above or below classmethod and staticmethod launch through the instance and the class."""
     x, expected = KINDS[kind]
     model = Model(2)
     assert getattr(model, kind)(x) == expected
@@ -220,14 +220,14 @@ def test_methods_of_every_kind_launch(kind):
 
 
 def test_a_subclass_inherits_decorated_methods():
-    """A method is bound to the subclass, also by super()."""
+    """An inherited method is bound to the subclass, also through super()."""
     assert Small.outer_class(3) == (3, 3)
     assert Small.inner_class(3) == (3, 3)
     assert Small(2).method(3) == (6, 7)
 
 
 def test_a_parameter_may_have_any_name():
-    """No keyword is taken away from the function by the decorator."""
+    """The decorator reserves no keyword."""
     function = launched(lambda **given: sorted(given))
     given = dict.fromkeys(["args", "function", "instance", "kwargs", "platform", "self"])
     assert function.inline(**given) == (list(given),)
@@ -235,8 +235,8 @@ def test_a_parameter_may_have_any_name():
     assert len(function.dry_run(**given).ranks) == 2
 
 
-def test_a_function_may_mention_its_decorated_self():
-    """A recursive function calls its bare form by its decorated name, in the rank too."""
+def test_recursive_function_calls_itself_undecorated():
+    """A recursive function calls its undecorated form by its decorated name, also in a rank."""
 
     @launched
     def count(n):
@@ -246,7 +246,7 @@ def test_a_function_may_mention_its_decorated_self():
 
 
 def test_a_decorated_call_operator_launches():
-    """An object whose class has a decorated __call__ launches when it is called."""
+    """An object with a decorated __call__ launches when it is called."""
 
     class Callable:
         @launched
@@ -272,24 +272,24 @@ async def _an_async_generator():
     "function",
     [_a_coroutine, _a_generator, _an_async_generator],
 )
-def test_what_gives_a_coroutine_or_generator_is_refused(function):
-    """Async functions and generators return what lives in one process: the decorator says so at once."""
+def test_coroutine_and_generator_functions_are_refused(function):
+    """Coroutines and generators cannot leave their process: the decorator raises immediately."""
     with pytest.raises(TypeError, match=rf"{function.__name__} returns a coroutine or a generator"):
         launched(function)
 
 
 def test_a_missing_argument_is_an_error_before_any_rank_starts():
-    """Arguments that do not fit raise the type that the bare function raises, with the parameter's name."""
+    """Arguments that do not match the signature raise Python's TypeError, with the parameter's name."""
     with pytest.raises(TypeError, match=r"shift\(\) missing a required argument: 'a'"):
         shift()
 
 
-# --- what cannot ---
+# --- invalid functions ---
 
 
 @pytest.mark.parametrize("face", [wrapper, Wrapper])
-def test_what_is_no_platform_is_refused(face):
-    """The error names the face, what it was given, and what belongs there."""
+def test_non_platform_is_refused(face):
+    """The error names the function, the given value, and the correct call."""
     for value in (None, "cpu", {"device": "cpu"}, 2):
         with pytest.raises(PlatformError) as caught:
             face(value)
@@ -298,7 +298,7 @@ def test_what_is_no_platform_is_refused(face):
 
 
 def test_wrapper_class_of_a_function_is_refused():
-    """Wrapper is no decorator, and its error does not say that it is one."""
+    """Wrapper is not a decorator, and its error does not suggest to use it as one."""
     with pytest.raises(PlatformError, match="bare") as caught:
         Wrapper(bare)
     assert "@Wrapper" not in str(caught.value)
@@ -306,13 +306,13 @@ def test_wrapper_class_of_a_function_is_refused():
 
 @pytest.mark.parametrize("function", [bare, Model, shift, Platform], ids=["function", "class", "decorated", "Platform"])
 def test_wrapper_without_parentheses_is_refused(function):
-    """A decorator that was given the function instead of the platform says how to write it, when it decorates."""
+    """A decorator that gets a function instead of a platform raises with the correct usage."""
     with pytest.raises(PlatformError, match=rf"got the callable {function.__qualname__} .*@wrapper\(Platform\("):
         wrapper(function)
 
 
-def test_what_is_not_callable_cannot_be_decorated():
-    """The error comes when it is decorated, not when it is called, and shows the value."""
+def test_non_callable_cannot_be_decorated():
+    """Decorating raises, not only the call, and the message shows the value."""
     for value in (None, 3, "shift", [shift]):
         with pytest.raises(TypeError, match=r"wrapper cannot decorate .*\. Give it a function") as caught:
             launched(value)
@@ -329,8 +329,8 @@ def test_what_is_not_callable_cannot_be_decorated():
     ],
     ids=["call", "submit", "inline", "start"],
 )
-def test_a_rank_launches_nothing(call):
-    """A launch within a rank is refused, and the error says how to run the function there."""
+def test_launch_inside_a_rank_is_refused(call):
+    """The error shows how to run the function inside the rank."""
     with pytest.raises(LaunchError, match=r"within rank \d of 2: a rank cannot launch ranks"):
         launched(call)(shift)
 
@@ -348,7 +348,7 @@ def test_a_rank_launches_nothing(call):
     ids=["KeyError", "MyError", "OSError", "StopIteration", "Unicode", "KeyboardInterrupt", "Group"],
 )  # fmt: skip
 def test_an_exception_of_a_rank_keeps_its_type(make):
-    """Type, arguments and attributes are those that were raised, and notes tell the rank and its traceback."""
+    """Type, arguments, and attributes are those raised in the rank. Notes name the rank and its traceback."""
 
     @launched
     def fail():
@@ -365,8 +365,8 @@ def test_an_exception_of_a_rank_keeps_its_type(make):
     assert any("rank 1 of 2" in note and "raise make()" in note for note in caught.value.__notes__)
 
 
-def test_leaving_by_sys_exit_is_an_error_that_tells_the_code():
-    """A rank that calls sys.exit has returned nothing."""
+def test_sys_exit_in_a_rank_raises_with_its_code():
+    """A rank that calls sys.exit returns no result."""
     with pytest.raises(RankDiedError, match=r"sys\.exit\(3\)"):
         launched(sys.exit)(3)
 
@@ -402,21 +402,21 @@ class Holder:
     ],
     ids=["position", "keyword", "method", "classmethod", "method keyword", "result", "start"],
 )
-def test_what_cannot_be_sent_is_named_as_the_caller_wrote_it(call, address):
-    """The address begins at the argument that the caller passed: the object that a method belongs to is not counted."""
+def test_unsendable_argument_is_named_as_passed(call, address):
+    """The address starts at the argument that the caller passed, without the method's own object."""
     with pytest.raises(UnsendableError) as caught:
         call()
     assert str(caught.value).startswith(f"{address} cannot be sent to another process: lock")
 
 
 def test_an_object_that_cannot_be_sent_with_its_method_is_named():
-    """A method's own object is sent with it, and the attribute that keeps it from that is named."""
+    """A method is sent with its object. The error names the attribute that cannot be sent."""
     with pytest.raises(UnsendableError, match=r"\.lock cannot be sent to another process: lock"):
         Holder(lock=threading.Lock()).take(1)
 
 
 def test_a_captured_value_that_cannot_be_sent_is_named():
-    """A closure over a lock is refused with the variable's name, before anything starts."""
+    """A closure over a lock raises before any rank starts, and the error names the variable."""
     lock = threading.Lock()
 
     @launched
@@ -429,14 +429,14 @@ def test_a_captured_value_that_cannot_be_sent_is_named():
 
 
 def test_a_decorated_argument_that_cannot_be_sent_is_searched_too():
-    """What keeps a decorated function from being an argument is named, not only the function."""
+    """The error names the value inside a decorated argument that cannot be sent, not only the function."""
     lock = threading.Lock()
     holding = launched(lambda: lock)
     with pytest.raises(UnsendableError, match=r"the variable 'lock' .*args\[0\]"):
         launched(lambda function: None)(holding)
 
 
-# --- how decorated functions travel ---
+# --- pickling ---
 
 
 def _local():
@@ -444,14 +444,14 @@ def _local():
 
 
 def test_a_global_decorated_function_is_pickled_by_name():
-    """What a module defines comes back as that very function, from pickle and from cloudpickle."""
+    """A module's function unpickles as the same object, with pickle and with cloudpickle."""
     for mod in (cloudpickle, pickle):
         assert mod.loads(mod.dumps(shift)) is shift
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decorated_methods_are_pickled(kind):
-    """A method comes back decorated and bound as before, of an instance and of a class, by pickle and by cloudpickle."""
+    """A method of an instance or a class unpickles decorated and bound, with pickle and with cloudpickle."""
     x, expected = KINDS[kind]
     for mod in (cloudpickle, pickle):
         back = mod.loads(mod.dumps(getattr(Model(2), kind)))
@@ -462,22 +462,22 @@ def test_decorated_methods_are_pickled(kind):
 
 
 def test_a_local_decorated_function_is_pickled_by_value():
-    """By cloudpickle it goes with its decoration; pickle refuses it as it refuses any lambda."""
+    """With cloudpickle it keeps its decoration. With pickle it raises, as any lambda does."""
     back = cloudpickle.loads(cloudpickle.dumps(_local()))
     assert (back.platform, back(2)) == (TWO, (3, 3))
     with pytest.raises((pickle.PicklingError, AttributeError)):
         pickle.dumps(_local())
 
 
-def test_a_function_decorated_under_another_name_travels():
-    """`launched(bare)` kept under a name of its own is not what the function's name leads to, and comes back decorated."""
+def test_function_decorated_under_another_name_is_pickled():
+    """The function's name does not refer to `launched(bare)`, so it is pickled by value, and unpickles decorated."""
     back = cloudpickle.loads(cloudpickle.dumps(decorated_elsewhere))
     assert (back.platform, back(2)) == (TWO, (2, 3))
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_copies_of_a_decorated_function_launch(copied):
-    """Copying what holds a decorated function works as with a function: methods and local functions among them."""
+    """Objects that hold a decorated function can be copied, also methods and local functions."""
     for function in (shift.inline, shift, _local(), {"a": shift}["a"]):
         assert callable(copied(function))
     assert copied(_local())(1) == (2, 2)
@@ -486,7 +486,7 @@ def test_copies_of_a_decorated_function_launch(copied):
 
 
 def test_decorated_functions_are_arguments_and_results():
-    """In a rank a decorated function is one too, with its platform and its bare function, and can be returned."""
+    """A decorated function reaches a rank with its platform and __wrapped__, and can be returned."""
 
     def receive(functions):
         return [(each.platform.n_cpus, each.__wrapped__(3)) for each in functions], functions[0]
@@ -498,12 +498,12 @@ def test_decorated_functions_are_arguments_and_results():
 
 
 def test_an_object_with_a_decorated_method_is_an_argument():
-    """An instance arrives with its decorated methods, and its bare method can be called in the rank."""
+    """An instance reaches the rank with its decorated methods, and its undecorated method works there."""
     assert launched(lambda model: model.method.__wrapped__(3))(Model(2)) == (6, 7)
 
 
-def test_a_local_class_with_a_decorated_method_travels():
-    """A class of a function's own is sent by value, decorated methods and all."""
+def test_local_class_with_a_decorated_method_is_sent():
+    """A class that a function defines is pickled by value, together with its decorated methods."""
 
     class Local:
         @launched
@@ -571,7 +571,7 @@ class Locked:
 
 @pytest.fixture
 def locked(tmp_path, monkeypatch):
-    """An importable module whose functions use a global lock."""
+    """Return an importable module with functions that use a global lock."""
     (tmp_path / "a_locked_module.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("a_locked_module")
@@ -579,7 +579,7 @@ def locked(tmp_path, monkeypatch):
 
 
 def test_a_module_is_imported_in_ranks(locked):
-    """A decorated function of a module goes by its name: its globals may be what no pickle takes, and start anew."""
+    """A module's function is pickled by name, so its globals need not be picklable, and start fresh in ranks."""
     locked.SEEN.extend("here")
     assert locked.function(1) == (1, 1)
     assert locked.renamed(2) == (2, 2)
@@ -588,7 +588,7 @@ def test_a_module_is_imported_in_ranks(locked):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_methods_of_a_module_are_imported_in_ranks(locked, kind):
-    """Methods of every kind go by their names too."""
+    """Methods of every kind are pickled by name too."""
     assert getattr(locked.Locked(), kind)(1) == (1, 1)
 
 
@@ -603,7 +603,7 @@ def by_path(path, name, *, registered):
 
 @pytest.fixture(params=[True, False], ids=["in sys.modules", "not in sys.modules"])
 def loaded_by_path(request, tmp_path):
-    """A module that was loaded from a file, and that no import statement finds."""
+    """A module that was loaded from a file, and that no import finds."""
     folder = tmp_path / "plugins"
     folder.mkdir()
     source = textwrap.dedent("""
@@ -621,12 +621,12 @@ def loaded_by_path(request, tmp_path):
 
 
 def test_a_function_of_a_module_that_ranks_cannot_import_launches(loaded_by_path):
-    """A decorated function of a file that no import finds goes by value, with the globals that it uses."""
+    """A decorated function of a module that no import finds is pickled by value, with the globals that it uses."""
     assert loaded_by_path.function(1) == (1, 11)
 
 
-def test_a_module_registered_with_cloudpickle_goes_by_value(locked):
-    """Where cloudpickle was told to send a module by value, its decorated functions go with this process's globals."""
+def test_module_registered_with_cloudpickle_is_pickled_by_value(locked):
+    """Decorated functions of such a module are sent with the globals of this process."""
     locked.LOCK = NoLock()
     locked.SEEN.extend("here")
     cloudpickle.register_pickle_by_value(locked)
@@ -637,7 +637,7 @@ def test_a_module_registered_with_cloudpickle_goes_by_value(locked):
 
 
 class NoLock:
-    """A lock that can be sent."""
+    """A lock that can be pickled."""
 
     def __enter__(self):
         pass
@@ -689,7 +689,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_launches_its_own_functions(tmp_path):
-    """What __main__ defines goes by value, with its globals as they are at the call; so do its classes and exceptions."""
+    """Functions, classes, and exceptions of __main__ are pickled by value, with the globals at the call."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-W", "error", "script.py"], capture_output=True, text=True, timeout=60, check=False
@@ -701,7 +701,7 @@ def test_a_script_launches_its_own_functions(tmp_path):
 
 
 def test_threads_call_a_decorated_function_at_once():
-    """Calls from several threads run at the same time and get their own results."""
+    """Calls from several threads run at the same time, and each gets its own results."""
     barrier = threading.Barrier(4)
 
     def call(x):
@@ -720,8 +720,8 @@ def place(global_rank, local_rank, process_group, args):
     return (global_rank, local_rank, process_group is rank.group, args)
 
 
-def test_a_task_gets_its_place_as_arguments():
-    """A task is called with its global and local rank, its process group, and the args as they are."""
+def test_task_gets_its_rank_as_arguments():
+    """A task gets its global rank, local rank, process group, and args."""
     for args in (None, (), ("example", 3)):
         results = Wrapper(TWO).start(place, args)
         assert results == ((0, 0, True, args), (1, 1, True, args))
@@ -729,7 +729,7 @@ def test_a_task_gets_its_place_as_arguments():
 
 
 def test_a_task_without_a_group_gets_none():
-    """Where the platform makes no group, or none with this rank, the process group is None."""
+    """Without a process group, or if it excludes this rank, the process group is None."""
 
     def group_size(global_rank, local_rank, process_group, args):
         return None if process_group is None else process_group.size()
@@ -740,20 +740,20 @@ def test_a_task_without_a_group_gets_none():
 
 
 def test_a_task_that_is_not_callable_is_refused():
-    """The error shows what was given."""
+    """The error shows the value."""
     for task in (None, 3, "task"):
         with pytest.raises(TypeError, match=rf"Wrapper\.start cannot run {task!r}"):
             Wrapper(TWO).start(task)
 
 
-def test_a_task_of_other_parameters_is_an_error_before_any_rank_starts():
-    """A task that does not take four arguments fails here."""
+def test_task_with_other_parameters_is_refused():
+    """A task that does not take four arguments raises before any rank starts."""
     with pytest.raises(TypeError, match="too many positional arguments"):
         Wrapper(TWO).start(lambda args: None)
 
 
 def test_a_tasks_exception_keeps_its_type():
-    """What a task raises is raised by start."""
+    """Wrapper.start raises the exception of the task."""
 
     def fail(global_rank, local_rank, process_group, args):
         raise MyError(global_rank, detail=args)

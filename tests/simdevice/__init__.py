@@ -1,6 +1,6 @@
 """A simulated accelerator, for tests that need several devices on a machine that has none.
 
-``install()`` gives torch the device type ``sim``: devices ``sim:0`` .. ``sim:3`` over host memory, which
+``install()`` adds the device type ``sim`` to torch: devices ``sim:0`` to ``sim:3`` in host memory, which
 behave as separate devices do. An operator over two of them raises, an ordinal out of range raises, every
 copy between them is counted, and backward runs on a worker thread per device::
 
@@ -20,17 +20,17 @@ Each device has streams, spelled as CUDA's are (``torch.sim.Stream``, ``Event``,
         x.add_(1)                           # on another stream than the ones: side.wait_stream(...) is missing
     assert simdevice.stats().races == ()    # names the two operators, their streams and what each did
 
-Two things find it out:
+Two mechanisms detect such errors:
 
 * A race detector. Every use of device memory must come after the uses it conflicts with: by the order of one
   stream, by an event, or because the host waited in between. Memory that another stream uses when it is freed
-  must have been told so by ``record_stream``, or the streams be ordered by the next allocation. Only what an
-  operator touches counts: two streams may write parts of one tensor that share no element.
+  needs a ``record_stream`` for it, or an order of the streams before the next allocation. Only elements that an
+operator touches count: two streams may write parts of one tensor that share no element.
 * Late copies. Copies between devices, and those with ``non_blocking=True`` from or to pinned memory, happen as
   late as the program allows: before the next kernel of their stream, or of one that waits for it, or when the
-  host waits. They take what they find by then. Memory that is fresh or was freed holds NaN (all bits set).
+host waits. They read their source at that moment. Fresh and freed memory holds NaN (all bits set).
 
-Good to know:
+Good to know before use:
 
 * Install before the first backward pass of the process, the CPU's included: torch creates the worker threads
   of all devices then, and only then. A test session does best to install while it is being configured.
@@ -87,7 +87,7 @@ _Device = torch.device | str | int | None
 
 
 class _Extension(Protocol):
-    """What binding.cpp gives to Python."""
+    """The functions that binding.cpp exports."""
 
     device_type: int
 
@@ -104,7 +104,7 @@ class _Extension(Protocol):
 
 @dataclass(frozen=True)
 class Stats:
-    """What the simulated devices did since ``reset_stats()``, and what they hold now.
+    """Counters of the simulated devices since ``reset_stats()``, and their live memory.
 
     ``h2d``, ``d2h`` and ``d2d`` number the copies from host to device, from device to host and from one
     device to another; the ``_bytes`` fields say how many bytes arrived by them. Copies within one device and
@@ -140,15 +140,15 @@ class Stats:
 
 
 def available() -> str | None:
-    """Return None when the device can be installed here, else the reason it cannot."""
+    """Return why the device cannot be installed here, or None if it can."""
     return next(_obstacles(), None)
 
 
 def install(count: int = 4) -> ModuleType:
-    """Give torch ``count`` devices of type ``sim`` and return their module, ``torch.sim``.
+    """Add ``count`` devices of type ``sim`` to torch and return their module, ``torch.sim``.
 
-    A second call in one process returns the same module; one that asks for another number of devices raises
-    ValueError. The first call ever compiles the device, which takes about a minute.
+    A second call in one process returns the same module, and with another number of devices it raises
+        ValueError. The first call ever compiles the device, which takes about a minute.
     """
     with _install_lock:
         if (module := _installed()) is None:
@@ -178,11 +178,11 @@ def stats() -> Stats:
 
 
 def reset_stats() -> None:
-    """Set every counter to zero, save those of live memory."""
+    """Set all counters to zero, except those of live memory."""
     _extension().reset_counters()
 
 
-# Where the module is kept is torch itself, so that two copies of this package agree on it.
+# The module is an attribute of torch, so that two copies of this package share it.
 
 
 def _installed() -> ModuleType | None:
@@ -214,7 +214,7 @@ def _index(device: _Device, extension: _Extension) -> int:
 
 
 def _device_module(extension: _Extension) -> ModuleType:
-    """Return the module torch asks about the devices: what torch.cuda is to CUDA, as far as it goes."""
+    """Return the device module, with the functions of torch.cuda that torch calls."""
     module = ModuleType(f"torch.{_NAME}", "The simulated devices of parawrap's tests.")
     vars(module).update(_of_devices(extension), **_of_streams(extension), _parawrap_extension=extension)
     return module
@@ -288,7 +288,9 @@ def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
             return super().__new__(cls, torch.device(_NAME, _index(device, extension)), priority=priority)
 
     def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
-        return torch.Event(_NAME, enable_timing=enable_timing)  # no class: torch compares events of its own only
+        return torch.Event(
+            _NAME, enable_timing=enable_timing
+        )  # a function, because torch compares only torch.Event objects
 
     def numbered(stream_id: int, device: _Device) -> Stream:
         index = _index(device, extension)
@@ -335,7 +337,7 @@ def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
 
 
 def _obstacles() -> Iterator[str]:
-    """Yield what keeps the device from being installed."""
+    """Yield the reasons why the device cannot be installed."""
     if _installed() is not None:
         return
     backend = torch._C._get_privateuse1_backend_name()
@@ -379,7 +381,7 @@ def _native_files(pattern: str) -> list[Path]:
 
 
 def _library() -> Path:
-    """Return where the extension is kept: in a folder of its own for all that makes it differ."""
+    """Return the folder of the extension, one per combination of sources, torch, and compiler."""
     parts = [
         torch.__version__,
         str(torch.version.git_version),
@@ -396,7 +398,7 @@ def _library() -> Path:
 
 
 def _load_extension() -> _Extension:
-    """Return the extension, compiled first where this was not done before."""
+    """Return the extension, and compile it if it does not exist."""
     library = _library()
     if not library.is_file():
         library.parent.mkdir(parents=True, exist_ok=True)
@@ -414,9 +416,9 @@ def _load_extension() -> _Extension:
 def _build(library: Path) -> None:
     """Compile the extension.
 
-    A process of its own does it, since torch's builder changes its process and cannot try twice in one; in a
-    folder of its own, since a builder that was killed leaves half of its work and a lock file, for which the
-    next would wait without end. Only a finished library is moved to its place.
+    It runs in a separate process, because torch's builder changes its process and cannot run twice in one. It uses a
+    separate folder, because a killed builder leaves partial files and a lock file, which would block the
+    next builder forever. Only a finished library is moved to its place.
     """
     for leftover in library.parent.glob("build-*"):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -449,7 +451,7 @@ def _build(library: Path) -> None:
 
 @contextlib.contextmanager
 def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock between processes, one that the system takes back when its holder dies."""
+    """Hold a lock between processes, which the system releases if its holder dies."""
     import fcntl  # not on Windows, where available() says so
 
     deadline = time.monotonic() + _BUILD_TIMEOUT

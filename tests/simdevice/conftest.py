@@ -1,4 +1,4 @@
-"""The tests in this folder run on four simulated devices, installed before anything else runs backward."""
+"""The tests in this folder run on four simulated devices, installed before the first backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import available, install, reset_stats
 
 @pytest.fixture(scope="session", name="installed")
 def _installed() -> ModuleType:
-    """Install four devices; where that is impossible skip, or fail if the run was told to require them."""
+    """Install four devices. If that is impossible, skip, or fail if PARAWRAP_TEST_REQUIRE names them."""
     if (reason := available()) is not None:
         if "sim" in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):
             pytest.fail(f"the simulated device is required, but {reason}")
@@ -29,7 +29,7 @@ def _installed() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def sim(installed: ModuleType) -> ModuleType:
-    """Torch's module of the devices, which have nothing left to do and nothing counted."""
+    """The device module, with idle devices and counters at zero."""
     gc.collect()  # what earlier tests left has memory there
     for index in range(installed.device_count()):
         installed.synchronize(index)

@@ -361,7 +361,7 @@ def test_module_moves_in_place() -> None:
 
 
 def test_deepcopy_and_state_dict_round_trip(tmp_path: Path) -> None:
-    """A copied module stays on its device in memory of its own, and its state travels through another's."""
+    """A deep copy stays on its device in separate memory, and its state can be saved and loaded."""
     model = conv_net().to("sim:2")
     twin = copy.deepcopy(model)
     for one, other in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):

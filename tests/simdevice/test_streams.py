@@ -1,7 +1,7 @@
-"""Streams of the simulated device: what orders work, which disorder is found out, and which copies come late.
+"""Streams of the simulated device: the order of work, reports of races, and late copies.
 
-``DEVICE`` has a main stream, its default one, and the tests give work to others. Work is ``settled`` when the host
-has waited for it, so that a test's own preparations are no part of what it tests.
+``DEVICE`` has a default stream, and the tests queue work on other streams. Work is ``settled`` when the host
+has waited for it, so that the set-up of a test cannot race with the test.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER = "sim:2"
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """Return a tensor on which no work is left."""
+    """Return a tensor without pending work."""
     torch.accelerator.synchronize(tensor.device)
     return tensor
 
@@ -38,13 +38,13 @@ def pinned(*values: float) -> Tensor:
 
 
 def poisoned(tensor: Tensor) -> bool:
-    """Whether every element is what fresh and freed memory holds."""
+    """Return True if all elements have the value of fresh and freed memory."""
     return bool(tensor.isnan().all())
 
 
 @pytest.fixture(name="side")
 def _side(sim: ModuleType) -> Iterator[torch.Stream]:
-    """A stream beside the main one of DEVICE, which is the current device."""
+    """A second stream of DEVICE, which is the current device."""
     with sim.device(DEVICE):
         yield sim.Stream()
 
@@ -128,7 +128,7 @@ def read(x: Tensor) -> None:
 def test_unordered_uses_race(
     first: Callable[[Tensor], None], second: Callable[[Tensor], None], found: str, side: torch.Stream, sim: ModuleType
 ) -> None:
-    """Two uses on two streams race if one writes and nothing orders them, and the race is told in a sentence."""
+    """Two unordered uses on two streams race if one writes, and the report is one sentence."""
     x = ones(4)
     first(x)
     with sim.stream(side):
@@ -186,7 +186,7 @@ ORDERS: list[Callable[[ModuleType, torch.Stream], object]] = [
 def test_ordered_uses_do_not_race(
     order: Callable[[ModuleType, torch.Stream], object], side: torch.Stream, sim: ModuleType
 ) -> None:
-    """Whatever makes the second stream, or the host, wait for the first orders what follows."""
+    """If the second stream or the host waits for the first stream, later uses do not race."""
     x = ones(4)
     write(x)
     order(sim, side)
@@ -222,7 +222,7 @@ def wait_for_early_event(sim: ModuleType, side: torch.Stream) -> None:
 def test_other_waits_do_not_order(
     order: Callable[[ModuleType, torch.Stream], object], side: torch.Stream, sim: ModuleType
 ) -> None:
-    """An event nobody waits for, a wait the other way round, or one for another stream orders nothing."""
+    """An event without a wait, a wait in the other direction, and a wait for another stream order nothing."""
     x = ones(4)
     write(x)
     order(sim, side)
@@ -283,7 +283,7 @@ def test_disjoint_slices_do_not_race(
 
 
 def test_small_write_does_not_hide_a_larger_one(side: torch.Stream, sim: ModuleType) -> None:
-    """What was written is remembered until a later write covers all of it."""
+    """A write is remembered until a later write covers all of it."""
     x = ones(8)
     write(x)
     with sim.stream(side):
@@ -336,7 +336,7 @@ def test_views_are_no_uses(side: torch.Stream, sim: ModuleType) -> None:
     ],
 )
 def test_every_kind_of_use_is_seen(use: Callable[[Tensor, Tensor], object], side: torch.Stream, sim: ModuleType) -> None:
-    """Operators of any kind race where nothing orders them, once; they do not where something does."""
+    """Operators of all kinds race if they are unordered, with one report, and do not race if they are ordered."""
     for order in (no_order, wait_stream):
         sim.synchronize()
         reset_stats()
@@ -363,7 +363,7 @@ def test_running_statistics_are_written(side: torch.Stream, sim: ModuleType) -> 
 
 
 def test_host_threads_need_no_event(sim: ModuleType) -> None:
-    """A thread may use what another one has waited for, once they have talked."""
+    """A thread may use a tensor after another thread has waited for it and set an event."""
     done = threading.Event()
     x = ones(4)
 
@@ -424,7 +424,7 @@ def test_freed_while_another_stream_may_use_it(writes: bool, side: torch.Stream,
 def test_freed_in_order(
     cure: Callable[[Tensor, torch.Stream, torch.Stream], object], side: torch.Stream, sim: ModuleType
 ) -> None:
-    """Memory may be freed once its stream has been told of the other, has waited for it, or all is over."""
+    """Memory may be freed after record_stream, after a wait for the other stream, or after all work."""
     x = ones(4)
     with sim.stream(side):
         read(x)
@@ -460,7 +460,7 @@ def test_another_stream_allocates(side: torch.Stream, sim: ModuleType) -> None:
 
 
 def test_fresh_memory_is_poisoned(sim: ModuleType) -> None:
-    """Memory nobody has written holds no number."""
+    """Memory holds NaN before the first write."""
     assert poisoned(torch.empty(100, device=DEVICE))
     assert poisoned(torch.empty(100, pin_memory=True))
 
@@ -525,7 +525,7 @@ def test_late_copy_to_the_host(sim: ModuleType) -> None:
 def test_what_makes_a_late_copy_happen(
     wait: Callable[[ModuleType, torch.Event], object], side: torch.Stream, sim: ModuleType
 ) -> None:
-    """A late copy happens when the host waits or asks for it, or its stream gets a kernel or another kind of copy."""
+    """A late copy runs when the host waits, or when its stream gets a kernel or another kind of copy."""
     host = ones(3).to("cpu", non_blocking=True)
     event = sim.current_stream().record_event()
     assert poisoned(host)
@@ -548,7 +548,7 @@ def test_stream_that_waits_runs_nothing_until_a_kernel(side: torch.Stream, sim: 
 
 
 def test_pinned_memory_overwritten_too_early(sim: ModuleType) -> None:
-    """A late copy takes what its pinned source holds by then, where pageable memory has been read at once."""
+    """A late copy reads its pinned source when it runs, but pageable memory is read at once."""
     for source, expected in ((pinned(1, 2), [7, 7]), (torch.tensor([1.0, 2.0]), [1, 2])):
         x = source.to(DEVICE, non_blocking=True)
         source.fill_(7)
@@ -561,7 +561,7 @@ def test_pinned_memory_overwritten_too_early(sim: ModuleType) -> None:
 
 
 def test_pinned_memory_freed_too_early(sim: ModuleType) -> None:
-    """Pinned memory that is let go of stays until the copies from it are done."""
+    """Freed pinned memory is not reused until the copies from it are done."""
     copies = [pinned(*range(100)).to(DEVICE, non_blocking=True) for _ in range(10)]
     others = [torch.zeros(100).pin_memory() for _ in range(10)]
     assert all(x.tolist() == list(range(100)) for x in copies)
@@ -579,7 +579,7 @@ def test_scattered_pinned_memory_is_read_at_once(sim: ModuleType) -> None:
 
 
 def test_copy_to_pageable_memory_blocks(side: torch.Stream, sim: ModuleType) -> None:
-    """The host has what it copied to pageable memory when the call returns, and what came before it is over."""
+    """A copy to pageable memory is complete when the call returns, and so is all earlier work."""
     x, host = ones(2), torch.zeros(2)
     write(x)
     host.copy_(x, non_blocking=True)
@@ -855,7 +855,7 @@ def test_kernels_of_two_streams_run_at_once(sim: ModuleType) -> None:
 
 
 def test_many_threads(sim: ModuleType) -> None:
-    """Eight threads bring data to two devices and back over streams of their own, and none gets another's."""
+    """Eight threads copy data to two devices and back, each on its own stream, and get their own data."""
     errors: list[BaseException] = []
     start = threading.Barrier(8)
 

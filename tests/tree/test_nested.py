@@ -1,4 +1,4 @@
-"""Flattening and rebuilding: every container comes back as the type it was, and every leaf has an address."""
+"""Flatten and rebuild nested values: containers keep their types, and every leaf has an address."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 class LabelledPoint(Point):
-    """A subclass of a namedtuple, with a method of its own."""
+    """A subclass of a namedtuple that adds a method."""
 
     def swapped(self):
         return LabelledPoint(self.y, self.x)
@@ -70,7 +70,7 @@ class Inherited(Plain):
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """Made as transformers makes its ModelOutput: a dataclass that is an OrderedDict, attributes and items in step."""
+    """A dataclass that is also an OrderedDict with the same values, like ModelOutput of transformers."""
 
     logits: Any = None
     hidden: Any = None
@@ -100,11 +100,11 @@ class Options(dict):
 
 
 class Batch(UserDict):
-    """A Mapping that is no dict, made as transformers makes its BatchEncoding."""
+    """A Mapping that is not a dict, like BatchEncoding of transformers."""
 
 
 class ReadOnly(Mapping):
-    """A Mapping that can be made from one, and not written to."""
+    """A read-only Mapping with a constructor that takes a mapping."""
 
     def __init__(self, items):
         self._items = dict(items)
@@ -125,7 +125,7 @@ def rebuilt(value):
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Equality of values and of every type on the way."""
+    """Return True if two nested values and all their types are equal."""
     if type(one) is not type(other):
         return False
     if dataclasses.is_dataclass(one) and not isinstance(one, Mapping):
@@ -175,14 +175,14 @@ trees = st.recursive(scalars, _containers, max_leaves=12)
 
 
 @given(trees)
-def test_whatever_is_flattened_is_rebuilt_with_every_type_it_had(tree):
-    """The round trip gives an equal value, of equal types all the way down."""
+def test_a_rebuilt_value_has_the_original_types(tree):
+    """Flattening and rebuilding returns an equal value with equal types at every level."""
     assert alike(rebuilt(tree), tree)
 
 
 @given(trees)
-def test_every_leaf_has_an_address_of_its_own(tree):
-    """There are as many addresses as leaves, all of them different and all below the root."""
+def test_every_leaf_has_a_unique_address(tree):
+    """There is one address per leaf, all addresses differ, and all start at the root."""
     leaves, spec = flatten(tree)
     found = addresses(spec, ("output",))
     assert len(found) == len(leaves) == len(set(found))
@@ -190,8 +190,8 @@ def test_every_leaf_has_an_address_of_its_own(tree):
 
 
 @given(trees)
-def test_the_leaves_are_put_where_their_addresses_say(tree):
-    """Evaluating an address on the rebuilt value gives the leaf that was put there."""
+def test_an_address_evaluates_to_its_leaf(tree):
+    """Evaluating the address of a leaf on the rebuilt value returns that leaf."""
     leaves, spec = flatten(tree)
     marks = [object() for _ in leaves]
     output = unflatten(spec, marks)
@@ -200,8 +200,8 @@ def test_the_leaves_are_put_where_their_addresses_say(tree):
 
 
 @given(trees, trees)
-def test_trees_differ_in_structure_exactly_where_mismatch_finds_something(one, other):
-    """A tree has no mismatch with itself, and two trees have one exactly when their specs differ."""
+def test_mismatch_finds_a_place_if_structures_differ(one, other):
+    """Two trees have a mismatch exactly if their specs differ."""
     specs = [flatten(one)[1], flatten(other)[1]]
     assert mismatch([specs[0], flatten(one)[1]], "output") is None
     found = mismatch(specs, "output")
@@ -209,7 +209,7 @@ def test_trees_differ_in_structure_exactly_where_mismatch_finds_something(one, o
 
 
 def test_addresses_read_like_python():
-    """Items are quoted as keys, positions are numbers, and fields of dataclasses are attributes."""
+    """Addresses show keys in quotes, positions as numbers, and dataclass fields as attributes."""
     _, spec = flatten(((torch.zeros(1), [Plain(1)]), {"batch": {"mask": Frozen(2)}, "n": Point(3, 4)}))
     found = addresses(spec, ("args", "kwargs"))
     assert found[:3] == ["args[0]", "args[1][0].a", "args[1][0].b"]
@@ -217,39 +217,39 @@ def test_addresses_read_like_python():
 
 
 def test_a_bare_leaf_is_addressed_by_its_root():
-    """A value that is no container is the root itself."""
+    """The address of a value outside any container is the root."""
     leaves, spec = flatten(5)
     assert (leaves, addresses(spec, ("output",))) == ([5], ["output"])
 
 
 def test_none_is_a_leaf():
-    """None keeps its place among the leaves."""
+    """None is counted as a leaf and rebuilt in its place."""
     leaves, spec = flatten([None, 1, None])
     assert leaves == [None, 1, None]
     assert addresses(spec, ("v",)) == ["v[0]", "v[1]", "v[2]"]
 
 
 def test_a_torch_size_is_a_leaf():
-    """A shape is one value, not a tuple of numbers."""
+    """A torch.Size is one value, not a tuple of numbers."""
     assert flatten(torch.zeros(2, 3).shape)[0] == [torch.Size((2, 3))]
 
 
 def test_a_structure_that_torch_returns_keeps_its_type():
-    """torch.return_types, as of max and topk, come back as they were."""
+    """Results of max and topk are rebuilt as their types in torch.return_types."""
     found = rebuilt(torch.tensor([[1.0, 2.0]]).max(1))
     assert type(found) is torch.return_types.max
     assert found.indices.tolist() == [1]
 
 
 def test_a_model_output_keeps_attributes_and_items_in_step():
-    """Of a dataclass that is an OrderedDict, what was unset stays unset, and both ways to read agree."""
+    """A rebuilt model output has the same unset fields, and its attributes and items agree."""
     found = rebuilt(Output(logits=1))
     assert type(found) is Output
     assert (dict(found), found.logits, found.hidden) == ({"logits": 1}, 1, None)
 
 
 def test_post_init_does_not_run_again():
-    """A frozen dataclass that checks its fields is rebuilt without the check: shards may hold what a user may not."""
+    """A dataclass is rebuilt without its checks, because a shard may hold values that the checks refuse."""
     runs = []
 
     @dataclasses.dataclass(frozen=True)
@@ -264,28 +264,28 @@ def test_post_init_does_not_run_again():
 
 
 def test_a_dict_keeps_its_order():
-    """Keys come back in the order that they were written in."""
+    """A rebuilt dict has its keys in insertion order."""
     assert list(rebuilt({"b": 1, "a": 2})) == ["b", "a"]
 
 
-def test_keys_that_cannot_be_sorted_are_no_obstacle():
-    """A dict may mix types of keys."""
+def test_a_dict_may_have_keys_that_cannot_be_sorted():
+    """A dict with keys of several types is rebuilt."""
     value = {1: "one", "a": "letter", None: "nothing"}
     assert rebuilt(value) == value
 
 
 def test_a_deque_keeps_its_bound():
-    """A deque comes back with its maxlen."""
+    """A rebuilt deque has its maxlen."""
     assert rebuilt(deque([1, 2], maxlen=2)).maxlen == 2
 
 
 def test_a_default_dict_keeps_its_factory():
-    """A defaultdict comes back able to make defaults."""
+    """A rebuilt defaultdict has its default factory."""
     assert rebuilt(defaultdict(list, a=1))["new"] == []
 
 
 def test_a_subclass_of_default_dict_keeps_its_factory():
-    """A subclass of defaultdict is rebuilt as able as it was."""
+    """A rebuilt instance of a defaultdict subclass has its default factory."""
 
     class Bag(defaultdict):
         pass
@@ -294,17 +294,17 @@ def test_a_subclass_of_default_dict_keeps_its_factory():
 
 
 def test_a_read_only_proxy_is_rebuilt():
-    """A mappingproxy, made from a mapping alone, comes back as one."""
+    """A mappingproxy is rebuilt as a mappingproxy."""
     assert rebuilt(types.MappingProxyType({"a": 1})) == {"a": 1}
 
 
 def test_a_counter_is_rebuilt():
-    """Counter, a dict subclass whose constructor counts, keeps its counts."""
+    """A Counter keeps its counts, although its constructor counts its arguments."""
     assert rebuilt(collections.Counter("aab")) == collections.Counter(a=2, b=1)
 
 
-def test_a_dataclass_keeps_attributes_that_are_no_fields():
-    """What __post_init__ keeps beside the fields is there after the round trip."""
+def test_a_dataclass_keeps_attributes_outside_its_fields():
+    """A rebuilt dataclass has the attributes that __post_init__ added."""
 
     @dataclasses.dataclass
     class Cached:
@@ -317,7 +317,7 @@ def test_a_dataclass_keeps_attributes_that_are_no_fields():
 
 
 def test_a_module_that_is_a_dataclass_is_a_leaf():
-    """A module is handed on as it is, also when its class is a dataclass: it cannot be rebuilt from fields."""
+    """A module stays one leaf even if its class is a dataclass, because its fields do not suffice to rebuild it."""
 
     @dataclasses.dataclass(eq=False)
     class Head(torch.nn.Module):
@@ -332,7 +332,7 @@ def test_a_module_that_is_a_dataclass_is_a_leaf():
 
 
 def test_an_exception_that_is_a_dataclass_survives():
-    """An exception with dataclass fields is handed on or rebuilt, not refused."""
+    """An exception with dataclass fields is kept or rebuilt."""
 
     @dataclasses.dataclass
     class Failure(Exception):
@@ -342,8 +342,8 @@ def test_an_exception_that_is_a_dataclass_survives():
     assert (type(found), found.a) == (Failure, 3)
 
 
-def test_members_of_an_enum_stay_the_members_they_were():
-    """A member of an Enum is one value, also where its class is a tuple beside."""
+def test_enum_members_keep_their_identity():
+    """A member of an Enum is one leaf, even if its class is also a tuple."""
 
     class Corner(tuple, enum.Enum):
         TOP = (0, 1)
@@ -352,7 +352,7 @@ def test_members_of_an_enum_stay_the_members_they_were():
 
 
 def test_a_list_subclass_keeps_its_attributes():
-    """What a list subclass holds beside its items is there after the round trip."""
+    """A rebuilt list subclass has its attributes."""
 
     class Tagged(list):
         pass
@@ -363,13 +363,13 @@ def test_a_list_subclass_keeps_its_attributes():
 
 
 def test_a_class_that_only_looks_like_a_list_is_a_leaf():
-    """UserList is no list: it is handed on as it is."""
+    """UserList does not inherit from list, so it is one leaf."""
     value = UserList([1])
     assert flatten(value)[0][0] is value
 
 
-def test_a_call_of_tensors_flattens_as_every_call_does():
-    """The short cut for a few tensors gives the spec that the long way gives."""
+def test_the_fast_path_for_tensors_gives_the_same_spec():
+    """A call with a few tensors has the same spec on the fast path and on the general path."""
     x, y = torch.zeros(2), torch.ones(2)
     leaves, spec = flatten_call((x, y), {})
     slow_leaves, slow_spec = flatten(((x, y), {}))
@@ -388,7 +388,7 @@ def test_a_call_of_tensors_flattens_as_every_call_does():
     ],
 )
 def test_mismatch_names_the_innermost_place(one, other, place):
-    """Where trees differ is said as deep as they still agree, with what each has there."""
+    """The mismatch is the deepest place that both trees have, with a description of each side."""
     found = mismatch([flatten(one)[1], flatten(other)[1]], "output")
     assert found is not None
     assert found[0] == place
@@ -407,7 +407,7 @@ def test_mismatch_names_the_innermost_place(one, other, place):
     ids=["OrderedDict", "dict-subclass", "keys-of-two-types", "deque", "defaultdict"],
 )
 def test_trees_that_differ_are_described_differently(one, other):
-    """Whatever makes two structures unequal is told in the descriptions."""
+    """The descriptions of two unequal structures differ."""
     specs = [flatten(one)[1], flatten(other)[1]]
     found = mismatch(specs, "output")
     assert (found is None) == (specs[0] == specs[1])
@@ -415,8 +415,8 @@ def test_trees_that_differ_are_described_differently(one, other):
         assert found[1][0] != found[1][1]
 
 
-def test_a_class_kept_whole_is_one_leaf_and_comes_back_itself():
-    """After keep_whole an instance is one leaf, wrapped; rebuilding hands back what is inside."""
+def test_keep_whole_makes_an_instance_one_leaf():
+    """After keep_whole, an instance is one wrapped leaf, and rebuilding returns the instance."""
 
     class Cargo:
         pass
@@ -431,8 +431,8 @@ def test_a_class_kept_whole_is_one_leaf_and_comes_back_itself():
 
 
 @pytest.mark.parametrize("base", [list, tuple, dict])
-def test_a_container_kept_whole_is_not_looked_into(base):
-    """keep_whole also holds for containers, and for one that was taken apart before."""
+def test_keep_whole_makes_a_container_one_leaf(base):
+    """keep_whole applies to containers too, even after an instance was flattened."""
     cls = type("Crate", (base,), {})
     crate = cls()
     assert flatten(crate)[0] == []
@@ -443,8 +443,8 @@ def test_a_container_kept_whole_is_not_looked_into(base):
     assert unflatten(spec, [leaf]) is crate
 
 
-def test_a_namedtuple_kept_whole_is_not_looked_into():
-    """keep_whole goes before optree's own way with namedtuples."""
+def test_keep_whole_makes_a_namedtuple_one_leaf():
+    """keep_whole overrides optree's rule for namedtuples."""
     cls = namedtuple("Sealed", "a b")
     keep_whole(cls)
     sealed = cls(1, 2)
@@ -452,7 +452,7 @@ def test_a_namedtuple_kept_whole_is_not_looked_into():
 
 
 def test_an_opaque_leaf_stays_one_leaf():
-    """A value wrapped by hand is a leaf, whatever container it holds."""
+    """A container inside Opaque is one leaf."""
     opaque = Opaque(["a", "b"])
     leaves, spec = flatten(([opaque], {}))
     assert len(leaves) == 1
@@ -460,8 +460,8 @@ def test_an_opaque_leaf_stays_one_leaf():
     assert addresses(spec, ("args", "kwargs")) == ["args[0]"]
 
 
-def test_threads_that_meet_a_new_type_at_once_all_learn_it():
-    """Whoever comes first registers the type; the others neither fail nor take it for a leaf."""
+def test_threads_may_flatten_a_new_type_at_once():
+    """All threads flatten a new container type, whichever thread registers it."""
     for _ in range(20):
         cls = dataclasses.make_dataclass("Stranger", [("a", Any), ("b", Any)])
         gate = threading.Barrier(4)

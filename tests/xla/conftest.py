@@ -1,4 +1,4 @@
-"""The tests in this folder run on four XLA devices, each test in an interpreter of its own.
+"""The tests in this folder run on four XLA devices, each test in a separate interpreter.
 
 An operator that meets two XLA devices ends the process: so it ends with one test, which then fails with what was said.
 """
@@ -23,7 +23,7 @@ _missing = None if importlib.util.find_spec("torch_xla") else "torch_xla is not 
 
 @pytest.fixture(autouse=True)
 def _xla():
-    """Skip or fail where there is no torch_xla; start every test from one seed."""
+    """Skip or fail if torch_xla is missing, and set the seed."""
     require("xla", _missing)
     if _IN_CHILD in os.environ:
         importlib.import_module("torch_xla")
@@ -32,7 +32,7 @@ def _xla():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run the test in a child, unless this is the child."""
+    """Run the test in a child process, unless this process is the child."""
     if _IN_CHILD in os.environ:
         return None
     environment = {**os.environ, _IN_CHILD: "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}

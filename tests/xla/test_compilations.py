@@ -1,4 +1,4 @@
-"""What costs a compilation on XLA, and what does not."""
+"""The number of compilations that calls need on XLA."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.xla.zoo import XLAS, compilations, mlp, rows
 
 
 @pytest.mark.parametrize("home", ["cpu", "xla:0"])
-def test_a_shape_that_was_met_costs_nothing(home):
-    """All lanes together compile one graph for their shards, the join on a device is another; the second call has them."""
+def test_a_known_shape_needs_no_compilation(home):
+    """The first call compiles one graph for all shards and one for the join. The second call compiles none."""
     model = mlp().to(home)
     with torch.no_grad(), parallel(model, XLAS):
         model(rows(4))  # makes the replicas
@@ -25,7 +25,7 @@ def test_a_shape_that_was_met_costs_nothing(home):
 
 @pytest.mark.parametrize("count", [63, 61, 33, 20, 5])
 def test_a_short_last_batch_compiles_one_graph(count):
-    """However short the last batch is, one lane alone has a shard of a new size."""
+    """For every size of the last batch, only one lane has a shard of a new size."""
     model = mlp()
     with torch.no_grad(), parallel(model, XLAS) as p:
         model(rows(64))
@@ -42,7 +42,7 @@ def test_a_short_last_batch_compiles_one_graph(count):
 
 
 def test_training_steps_compile_nothing_after_the_first():
-    """Forward, backward and the refresh of the replicas find their graphs from the second step on."""
+    """Forward, backward, and the refresh of replicas reuse their graphs, starting with the second step."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -62,7 +62,7 @@ def test_training_steps_compile_nothing_after_the_first():
 
 
 def test_forward_compiles_nothing_while_a_model_on_a_device_is_trained():
-    """The optimizer's step on the model's device brings no new graph into the lanes."""
+    """After an optimizer step on the model's device, the lanes reuse their graphs."""
     import torch_xla  # of the child alone
 
     model = mlp().to("xla:0")

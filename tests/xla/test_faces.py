@@ -1,4 +1,4 @@
-"""The other faces on XLA devices."""
+"""DataParallel and TupleParallel on XLA devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from parawrap import DataParallel, TupleParallel
 from tests.xla.zoo import assert_near, assert_same_gradients, beside, mlp, rows
 
 
-def test_data_parallel_cuts_over_the_devices_it_was_given():
-    """With two XLA devices both work, and outputs and gradients are the plain ones."""
+def test_data_parallel_uses_its_devices():
+    """Two XLA devices share the rows, and outputs and gradients equal those of the plain model."""
     model = mlp().to("xla:0")
     plain = beside(model)
     net = DataParallel(model, device_ids=["xla:0", "xla:1"])
@@ -26,7 +26,7 @@ def test_data_parallel_cuts_over_the_devices_it_was_given():
     net.close()
 
 
-def test_tuple_parallel_leaves_each_part_where_it_was_made():
+def test_tuple_parallel_leaves_each_output_on_its_device():
     """Part i of the output lies on device i."""
     model = mlp().to("xla:0")
     plain = beside(model)

@@ -1,4 +1,4 @@
-"""A parallel block over four XLA devices answers and learns as the plain model does."""
+"""A parallel block over four XLA devices gives the outputs and gradients of the plain model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.xla.zoo import XLAS, Images, Tied, assert_near, assert_same_gradients
 
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu", "xla:2"])
-def test_answers_and_gradients_are_the_plain_ones(home):
-    """Wherever the model is, outputs, their device and all gradients are the plain ones, for any number of rows."""
+def test_outputs_and_gradients_equal_the_plain_ones(home):
+    """Outputs, their device, and gradients equal the plain ones for any number of rows and any device of the model."""
     model = mlp().to(home)
     plain = beside(model)
     with parallel(model, XLAS) as p:
@@ -34,7 +34,7 @@ def test_answers_and_gradients_are_the_plain_ones(home):
 
 @pytest.mark.parametrize("given", ["xla:0", "xla:3"])
 def test_input_may_lie_on_a_device_and_have_a_gradient(given):
-    """An input on any device, also one that is still to be computed, is cut there, and gradients flow back to it."""
+    """An input on any device is cut there, even before it is computed, and receives its gradient."""
     model = mlp().to("xla:0")
     plain = beside(model)
     x = rows().to(given).requires_grad_()
@@ -48,7 +48,7 @@ def test_input_may_lie_on_a_device_and_have_a_gradient(given):
 
 
 def test_batch_norm_in_evaluation():
-    """A convolution with a batch norm in eval mode answers as the plain one; torch_xla has no backward pass for it."""
+    """A convolution with batch norm in eval mode gives the plain output. torch_xla has no backward pass for it."""
     model = Images().to("xla:0").eval()
     plain = beside(model)
     x = torch.randn(10, 3, 8, 8)
@@ -57,7 +57,7 @@ def test_batch_norm_in_evaluation():
 
 
 def test_batch_norm_in_training_keeps_the_first_lanes_statistics():
-    """In train mode each shard is normalised by itself, and the running statistics become those of the first one's rows."""
+    """In train mode each shard is normalized alone, and the running statistics are those of the first lane's rows."""
     model = Images().to("xla:0").train()
     plain = copy.deepcopy(model)  # on XLA: its running variance is not corrected for the sample size, as the CPU's is
     x = torch.randn(12, 3, 8, 8)
@@ -74,7 +74,7 @@ def test_batch_norm_in_training_keeps_the_first_lanes_statistics():
 
 
 def test_tied_weights_stay_tied():
-    """A weight with two names gets the sum of both gradients, once."""
+    """A weight with two names gets the sum of both gradients."""
     model, plain = Tied("xla:0"), Tied()
     plain.load_state_dict(model.state_dict())
     x = rows()
@@ -87,7 +87,7 @@ def test_tied_weights_stay_tied():
 
 @pytest.mark.parametrize("home", ["xla:0", "cpu"])
 def test_training_refreshes_the_replicas(home):
-    """After each step of an optimizer every lane has the new parameters: the losses are those of plain training."""
+    """After each optimizer step all lanes have the new parameters, so the losses equal those of plain training."""
     model = mlp().to(home)
     plain = beside(model)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (model, plain)]
@@ -103,8 +103,8 @@ def test_training_refreshes_the_replicas(home):
     assert p.stats().refreshes >= 4
 
 
-def test_a_parameter_given_new_data_is_noticed():
-    """After ``parameter.data = ...``, which no version counter tells of, the lanes have the new data."""
+def test_new_data_of_a_parameter_is_copied():
+    """After ``parameter.data = ...``, which changes no version counter, the lanes have the new data."""
     model = nn.Linear(5, 3).to("xla:0")
     x = rows()
     with torch.no_grad(), parallel(model, XLAS):
@@ -114,8 +114,8 @@ def test_a_parameter_given_new_data_is_noticed():
         assert_near(model(x), torch.ones(12, 3))
 
 
-def test_the_object_is_left_as_it_was():
-    """Inside the block state_dict has the plain keys and tensors; after it the model is what it was."""
+def test_the_block_restores_the_model():
+    """state_dict has the plain keys and tensors inside the block, and the model has no trace of the block after it."""
     model = mlp().to("xla:0")
     before, kind, keys = dict(vars(model)), type(model), list(model.state_dict())
     with torch.no_grad(), parallel(model, XLAS):
@@ -127,7 +127,7 @@ def test_the_object_is_left_as_it_was():
 
 
 def test_output_device():
-    """Outputs are joined on the device that was named."""
+    """Outputs are joined on `output_device`."""
     model = mlp().to("xla:0")
     x = rows()
     expected = beside(model)(x)
@@ -139,7 +139,7 @@ def test_output_device():
 
 
 def test_map_and_submit():
-    """Whole batches go through the lanes while the caller reads results, and come in order."""
+    """The lanes run whole batches while the caller reads outputs, which arrive in order."""
     model = mlp().to("xla:0")
     plain = beside(model)
     batches = [rows(count) for count in (12, 8, 12, 3) * 15]
@@ -153,7 +153,7 @@ def test_map_and_submit():
 
 
 def test_several_threads_may_call_at_once():
-    """Threads that share a block get each its own answer."""
+    """Each thread that shares a block gets its own output."""
     model = mlp().to("xla:0")
     plain = beside(model)
     batches = [rows() for _ in range(4)]
@@ -176,7 +176,7 @@ def test_several_threads_may_call_at_once():
 
 
 class Refuses(nn.Module):
-    """Fails where a row is negative."""
+    """A model that raises if a row is negative."""
 
     def forward(self, x):
         if bool((x < 0).any()):
@@ -186,7 +186,7 @@ class Refuses(nn.Module):
 
 
 def test_an_error_keeps_its_type_and_names_its_lane():
-    """The exception of a lane arrives as it is, with a note that says where; the block goes on working."""
+    """The caller gets the lane's exception with a note on the lane, and the block stays usable."""
     model = Refuses()
     x = torch.ones(8, 2)
     x[5] = -1
@@ -198,7 +198,7 @@ def test_an_error_keeps_its_type_and_names_its_lane():
 
 
 def test_a_tensor_made_in_a_lane_lies_on_its_device():
-    """The kind alone, as in ``device="xla"``, is the lane's own device."""
+    """In a lane, ``device="xla"`` means the lane's device."""
 
     class Shifted(nn.Module):
         def forward(self, x):
@@ -209,14 +209,14 @@ def test_a_tensor_made_in_a_lane_lies_on_its_device():
 
 
 def test_autocast_follows_into_the_lanes():
-    """Under autocast for XLA every lane computes in the dtype that was asked for."""
+    """Under autocast for XLA, every lane computes in the autocast dtype."""
     model = mlp().to("xla:0")
     with torch.no_grad(), torch.autocast("xla", dtype=torch.bfloat16), parallel(model, XLAS):
         assert model(rows()).dtype == torch.bfloat16
 
 
 def test_verify():
-    """`verify` passes a model whose rows are independent, and finds one whose rows are not."""
+    """`verify` accepts a model with independent rows and raises for one that mixes rows."""
     model = mlp().to("xla:0")
     with torch.no_grad(), parallel(model, XLAS, verify=True):
         model(rows())
@@ -228,7 +228,7 @@ def test_verify():
 
 
 def test_the_first_call_is_cut_like_later_ones():
-    """Each new shape costs a compilation, so nothing is learned from shards of different sizes."""
+    """The first call has balanced shards, because each new shape needs a compilation."""
     model = mlp().to("xla:0")
     with torch.no_grad(), parallel(model, XLAS) as p:
         for _ in range(2):
@@ -237,14 +237,14 @@ def test_the_first_call_is_cut_like_later_ones():
 
 
 class WithTable(nn.Linear):
-    """Returns rows and a table."""
+    """A model that returns rows and a table."""
 
     def forward(self, x):
         return super().forward(x), torch.ones(3, 2, device=x.device)
 
 
 def test_an_output_without_rows_must_be_declared():
-    """Outputs are taken to have the rows on dim 0; one that has not is refused, unless out_dims declares it."""
+    """Outputs must have the rows on dim 0, unless out_dims declares otherwise."""
     model = WithTable(5, 3).to("xla:0")
     x = rows(8)
     with torch.no_grad(), parallel(model, XLAS), pytest.raises(GatherError, match=r"output\[1\].*out_dims"):
@@ -257,14 +257,14 @@ def test_an_output_without_rows_must_be_declared():
 
 
 class Loss(nn.Linear):
-    """Returns one number for all rows."""
+    """A model that returns one number for all rows."""
 
     def forward(self, x):
         return super().forward(x).square().mean()
 
 
 def test_a_loss_needs_a_reduction():
-    """A number from each lane is refused without `reduce`; the mean over rows is the plain loss."""
+    """0-d outputs raise without `reduce`. With `reduce="mean"`, the result is the plain loss."""
     model = Loss(5, 3).to("xla:0")
     plain = beside(model)
     x = rows(7)
@@ -275,7 +275,7 @@ def test_a_loss_needs_a_reduction():
 
 
 def test_devices():
-    """The kind alone is every device; one that is not there is refused, naming those that are; others come first."""
+    """The kind "xla" means all XLA devices, and a missing index raises with the available ones."""
     assert [str(device) for device in parallel(mlp(), "xla").devices] == XLAS
     with pytest.raises(DeviceUnavailableError, match="xla:0 to xla:3"):
         parallel(mlp(), ["xla:0", "xla:4"])

@@ -1,4 +1,4 @@
-"""The models of these tests, the comparison of a parallel call with the plain one, and the count of compilations."""
+"""Models for these tests, comparisons with plain calls, and a counter of compilations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Images(nn.Module):
 
 
 class Tied(nn.Module):
-    """One matrix used twice, under two names. `Module.to` makes two of it on XLA, so it is tied again there."""
+    """A model that uses one matrix under two names. `Module.to` copies it twice on XLA, so it is tied again there."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()
@@ -57,12 +57,12 @@ def beside(model: nn.Module) -> nn.Module:
 
 
 def assert_near(actual: Any, expected: Any) -> None:
-    """Equal up to rounding, wherever they lie."""
+    """Assert that two tensors are equal up to rounding, on any devices."""
     torch.testing.assert_close(actual.detach().cpu(), expected.detach().cpu(), rtol=1e-4, atol=1e-5)
 
 
 def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Each gradient equals the plain model's, and lies where its parameter does."""
+    """Assert that gradients equal those of the plain model, on the device of their parameters."""
     for (name, mine), (other, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
         assert name == other
         assert mine.grad is not None
@@ -73,7 +73,7 @@ def assert_same_gradients(model: nn.Module, plain: nn.Module) -> None:
 
 @contextmanager
 def compilations() -> Iterator[Callable[[], int]]:
-    """Counts the graphs that torch_xla has compiled since the block was entered."""
+    """Count the graphs that torch_xla compiles inside the block."""
     import torch_xla.debug.metrics as metrics  # of the child alone
 
     def compiled() -> int:
