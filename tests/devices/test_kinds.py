@@ -174,7 +174,7 @@ def test_a_kind_that_starts_to_draw_warns_and_is_reproducible_afterwards():
         model(x)
         model(x)
         model.draws = True
-        with pytest.warns(UserWarning, match="earlier calls of its kind drew none"):
+        with pytest.warns(UserWarning, match="earlier calls of the same kind did not"):
             model(x)
         outputs = []
         for _ in range(4):

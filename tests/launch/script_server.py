@@ -138,6 +138,7 @@ def fork_script(status, *streams):
     pid = os.fork()
     if pid == 0:
         os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in background jobs
         for number, stream in zip((1, 2), (*streams, *streams), strict=False):
             os.dup2(stream, number)
         for file in (status, *streams):
