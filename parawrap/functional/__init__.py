@@ -5,9 +5,16 @@ Each helper reads the rank from `current_rank` or from torch.distributed. Outsid
 
 from parawrap.functional._averages import average_params_grads
 from parawrap.functional._gather_rows import gather_rows
-from parawrap.functional._rank_helpers import device, has_batch_norm, optimiser_to, seed_generators, set_default_device, to
 from parawrap.functional._rank_samplers import get_dataset_sampler
 from parawrap.functional._reduce_metrics import reduce_metrics
+from parawrap.functional._seeds_and_modules import (
+    device,
+    has_batch_norm,
+    optimiser_to,
+    seed_generators,
+    set_default_device,
+    to,
+)
 from parawrap.functional._shard_loader import shard_loader
 
 __all__ = [

@@ -8,7 +8,7 @@ Import this module before ``torch.jit.load`` of a compiled model: it defines the
 
 from parawrap.faces.check_rowwise import check_rowwise
 from parawrap.testing import _inference_operator as _inference_operator  # defines the operator that compiled models call
-from parawrap.testing._emulated_core import CoreStats
+from parawrap.testing._emulated_cores import CoreStats
 from parawrap.testing._neuron_host import NeuronHost, neuron_host
 
 __all__ = ["CoreStats", "NeuronHost", "check_rowwise", "neuron_host"]

@@ -15,7 +15,7 @@ import torch
 
 from parawrap.backends.neuron import Signature, in_chunks
 from parawrap.errors import ShapeError
-from parawrap.testing._emulated_core import Core
+from parawrap.testing._emulated_cores import Core
 from parawrap.testing._program_bytes import Program
 
 __all__ = ["Load", "Loaded", "load_of", "note_load"]

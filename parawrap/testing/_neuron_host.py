@@ -15,7 +15,7 @@ import torch
 from parawrap.backends.neuron import NeuronRuntime, Signature, copy_around, cores_given, not_traced, runtime, using
 from parawrap.errors import DeviceUnavailableError
 from parawrap.testing._emulated_compiler import compile_for_cores, compiled_in
-from parawrap.testing._emulated_core import Core, CoreStats
+from parawrap.testing._emulated_cores import Core, CoreStats
 from parawrap.testing._loaded_program import Load, load_of, note_load
 from parawrap.testing._program_bytes import Program, signature_of
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from parawrap.backends.neuron import Signature, TensorSpec, quiet_about_torchscript
-from parawrap.testing._emulated_core import Run
+from parawrap.testing._emulated_cores import Run
 
 __all__ = ["Program", "is_neff", "pack", "signature_of"]
 

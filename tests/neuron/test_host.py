@@ -22,7 +22,7 @@ from torch import nn
 from parawrap import tree
 from parawrap.backends.neuron import NeuronRuntime, TensorSpec, using
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ReplicaError, ShapeError
-from parawrap.testing import NeuronHost, _emulated_core, _neuron_host, neuron_host
+from parawrap.testing import NeuronHost, _emulated_cores, _neuron_host, neuron_host
 from parawrap.testing._loaded_program import load_of
 
 LIMIT_S = 60
@@ -94,7 +94,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now, self.slept, self.sleep = 0.0, [], lambda seconds: self.slept.append(seconds)
-        monkeypatch.setattr(_emulated_core, "time", self)
+        monkeypatch.setattr(_emulated_cores, "time", self)
 
     def set(self, now):
         self.now = now
@@ -568,7 +568,7 @@ def test_an_inference_takes_at_least_the_latency(monkeypatch):
 def test_a_core_starts_a_staged_input_when_the_previous_inference_ends(monkeypatch):
     """A waiting input starts when the previous inference ends on the core's clock, even if its thread wakes up later."""
     clock = Clock(monkeypatch)
-    core = _emulated_core.Core(0, latency_s=10.0)
+    core = _emulated_cores.Core(0, latency_s=10.0)
     core.infer(lambda: (), ())  # arrives at 0, starts at 0, has run by 1, ends at 10
     clock.now = 9.0
     core.infer(lambda: clock.set(13.0) or (), ())  # arrives at 9, starts at 10, has run by 13, ends at 20

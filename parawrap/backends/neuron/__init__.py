@@ -7,8 +7,8 @@ the CPU and returns tensors on the CPU.
 
 from parawrap.backends.neuron._choose_runtime import runtime, using
 from parawrap.backends.neuron._compiled_submodules import copy_around, modules_around
-from parawrap.backends.neuron._core_names import NeuronCore, core_numbers_given, cores_given, resolve_cores
 from parawrap.backends.neuron._dynamic_batching import in_chunks
+from parawrap.backends.neuron._neuron_cores import NeuronCore, core_numbers_given, cores_given, resolve_cores
 from parawrap.backends.neuron._neuron_ls import cores_listed
 from parawrap.backends.neuron._runtime import (
     NeuronRuntime,

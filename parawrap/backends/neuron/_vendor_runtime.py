@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from parawrap.backends.neuron._compiled_submodules import copy_around
-from parawrap.backends.neuron._core_names import cores_given
+from parawrap.backends.neuron._neuron_cores import cores_given
 from parawrap.backends.neuron._neuron_ls import cores_listed
 from parawrap.backends.neuron._runtime import NeuronRuntime, Signature, TensorSpec, not_traced
 from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
