@@ -11,14 +11,14 @@ XLA_STAMP := $(XLA_VENV)/.installed
 # Tests on real clusters start dozens of processes, and wait minutes for schedulers.
 CLUSTERS := contract or slurm or ray
 
-.PHONY: demo test test-core test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
+.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 
 # In parallel, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=3 --output-sync=target test-core test-local-launches test-launches test-devices
+	$(MAKE) --jobs=3 --output-sync=target test-faces test-launches test-core test-local-launches test-devices
 
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 
@@ -28,8 +28,13 @@ test-local-launches: $(STAMP)
 test-launches: $(STAMP)
 	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(CLUSTERS))'
 
+FACES := tests/faces tests/functional tests/neuron
+
+test-faces: $(STAMP)
+	$(BIN)/python -m pytest $(FACES) -m 'not ($(CLUSTERS))'
+
 test-core: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/launch -m 'not ($(CLUSTERS))'
+	$(BIN)/python -m pytest --ignore=tests/launch $(FACES:%=--ignore=%) -m 'not ($(CLUSTERS))'
 
 # In a process of their own: a simulated accelerator becomes torch's accelerator for the whole process.
 test-devices: $(STAMP)

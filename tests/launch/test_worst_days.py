@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import tempfile
 import socket
 import threading
 import time
@@ -75,13 +76,14 @@ def test_results_raises_in_a_fork_of_the_parent():
     assert launch.results(timeout=PATIENCE_S) == (1,)
 
 
-def test_a_file_system_without_locks_works(monkeypatch):
+def test_a_file_system_without_locks_works(monkeypatch, tmp_path):
     """A launch works without file locks, which only help to find folders of killed processes."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other test processes remove unlocked folders from /tmp
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
