@@ -18,7 +18,7 @@ demo: $(STAMP)
 
 # In parallel, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=3 --output-sync=target test-faces test-launches test-core test-local-launches test-devices
+	$(MAKE) --jobs=3 --output-sync=target test-launches test-local-launches test-faces test-core test-devices
 
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 

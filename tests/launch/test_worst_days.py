@@ -6,8 +6,8 @@ import errno
 import fcntl
 import os
 import signal
-import tempfile
 import socket
+import tempfile
 import threading
 import time
 
