@@ -46,6 +46,9 @@ def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     """Fail a test that leaves a thread running, and run it in a folder of its own."""
     monkeypatch.chdir(tmp_path)
     yield
+    for thread in threading.enumerate():
+        if thread.name.startswith("parawrap-launch"):
+            thread.join(5)  # a launch has its outcome a moment before its thread ends
     if _lanes():
         gc.collect()  # only here, because a collection per test takes minutes
     assert not _lanes(), "threads still run after the test"
