@@ -63,9 +63,12 @@ def limits():
 
 PROCESSES = """
 def limits():
-    '''Allow 0, 1, 2, and so on more processes and threads, and finally enough.'''
+    '''Allow -2, -1, 0, and so on more processes and threads, and finally enough.
+
+    The count may still contain a thread of the previous launch, so that 0 could in fact be 1.
+    '''
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    for free in (*range(8), 1000):
+    for free in (*range(-2, 8), 1000):
         limit = running() + free
         resource.setrlimit(resource.RLIMIT_NPROC, (limit, hard))
         yield limit
