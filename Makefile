@@ -8,8 +8,8 @@ STAMP := $(VENV)/.installed
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
-# Tests on real clusters start dozens of processes, and wait minutes for schedulers.
-CLUSTERS := contract or slurm or ray
+# Tests on real clusters start dozens of processes, and wait minutes for schedulers. Long tests run with them.
+CLUSTERS := contract or slurm or ray or long
 
 .PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
 

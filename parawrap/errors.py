@@ -12,6 +12,7 @@ the device, and the shard.
     ├── ShapeError (ValueError)                 a compiled model does not accept this shape or dtype
     ├── ReplicaError (RuntimeError)             a module cannot be replicated
     ├── SessionError (RuntimeError)             a block is used after it was closed, or is closed out of order
+    ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream, or is in use
     ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
     ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
     ├── PlatformError (ValueError)              a field of Platform has a value that is not allowed
@@ -57,6 +58,10 @@ class ReplicaError(ParawrapError, RuntimeError):
 
 class SessionError(ParawrapError, RuntimeError):
     """A block is used after it was closed, or is closed before a later block on the same model."""
+
+
+class ResumeError(ParawrapError, RuntimeError):
+    """A stream cannot resume: the source, the target, or the folder is not the one of the earlier run."""
 
 
 class DeviceListError(ParawrapError, ValueError):

@@ -4,10 +4,11 @@ A session (``_session.py``) owns the lanes and the replicas of one target; `Sess
 A stream sends whole batches through the lanes of a session. The engine uses every package below it, and no public class.
 """
 
-from parawrap.engine._batch_stream import Stream, as_call, stream
+from parawrap.engine._batch_stream import Stream, StreamOptions, stream
 from parawrap.engine._call_history import Kind
+from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import InPlace
-from parawrap.engine._session import Entry, Session, Ticket
+from parawrap.engine._session import Entry, Prepare, Session, as_call
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._timeline import Trace
 from parawrap.replicas import ReplicaSet, original_method
@@ -17,11 +18,13 @@ __all__ = [
     "InPlace",
     "Kind",
     "LaneStats",
+    "OutputFolder",
+    "Prepare",
     "ReplicaSet",
     "Session",
     "Stats",
     "Stream",
-    "Ticket",
+    "StreamOptions",
     "Trace",
     "as_call",
     "original_method",

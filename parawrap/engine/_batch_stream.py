@@ -1,88 +1,160 @@
-"""Run whole batches through the lanes: outputs in order, a bounded number in flight."""
+"""Run whole batches through the lanes: outputs in order or as they finish, with a bounded number in flight."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
 
-from torch.nn.utils.rnn import PackedSequence
-
-from parawrap.engine._session import Entry, Ticket
+from parawrap.engine._output_folder import OutputFolder
+from parawrap.engine._session import Entry, Prepare, as_call
+from parawrap.errors import SessionError
 from parawrap.lanes import note
 
-__all__ = ["Stream", "as_call", "stream"]
+__all__ = ["Stream", "StreamOptions", "stream"]
 
 _END = object()
-_HINT = "the batch is a list, which map passes as one argument. Use a tuple to pass several: model(*batch)"
 
 
 class Stream(Protocol):
     """The part of a session that a stream uses."""
 
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket: ...
+    def submit(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+    ) -> Future[Any]: ...
 
 
-def stream(
-    session: Stream,
-    entry: Entry,
-    batches: Iterable[Any],
-    buffersize: int,
-    arrived: Callable[[Ticket], None] | None = None,
-) -> Iterator[Any]:
-    """Yield the output of every batch, in order; at most `buffersize` batches are in flight.
+class StreamOptions(NamedTuple):
+    """The options of one stream, as in `Parallel.map`. Outputs that `folder` holds are not computed again."""
 
-    An error of the model or of `batches` is raised in place of the batch's output, after all earlier outputs. Closing the
-    generator drops the batches that no lane has started.
+    buffersize: int
+    prepare: Prepare | None = None
+    with_inputs: bool = False
+    return_exceptions: bool = False
+    ordered: bool = True
+    folder: OutputFolder | None = None
+
+
+class _Flight(NamedTuple):
+    """One batch in flight. `batch` is None if the stream does not yield it, or if it is yielded without its output."""
+
+    number: int
+    future: Future[Any]
+    batch: Any
+    hint: str | None
+
+
+def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[Any]:
+    """Yield the output of every batch; at most ``options.buffersize`` batches are in flight.
+
+    An error of the model is raised, or yielded, in place of the batch's output. An error of `batches` is raised after the
+    outputs of all earlier batches. Closing the generator drops the batches that no lane has started.
     """
-    flying: deque[tuple[Ticket, bool]] = deque()
-    source = iter(batches)
+    flying: deque[_Flight] | _AsFinished = deque() if options.ordered else _AsFinished()
+    submitted = _submit_all(session, entry, batches, options)
     failure: Exception | None = None
     try:
         while True:
             try:
-                batch = next(source, _END)
-                if batch is _END:
-                    break
-                args, kwargs = as_call(batch)
-                flying.append((session.submit(entry, args, kwargs), isinstance(batch, list)))
+                flying.append(next(submitted))
+            except StopIteration:
+                break
             except Exception as error:  # noqa: BLE001
                 failure = error
                 break
-            del batch, args, kwargs  # free the batch while the source makes the next one
-            if len(flying) >= buffersize:
-                yield _landed(*flying.popleft(), arrived)
+            if len(flying) >= options.buffersize:
+                yield _landed(flying.popleft(), options)
         while flying:
-            yield _landed(*flying.popleft(), arrived)
+            yield _landed(flying.popleft(), options)
         if failure is not None:
             raise failure
     finally:
         del failure  # its traceback holds this frame
-        while flying:
-            flying.pop()[0].future.cancel()
+        for flight in flying:
+            flight.future.cancel()
 
 
-def _landed(ticket: Ticket, was_list: bool, arrived: Callable[[Ticket], None] | None) -> Any:
-    future: Future[Any] = ticket.future
+class _AsFinished:
+    """Batches in flight. `popleft` waits for the first that finishes."""
+
+    def __init__(self) -> None:
+        self._flying: dict[int, _Flight] = {}
+        self._finished: SimpleQueue[int] = SimpleQueue()
+
+    def append(self, flight: _Flight) -> None:
+        self._flying[flight.number] = flight
+        flight.future.add_done_callback(lambda _, number=flight.number: self._finished.put(number))  # type: ignore[misc]
+
+    def popleft(self) -> _Flight:
+        return self._flying.pop(self._finished.get())
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def __iter__(self) -> Iterator[_Flight]:
+        return iter(list(self._flying.values()))
+
+
+def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[_Flight]:
+    """Submit one batch for each `next`. An error of the source gets a note; an error of `submit` goes into the future."""
+    source = iter(batches)
+    for number in count():
+        try:
+            batch = next(source, _END)
+            if batch is _END:
+                if options.folder is not None:
+                    options.folder.check_end(number)
+                return
+            future = None if options.folder is None else options.folder.recall(number, batch)
+        except Exception as error:
+            note(error, f"while batch {number} of the stream was read, counted from 0")
+            raise
+        if future is None:
+            future = _submit(session, entry, batch, options.prepare)
+        hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
+        flight = _Flight(number, future, batch if options.with_inputs else None, hint)
+        del batch, future  # the source makes the next batch
+        yield flight
+        del flight
+
+
+def _submit(session: Stream, entry: Entry, batch: Any, prepare: Prepare | None) -> Future[Any]:
+    try:
+        if prepare is not None:
+            return session.submit(entry, (batch,), {}, prepare)
+        return session.submit(entry, *as_call(batch))
+    except Exception as error:  # noqa: BLE001 (raised in place of the batch's output)
+        future: Future[Any] = Future()
+        future.set_exception(error)
+        return future
+
+
+def _hint(batch: list[Any]) -> str:
+    return (
+        f"the batch is a list of {len(batch)} items, which map passes as one argument. "
+        "For model(*batch), use map(..., prepare=tuple). For the first item, use map(..., prepare=lambda batch: batch[0])"
+    )
+
+
+def _landed(flight: _Flight, options: StreamOptions) -> Any:
+    """Wait for a batch, and return what the stream yields for it."""
+    number, future, batch, hint = flight
     try:
         output = future.result()
     except Exception as error:
-        del future, ticket  # break the reference cycle: future, error, traceback, this frame
-        if isinstance(error, StopIteration):
-            msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
-            raise RuntimeError(msg) from error
-        if was_list:
-            note(error, _HINT)
-        raise
-    if arrived is not None:
-        arrived(ticket)
-    return output
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
-    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        return (), dict(batch)
-    is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
-    return (tuple(batch), {}) if is_spread else ((batch,), {})
+        del future, flight  # break the reference cycle: future, error, traceback, this frame
+        note(error, f"in batch {number} of the stream, counted from 0")
+        if hint is not None:
+            note(error, hint)
+        if not options.return_exceptions or isinstance(error, (SessionError, CancelledError)):
+            if isinstance(error, StopIteration):
+                msg = f"the model raised StopIteration, which would end the stream without an error: {error}"
+                raise RuntimeError(msg) from error
+            raise
+        return (batch, error) if options.with_inputs else error
+    if options.folder is not None:
+        options.folder.commit(number, output)
+    return (batch, output) if options.with_inputs else output

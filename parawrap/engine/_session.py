@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends import device_of, record_use
 from parawrap.engine._call_history import Generators, Kind, Kinds
@@ -47,7 +48,7 @@ from parawrap.shards import (
 )
 from parawrap.tree import Opaque, flatten, flatten_call
 
-__all__ = ["Entry", "Session", "Ticket"]
+__all__ = ["Entry", "Prepare", "Session", "as_call"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
@@ -73,11 +74,16 @@ class Entry(NamedTuple):
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
 
 
-class Ticket(NamedTuple):
-    """A whole call in flight, with its row count."""
+Prepare = Callable[[Any], Any]
+"""A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
 
-    future: LaneFuture
-    rows: int
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return (), dict(batch)
+    is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
+    return (tuple(batch), {}) if is_spread else ((batch,), {})
 
 
 class Session:
@@ -148,7 +154,7 @@ class Session:
             if not flat.on_cpu:
                 shards = shards or [task.shard for task in tasks]
                 plan.update(flat, shards)
-            device = None if self._stays_on_cpu else self._next_to(flat)
+            device = None if self._stays_on_cpu else self.device_of_output(flat)
             originals = partial(_originals_of, replicas, len(plan.sizes), shards)
             output = self.gather(outputs, plan.sizes, device, originals, evidence, witness)
         self.tally.cut(plan.sizes)
@@ -267,22 +273,29 @@ class Session:
 
     # Whole calls, each in one lane
 
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work."""
+    def submit(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+    ) -> LaneFuture:
+        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
+
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``.
+        """
         if self.must_run_plainly():
             if self.pool.closed:
                 msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
                 raise SessionError(msg)
-            return Ticket(_done(lambda: self._run_plainly(entry, args, kwargs)), 0)
+            return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
         replicas = self.replicate()
         modes = Modes.capture(self.pool.backend.type)
-        if self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
+        if prepare is not None:
+            future = self._submit_prepared(entry, replicas, args, modes, prepare)
+        elif self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
             rows = self.cutters[entry.method].rows(args)
             future = self.pool.submit_to_any(partial(self._run_whole, entry, replicas, rows, args, kwargs), modes)
         else:
-            future, rows = self._submit_flat(entry, replicas, args, kwargs, modes)
+            future = self._submit_flat(entry, replicas, args, kwargs, modes)
         self._futures.add(future)
-        return Ticket(future, rows)
+        return future
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
@@ -390,8 +403,8 @@ class Session:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         modes: Modes,
-    ) -> tuple[LaneFuture, int]:
-        """Submit a call with other arguments than CPU tensors. Return its future and its row count.
+    ) -> LaneFuture:
+        """Submit a call with other arguments than CPU tensors.
 
         On an accelerator, the lane with the least work runs it, and copies the inputs while its earlier work runs.
         """
@@ -399,19 +412,42 @@ class Session:
         sources = self._sources(flat)
         if self._stays_on_cpu and not sources:
             task = partial(self._run_whole, entry, replicas, plan.rows, args, kwargs)
-            return self.pool.submit_to_any(task, modes), plan.rows
+            return self.pool.submit_to_any(task, modes)
         lane = self.pool.least_loaded()
-        replica = replicas[lane.index]
-        (placed,), _ = self.scatter(entry, [replica], plan, flat, sources, whole=True)
+        call = _WholeCall(self, entry, replicas[lane.index], sources)
+        call.take(plan, flat)
+        return self.pool.submit(lane, call.run, modes, call.place, sources)
 
-        def run() -> Any:
-            originals = partial(_originals_of, [replica], 1, [])
-            output = self.gather([placed.run_placed()], plan.sizes, self._next_to(flat), originals)
-            plan.update(flat, [placed.shard])
-            return output
+    def _submit_prepared(
+        self, entry: Entry, replicas: list[LaneReplica], batch: tuple[Any, ...], modes: Modes, prepare: Prepare
+    ) -> LaneFuture:
+        """Submit a call whose arguments its lane computes. On an accelerator, this too runs next to earlier work."""
+        if self._stays_on_cpu:
+            return self.pool.submit_to_any(partial(self._run_prepared, entry, replicas, batch, prepare), modes)
+        lane = self.pool.least_loaded()
+        devices = (*map(device_of, flatten(batch)[0]), *self.devices, self.output_device)  # `prepare` may read from any
+        sources = {device for device in devices if device is not None}
+        call = _WholeCall(self, entry, replicas[lane.index], sources)
 
-        self.tally.whole(lane.index, plan.rows)
-        return self.pool.submit(lane, run, modes, placed.place, sources), plan.rows
+        def stage() -> None:
+            call.take(*self.cutters[entry.method].whole(*as_call(prepare(*batch))))
+            call.place()
+
+        return self.pool.submit(lane, call.run, modes, stage, sources)
+
+    def _run_prepared(
+        self, entry: Entry, replicas: Sequence[LaneReplica], batch: tuple[Any, ...], prepare: Prepare, lane: Lane
+    ) -> Any:
+        args, kwargs = as_call(prepare(*batch))
+        plan, _ = self.cutters[entry.method].whole(args, kwargs)
+        return self._run_whole(entry, replicas, plan.rows, args, kwargs, lane)
+
+    def _run_plainly_prepared(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
+    ) -> Any:
+        if prepare is not None:
+            args, kwargs = as_call(prepare(*args))
+        return self._run_plainly(entry, args, kwargs)
 
     def _run_whole(
         self,
@@ -431,7 +467,7 @@ class Session:
 
     # Devices
 
-    def _next_to(self, flat: FlatCall) -> torch.device | None:
+    def device_of_output(self, flat: FlatCall) -> torch.device | None:
         """Return the output device, or for a callable the device of its first tensor, as in the plain call."""
         if self.output_device is not None or self.pool.home is not None:
             return self.output_device
@@ -453,6 +489,37 @@ class Session:
             and self.output_device in (None, device)
             and all(device_of(leaf) in (None, device) for leaf in leaves)
         )
+
+
+class _WholeCall:
+    """A call that one lane of an accelerator runs whole: `take` its arguments, `place` them on the device, and `run` it."""
+
+    def __init__(self, session: Session, entry: Entry, replica: LaneReplica, sources: Collection[torch.device]) -> None:
+        self._session = session
+        self._entry = entry
+        self._replica = replica
+        self._sources = sources
+        self._plan: ShardPlan
+        self._flat: FlatCall
+        self._placed: Placed
+
+    def take(self, plan: ShardPlan, flat: FlatCall) -> None:
+        """Set the arguments."""
+        self._plan, self._flat = plan, flat
+        (self._placed,), _ = self._session.scatter(self._entry, [self._replica], plan, flat, self._sources, whole=True)
+        self._session.tally.whole(self._replica.lane, plan.rows)
+
+    def place(self) -> None:
+        """Copy the arguments to the lane's device."""
+        self._placed.place()
+
+    def run(self) -> Any:
+        """Run the call, and return its output on the output device."""
+        originals = partial(_originals_of, [self._replica], 1, [])
+        device = self._session.device_of_output(self._flat)
+        output = self._session.gather([self._placed.run_placed()], self._plan.sizes, device, originals)
+        self._plan.update(self._flat, [self._placed.shard])
+        return output
 
 
 def _originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:

@@ -40,13 +40,18 @@ def joining_rules(
     return JoinRules(dim, out_dims, reduce, join, pad_value)
 
 
-def checked_methods(module: Any, methods: Sequence[str]) -> Sequence[str]:
+def checked_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
     if isinstance(methods, str) or not methods:
         msg = f'methods={methods!r} is not a sequence of names. Give at least one name, as in methods=("forward",)'
         raise ShardError(msg)
+    if not isinstance(target, torch.nn.Module):
+        if tuple(methods) != ("forward",):
+            msg = f"methods={methods!r} needs a module, and the target is a {type(target).__name__}. Leave methods out"
+            raise ShardError(msg)
+        return methods
     for name in methods:
-        if not callable(getattr(module, name, None)):
-            msg = f"methods names {name!r}, but {type(module).__name__} has no such method"
+        if not callable(getattr(target, name, None)):
+            msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
             raise ShardError(msg)
     return methods
 

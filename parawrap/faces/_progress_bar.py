@@ -3,38 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Iterable, Sized
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from parawrap.engine import Ticket
+from parawrap.engine import Stats
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """A tqdm bar that counts batches. Call it with each finished ticket."""
+    """A tqdm bar that counts batches. `stats` returns the counters of the block."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
+    def __init__(self, stats: Callable[[], Stats], total: int | None, desc: str | None) -> None:
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
             msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap[cli]'"
             raise ImportError(msg) from error
-        self._bar = tqdm(total=len(batches) if isinstance(batches, Sized) else None, unit="batch")
-        self._rows: Counter[int] = Counter()
-        self._start = time.perf_counter()
+        self._stats = stats
+        self._make: Callable[[], Any] = lambda: tqdm(total=total, desc=desc, unit="batch")
 
     def __enter__(self) -> Self:
+        self._bar = self._make()
+        self._rows = [lane.rows for lane in self._stats().lanes]
+        self._start = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._bar.close()
 
-    def __call__(self, ticket: Ticket) -> None:
-        self._rows[ticket.future.lane] += ticket.rows
+    def update(self) -> None:
+        """Count one batch, and show the speed of each lane."""
         passed = time.perf_counter() - self._start
-        speeds = {f"lane {lane}": f"{rows / passed:,.0f} rows/s" for lane, rows in sorted(self._rows.items())}
+        speeds = {
+            f"lane {index}": f"{(lane.rows - before) / passed:,.0f} rows/s"
+            for index, (lane, before) in enumerate(zip(self._stats().lanes, self._rows, strict=True))
+            if lane.rows > before
+        }
         self._bar.set_postfix(speeds, refresh=False)
         self._bar.update()

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, InPlace, Session, Stats, Trace, stream
+from parawrap.engine import Entry, InPlace, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
 from parawrap.faces._check_arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
-from parawrap.faces._progress_bar import Progress
+from parawrap.faces._streams import Streams
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 
-_BATCHES_PER_LANE = 2
 
-
-class Parallel(Generic[TargetT]):
+class Parallel(Streams, Generic[TargetT]):
     """A parallel block over one target, as `parallel` returns it.
 
     Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement.
@@ -76,7 +74,8 @@ class Parallel(Generic[TargetT]):
         else:
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._in_place = None if module is None else InPlace(module, checked_methods(module, methods))
+        self._methods: tuple[str, ...] = tuple(checked_methods(target, methods))
+        self._in_place = None if module is None else InPlace(module, self._methods)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
         if in_dims and self._cores:
@@ -140,75 +139,46 @@ class Parallel(Generic[TargetT]):
         if session is not None:
             session.close()
 
+    @overload
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T]: ...
+
+    @overload
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the target in parallel.
+        """Call the target, or the only method that `methods` names, in parallel.
 
         With a module as the target and a function as the only argument, decorate the function: each call of it runs inside
         the block.
         """
         if self._in_place is not None and len(args) == 1 and not kwargs and inspect.isroutine(args[0]):
             return self._decorated(args[0])
-        session = self._opened()
         if self._in_place is None:
-            return session.call(Entry(self.target), args, kwargs)
-        with self._rewritten():
-            return self.target(*args, **kwargs)
+            return self._opened().call(Entry(self.target), args, kwargs)
+        return self._call_method(self._only_method(), args, kwargs)
 
-    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Submit one whole call to a lane, and return a future of its output.
-
-        The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with the least pending work.
-        ``future.result()`` raises the exception of the call. ``future.cancel()`` cancels a call that has not started. If an
-        exception leaves the block, all calls that have not started are cancelled.
+    def method(self, name: str) -> Method:
+        """Return one of the methods that `methods` names, with its own call, `map`, and `submit`.
 
         Raises:
-            SessionError: If the block is closed.
+            ShardError: If `methods` does not name it.
 
         Example:
             >>> import torch
             >>> from parawrap import parallel
-            >>> with torch.no_grad(), parallel(torch.nn.Linear(3, 1), ["cpu", "cpu"]) as p:
-            ...     futures = [p.submit(torch.zeros(rows, 3)) for rows in (4, 2)]
-            ...     [len(future.result()) for future in futures]
-            [4, 2]
-        """
-        return self._opened().submit(Entry(self.target), args, kwargs).future
-
-    def map(self, batches: Iterable[Any], *, buffersize: int | None = None, progress: bool = False) -> Iterator[Any]:
-        """Stream whole batches through the lanes and yield their outputs in order.
-
-        Each batch runs whole in one lane, without cutting or joining. A tuple batch is ``model(*batch)``, a dict batch
-        ``model(**batch)``, any other batch ``model(batch)``. If a batch raises, the generator raises in its place. Closing
-        the generator drops the batches that no lane has started.
-
-        Args:
-            batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
-            buffersize: The number of batches in flight, 2 per lane by default. It bounds the memory.
-            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
-
-        Raises:
-            ShardError: If `buffersize` is below 1.
-            SessionError: If the block is closed, or ends before the generator does.
-
-        Example:
-            >>> import torch
-            >>> from parawrap import parallel
-            >>> model = torch.nn.Linear(3, 1).eval()
-            >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
-            ...     outputs = list(p.map(torch.randn(10, 3).split(4)))
+            >>> class Net(torch.nn.Linear):
+            ...     def embed(self, x):
+            ...         return self(x).tanh()
+            >>> with torch.no_grad(), parallel(Net(3, 2), ["cpu", "cpu"], methods=("forward", "embed")) as p:
+            ...     outputs = list(p.method("embed").map(torch.ones(4, 3).split(2)))
             >>> [tuple(output.shape) for output in outputs]
-            [(4, 1), (4, 1), (2, 1)]
+            [(2, 2), (2, 2)]
         """
-        if buffersize is not None and buffersize < 1:
-            msg = f"buffersize={buffersize} is too small: at least one batch must be in flight. Use 1 or more"
+        if self._in_place is None or name not in self._methods:
+            named = f"methods={self._methods!r}" if self._in_place is not None else "the target, which is not a module"
+            msg = f"{name!r} is not a method of {named}. Name it in parallel(..., methods=(..., {name!r}))"
             raise ShardError(msg)
-        session = self._opened()
-        entry = Entry(self.target)
-        if buffersize is None:
-            buffersize = _BATCHES_PER_LANE * len(session.devices)
-        return (
-            _with_progress(session, entry, batches, buffersize) if progress else stream(session, entry, batches, buffersize)
-        )
+        return Method(self, name)
 
     def refresh(self) -> None:
         """Copy the model to the lanes again at the next call.
@@ -243,6 +213,29 @@ class Parallel(Generic[TargetT]):
         same data.
         """
         return self._opened().trace(path)
+
+    def _entry(self) -> tuple[Entry, str]:
+        return self._entry_of("forward" if self._in_place is None else self._only_method())
+
+    def _entry_of(self, method: str) -> tuple[Entry, str]:
+        name = f"{getattr(self.target, '__qualname__', type(self.target).__qualname__)}"
+        if self._in_place is None:
+            return Entry(self.target), name
+        if method == "forward":
+            return Entry(self.target), f"{name}.forward"  # the call of the module, which runs its hooks
+        return Entry(partial(_call_named, self.target, method), method), f"{name}.{method}"
+
+    def _only_method(self) -> str:
+        name, *others = self._methods
+        if others:
+            msg = f"methods={self._methods!r} names several methods. Choose one: p.method({name!r})"
+            raise ShardError(msg)
+        return name
+
+    def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._opened()
+        with self._rewritten():
+            return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
 
     def _detach_session(self) -> Session | NeuronSession | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
@@ -314,11 +307,30 @@ class Parallel(Generic[TargetT]):
         return cast("Callable[P, T]", wrapt.FunctionWrapper(function, call))
 
 
-def _with_progress(
-    session: Session | NeuronSession, entry: Entry, batches: Iterable[Any], buffersize: int
-) -> Iterator[Any]:
-    with Progress(batches) as bar:
-        yield from stream(session, entry, batches, buffersize, bar)
+class Method(Streams):
+    """One method of the model of a block, as `Parallel.method` returns it."""
+
+    def __init__(self, block: Parallel[Any], name: str) -> None:
+        self._block = block
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method in parallel."""
+        return self._block._call_method(self._name, args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"{self._block!r}.method({self._name!r})"
+
+    def _opened(self) -> Session | NeuronSession:
+        return self._block._opened()
+
+    def _entry(self) -> tuple[Entry, str]:
+        return self._block._entry_of(self._name)
+
+
+def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a method. Reading it at the call finds the stand-in of an open block."""
+    return getattr(target, name)(*args, **kwargs)
 
 
 def parallel(
@@ -365,7 +377,8 @@ def parallel(
         out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
             with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
             nested output: an LSTM has ``out_dims=(0, (1, 1))``. Undeclared outputs are learned.
-        methods: The methods of a module that are parallel inside the block.
+        methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
+            use the only one; with several, choose with ``p.method(name)``.
         output_device: The device of joined outputs; by default the device of the module's parameters.
         reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
             "stack" returns one value per lane, and a function reduces that vector. By default they are refused.
@@ -376,7 +389,8 @@ def parallel(
 
     Returns:
         A `Parallel`: a context manager, a callable, and, for a module, a decorator. With ``@parallel(model)`` each call of
-        the function runs inside the block. Its methods are `map`, `submit`, `refresh`, `stats`, `trace`, and `close`.
+        the function runs inside the block. Its methods are `map`, `submit`, `method`, `refresh`, `stats`, `trace`, and
+        `close`.
 
     Raises:
         DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.

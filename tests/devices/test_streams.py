@@ -497,3 +497,32 @@ def stage_without_an_event(self, stage, mark, streams):
     copying.wait_event(mark.event)
     with self._backend.activate(self._device, copying):
         stage()
+
+
+# -- prepare
+
+
+def test_prepared_batches_are_copied_to_their_lane_next_to_earlier_work():
+    """`prepare` makes CPU tensors in the lane; the model gets them on its own device."""
+    model = Where().to("sim:0")
+    with torch.no_grad(), parallel(model, SIMS) as p:
+        source = [[float(index)] * 5 for index in range(6)]
+        outputs = list(p.map(source, prepare=lambda batch: torch.tensor([batch], dtype=torch.float64)))
+        assert sum(lane.rows for lane in p.stats().lanes) == 6
+    assert [output.cpu()[0, 0].item() for output in outputs] == list(range(6))
+    assert {device for device, *_ in model.seen} == set(SIMS)
+    assert {str(output.device) for output in outputs} == {"sim:0"}
+
+
+def test_prepare_may_read_what_the_caller_has_just_queued():
+    """A tensor that `prepare` finds in a closure is ordered like an input, on any device of the block."""
+
+    def shifted(turn):
+        return x + sum(shift.cpu() for shift in shifts)
+
+    model, x = Where().to("sim:0"), rows(4)
+    with torch.no_grad(), parallel(model, SIMS) as p:
+        for turn in range(1, 4):
+            shifts = [torch.full((1,), float(turn), dtype=torch.float64).to(device) * 2 for device in SIMS]
+            (output,) = p.map([turn], prepare=shifted)
+            torch.testing.assert_close(output.cpu(), x + 2 * turn * len(SIMS))

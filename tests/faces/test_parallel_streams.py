@@ -577,4 +577,4 @@ def test_an_error_for_a_list_batch_explains_how_batches_are_passed():
     """DataLoader's default collate returns lists. If the model raises TypeError, a note says that tuples are spread."""
     with parallel(nn.Linear(3, 1), TWO) as p, pytest.raises(TypeError) as caught:
         list(p.map([[torch.zeros(2, 3), torch.zeros(2)]]))
-    assert any("Use a tuple" in note for note in caught.value.__notes__)
+    assert any("prepare=tuple" in note for note in caught.value.__notes__)

@@ -13,13 +13,23 @@ from weakref import WeakSet
 import torch
 
 from parawrap.engine._plain_output import plain_output
-from parawrap.engine._session import Entry, Ticket
+from parawrap.engine._session import Entry, Prepare, as_call
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._timeline import Trace
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LanePool, Modes, Task, first_failure, here, intra_op_threads, sees_only_its_own_thread
+from parawrap.lanes import (
+    Lane,
+    LaneFuture,
+    LanePool,
+    Modes,
+    Task,
+    first_failure,
+    here,
+    intra_op_threads,
+    sees_only_its_own_thread,
+)
 from parawrap.replicas import Freshness
 from parawrap.shards import Cutter, JoinRules, Shard, ShardPlan, check_equal, join
 
@@ -93,18 +103,24 @@ class NeuronSession:
                 self._verified.add(plan)
             return output
 
-    def submit(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ticket:
-        """Run a call whole on one core, in the lane that is free first. Raises the errors of `call` before it is queued."""
+    def submit(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+    ) -> LaneFuture:
+        """Run a call whole on one core, in the lane that is free first. Raises the errors of `call` before it is queued.
+
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``.
+        """
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
             raise SessionError(msg)
         with self._placed.in_use():
-            args, kwargs = self._fittings[entry.method].fit(args, kwargs)
-            shards, plan = self._whole(entry, args, kwargs)
-            task = partial(self._run_shards, entry, shards, plan.sizes)
+            if prepare is None:
+                task = self._whole_task(entry, args, kwargs)
+            else:
+                task = partial(self._run_prepared, entry, args, prepare)
             future = self.pool.submit_to_any(task, Modes.capture("cpu"))
         self._futures.add(future)
-        return Ticket(future, plan.rows)
+        return future
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
@@ -169,6 +185,16 @@ class NeuronSession:
         """Run a whole call on the next core in turn."""
         shards, plan = self._whole(entry, args, kwargs)
         return self._joined(entry.of(self._placed.in_turn()), shards, plan.sizes)
+
+    def _whole_task(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Lane], Any]:
+        """Return the task that runs a whole call in a lane."""
+        args, kwargs = self._fittings[entry.method].fit(args, kwargs)
+        shards, plan = self._whole(entry, args, kwargs)
+        return partial(self._run_shards, entry, shards, plan.sizes)
+
+    def _run_prepared(self, entry: Entry, batch: tuple[Any, ...], prepare: Prepare, lane: Lane) -> Any:
+        with self._placed.in_use():
+            return self._whole_task(entry, *as_call(prepare(*batch)))(lane)
 
     def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
         cores = self._placed.cores

@@ -1,0 +1,260 @@
+"""A folder with the outputs of a stream, so that a later run does not compute them again."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import io
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from parawrap.errors import ResumeError
+from parawrap.tree import Opaque, flatten, tensors_in, unflatten
+
+__all__ = ["OutputFolder"]
+
+_LOG = logging.getLogger("parawrap.resume")
+_FORMAT = 1
+_CHECKSUM_BYTES = 32
+_FINGERPRINT_BYTES = 16
+_SUFFIX = ".output"
+_UNFINISHED = ".unfinished"
+_opened: set[Path] = set()
+_opening = threading.Lock()
+
+
+class OutputFolder:
+    """One file per batch: a checksum, a fingerprint of the batch, and the output as `torch.save` writes it.
+
+    A file appears by an atomic rename, so a killed run leaves no partial output. A file with a wrong checksum, as after a
+    power failure, counts as missing. One run at a time may use a folder.
+
+    Args:
+        path: The folder. It is created if it does not exist.
+        target: The name of the function that computes the outputs. A folder holds outputs of one function.
+
+    Raises:
+        ResumeError: At the start of the block, if the folder is in use, or holds something else.
+    """
+
+    def __init__(self, path: Path, target: str) -> None:
+        self._path = path.absolute()
+        self._target = target
+        self._committed: set[int] = set()
+        self._fingerprints: dict[int, bytes] = {}  # of the batches in flight
+        self._lock: int | None = None
+
+    def __enter__(self) -> Self:
+        self._path.mkdir(parents=True, exist_ok=True)
+        with _opening:
+            if self._path in _opened:
+                self._refuse_in_use("another stream of this process")
+            self._lock = self._locked()
+            _opened.add(self._path)
+        try:
+            self._read()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with _opening:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+            _opened.discard(self._path)
+
+    def recall(self, number: int, batch: Any) -> Future[Any] | None:
+        """Return a finished future with the committed output of this batch, or None if there is none.
+
+        Raises:
+            ResumeError: If the committed output belongs to another batch.
+        """
+        fingerprint = _fingerprint(batch)
+        if number in self._committed and (saved := self._saved(number)) is not None:
+            committed_for, output = saved
+            if committed_for != fingerprint:
+                msg = (
+                    f"batch {number} is not the batch that {self._file(number)} was computed from. The source must give "
+                    "the same batches in the same order in every run: seed its shuffling, or use another folder"
+                )
+                raise ResumeError(msg)
+            future: Future[Any] = Future()
+            future.set_result(output)
+            return future
+        self._fingerprints[number] = fingerprint
+        return None
+
+    def commit(self, number: int, output: Any) -> None:
+        """Save the output of a batch, unless it came from the folder.
+
+        Raises:
+            ResumeError: If the output cannot be saved.
+        """
+        fingerprint = self._fingerprints.pop(number, None)
+        if fingerprint is None:
+            return
+        file = self._file(number)
+        unfinished = file.with_suffix(_UNFINISHED)
+        body = fingerprint + _saved_bytes(output, number)
+        unfinished.write_bytes(hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
+        unfinished.replace(file)
+
+    def check_end(self, batches: int) -> None:
+        """Check that the folder holds no output of a batch after the end of the source.
+
+        Raises:
+            ResumeError: If an earlier run had more batches.
+        """
+        last = max(self._committed, default=-1)
+        if last >= batches:
+            msg = (
+                f"the source ended after {batches} batches, but {self._path} holds the output of batch {last}. The source "
+                "must give the same batches in every run; use another folder for another source"
+            )
+            raise ResumeError(msg)
+
+    def _file(self, number: int) -> Path:
+        return self._path / f"{number:09d}{_SUFFIX}"
+
+    def _locked(self) -> int:
+        """Lock the folder. The lock ends with the process, and forked children do not have it."""
+        lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return lock
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.read(lock, 100).decode(errors="replace")
+            os.close(lock)
+            self._refuse_in_use(owner or "another process")
+        os.ftruncate(lock, 0)
+        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
+        return lock
+
+    def _refuse_in_use(self, owner: str) -> None:
+        msg = f"resume={str(self._path)!r} is in use by {owner}. Give each stream, and each rank, a folder of its own"
+        raise ResumeError(msg)
+
+    def _read(self) -> None:
+        """Check what the folder belongs to, and list the committed outputs."""
+        manifest = self._path / "stream.json"
+        names = {entry.name for entry in os.scandir(self._path)} - {"lock"}
+        if manifest.name in names:
+            found = json.loads(manifest.read_text())
+            if found != self._description():
+                msg = (
+                    f"resume={str(self._path)!r} holds the outputs of {found.get('target')}, not of {self._target}. "
+                    "Use another folder"
+                )
+                raise ResumeError(msg)
+        elif names:
+            msg = f"resume={str(self._path)!r} holds other files, such as {min(names)}. Use an empty or a new folder"
+            raise ResumeError(msg)
+        else:
+            manifest.write_text(json.dumps(self._description()))
+        for name in names:
+            if name.endswith(_UNFINISHED):
+                (self._path / name).unlink()
+            elif name.endswith(_SUFFIX):
+                self._committed.add(int(name.removesuffix(_SUFFIX)))
+
+    def _description(self) -> dict[str, Any]:
+        return {"format": _FORMAT, "target": self._target}
+
+    def _saved(self, number: int) -> tuple[bytes, Any] | None:
+        """Return the fingerprint of the batch and its output, or None if the file is damaged."""
+        content = self._file(number).read_bytes()
+        checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+        if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
+            _LOG.warning("%s is damaged: its batch runs again", self._file(number))
+            return None
+        output = torch.load(io.BytesIO(body[_FINGERPRINT_BYTES:]), weights_only=False)
+        return body[:_FINGERPRINT_BYTES], output
+
+
+def _saved_bytes(output: Any, number: int) -> bytes:
+    leaves, spec = flatten(output)
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        msg = f"the output of batch {number} has a gradient, which a folder cannot keep. Run the stream in torch.no_grad()"
+        raise ResumeError(msg)
+    buffer = io.BytesIO()
+    try:
+        torch.save(unflatten(spec, [_compact(leaf) for leaf in leaves]), buffer)
+    except Exception as error:
+        msg = f"the output of batch {number} cannot be saved: {error}. Return tensors, numbers, or strings"
+        raise ResumeError(msg) from error
+    return buffer.getvalue()
+
+
+def _compact(leaf: Any) -> Any:
+    """Copy a tensor that is a part of a larger storage, which `torch.save` would write whole."""
+    if isinstance(leaf, Opaque):
+        return leaf.value
+    if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
+        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+    return leaf
+
+
+def _fingerprint(batch: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=_FINGERPRINT_BYTES)
+    _add(digest, batch)
+    return digest.digest()
+
+
+def _add(digest: hashlib.blake2b, value: Any) -> None:
+    """Add a nested value. Of an object of an unknown class, add the class and the tensors that it holds.
+
+    Pickles would tell more objects apart, but equal objects may have different pickles.
+    """
+    digest.update(f"{type(value).__module__}.{type(value).__qualname__};".encode())
+    if isinstance(value, torch.Tensor):
+        _add_tensor(digest, value)
+    elif value is None or isinstance(value, str | int | float | complex):
+        digest.update(f"{value!r};".encode())
+    elif isinstance(value, Mapping):
+        _add(digest, [part for item in value.items() for part in item])
+    elif isinstance(value, AbstractSet):
+        _add(digest, sorted(map(_fingerprint, value)))
+    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        digest.update(f"{len(value)};".encode())
+        for item in value:
+            _add(digest, item)
+    elif (view := _buffer_of(value)) is not None:
+        digest.update(f"{view.format}{view.shape};".encode())
+        digest.update(view.tobytes())
+    elif hasattr(value, "tolist"):  # an array of objects
+        _add(digest, value.tolist())
+    else:
+        for tensor in tensors_in(value):
+            _add(digest, tensor)
+
+
+def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
+    digest.update(f"{tensor.dtype}{tuple(tensor.shape)};".encode())
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
+
+
+def _buffer_of(value: Any) -> memoryview | None:
+    """Return the bytes of a numpy array or another buffer of plain values; None for other objects."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        return None
+    return None if "O" in view.format else view

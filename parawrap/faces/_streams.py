@@ -1,0 +1,143 @@
+"""`map` and `submit`: whole calls of one method, each in one lane."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sized
+from concurrent.futures import Future
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parawrap.engine import Entry, OutputFolder, Session, StreamOptions, stream
+from parawrap.errors import ShardError
+from parawrap.faces._progress_bar import Progress
+
+if TYPE_CHECKING:
+    from parawrap.engine.neuron import NeuronSession
+
+__all__ = ["Streams"]
+
+_BATCHES_PER_LANE = 2
+
+
+class Streams(ABC):
+    """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
+
+    @abstractmethod
+    def _opened(self) -> Session | NeuronSession:
+        """Return the session of the block; open it on first use."""
+
+    @abstractmethod
+    def _entry(self) -> tuple[Entry, str]:
+        """Return the entry of the method, and its name."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Submit one whole call to a lane, and return a future of its output.
+
+        The batch is not cut. On the CPU the first free lane runs the call; elsewhere, the lane with the least pending work.
+        ``future.result()`` raises the exception of the call. ``future.cancel()`` cancels a call that has not started. If an
+        exception leaves the block, all calls that have not started are cancelled.
+
+        Raises:
+            SessionError: If the block is closed.
+            ShardError: If `methods` names several methods. Use ``p.method(name).submit(...)``.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> with torch.no_grad(), parallel(torch.nn.Linear(3, 1), ["cpu", "cpu"]) as p:
+            ...     futures = [p.submit(torch.zeros(rows, 3)) for rows in (4, 2)]
+            ...     [len(future.result()) for future in futures]
+            [4, 2]
+        """
+        entry, _ = self._entry()
+        return self._opened().submit(entry, args, kwargs)
+
+    def map(
+        self,
+        batches: Iterable[Any],
+        *,
+        prepare: Callable[[Any], Any] | None = None,
+        with_inputs: bool = False,
+        return_exceptions: bool = False,
+        ordered: bool = True,
+        buffersize: int | None = None,
+        resume: str | Path | None = None,
+        progress: bool = False,
+        total: int | None = None,
+        desc: str | None = None,
+    ) -> Iterator[Any]:
+        """Stream whole batches through the lanes and yield their outputs.
+
+        Each batch runs whole in one lane, without cutting or joining. A tuple batch is ``model(*batch)``, a dict batch
+        ``model(**batch)``, any other batch ``model(batch)``. If a batch raises, the generator raises in its place, with a
+        note on the number of the batch. Closing the generator drops the batches that no lane has started.
+
+        Args:
+            batches: An iterable. The caller's thread reads it, at most `buffersize` batches ahead of the outputs.
+            prepare: A function of one batch that returns what the model gets, in the forms above. It runs in the lane.
+            with_inputs: Yield ``(batch, output)``, with the batch as `batches` gave it.
+            return_exceptions: Yield the exception of a batch in place of its output, and continue.
+            ordered: Yield in the order of the batches. With False, yield each output as soon as it is computed.
+            buffersize: The number of batches in flight, 2 per lane by default. It bounds the memory.
+            resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
+                outputs without computing them. The source must give the same batches in the same order in every run. Use
+                only folders that you trust: outputs are loaded with pickle.
+            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
+            total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
+            desc: The text in front of the bar.
+
+        Raises:
+            ShardError: If `buffersize` is below 1, or `methods` names several methods. Use ``p.method(name).map(...)``.
+            SessionError: If the block is closed, or ends before the generator does.
+            ResumeError: From the generator, if the folder is in use, holds outputs of another target, or holds outputs of
+                other batches than the source gives; or if an output cannot be saved.
+
+        Example:
+            >>> import torch
+            >>> from parawrap import parallel
+            >>> model = torch.nn.Linear(3, 1).eval()
+            >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
+            ...     outputs = list(p.map(torch.randn(10, 3).split(4)))
+            >>> [tuple(output.shape) for output in outputs]
+            [(4, 1), (4, 1), (2, 1)]
+        """
+        if buffersize is not None and buffersize < 1:
+            msg = f"buffersize={buffersize} is too small: at least one batch must be in flight. Use 1 or more"
+            raise ShardError(msg)
+        if prepare is not None and not callable(prepare):
+            msg = f"prepare={prepare!r} is not callable. Give a function of one batch that returns the model's arguments"
+            raise ShardError(msg)
+        session = self._opened()
+        if buffersize is None:
+            buffersize = _BATCHES_PER_LANE * len(session.devices)
+        options = StreamOptions(buffersize, prepare, with_inputs, return_exceptions, ordered)
+        entry, name = self._entry()
+        if resume is None and not progress:
+            return stream(session, entry, batches, options)
+        folder = None if resume is None else OutputFolder(Path(resume), name)
+        if total is None and isinstance(batches, Sized):
+            total = len(batches)
+        bar = Progress(session.stats, total, desc) if progress else None
+        return _with_folder_and_bar(partial(stream, session, entry, batches), options, folder, bar)
+
+
+def _with_folder_and_bar(
+    start: Callable[[StreamOptions], Iterator[Any]],
+    options: StreamOptions,
+    folder: OutputFolder | None,
+    bar: Progress | None,
+) -> Iterator[Any]:
+    """Run a stream with its folder open and its bar drawn. Both start with the first output that is read."""
+    with ExitStack() as open_until_the_end:
+        if folder is not None:
+            options = options._replace(folder=open_until_the_end.enter_context(folder))
+        if bar is not None:
+            open_until_the_end.enter_context(bar)
+        for output in start(options):
+            if bar is not None:
+                bar.update()
+            yield output
+            del output

@@ -1,0 +1,308 @@
+"""`map(resume=folder)`: each output is computed and saved once, over any number of interrupted runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import subprocess
+import sys
+import threading
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from parawrap import ResumeError, parallel
+from tests.launch.processes import run_script, scripts, write_script
+
+TWO = ["cpu"] * 2
+
+
+def batches(count, rows=2):
+    return [torch.full((rows, 1), float(index)) for index in range(count)]
+
+
+class Counting(nn.Module):
+    """Doubles its input, and records every batch that it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def forward(self, x):
+        with guard:
+            computed[x[0].item()] += 1
+        return x * 2
+
+
+computed: Counter[float] = Counter()
+guard = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_computed():
+    computed.clear()
+
+
+def run(folder, source, target=None, **options):
+    with torch.no_grad(), parallel(Counting() if target is None else target, TWO) as p:
+        return [output[0].item() for output in p.map(source, resume=folder, **options)]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_second_run_computes_nothing(tmp_path, ordered):
+    """It yields the saved outputs."""
+    for _ in range(2):
+        assert sorted(run(tmp_path / "out", batches(7), ordered=ordered)) == [0, 2, 4, 6, 8, 10, 12]
+    assert computed == dict.fromkeys(map(float, range(7)), 1)
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    """The outputs that the loop has read are not computed again, and the loop sees all outputs in order."""
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        stream = p.map(batches(9), resume=str(tmp_path), buffersize=1)
+        assert [next(stream)[0].item() for _ in range(4)] == [0, 2, 4, 6]
+        stream.close()
+    assert run(tmp_path, batches(9)) == [2 * index for index in range(9)]
+    assert [computed[index] for index in range(4)] == [1] * 4
+
+
+def test_a_source_that_grew_adds_the_new_batches(tmp_path):
+    """A longer source repeats the earlier batches."""
+    run(tmp_path, batches(3))
+    assert run(tmp_path, batches(5)) == [0, 2, 4, 6, 8]
+    assert set(computed.values()) == {1}
+
+
+def test_a_failed_batch_is_computed_again(tmp_path):
+    """Exceptions are not saved, also with `return_exceptions`."""
+
+    class Once(nn.Module):
+        def forward(self, x):
+            if x[0].item() == 1 and not failed:
+                failed.append(x)
+                raise ValueError("once")
+            return x * 2
+
+    failed = []
+    with torch.no_grad(), parallel(Once(), TWO) as p:
+        _, second, _ = p.map(batches(3), resume=tmp_path, return_exceptions=True)
+        assert isinstance(second, ValueError)
+        assert [output[0].item() for output in p.map(batches(3), resume=tmp_path)] == [0, 2, 4]
+
+
+@dataclass
+class Boxes:
+    """One kind of object that a model may return."""
+
+    corners: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        {"logits": torch.randn(2, 3), "names": ["a", "b"], "count": 2, "none": None},
+        (torch.randn(2, dtype=torch.bfloat16), torch.tensor(True), torch.empty(0, 4)),
+        Boxes(torch.randn(2, 4), ["cat", "dog"]),
+        [np.arange(3), "text", 1.5],
+        torch.randn(4, 4).to_sparse(),
+    ],
+    ids=["dict", "tuple", "dataclass", "list", "sparse"],
+)
+def test_outputs_of_any_kind_come_back_as_they_were(tmp_path, output):
+    """Types, dtypes, and values."""
+    for _ in range(2):
+        with torch.no_grad(), parallel(lambda x: output, TWO) as p:
+            (found,) = p.map(batches(1), resume=tmp_path)
+        assert type(found) is type(output)
+        assert repr(found) == repr(output)
+
+
+def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
+    """torch.save would write the whole storage."""
+    table = torch.randn(100_000)
+    with torch.no_grad(), parallel(lambda x: table[:2], TWO) as p:
+        list(p.map(batches(1), resume=tmp_path))
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 10_000
+
+
+# -- refused
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        [torch.zeros(2, 1), torch.full((2, 1), 7.0)],
+        [torch.zeros(2, 1), torch.ones(3, 1)],
+        [torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.float64)],
+        [torch.zeros(2, 1), (torch.ones(2, 1),)],
+    ],
+    ids=["value", "rows", "dtype", "structure"],
+)
+def test_a_source_that_changed_is_refused(tmp_path, changed):
+    """The error names the first batch that differs; the outputs before it come out."""
+    run(tmp_path, batches(2))
+    outputs = []
+    with (
+        torch.no_grad(),
+        parallel(Counting(), TWO) as p,
+        pytest.raises(ResumeError, match=r"batch 1 is not the batch that .*seed its shuffling") as caught,
+    ):
+        outputs.extend(p.map(changed, resume=tmp_path, return_exceptions=True))
+    assert len(outputs) == 1
+    assert caught.value.__notes__ == ["while batch 1 of the stream was read, counted from 0"]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("a", "b"),
+        (1, True),
+        (1, 1.0),
+        (b"a", "a"),
+        (None, 0),
+        (["a", "b"], ["ab"]),
+        ({"x": 1}, {"x": 2}),
+        ({1, 2}, {1, 3}),
+        (np.arange(3), np.arange(1, 4)),
+        (np.arange(3), np.arange(3.0)),
+        (np.array(["a"], dtype=object), np.array(["b"], dtype=object)),
+        (Boxes(torch.zeros(1), []), Boxes(torch.ones(1), [])),
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64) * 1j),
+    ],
+)
+def test_batches_of_any_kind_are_told_apart(tmp_path, first, second):
+    """And an equal batch of the same kind is recognised."""
+    with torch.no_grad(), parallel(lambda x: 1, TWO) as p:
+        for again in range(2):
+            assert list(p.map([(first,)], resume=tmp_path)) == [1], again
+        with pytest.raises(ResumeError, match="batch 0 is not"):
+            list(p.map([(second,)], resume=tmp_path))
+
+
+def test_a_source_that_ends_early_is_refused(tmp_path):
+    """Outputs of an earlier run are never dropped silently."""
+    run(tmp_path, batches(5))
+    with pytest.raises(ResumeError, match=r"ended after 3 batches, but .* holds the output of batch 4"):
+        run(tmp_path, batches(3))
+
+
+def test_a_folder_of_another_target_is_refused(tmp_path):
+    """Another method or class computes other outputs."""
+    run(tmp_path, batches(2))
+    with pytest.raises(ResumeError, match=r"holds the outputs of Counting\.forward, not of Linear\.forward"):
+        run(tmp_path, batches(2), nn.Linear(1, 1))
+
+
+def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
+    """A wrong path does not fill somebody's folder."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    with pytest.raises(ResumeError, match="holds other files, such as"):
+        run(tmp_path, batches(2))
+    assert {file.name for file in tmp_path.iterdir()} <= {"thesis.txt", "lock"}
+
+
+def test_two_streams_of_one_process_cannot_share_a_folder(tmp_path):
+    """The second is refused while the first is open."""
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        stream = p.map(batches(3), resume=tmp_path)
+        next(stream)
+        with pytest.raises(ResumeError, match="in use by another stream of this process"):
+            list(p.map(batches(3), resume=tmp_path))
+        stream.close()
+        assert len(list(p.map(batches(3), resume=tmp_path))) == 3
+
+
+def test_two_processes_cannot_share_a_folder(tmp_path):
+    """The error names the process that has it."""
+    script = f"""
+import sys, torch
+from parawrap import parallel
+with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
+    stream = p.map([torch.ones(1)] * 3, resume={str(tmp_path)!r})
+    next(stream)
+    print("open", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "open\n"
+        with pytest.raises(ResumeError, match=f"in use by process {process.pid} on "):
+            run(tmp_path, [torch.ones(1)] * 3, torch.neg)
+        process.kill()
+    assert run(tmp_path, [torch.ones(1)] * 3, torch.neg) == [-1, -1, -1]
+
+
+def test_outputs_with_gradients_are_refused(tmp_path):
+    """A loaded output has no graph, so the loop would see another value than without `resume`."""
+    with parallel(nn.Linear(1, 1), TWO) as p, pytest.raises(ResumeError, match=r"torch\.no_grad"):
+        list(p.map(batches(1), resume=tmp_path))
+
+
+def test_an_output_that_cannot_be_saved_is_named(tmp_path):
+    """The error gives the batch and the reason."""
+    with parallel(lambda x: threading.Lock(), TWO) as p, pytest.raises(ResumeError, match=r"output of batch 0 .*lock"):
+        list(p.map(batches(1), resume=tmp_path))
+
+
+# -- damage
+
+
+def test_a_damaged_output_is_computed_again(tmp_path, caplog):
+    """A checksum finds it, and a log message names the file."""
+    run(tmp_path, batches(3))
+    file = sorted(tmp_path.glob("*.output"))[1]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert run(tmp_path, batches(3)) == [0, 2, 4]
+    assert computed == {0: 1, 1: 2, 2: 1}
+    assert f"{file} is damaged" in caplog.text
+    assert run(tmp_path, batches(3)) == [0, 2, 4]
+    assert computed == {0: 1, 1: 2, 2: 1}
+
+
+def test_an_empty_output_file_is_computed_again(tmp_path):
+    """As a power failure may leave it."""
+    run(tmp_path, batches(2))
+    min(tmp_path.glob("*.output")).write_bytes(b"")
+    assert run(tmp_path, batches(2)) == [0, 2]
+
+
+# -- killed at random
+
+KILLED = """
+import json, pathlib, sys, torch
+from parawrap import parallel
+
+folder, count = sys.argv[1], int(sys.argv[2])
+seen = []
+with torch.no_grad(), parallel(lambda x: x * 2, ["cpu", "cpu"]) as p:
+    for output in p.map((torch.full((2, 1), float(i)) for i in range(count)), resume=folder):
+        seen.append(output[0].item())
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize(("kills", "count"), [(10, 1_000), pytest.param(50, 10_000, marks=pytest.mark.long)])
+def test_a_run_that_is_killed_at_random_yields_every_output_once(tmp_path, kills, count):
+    """Runs die by SIGKILL at random moments. The next run yields every output once."""
+    path, folder = write_script(tmp_path, KILLED), tmp_path / "out"
+    chance, saved = random.Random(5), [0]
+    for _ in range(kills):
+        with closing(scripts.start(path, [folder, count], tmp_path, streams=1)) as script:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                script.communicate(chance.uniform(0, 0.2))
+            script.kill()
+        saved.append(len(list(folder.glob("*.output"))))
+    assert 0 < saved[len(saved) // 2] < saved[-1]  # the kills fell into the work
+    lines = run_script(tmp_path, KILLED, folder, count).splitlines()
+    assert json.loads(lines[-1]) == [2.0 * index for index in range(count)]
+    assert not list(folder.glob("*.unfinished"))
