@@ -29,7 +29,8 @@ ALLOWED = {
     "lanes": {"tree", "backends"},
     "engine": {"tree", "backends", "shards", "replicas", "lanes"},
     "launch": {"backends"},
-    "faces": {"engine", "launch", "shards", "lanes", "tree", "backends"},
+    "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
+    "faces": {"workers", "engine", "launch", "shards", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
@@ -39,7 +40,7 @@ ALLOWED = {
 
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
-    "parawrap.backends.neuron", "parawrap.launch",
+    "parawrap.backends.neuron", "parawrap.launch", "parawrap.workers",
 ]  # fmt: skip
 
 

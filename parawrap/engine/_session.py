@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
@@ -74,6 +74,30 @@ class Entry(NamedTuple):
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
 
 
+class Replicas(Protocol):
+    """The copies of the target that a session's lanes use, one per lane: `ReplicaSet`, or copies in other processes."""
+
+    is_ready: bool
+    structure: int
+    training: tuple[Any, ...]
+    generators: tuple[torch.Generator, ...]
+    freshness: Freshness
+    home: torch.device | None
+
+    @property
+    def has_model(self) -> bool: ...
+    @property
+    def current(self) -> Sequence[Any]: ...
+    def ready(self) -> bool: ...
+    def is_on(self, device: torch.device) -> bool: ...
+    def stale(self) -> bool: ...
+    def refuse_grown(self) -> None: ...
+    def refresh(self) -> None: ...
+    def renew(self) -> None: ...
+    def forget(self) -> None: ...
+    def scratch(self) -> Any: ...
+
+
 Prepare = Callable[[Any], Any]
 """A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
 
@@ -90,7 +114,8 @@ class Session:
     """Owns the lanes and the replicas of one target until `close`. Thread-safe.
 
     `call` runs scatter, replicate, apply, and gather. Each of them may also be called alone, like the methods of
-    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call.
+    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call. Lanes that work in
+    other processes bring their own `replicas` and `labels`.
     """
 
     def __init__(
@@ -102,16 +127,18 @@ class Session:
         rules: JoinRules,
         output_device: torch.device | None = None,
         verify: bool = False,
+        replicas: Replicas | None = None,
+        labels: Sequence[str] | None = None,
     ) -> None:
         self.target = target
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device  # None: the device of the module, or of a callable's first tensor
-        replicas = ReplicaSet(target, devices)
+        replicas = ReplicaSet(target, devices) if replicas is None else replicas
         self._replicas = replicas if replicas.has_model or isinstance(target, torch.nn.Module) else None
         home = replicas.home
-        self.pool = LanePool(self.devices, home)
+        self.pool = LanePool(self.devices, home, labels)
         self.tally = Tally(len(self.devices))
         self._refreshing = threading.Lock()
         self._kinds = Kinds()
@@ -203,7 +230,7 @@ class Session:
                 with self.pool.idle():
                     self._replicas.refresh()
                 self.pool.home = self._replicas.home
-            return self._replicas.current[:lanes]
+            return list(self._replicas.current[:lanes])
 
     def apply(
         self,

@@ -11,6 +11,8 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._seeds import seed_all
 from parawrap.launch.inline import run_inline
+from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack
+from parawrap.launch.messages._rank_errors import add_note, pack_exception, traceback_of
 from parawrap.launch.supervision._watched_launch import cancel_all, cancel_launches
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "Preview",
     "Rank",
     "RankResults",
+    "add_note",
     "below_a_rank",
     "cancel_all",
     "cancel_launches",
@@ -28,9 +31,15 @@ __all__ = [
     "inside_a_rank",
     "launch",
     "launch_array",
+    "memory_file",
+    "pack_exception",
+    "packed",
+    "pickled_apart",
     "preview",
     "rank_device",
     "run_inline",
     "runs_here",
     "seed_all",
+    "traceback_of",
+    "unpack",
 ]

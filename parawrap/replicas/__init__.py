@@ -5,15 +5,20 @@ that the model holds. On the model's device it has views of the parameters; on a
 gradients return to the parameters.
 """
 
+from parawrap.replicas._copy_structure import Survey
+from parawrap.replicas._detect_changes import Ledger, Watch
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
 
 __all__ = [
     "Freshness",
     "LaneReplica",
+    "Ledger",
     "PlainView",
     "ReplicaSet",
     "StandIn",
+    "Survey",
+    "Watch",
     "home_of",
     "original_method",
     "put",

@@ -1,0 +1,261 @@
+"""The replicas of a session whose lanes work in other processes: one worker per lane, and what keeps it up to date."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap.backends import backend_of
+from parawrap.launch import packed
+from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of
+from parawrap.workers._build import Build
+from parawrap.workers._serve import SentModes
+from parawrap.workers._worker import Worker, WorkerDiedError
+
+__all__ = ["WorkerReplicas"]
+
+_SEEDS = 1 << 63
+
+
+class WorkerReplicas:
+    """One worker per lane. Workers start at the first `refresh`, and end with `forget`.
+
+    The caller ensures that no lane runs during `refresh`. A worker that dies is replaced by the lane that uses it.
+    """
+
+    has_model = True
+    is_ready = True
+    generators: tuple[torch.Generator, ...] = ()
+    structure = 0
+
+    def __init__(self, target: Any, devices: Sequence[torch.device], retries: int) -> None:
+        self.target = target
+        self.freshness = Freshness()
+        self.current: list[WorkerReplica] = []
+        self.training: tuple[Any, ...] = ()
+        self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
+        self.labels = [f"{device} (worker {index})" for index, device in enumerate(devices)]
+        self._devices = list(devices)
+        self._retries = retries
+        self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
+        self._started = 0
+        self._counting = threading.Lock()
+        self._file: int | None = None
+        self._file_is_old = False
+        self._tensors: list[torch.Tensor] = []
+        self._watch = Watch(())
+        self._ledger = Ledger((), ())
+        self._is_unsent = True
+
+    def ready(self) -> bool:
+        """True: a lazy module is sent after its first, plain call like any other change."""
+        return True
+
+    def stale(self) -> bool:
+        """True if the target changed since the last `refresh`."""
+        if self._is_unsent:
+            return True
+        return not (self._watch.intact() and self._ledger.same_form() and self._ledger.unwritten())
+
+    def refresh(self) -> None:
+        """Start the workers if they do not run, and send them what changed."""
+        self._start()
+        if not self._is_unsent and self._watch.intact() and self._ledger.same_form():
+            self._send_changed_tensors()
+        else:
+            self.structure += not self._is_unsent
+            self._survey_target()
+            self._in_all(WorkerReplica.send_model)
+        self._is_unsent = False
+
+    def renew(self) -> None:
+        """Send the whole model at the next refresh."""
+        self._is_unsent = True
+
+    def forget(self) -> None:
+        """End the workers."""
+        replicas, self.current = self.current, []
+        self._is_unsent = True
+        _in_threads([replica.worker.close for replica in replicas])
+        self._close_file()
+        self._watch, self._ledger, self._tensors = Watch(()), Ledger((), ()), []
+
+    def refuse_grown(self, *, warn: bool = True) -> None:
+        """Do nothing: a layer that a call makes stays in the worker, and is dropped before the next call."""
+
+    def scratch(self) -> Any:
+        """Return a copy of the target for a run that must leave no trace."""
+        return copy.deepcopy(self.target)
+
+    def is_on(self, device: torch.device) -> bool:
+        """True if the model lies on that device."""
+        return self.home == device
+
+    def new_worker(self, lane: int) -> Worker:
+        """Start a worker for a lane. Each one has its own random numbers."""
+        with self._counting:
+            self._started += 1
+            seed = (torch.initial_seed() + self._started) % _SEEDS
+        return Worker(lane, self._devices[lane], self._threads, seed)
+
+    def send_model(self, worker: Worker) -> None:
+        """Send the whole model to a worker."""
+        if isinstance(self.target, Build):
+            worker.ask("build", tuple(self.target), "")
+            return
+        with self._counting:
+            if self._file is None or self._file_is_old:
+                self._close_file()
+                self._file = packed((self.target, self._tensors), "model", "model")
+                self._file_is_old = False
+        worker.ask("model", None, "", self._file)
+
+    def _start(self) -> None:
+        if self.current:
+            return
+        workers: list[Worker] = []
+        try:
+            for lane in range(len(self._devices)):
+                workers.append(self.new_worker(lane))  # noqa: PERF401 (those that started end if one does not start)
+            for worker in workers:
+                worker.connect()
+        except BaseException:
+            for worker in workers:
+                worker.close()
+            raise
+        self.current = [WorkerReplica(lane, worker, self, self._retries) for lane, worker in enumerate(workers)]
+
+    def _survey_target(self) -> None:
+        if isinstance(self.target, Build):
+            return
+        survey = Survey(self.target)
+        self._tensors = [node.value for node in survey.tensors]
+        self._watch = Watch(survey.copied)
+        self._ledger = Ledger(self._tensors, self._tensors)
+        self.training = tuple(getattr(node.value, "training", None) for node in survey.modules)
+        self._file_is_old = True
+
+    def _send_changed_tensors(self) -> None:
+        written = {id(tensor) for tensor in self._ledger.written()}
+        changed = [(index, tensor.detach()) for index, tensor in enumerate(self._tensors) if id(tensor) in written]
+        self._file_is_old = True
+        self._in_all(partial(WorkerReplica.send_tensors, changed=changed))
+        self._ledger.enter_versions()
+        self.freshness.refreshes += 1
+        self.freshness.copied_bytes += sum(tensor.nbytes for _, tensor in changed)
+
+    def _in_all(self, send: Callable[[WorkerReplica], None]) -> None:
+        _in_threads([partial(send, replica) for replica in self.current])
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+class WorkerReplica:
+    """The lane's end of one worker, in the place of a replica. Used by one lane at a time."""
+
+    write_back = None
+
+    def __init__(self, lane: int, worker: Worker, owner: WorkerReplicas, retries: int) -> None:
+        self.lane = lane
+        self.worker = worker
+        self.module = _Remote()
+        self._owner = owner
+        self._retries = retries
+
+    def prepared(self, way: _Remote) -> Callable[..., Any]:
+        """Return the function that runs a shard of a cut call."""
+        return partial(self._run, way._name, None, is_cut=True)
+
+    def whole(self, way: _Remote) -> Callable[..., Any]:
+        """Return the function that runs a whole call."""
+        return self.whole_prepared(way._name, None)
+
+    def whole_prepared(self, method: str | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
+        """Return the function that runs a whole call, whose arguments the worker computes as ``prepare(*args)``."""
+        return partial(self._run, method, prepare, is_cut=False)
+
+    def original_of(self, tensor: torch.Tensor) -> None:
+        """Return None: tensors from another process are nobody's views."""
+
+    def send_model(self) -> None:
+        """Send the whole model; to a new worker if this one died."""
+        self._retried(lambda: self._owner.send_model(self.worker), is_complete=True)
+
+    def send_tensors(self, changed: list[tuple[int, torch.Tensor]]) -> None:
+        """Send tensors of the model. A new worker gets the whole model instead."""
+        self._retried(lambda: self.worker.ask("tensors_changed", changed, "the model"), is_complete=False)
+
+    def _run(
+        self, method: str | None, prepare: Callable[..., Any] | None, /, *args: Any, is_cut: bool, **kwargs: Any
+    ) -> Any:
+        call = {
+            "method": method,
+            "prepare": prepare,
+            "modes": SentModes.here(self.worker.device.type),
+            "rng_state": torch.get_rng_state() if is_cut else None,
+            "args": args,
+            "kwargs": kwargs,
+        }
+        output, rng_state = self._retried(lambda: self.worker.ask("call", call, ""), is_complete=False)
+        if rng_state is not None:
+            torch.set_rng_state(rng_state)
+        return output
+
+    def _retried(self, request: Callable[[], Any], *, is_complete: bool) -> Any:
+        """Make a request. If the worker dies, replace it and try again, at most `retries` times."""
+        deaths = 0
+        while True:
+            try:
+                return request()
+            except WorkerDiedError:
+                deaths += 1
+                died = self.worker
+            error = died.death(deaths)
+            self.worker = self._owner.new_worker(self.lane)
+            self.worker.connect()
+            if not is_complete:
+                self._owner.send_model(self.worker)
+            if deaths > self._retries:
+                raise error
+
+
+class _Remote:
+    """The model in the worker, as far as a session uses a replica: itself, and its methods by name."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str | None = None) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Remote:
+        return _Remote(name)
+
+
+def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run tasks at the same time, and raise the first error after all have ended."""
+    errors: list[BaseException] = []
+
+    def run(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks[1:]]
+    for thread in threads:
+        thread.start()
+    for task in tasks[:1]:
+        run(task)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

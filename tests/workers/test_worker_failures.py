@@ -1,0 +1,153 @@
+"""Workers that die are replaced, each batch comes out once and in order, and nothing survives a session."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from parawrap.engine import Entry, StreamOptions, stream
+from parawrap.errors import RankDiedError, UnsendableError
+from parawrap.workers import _worker_replicas
+
+
+class Dying(nn.Module):
+    """Kills its process if the batch says so; -1 exits."""
+
+    def forward(self, x):
+        if x[0] == -9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if x[0] == -1:
+            os._exit(7)
+        return x * 2
+
+
+class DyingOnce(nn.Module):
+    """Kills its process at the first call that finds the marker file."""
+
+    def __init__(self, marker):
+        super().__init__()
+        self.marker = Path(marker)
+
+    def forward(self, x):
+        if x[0] == -1 and self.marker.exists():
+            self.marker.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x * 2
+
+
+def workers_of(session):
+    return [replica.worker for replica in session.replicate()]
+
+
+@pytest.mark.parametrize(("value", "signal_", "code"), [(-9.0, signal.SIGKILL, None), (-1.0, None, 7)])
+def test_poison_batch_ends_in_an_error_that_says_how_the_worker_died(opened, value, signal_, code):
+    """A batch that kills each worker raises after its retries, and the session works on."""
+    session = opened(model := Dying())
+    with pytest.raises(RankDiedError, match="worker") as caught:
+        session.submit(Entry(model), (torch.tensor([value]),), {}).result()
+    assert (caught.value.signal, caught.value.exit_code) == (signal_, code)
+    assert_close(session.call(Entry(model), (torch.ones(4),), {}), torch.full((4,), 2.0))
+
+
+def test_batch_runs_again_after_its_worker_died(opened, tmp_path):
+    """With one retry, a worker that dies once is not seen in the outputs."""
+    (tmp_path / "marker").touch()
+    session = opened(model := DyingOnce(str(tmp_path / "marker")))
+    batches = [torch.tensor([float(number)]) for number in (1, 2, -1, 3, 4)]
+    outputs = [float(each) for each in stream(session, Entry(model), batches, StreamOptions(4))]
+    assert outputs == [2, 4, -2, 6, 8]
+    assert not (tmp_path / "marker").exists()
+
+
+def test_no_retries(opened, tmp_path):
+    """With retries=0, the first death is the error."""
+    (tmp_path / "marker").touch()
+    session = opened(model := DyingOnce(str(tmp_path / "marker")), retries=0)
+    with pytest.raises(RankDiedError):
+        session.submit(Entry(model), (torch.tensor([-1.0]),), {}).result()
+
+
+def test_killed_workers_lose_and_repeat_no_batch(opened):
+    """While workers are killed at random, each batch of a stream comes out once, in order."""
+    chaos(opened, batches=400, kills=6)
+
+
+def chaos(opened, batches, kills):
+    session = opened(model := nn.Identity(), retries=10)
+    at = set(random.Random(7).sample(range(batches), kills))
+
+    def source():
+        for number in range(batches):
+            if number in at:
+                victim = random.Random(number).choice(workers_of(session))
+                os.kill(victim.pid, signal.SIGKILL)
+            yield torch.full((3,), float(number))
+
+    outputs = [int(each[0]) for each in stream(session, Entry(model), source(), StreamOptions(4))]
+    assert outputs == list(range(batches))
+
+
+def test_death_between_calls_is_not_seen(opened):
+    """Workers that die while idle are replaced by the next call, also after a tensor of the model changed."""
+    model = nn.Linear(2, 2)
+    session, x = opened(model), torch.randn(4, 2)
+    session.call(Entry(model), (x,), {})
+    for worker in workers_of(session):
+        os.kill(worker.pid, signal.SIGKILL)
+    model.weight.mul_(3)
+    assert_close(session.call(Entry(model), (x,), {}), model(x))
+
+
+def test_sessions_leave_nothing_behind(opened):
+    """Sessions one after another leave no descriptor, thread, or process."""
+
+    def count():
+        me = psutil.Process()
+        return me.num_fds(), me.num_threads(), len(me.children(recursive=True))
+
+    def once():
+        session = opened(model := nn.Identity())
+        x = torch.ones(40_000)
+        session.call(Entry(model), (x,), {})
+        session.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("parawrap-launch"):
+                thread.join()
+
+    once()
+    once()
+    before = count()
+    for _ in range(5):
+        once()
+    assert count() <= before
+
+
+def test_model_that_cannot_be_sent_is_refused_by_its_path(opened):
+    """A model that cannot be pickled raises at the first call, and its workers end with the session."""
+    model = nn.Identity()
+    model.guard = threading.Lock()
+    session = opened(model)
+    with pytest.raises(UnsendableError, match="guard"):
+        session.call(Entry(model), (torch.ones(8),), {})
+
+
+def test_replacements_start_from_the_module(opened, monkeypatch):
+    """Each replacement starts one worker, never two."""
+    started = []
+    original = _worker_replicas.WorkerReplicas.new_worker
+    monkeypatch.setattr(
+        _worker_replicas.WorkerReplicas, "new_worker", lambda self, lane: started.append(lane) or original(self, lane)
+    )
+    session = opened(model := Dying())
+    with pytest.raises(RankDiedError):
+        session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
+    assert len(started) == 4, "two at the start, one after each death"
