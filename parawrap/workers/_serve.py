@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
+import pickle
 import socket
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -120,7 +122,7 @@ class Server:
     def _call(self, message: Message) -> tuple[Any, torch.Tensor | None]:
         """Call the model. A call that is one shard of a cut call uses the random state of the caller."""
         call = message.value
-        modes: SentModes = call["modes"]
+        modes = _unpacked_modes(call["modes"])
         sent_state: torch.Tensor | None = call["rng_state"]
         kept = None if sent_state is None else torch.get_rng_state()
         if sent_state is not None:
@@ -151,6 +153,13 @@ class Server:
             return value
         leaves, spec = flatten(value)
         return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+@functools.lru_cache(maxsize=8)
+def _unpacked_modes(packed: bytes) -> SentModes:
+    """Return pickled modes of the launching process. They rarely change between calls."""
+    modes: SentModes = pickle.loads(packed)
+    return modes
 
 
 def serve(path: str, secret: bytes, device: str, threads: int, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -170,6 +171,7 @@ class WorkerReplica:
         self.module = _Remote()
         self._owner = owner
         self._retries = retries
+        self._modes: tuple[SentModes | None, bytes] = None, b""
 
     def prepared(self, way: _Remote) -> Callable[..., Any]:
         """Return the function that runs a shard of a cut call."""
@@ -200,7 +202,7 @@ class WorkerReplica:
         call = {
             "method": method,
             "prepare": prepare,
-            "modes": SentModes.here(self.worker.device.type),
+            "modes": self._packed_modes(),
             "rng_state": torch.get_rng_state() if is_cut else None,
             "args": args,
             "kwargs": kwargs,
@@ -209,6 +211,13 @@ class WorkerReplica:
         if rng_state is not None:
             torch.set_rng_state(rng_state)
         return output
+
+    def _packed_modes(self) -> bytes:
+        """Return the pickled modes of the calling thread. They rarely change between calls."""
+        modes = SentModes.here(self.worker.device.type)
+        if modes != self._modes[0]:
+            self._modes = modes, pickle.dumps(modes)
+        return self._modes[1]
 
     def _retried(self, request: Callable[[], Any], *, is_complete: bool) -> Any:
         """Make a request. If the worker dies, replace it and try again, at most `retries` times."""

@@ -148,7 +148,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
-        self._files: set[str] = set()
+        self._files = {__file__}  # of `_tensor` and `_storage`, which every reader can import
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
