@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_type
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import parawrap
 from parawrap import (
@@ -149,10 +149,7 @@ def collate(samples: Sequence[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-def decorated_functions_keep_their_parameters(x: torch.Tensor) -> None:
-    assert_type(double(x), torch.Tensor)
-    assert_type(shift(x, by=2), torch.Tensor)
-    shift(x, by="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+def collate_functions_keep_their_parameters(x: torch.Tensor) -> None:
     collate([1, 2, 3])
     collate("no", "such", "arguments")  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
     default_collate(2)([x, x])
@@ -354,3 +351,64 @@ def errors_of_a_launch_have_typed_attributes(
     assert isinstance(as_type_error, LaunchError)
     assert as_launch_errors
     assert issubclass(as_value_error, ParawrapError)
+
+
+@tuple_fn
+def norms(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return x, float(x.norm())
+
+
+@tuple_fn(parallel=True)
+def shapes(x: torch.Tensor) -> list[int]:
+    return list(x.shape)
+
+
+class Criterion:
+    """Has decorated methods."""
+
+    @tuple_fn
+    def in_turn(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @tuple_fn(parallel=True)
+    def in_lanes(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x, len(x)
+
+
+def tuple_functions_return_tuples(xs: tuple[torch.Tensor, ...], criterion: Criterion) -> None:
+    assert_type(tuple_fn(torch.nn.functional.mse_loss)(xs, xs), tuple[torch.Tensor, ...])
+    assert_type(double(xs), tuple[torch.Tensor, ...])
+    assert_type(shift(xs, by=(2, 3)), tuple[torch.Tensor, ...])
+    assert_type(norms(xs), tuple[tuple[torch.Tensor, ...], tuple[float, ...]])
+    assert_type(shapes(xs), tuple[tuple[int, ...], ...])
+    assert_type(criterion.in_turn(xs), tuple[torch.Tensor, ...])
+    assert_type(criterion.in_lanes(xs), tuple[tuple[torch.Tensor, ...], tuple[int, ...]])
+    tuple_fn(3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@tp_collate(2)
+def collate_pairs(samples: Sequence[tuple[int, int]], scale: int = 1) -> tuple[torch.Tensor, list[int]]:
+    return torch.tensor([x * scale for x, _ in samples]), [y for _, y in samples]
+
+
+@tp_collate(2)
+def collate_fields(samples: Sequence[int]) -> dict[str, torch.Tensor]:
+    return {"x": torch.tensor(samples)}
+
+
+def collate_functions_return_tuples(x: torch.Tensor, pairs: Dataset[tuple[torch.Tensor, int]]) -> None:
+    DataLoader(pairs, collate_fn=default_collate(2))
+    assert_type(collate([1, 2, 3]), tuple[torch.Tensor, ...])
+    assert_type(collate_pairs([(1, 2)], scale=3), tuple[tuple[torch.Tensor, ...], tuple[list[int], ...]])
+    assert_type(collate_fields([1]), dict[str, tuple[torch.Tensor, ...]])
+    assert_type(default_collate(2)([x, x]), tuple[torch.Tensor, ...])
+    assert_type(default_collate(2)([1, 2]), tuple[torch.Tensor, ...])
+    assert_type(default_collate(2)([(x, 1)]), tuple[tuple[Any, ...], tuple[Any, ...]])
+    assert_type(default_collate(2)([{"x": x}]), Any)
+
+
+def a_tuple_parallel_is_a_context_manager(model: torch.nn.Linear) -> None:
+    with TupleParallel(model, ["cpu", "cpu"], True, True, cat) as net:
+        assert_type(net, TupleParallel[torch.nn.Linear])
+        assert_type(net.ndevices, int)
+    TupleParallel(model, ["cpu"], "cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
