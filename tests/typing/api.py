@@ -412,3 +412,8 @@ def a_tuple_parallel_is_a_context_manager(model: torch.nn.Linear) -> None:
         assert_type(net, TupleParallel[torch.nn.Linear])
         assert_type(net.ndevices, int)
     TupleParallel(model, ["cpu"], "cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_trace_takes_keyword_inputs(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    assert_type(neuron.trace(model, x), torch.jit.ScriptModule)
+    assert_type(neuron.trace(func=model, example_kwarg_inputs={"input": x}, compiler_args=["-O1"]), torch.jit.ScriptModule)
