@@ -30,7 +30,7 @@ _sizes = functools.lru_cache(maxsize=64)(balanced)  # the batches of a DataLoade
 
 
 class _TpCollate(Protocol):
-    """The type of the decorator. Other mappings and lists have no type of their own: Any."""
+    """The type of the decorator. The result for a list or another mapping is Any."""
 
     @overload
     def __call__(self, collate: Callable[P, tuple[A, B]], /) -> Callable[P, tuple[tuple[A, ...], tuple[B, ...]]]: ...
