@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, Protocol, Self, TypeVar, overload
 
+import optree
 import torch
 import wrapt
 
@@ -276,7 +277,10 @@ def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> 
     }
     count = _part_count(call) if call else 1
     if lanes is not None and count > lanes:
-        msg = f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does"
+        msg = (
+            f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does. If "
+            "its collate function returns a tuple, pass each item as an argument: model(*batch)"
+        )
         raise ShardError(msg)
     return [(tuple(_part(a, i) for a in args), {k: _part(v, i) for k, v in kwargs.items()}) for i in range(count)]
 
@@ -300,7 +304,7 @@ def _tuples_of_parts(value: Any, place: str, around: str = "") -> Iterator[tuple
     if _has_fields(value):
         for key, item in items_of(value).items():
             yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
-    elif is_container(value):
+    elif is_container(value) and not optree.is_structseq_instance(value):  # torch.max(x, 0) has fields, but no parts
         yield place, value
     else:
         cure = "Give a tuple or list with one part per device"

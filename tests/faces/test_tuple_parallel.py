@@ -335,6 +335,52 @@ def test_a_collated_batch_is_passed_whole(devices, kind):
     assert_close(cat(TupleParallel(Subtract(), devices)(batch)), Subtract()(as_dict(SAMPLES)))
 
 
+def test_a_collated_mapping_keeps_its_class_and_attributes():
+    """A dict subclass, such as the encoding of a tokenizer, arrives in the model as that class."""
+
+    class Encoding(dict):
+        def __init__(self, items=(), language=None):
+            super().__init__(items)
+            self.language = language
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            return {"class": type(batch), "language": batch.language, "n": len(batch["x"])}
+
+    batch = tp_collate(2)(lambda samples: Encoding(as_dict(samples), "en"))(SAMPLES)
+    assert TupleParallel(Model(), TWO)(batch) == tuple({"class": Encoding, "language": "en", "n": n} for n in (3, 2))
+
+
+def test_a_model_may_change_the_dict_that_it_gets():
+    """The dict of a lane is its own, so the caller's batch stays the same."""
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            return {"n": len(batch.pop("x"))}
+
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    assert TupleParallel(Model(), TWO)(batch) == ({"n": 3}, {"n": 2})
+    assert list(batch) == ["x", "y"]
+
+
+def test_a_seed_gives_the_same_numbers_for_dict_batches():
+    """Lanes on one device draw random numbers in lane order."""
+    net = TupleParallel(nn.Sequential(OrderedDict(pick=Subtract(), drop=nn.Dropout())), TWO, reduction=cat)
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    torch.manual_seed(0)
+    first = net(batch)
+    torch.manual_seed(0)
+    assert torch.equal(net(batch), first)
+
+
+@pytest.mark.parametrize("samples", [SAMPLES[:1], []], ids=len)
+def test_short_dict_batches_have_one_part(samples):
+    """One sample, and no sample, give one part."""
+    collate = tp_collate(3)(lambda each: {"x": torch.zeros(len(each)), "y": torch.zeros(len(each))})
+    (output,) = TupleParallel(Subtract(), THREE)(collate(samples))
+    assert len(output) == len(samples)
+
+
 def test_a_collated_dict_can_be_spread():
     """`model(**batch)` gives each keyword argument its parts."""
     batch = tp_collate(2)(as_dict)(SAMPLES)
@@ -411,6 +457,8 @@ def test_an_empty_dict_takes_the_number_of_parts_from_other_arguments():
         (({"x": (1, 2, 3)},), {}, ["3 parts for 2 devices"]),
         ((Pair(torch.zeros(2), (1, 2)),), {}, ["args[0][0] is a Tensor", "one Pair per device"]),
         ((pack_sequence([torch.zeros(2)]),), {}, ["args[0] is a PackedSequence"]),
+        ((torch.ones(2, 3).max(1),), {}, ["args[0] is a max"]),
+        ((((1,), (2,), (3,)),), {}, ["3 parts for 2 devices", "pass each item as an argument: model(*batch)"]),
         ((iter((1, 2)),), {}, ["args[0] is a tuple_iterator"]),
         ((None,), {}, ["args[0] is a NoneType"]),
     ],
