@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import threading
 import warnings
@@ -115,6 +116,34 @@ def test_keyword_only_functions_and_nested_inputs_are_traced_by_name(host):
         example_kwarg_inputs={"x": torch.zeros(2, 1), "past": {"k": [torch.zeros(2, 1)]}},
     )
     assert compiled(past={"k": [torch.full((2, 1), 2.0)]}, x=torch.ones(2, 1)).tolist() == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Weighed().forward, functools.partial(Weighed(), bias=torch.ones(1)), torch.jit.script(nn.Bilinear(3, 1, 2))],
+    ids=["a bound method", "a partial", "a scripted module"],
+)
+def test_other_callables_are_traced_by_name(host, function):
+    """Anything that has named parameters can be traced by name."""
+    names = ("input1", "input2") if isinstance(function, torch.jit.ScriptModule) else ("x", "mask")
+    given = dict(zip(names, (torch.randn(2, 3), torch.randn(2, 1)), strict=True))
+    assert_close(neuron.trace(function, example_kwarg_inputs=given)(**given), function(**given))
+
+
+def test_a_module_around_passes_inputs_by_name(host, weighed):
+    """The module around a compiled model may call it by name, also over several cores."""
+
+    class Around(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, **named):
+            return self.compiled(**named)["y"]
+
+    around, given = Around(by_name(weighed)), inputs(8)
+    with parallel(around, ["nc:0", "nc:1"]):
+        assert_close(around(**given), weighed(**given)["y"])
 
 
 def test_a_function_with_inputs_by_name_closes_over_weights(host, weighed):
