@@ -95,25 +95,9 @@ class TupleParallel(DataParallel[T]):
         super().__init__(module, device_ids, output_device)
         if self._lanes:
             self.module.to(self._lanes[0])
-        self.transfer_output = transfer_output
         self.transfer_input = transfer_input
+        self.transfer_output = transfer_output
         self.reduction = reduction
-
-    @property
-    def ndevices(self) -> int:
-        """The number of devices, for `tp_collate`. 1 if calls run without lanes."""
-        return len(self.device_ids) or 1
-
-    @property
-    def home_device(self) -> Any:
-        """The device of `module`: ``device_ids[0]``, or the CPU if calls run without lanes."""
-        return self.device_ids[0] if self.device_ids else torch.device("cpu")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -132,6 +116,22 @@ class TupleParallel(DataParallel[T]):
         if self.transfer_input and self._lanes:
             parts = _on_lanes(parts, self._lanes)
         return tuple(args for args, _ in parts), tuple(named for _, named in parts)
+
+    @property
+    def ndevices(self) -> int:
+        """The number of devices, for `tp_collate`. 1 if calls run without lanes."""
+        return len(self.device_ids) or 1
+
+    @property
+    def home_device(self) -> Any:
+        """The device of `module`: ``device_ids[0]``, or the CPU if calls run without lanes."""
+        return self.device_ids[0] if self.device_ids else torch.device("cpu")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
