@@ -421,7 +421,7 @@ class Session:
     def _submit_prepared(
         self, entry: Entry, replicas: list[LaneReplica], batch: tuple[Any, ...], modes: Modes, prepare: Prepare
     ) -> LaneFuture:
-        """Submit a call whose arguments its lane computes. On an accelerator, this too runs next to earlier work."""
+        """Submit a call with `prepare`. On an accelerator, `prepare` too runs next to earlier work."""
         if self._stays_on_cpu:
             return self.pool.submit_to_any(partial(self._run_prepared, entry, replicas, batch, prepare), modes)
         lane = self.pool.least_loaded()
