@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
-from parawrap.engine import ReplicaSet, Session
+from parawrap.engine import Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
-from parawrap.faces.scatter_gather import as_calls, device_named
+from parawrap.faces._wrapped_attributes import wrapped_attribute
+from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
 
@@ -22,6 +25,10 @@ __all__ = ["DataParallel", "data_parallel"]
 T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75
+
+# The session of each `DataParallel` that was called, with the settings that it was made for. Not an attribute: copies of a
+# `DataParallel`, and replicas of a model that contains one, start without a session.
+_sessions: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Session]] = WeakKeyDictionary()
 
 
 class DataParallel(torch.nn.DataParallel[T]):
@@ -74,7 +81,6 @@ class DataParallel(torch.nn.DataParallel[T]):
         torch.nn.Module.__init__(self)  # torch.nn.DataParallel.__init__ takes only indices of accelerators
         self.module = module
         self.dim = dim
-        self._engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
         self._changing = threading.RLock()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
@@ -90,16 +96,21 @@ class DataParallel(torch.nn.DataParallel[T]):
     def close(self) -> None:
         """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
-            engine, self._engine = self._engine, None
-        if engine is not None:
-            engine[1].close()
+            _, session = _sessions.pop(self, (None, None))
+        if session is not None:
+            session.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and unpickled instances start their own lanes.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
+        return {name: value for name, value in self.__dict__.items() if name != "_changing"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_engine": None, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as missing:
+            return wrapped_attribute(self, self.__dict__.get("_modules", {}).get("module"), name, missing)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
@@ -112,66 +123,75 @@ class DataParallel(torch.nn.DataParallel[T]):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self._lanes or here.lane is not None or self._session().must_run_plainly():
+            if not self.device_ids or here.lane is not None or self._session().must_run_plainly():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if len(self._lanes) == 1:
+            if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
+                args, module_kwargs = ((),), ({},)
+            if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            outputs = self.parallel_apply(replicas, args, module_kwargs)
-            return self.gather(outputs, self.output_device)
+            return self.gather(self._run_shards(args, module_kwargs), self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
-        """Return a tuple of args and a tuple of kwargs, with one entry per shard. A call without rows gives one shard."""
-        devices = [device_named(device_id) for device_id in device_ids]
-        cutter = self._session().cutters[None]
-        flat = cutter.flatten(inputs, kwargs or {})
-        plan = cutter.plan(flat, len(devices))
-        shards = plan.scatter(flat, devices[: len(plan.sizes)])
-        return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
+        """Return a tuple of args and a tuple of kwargs, with one entry per shard.
+
+        A call without rows has one shard per device, and a call without arguments has one shard.
+        """
+        cutter = self._session().cutters[None] if self.device_ids else Cutter(self.dim, lists_are_shared=True)
+        return cut(cutter, inputs, kwargs, device_ids)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
-        """Return the replicas of the first ``len(device_ids)`` lanes, refreshed if `module` changed."""
-        if module is self.module:
-            return [replica.module for replica in self._session().replicate(len(device_ids))]
-        others = ReplicaSet(module, [device_named(device_id) for device_id in device_ids])
-        others.refresh()
-        return [replica.module for replica in others.current]
+        """Return new replicas of `module`, one per device. You may change them."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with args i and kwargs i in lane i, and return the outputs in lane order.
 
         Lanes that share a device run one after another if the call draws random numbers, to draw them in lane order.
         """
-        session = self._session()
-        lanes = session.replicate()
-        prepared = {id(lane.module): lane.prepared(lane.module) for lane in lanes}
-        tasks = as_calls([prepared.get(id(each), each) for each in replicas], inputs, kwargs)
-        shares_a_device = len(set(self._lanes)) < len(self._lanes)
-        kind = session.kind(None, tasks[0].args, tasks[0].keywords) if shares_a_device and tasks else None
-        in_turns = kind is not None and kind.in_turns
-        with intra_op_threads(None if in_turns else session.pool.threads):
-            first = lanes[0] if tasks and replicas[0] is lanes[0].module else None
-            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
+        if not self.device_ids:
+            return parallel_apply(replicas, inputs, kwargs)
+        tasks = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return self._run_in_lanes(tasks, way=_way_into(replicas[0])) if tasks else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
-        outputs, session = list(outputs), self._session()
-        with intra_op_threads(session.pool.threads):
-            return session.gather(outputs, (1,) * len(outputs), device_named(output_device))
+        return gather(outputs, output_device, self.dim)
+
+    def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""
+        if not (self._inherits("replicate") and self._inherits("parallel_apply")):
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            return self.parallel_apply(replicas, args, kwargs)
+        lanes = self._session().replicate(len(args))
+        tasks = as_calls([lane.prepared(lane.module) for lane in lanes], args, kwargs)
+        return self._run_in_lanes(tasks, first=lanes[0])
+
+    def _inherits(self, verb: str) -> bool:
+        return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
+
+    def _run_in_lanes(self, tasks: list[partial[Any]], *, way: object = None, first: Any = None) -> list[Any]:
+        """Run task i in lane i. The tasks run new replicas some `way`, or the kept ones; `first` is that of lane 0."""
+        session = self._session()
+        shares_a_device = len(set(self._lanes)) < len(self._lanes)
+        kind = session.kind(None, tasks[0].args, tasks[0].keywords, way) if shares_a_device else None
+        in_turns = kind is not None and kind.in_turns
+        with intra_op_threads(None if in_turns else session.pool.threads):
+            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
         settings = (self.module, self.dim, tuple(self.device_ids))
-        engine = self._engine
-        if engine is not None and engine[0] == settings:
-            return engine[1]
+        found = _sessions.get(self)
+        if found is not None and found[0] == settings:
+            return found[1]
         with self._changing:
-            if self._engine is None or self._engine[0] != settings:
+            found = _sessions.get(self)
+            if found is None or found[0] != settings:
                 self.close()
-                self._engine = settings, self._new_session()
-            return self._engine[1]
+                found = _sessions[self] = settings, self._new_session()
+            return found[1]
 
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
@@ -258,6 +278,13 @@ def _names_available_kind(device_ids: Any) -> bool:
             )
             raise DeviceListError(msg)
     return any(backend_of(kind).count() for kind in kinds)
+
+
+def _way_into(replica: Any) -> object:
+    """Return what decides whether a call of a replica draws random numbers: the method, and the modules' train modes."""
+    module = getattr(replica, "__self__", replica)
+    training = [each.training for each in module.modules()] if isinstance(module, torch.nn.Module) else []
+    return getattr(replica, "__name__", None), *training
 
 
 def _as_id(device: torch.device) -> Any:

@@ -99,15 +99,6 @@ class TupleParallel(DataParallel[T]):
         self.transfer_output = transfer_output
         self.reduction = reduction
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
-
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
         parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
@@ -153,10 +144,7 @@ class TupleParallel(DataParallel[T]):
         if not self._lanes or here.lane is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
-        if not args:
-            return []
-        replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        return self.parallel_apply(replicas, args, kwargs)
+        return self._run_shards(args, kwargs) if args else []
 
 
 class _TupleFn(Protocol):
