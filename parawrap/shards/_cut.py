@@ -167,8 +167,8 @@ class ShardPlan:
     def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
         where = addresses(self.spec, CALL_ROOTS)[index]
         return (
-            f"{where} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be split by torch. in_dims with None "
-            "for its parameter gives it whole to every lane"
+            f"{where} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be split by torch. A parallel "
+            "block whose in_dims has None for its parameter gives it whole to every lane"
         )
 
 
@@ -227,7 +227,7 @@ class Cutter:
         dims = self._layout(spec).dims
         flat = FlatCall(leaves, spec, tuple(map(extent_of, leaves, dims)))
         if OBJECT in flat.extents or NESTED in flat.extents:
-            refuse_unknown(spec, leaves, flat.extents, self._name_at)
+            refuse_unknown(spec, leaves, flat.extents, self._name_at, self._option)
         return flat
 
     def plan(self, flat: FlatCall, lanes: int, *, tell: bool = False) -> ShardPlan:
@@ -290,8 +290,13 @@ class Cutter:
         if len(found) > 1:
             found.pop(1, None)  # one row next to more is the same for every row, as in torch's broadcasting
         if len(found) > 1:
-            refuse_disagreement(flat.spec, found, dims, self._name_at)
+            refuse_disagreement(flat.spec, found, dims, self._name_at, self._option)
         return next(iter(found), None)
+
+    @property
+    def _option(self) -> str:
+        """The option that errors recommend. Faces with torch's rules have no such option."""
+        return "a parallel block with in_dims" if self.lists_are_shared else "in_dims"
 
     def _spec_of(self, args: tuple[torch.Tensor, ...]) -> TreeSpec:
         spec = self._specs[len(args)] = flatten_call(args, {})[1]

@@ -82,6 +82,8 @@ def join(
             evidence.forget()
         place = "output" + "".join(reversed(refusal.steps))
         msg = f"{place} cannot be joined: {refusal}"
+        if rules.as_torch:
+            msg += ". out_dims and join are options of parallel(model, devices)"
         raise GatherError(msg) from refusal.__cause__
 
 
