@@ -43,11 +43,16 @@ from parawrap import (
     data_parallel,
     default_collate,
     functional,
+    gather,
     neuron,
     parallel,
+    parallel_apply,
     recursive_cuda,
     recursive_to,
     register_split,
+    replicate,
+    scatter,
+    scatter_kwargs,
     tp_collate,
     transpose,
     tuple_fn,
@@ -130,8 +135,30 @@ def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.
     tuples = TupleParallel(model, ["cpu"], transfer_output=True, reduction=cat)
     assert_type(tuples.module, torch.nn.Linear)
     data_parallel(model, x, ["cpu", "cpu"])
+    DataParallel(3)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     wrapped = ParallelWrapper(model, device="auto")
     assert_type(wrapped.to("cpu"), ParallelWrapper)
+
+
+def attributes_of_the_module_are_found(model: torch.nn.Linear) -> None:
+    assert_type(DataParallel(model).in_features, Any)
+    assert_type(TupleParallel(model).in_features, Any)
+    assert_type(ParallelWrapper(model).in_features, Any)
+
+
+def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    assert_type(scatter(x, ["cpu", 0, torch.device("cpu")]), tuple[torch.Tensor, ...])
+    assert_type(scatter({"x": x}, ["cpu"], dim=1), list[dict[str, torch.Tensor]])
+    assert_type(scatter([x], range(2)), list[list[torch.Tensor]])
+    assert_type(scatter_kwargs((x,), None, ["cpu"]), tuple[tuple[Any, ...], tuple[dict[str, Any], ...]])
+    replicas = replicate(model, ["cpu", "cpu"], detach=True)
+    assert_type(replicas, list[torch.nn.Linear])
+    assert_type(DataParallel(model).replicate(model, [0]), list[torch.nn.Linear])
+    assert_type(parallel_apply(replicas, [x, (x,)], None, ["cpu", None]), list[Any])
+    gather([x, x], -1, dim=1)
+    scatter(x, "cpu", 0, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    replicate(len, ["cpu"])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    gather([x], ["cpu"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 @tuple_fn
@@ -217,7 +244,10 @@ def every_field_of_a_platform(log: Path) -> None:
     assert_type(platform.ranks_per_node, int)
     assert_type(platform.requires_ipc, bool)
     assert_type(Device.from_str("cuda"), Device)
+    Platform(device=Device.from_str(str(log)))
+    Platform(device="cuda", launcher="slurm")
     Platform(device=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Platform(device="cpuu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(spawn_method="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(ipc_groups=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     Platform(devices="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -323,10 +353,6 @@ def the_helpers_of_a_rank(
     functional.average_params_grads(model, params=True, grads=False)
     functional.optimiser_to(torch.optim.Adam(model.parameters()), torch.device("cpu"))
     assert_type(functional.has_batch_norm(model), bool)
-    assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Module)
-    assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
-    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Module)
-    functional.to(model, strategy="fsdp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
@@ -336,6 +362,20 @@ def the_helpers_of_a_rank(
     functional.set_default_device(0, TWO)
     functional.get_dataset_sampler(data, 0, TWO, False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, strategy: Literal["ddp", "fsdp2"]) -> None:
+    assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Linear)
+    assert_type(functional.to(model, 0, False), torch.nn.Linear)
+    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Linear)
+    assert_type(functional.to(model), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
+    assert_type(
+        functional.to(model, None, sync, strategy=strategy), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel
+    )
+    as_linear: torch.nn.Linear = functional.to(model)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    functional.to(model, strategy="fsdp")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    functional.to("model")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    assert as_linear
 
 
 def errors_of_a_launch_have_typed_attributes(
