@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,10 +24,6 @@ __all__ = ["DataParallel", "data_parallel"]
 T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75
-
-# The session of each `DataParallel` that was called, with the settings that it was made for. Not an attribute: copies of a
-# `DataParallel`, and replicas of a model that contains one, start without a session.
-_sessions: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Session]] = WeakKeyDictionary()
 
 
 class DataParallel(torch.nn.DataParallel[T]):
@@ -71,6 +66,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         (torch.Size([30, 5]), ['module.weight', 'module.bias'])
     """
 
+    _engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
+    _left_out_of_replicas = ("_engine",)
+
     def __init__(
         self,
         module: T,
@@ -96,12 +94,13 @@ class DataParallel(torch.nn.DataParallel[T]):
     def close(self) -> None:
         """End the lanes and free the replicas. The next call starts them again."""
         with self._changing:
-            _, session = _sessions.pop(self, (None, None))
-        if session is not None:
-            session.close()
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine[1].close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_changing"}
+        # Copies and unpickled instances start their own lanes.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({**state, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
@@ -183,15 +182,14 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
         settings = (self.module, self.dim, tuple(self.device_ids))
-        found = _sessions.get(self)
-        if found is not None and found[0] == settings:
-            return found[1]
+        engine = self._engine
+        if engine is not None and engine[0] == settings:
+            return engine[1]
         with self._changing:
-            found = _sessions.get(self)
-            if found is None or found[0] != settings:
+            if self._engine is None or self._engine[0] != settings:
                 self.close()
-                found = _sessions[self] = settings, self._new_session()
-            return found[1]
+                self._engine = settings, self._new_session()
+            return self._engine[1]
 
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)

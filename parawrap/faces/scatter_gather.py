@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeGuard, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -123,26 +123,10 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     places = list(map(device_named, devices))
     if not places:
         return []
-    made = ReplicaSet(network, places)
+    made = ReplicaSet(network, places, detach=detach)
     made.refresh()
-    replicas = [replica.module for replica in made.current]
-    _share_buffers(network, replicas[0], places[0])
-    for module in (module for replica in replicas if detach for module in replica.modules()):
-        for tensors in (module._parameters, module._buffers):
-            tensors.update({name: tensor.detach() for name, tensor in tensors.items() if _requires_grad(tensor)})
-    return replicas
-
-
-def _share_buffers(network: torch.nn.Module, replica: torch.nn.Module, device: torch.device) -> None:
-    """Let the first replica write the module's own buffers, such as running statistics, if they lie on its device."""
-    for module, copy in zip(network.modules(), replica.modules(), strict=True):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device == device and not buffer.requires_grad:
-                copy._buffers[name] = buffer
-
-
-def _requires_grad(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
-    return tensor is not None and tensor.requires_grad
+    made.share_buffers()
+    return [replica.module for replica in made.current]
 
 
 def parallel_apply(

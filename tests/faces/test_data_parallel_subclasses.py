@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import threading
+import weakref
 from itertools import chain
 
 import pytest
@@ -552,6 +554,43 @@ def test_a_used_wrapper_inside_another_one(first):
         net(x)
     for _ in range(2):
         assert_close(outer(x), torch.tanh(inner(x)))
+
+
+def test_a_module_that_leads_back_to_its_wrapper():
+    """A module may hold its own wrapper. Both are collected, and the lanes end."""
+    model = nn.Linear(4, 2)
+    net = DataParallel(model, TWO)
+    model.holder = [net]
+    x = torch.randn(5, 4)
+    for _ in range(2):
+        assert_close(net(x), model(x))
+    collected = weakref.ref(net)
+    del net, model
+    gc.collect()
+    assert collected() is None
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
+
+
+@pytest.mark.parametrize("kind", [DataParallel, Marked, Watched], ids=lambda kind: kind.__name__)
+def test_the_lanes_end_with_the_wrapper(kind):
+    """Without a cycle, no garbage collection is needed."""
+    model = Offset()
+    net = kind(model, TWO)
+    model.number = 0
+    net(torch.zeros(4))
+    collected = weakref.ref(net)
+    del net
+    assert collected() is None
+
+
+def test_a_lazy_module_with_an_overridden_verb():
+    """The first call gives the layer its shape, and later calls are cut."""
+    model = nn.LazyLinear(2)
+    net = Persistent(model, TWO)
+    x = torch.randn(5, 4)
+    for _ in range(3):
+        assert_close(net(x), model(x))
+    assert net.in_features == 4
 
 
 # -- Losses and diagnostics ------------------------------------------------------------------------------------------------

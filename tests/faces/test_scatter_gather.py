@@ -309,6 +309,37 @@ def test_detached_replicas_pass_no_gradients():
     assert model.shift.requires_grad
 
 
+def test_detached_replicas_of_odd_modules_pass_no_gradients():
+    """`detach=True` also reaches scripted modules, modules in plain lists, and parameters in tuples, and writes nothing."""
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(2, 2), nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))]
+            self.scales = (nn.Parameter(torch.ones(1)),)
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x)) * self.scales[0]
+
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    for model in (Listed(), scripted):
+        pending = model(torch.ones(2, 2)).sum()
+        for replica in replicate(model, TWO, detach=True):
+            assert not replica(torch.ones(2, 2)).requires_grad
+        assert all(replica(torch.ones(2, 2)).requires_grad for replica in replicate(model, TWO))
+        pending.backward()
+
+
+def test_the_first_replica_of_a_scripted_module_updates_its_buffers():
+    """Buffers deep inside a scripted module are shared too."""
+    model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    first, second = replicate(model, TWO)
+    second(torch.randn(4, 2))
+    assert int(model[1].num_batches_tracked) == 0
+    first(torch.randn(4, 2))
+    assert int(model[1].num_batches_tracked) == 1
+
+
 def test_replicate_takes_no_devices():
     """An empty list of devices gives no replicas, as in torch."""
     assert replicate(nn.Linear(2, 2), []) == []
