@@ -32,12 +32,13 @@ class DataParallel(torch.nn.DataParallel[T]):
     Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and joins the outputs on
     `output_device`. Gradients accumulate in the parameters of `module`.
 
-    As in torch, 0-d outputs become a vector with one value per device (with a warning), lists without tensors go to every
+    As in torch, 0-d outputs become a vector with one value per device (with a warning), values without tensors go to every
     device, and subclasses may override `scatter`, `replicate`, `parallel_apply`, and `gather`. The differences from torch:
 
+    - Missing attributes and methods are looked up on `module`. Setting an attribute sets it on the `DataParallel`.
     - Shards are balanced: their sizes differ by at most one, and none is dropped.
     - Keyword arguments are cut like positional ones.
-    - Replicas persist between calls, and are refreshed only if `module` changed.
+    - Replicas persist between calls, and are refreshed only if `module` changed. The method `replicate` makes new ones.
     - Autocast and all other modes apply in the lanes.
     - ``device_ids=["cpu", "cpu"]`` creates lanes on the CPU.
 
@@ -181,15 +182,16 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
-        settings = (self.module, self.dim, tuple(self.device_ids))
+        settings = self.dim, tuple(self.device_ids)
         engine = self._engine
-        if engine is not None and engine[0] == settings:
+        if engine is not None and engine[1].target is self.module and engine[0] == settings:
             return engine[1]
         with self._changing:
-            if self._engine is None or self._engine[0] != settings:
+            engine = self._engine
+            if engine is None or engine[1].target is not self.module or engine[0] != settings:
                 self.close()
-                self._engine = settings, self._new_session()
-            return self._engine[1]
+                engine = self._engine = settings, self._new_session()
+            return engine[1]
 
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)

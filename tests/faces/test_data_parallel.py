@@ -269,6 +269,22 @@ def test_module_can_be_replaced():
     assert_close(net(x), net.module(x))
 
 
+def test_module_can_be_replaced_by_an_equal_one():
+    """Identity decides: a module that equals every other one is replaced too."""
+
+    class Alike(nn.Linear):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = nn.Module.__hash__
+
+    net = DataParallel(Alike(4, 2), TWO)
+    x = torch.randn(5, 4)
+    net(x)
+    net.module = Alike(4, 2)
+    assert_close(net(x), net.module(x))
+
+
 def test_dim_can_be_set():
     """After `net.dim = 1`, the next call cuts on dim 1, as in torch."""
     seen = []
