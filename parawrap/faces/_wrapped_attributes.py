@@ -15,8 +15,8 @@ def wrapped_attribute(wrapper: torch.nn.Module, module: torch.nn.Module | None, 
     Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.
 
     Raises:
-        AttributeError: If the module has no such attribute, or `missing` if there is no module yet. If a property of the
-            wrapper or of the module raised an AttributeError, that error.
+        AttributeError: If the module lacks the attribute. If a property of the wrapper or of the module raised an
+            AttributeError, that error. `missing` for special names, and before the wrapper has a module.
     """
     if name.startswith("__") and name.endswith("__"):
         raise missing

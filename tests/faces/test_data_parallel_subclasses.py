@@ -72,7 +72,7 @@ class Criterion(DataParallel):
 
 @pytest.mark.parametrize("devices", [TWO, THREE, ["cpu"]], ids=len)
 def test_a_loss_in_each_lane(devices):
-    """A model whose outputs stay apart and a loss that takes them train like the plain model."""
+    """A model with outputs that stay apart, and a loss that takes them, train like the plain model."""
     model = mlp()
     plain = copy.deepcopy(model)
     net, criterion = Apart(model, devices), Criterion(nn.CrossEntropyLoss(), devices)
@@ -131,7 +131,7 @@ class Connected(DataParallel):
 
 @pytest.mark.parametrize("devices", [TWO, THREE], ids=len)
 def test_replicas_may_be_connected_by_callbacks(devices):
-    """What `replicate` sets on replicas is there when they run: synchronised norms see the whole batch."""
+    """Replicas run with the attributes that `replicate` sets: synchronised norms see the whole batch."""
     model = nn.Sequential(nn.Linear(4, 3), SharedNorm())
     net = Connected(model, devices)
     assert_same_step(net, copy.deepcopy(model), torch.randn(7, 4))

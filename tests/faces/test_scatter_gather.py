@@ -184,7 +184,7 @@ def test_scatter_kwargs_has_torchs_forms(on_cpu, inputs, kwargs):
 @pytest.mark.parametrize("inputs", [None, (), []], ids=str)
 @pytest.mark.parametrize("kwargs", [None, {}], ids=str)
 def test_scatter_kwargs_of_nothing_is_one_call(inputs, kwargs):
-    """A call without arguments has one part, so that `inputs[0]` and `kwargs[0]` are there."""
+    """A call without arguments has one part, so `inputs[0]` and `kwargs[0]` exist."""
     assert scatter_kwargs(inputs, kwargs, TWO) == (((),), ({},))
 
 
