@@ -79,7 +79,7 @@ class ParallelWrapper(torch.nn.Module):
         is_auto = device == "auto"
         resolved = best_backend().device(None) if is_auto else resolve_device(device)
         model.to(resolved)
-        spreads = self.use_data_parallel and (resolved.type == "cuda" or (is_auto and resolved.type != "cpu"))
+        spreads = self.use_data_parallel and (is_auto or resolved.type == "cuda")
         # The first lane is on the model's device, because DataParallel requires the parameters there.
         others = [each for each in backend_of(resolved.type).every_device() if each != resolved] if spreads else []
         self.model = DataParallel(model, [resolved, *others]) if others else model

@@ -544,6 +544,24 @@ def test_a_subclass_may_replicate_itself():
         assert_close(torch.cat(net.parallel_forward(x)), net(x))
 
 
+def test_a_replica_of_a_used_wrapper_has_its_own_lanes():
+    """A call of the replica outside the lanes is cut, and the wrapper's later calls are cut as before."""
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            seen.append(len(x))
+            return super().forward(x)
+
+    net = DataParallel(Model(4, 2), TWO)
+    x = torch.randn(6, 4)
+    net(x)
+    replica, _ = replicate(net, TWO)
+    for _ in range(2):
+        assert_close(replica(x), net(x))
+    assert seen == [3] * 10
+
+
 @pytest.mark.parametrize("first", ["inner", "outer"])
 def test_a_used_wrapper_inside_another_one(first):
     """A model that contains a DataParallel can be replicated, whether or not that was called before."""
