@@ -279,7 +279,11 @@ class _Join:
         if any(found) and found != self.rows[: self.lanes] and declared != _RAGGED and not self.rules.as_torch:
             name = type(values[0]).__name__
             refuse(f"the lanes had {self._listed_rows()} rows and returned a {name} of {listed(found)}. {CURE}")
-        return rules.join(moved)
+        try:
+            return rules.join(moved)
+        except GatherError as error:
+            msg = f'{error}. join="list" returns the outputs of the lanes as they are'
+            raise Refusal(msg) from error
 
     def _number(self, column: Sequence[Any], declared: Any) -> Any:
         parts = column[: self.lanes]
