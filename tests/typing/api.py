@@ -84,6 +84,17 @@ def a_function_is_a_target(x: torch.Tensor) -> None:
         assert_type(p.target(x, 3.0), torch.Tensor)
 
 
+def a_decorated_function_keeps_its_signature(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    @parallel(model, ["cpu", "cpu"])
+    def evaluate(batches: list[torch.Tensor], *, limit: int = 3) -> float:
+        return float(limit)
+
+    assert_type(evaluate([x], limit=2), float)
+    evaluate([x], limit="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    evaluate(x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert_type(parallel(model, 2)(x), Any)
+
+
 def every_way_to_name_devices(model: torch.nn.Module) -> None:
     parallel(model)
     parallel(model, None)
@@ -122,7 +133,10 @@ def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
 
 def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tensor) -> None:
     assert_type(block.map([x], buffersize=4, progress=True), Iterator[Any])
-    block.map([x], buffersize=None)
+    block.map([x], buffersize=None, prepare=tuple, with_inputs=True, return_exceptions=True, ordered=False)
+    block.map([x], resume="outputs", progress=True, total=1, desc="embed")
+    assert_type(block.method("forward").submit(x), Future[Any])
+    assert_type(block.method("forward").map([x]), Iterator[Any])
     block.map([x], window=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     block.map([x], buffersize="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
