@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from parawrap.backends import bring
-from parawrap.errors import ShardError
+from parawrap.errors import GatherError, ShardError
 from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
@@ -144,9 +144,19 @@ class ShardPlan:
         for index, leaf in enumerate(flat.leaves):
             if isinstance(leaf, Opaque) and (update := splitter_of(leaf.value).update) is not None:
                 if len(shards) > 1:
-                    update(leaf.value, splitter_of(leaf.value).join([shard.leaves[index] for shard in shards]))
+                    update(leaf.value, self._joined_parts(index, leaf, [shard.leaves[index] for shard in shards]))
                 elif shards[0].leaves[index] is not leaf.value:
                     update(leaf.value, shards[0].leaves[index])
+
+    def _joined_parts(self, index: int, leaf: Opaque, parts: Sequence[Any]) -> Any:
+        try:
+            return splitter_of(leaf.value).join(parts)
+        except GatherError as error:
+            msg = (
+                f"{addresses(self.spec, CALL_ROOTS)[index]} was changed differently by the lanes: {error}. Make every lane "
+                "add the same length, or leave the argument out, so that each lane makes its own"
+            )
+            raise GatherError(msg) from error
 
     def _parts(self, index: int, leaf: Any) -> Sequence[Any]:
         dim = self.dims[index]

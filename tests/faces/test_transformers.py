@@ -281,6 +281,20 @@ def test_lanes_with_caches_of_different_lengths():
         p(torch.zeros(ROWS, 2))
 
 
+def test_lanes_that_fill_a_given_cache_differently():
+    """The error names the argument."""
+    import transformers
+
+    def fills(x, cache):
+        keys = torch.zeros(len(x), 1, len(x), 4)  # as many tokens as rows: lanes differ
+        cache.update(keys, keys, 0)
+        return x
+
+    cache = transformers.DynamicCache([(torch.zeros(7, 1, 2, 4), torch.zeros(7, 1, 2, 4))])
+    with parallel(fills, LANES[0]) as p, pytest.raises(GatherError, match=r"args\[1\] was changed differently"):
+        p(torch.zeros(7, 2), cache)
+
+
 def test_labels_of_detection_models():
     """A list with one dict of boxes per image is cut, and each lane computes the loss of its images."""
     model, pixels = build("yolos"), torch.randn(8, 3, 16, 16)
