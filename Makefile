@@ -40,10 +40,12 @@ test-core: $(STAMP)
 test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 
+WITH_PACKAGES := tests/shards/test_packages.py tests/faces/test_packages.py tests/faces/test_transformers.py docs/transformers.md
+
 # Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
 test-packages: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,packages]'
-	$(BIN)/python -m pytest tests/shards/test_packages.py tests/faces/test_packages.py
+	$(BIN)/python -m pytest $(WITH_PACKAGES)
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page

@@ -44,7 +44,7 @@ from parawrap.shards import register_split
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
     from parawrap.faces.compare import Comparison, compare
-    from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter
+    from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
 
@@ -97,6 +97,7 @@ __all__ = [
     "register_split",
     "replicate",
     "scatter",
+    "scatter_kwargs",
     "tp_collate",
     "transpose",
     "tuple_fn",
@@ -107,7 +108,9 @@ __all__ = [
 _LAUNCHING = ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank")
 _LATER = {
     **dict.fromkeys(("Comparison", "compare"), "parawrap.faces.compare"),
-    **dict.fromkeys(("gather", "parallel_apply", "replicate", "scatter"), "parawrap.faces.scatter_gather"),
+    **dict.fromkeys(
+        ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"), "parawrap.faces.scatter_gather"
+    ),
     "Wrapper": "parawrap.faces.wrapper",
     "wrapper": "parawrap.faces.wrapper",
     **dict.fromkeys(_LAUNCHING, "parawrap.launch"),

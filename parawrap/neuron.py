@@ -44,19 +44,25 @@ def core_count() -> int:
     return runtime().core_count()
 
 
-def trace(model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
+def trace(
+    func: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+) -> torch.jit.ScriptModule:
     """Compile a module or function for NeuronCores, with the ``trace`` function of the runtime.
 
     The compiled model accepts only tensors with the shapes and dtypes of the examples. `save` writes it to a file.
 
+    With `example_kwarg_inputs`, the compiled model has these inputs and no others. Pass them by name.
+
     Args:
-        model: A module or function that ``torch.jit.trace`` accepts, usually in eval mode.
+        func: A module or function that ``torch.jit.trace`` accepts, usually in eval mode.
         example_inputs: A tensor, or a tuple with one entry per argument. An entry may nest tuples, lists, and dicts.
+        example_kwarg_inputs: A dict with one entry per keyword argument, instead of `example_inputs`.
         compiler: Options of the vendor's trace, such as ``compiler_args``. The emulated runtime ignores them.
 
     Raises:
-        DeviceUnavailableError: If the runtime is not installed.
-        TypeError: On emulated cores, if an input or output holds values other than tensors in tuples, lists, and dicts.
+        DeviceUnavailableError: If the runtime is not installed, or its trace has no `example_kwarg_inputs`.
+        TypeError: If both or neither of `example_inputs` and `example_kwarg_inputs` are given, or if `example_inputs` is a
+            dict. On emulated cores, if an input or output holds values other than tensors in tuples, lists, and dicts.
         Exception: Any error of the vendor's compiler or of the model.
 
     Example:
@@ -66,8 +72,14 @@ def trace(model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptM
         ...     model = neuron.trace(torch.nn.ReLU(), torch.zeros(1, 3))
         ...     model(torch.tensor([[-1.0, 0.0, 1.0]]))
         tensor([[0., 0., 1.]])
+        >>> def masked(x, mask):
+        ...     return x * mask
+        >>> with testing.neuron_host():
+        ...     model = neuron.trace(masked, example_kwarg_inputs={"x": torch.zeros(1, 2), "mask": torch.ones(1, 2)})
+        ...     model(mask=torch.tensor([[1.0, 0.0]]), x=torch.tensor([[3.0, 4.0]]))
+        tensor([[3., 0.]])
     """
-    return runtime().trace(model, example_inputs, **compiler)
+    return runtime().trace(func, example_inputs, example_kwarg_inputs=example_kwarg_inputs, **compiler)
 
 
 def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 
 import pytest
@@ -14,3 +15,9 @@ def require(tier: str, missing: str | None) -> None:
     if tier in os.environ.get("PARAWRAP_TEST_REQUIRE", "").split(","):
         pytest.fail(f"the {tier} tier is required and cannot run: {missing}")
     pytest.skip(f"{tier}: {missing}")
+
+
+def require_packages(*names: str) -> None:
+    """Skip the test if a package is not installed. The name of the package is its tier."""
+    for name in names:
+        require(name, None if importlib.util.find_spec(name) else f"{name} is not installed")

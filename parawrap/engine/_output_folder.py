@@ -146,7 +146,7 @@ class OutputFolder:
         return lock
 
     def _refuse_in_use(self, owner: str) -> None:
-        msg = f"resume={str(self._path)!r} is in use by {owner}. Give each stream, and each rank, a folder of its own"
+        msg = f"resume={str(self._path)!r} is in use by {owner}. Give each stream, and each rank, its own folder"
         raise ResumeError(msg)
 
     def _read(self) -> None:
@@ -218,7 +218,7 @@ def _fingerprint(batch: Any) -> bytes:
 def _add(digest: hashlib.blake2b, value: Any) -> None:
     """Add a nested value. Of an object of an unknown class, add the class and the tensors that it holds.
 
-    Pickles would tell more objects apart, but equal objects may have different pickles.
+    Pickles would distinguish more objects, but equal objects may have different pickles.
     """
     digest.update(f"{type(value).__module__}.{type(value).__qualname__};".encode())
     if isinstance(value, torch.Tensor):
@@ -236,8 +236,8 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
     elif (view := _buffer_of(value)) is not None:
         digest.update(f"{view.format}{view.shape};".encode())
         digest.update(view.tobytes())
-    elif hasattr(value, "tolist"):  # an array of objects
-        _add(digest, value.tolist())
+    elif callable(convert := getattr(value, "tolist", None)):  # an array of objects
+        _add(digest, convert())
     else:
         for tensor in tensors_in(value):
             _add(digest, tensor)

@@ -292,11 +292,12 @@ class Session:
             self.pool.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         return join(outputs, sizes, self.rules, device, originals, evidence, witness)
 
-    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], modes: Modes | None = None) -> Kind:
-        """Return the kind of a call that is already cut, for `apply`."""
-        modes = Modes.capture(self.pool.backend.type) if modes is None else modes
+    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], way: object = None) -> Kind:
+        """Return the kind of a call that is already cut, for `apply`. `way` tells calls of other replicas apart."""
+        if way is None:
+            way = self._replicas.training if self._replicas else ()
         flat = FlatCall(*flatten_call(args, kwargs))
-        return self._kinds.of(method, flat, modes, self._replicas.training if self._replicas else ())
+        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), way)
 
     # Whole calls, each in one lane
 
@@ -448,7 +449,7 @@ class Session:
     def _submit_prepared(
         self, entry: Entry, replicas: list[LaneReplica], batch: tuple[Any, ...], modes: Modes, prepare: Prepare
     ) -> LaneFuture:
-        """Submit a call whose arguments its lane computes. On an accelerator, this too runs next to earlier work."""
+        """Submit a call with `prepare`. On an accelerator, `prepare` too runs next to earlier work."""
         if self._stays_on_cpu:
             return self.pool.submit_to_any(partial(self._run_prepared, entry, replicas, batch, prepare), modes)
         lane = self.pool.least_loaded()

@@ -8,7 +8,7 @@ import inspect
 import itertools
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, ParamSpec, cast
+from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 import wrapt
@@ -21,11 +21,43 @@ from parawrap.shards import balanced
 __all__ = ["default_collate", "tp_collate"]
 
 P = ParamSpec("P")
+A = TypeVar("A")
+B = TypeVar("B")
+K = TypeVar("K")
+R = TypeVar("R")
 
 _sizes = functools.lru_cache(maxsize=64)(balanced)  # the batches of a DataLoader have at most two lengths
 
 
-def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any]]:
+class _TpCollate(Protocol):
+    """The type of the decorator. The result for a list or another mapping is Any."""
+
+    @overload
+    def __call__(self, collate: Callable[P, tuple[A, B]], /) -> Callable[P, tuple[tuple[A, ...], tuple[B, ...]]]: ...
+    @overload
+    def __call__(self, collate: Callable[P, tuple[A, ...]], /) -> Callable[P, tuple[tuple[A, ...], ...]]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, collate: Callable[P, dict[K, A]], /
+    ) -> Callable[P, dict[K, tuple[A, ...]]]: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def __call__(self, collate: Callable[P, list[Any] | Mapping[Any, Any]], /) -> Callable[P, Any]: ...
+    @overload
+    def __call__(self, collate: Callable[P, R], /) -> Callable[P, tuple[R, ...]]: ...
+
+
+class _Collate(Protocol):
+    """The type of `default_collate(n)`, by the type of a sample."""
+
+    @overload
+    def __call__(self, samples: Sequence[torch.Tensor | float], /) -> tuple[torch.Tensor, ...]: ...
+    @overload
+    def __call__(self, samples: Sequence[tuple[Any, Any]], /) -> tuple[tuple[Any, ...], tuple[Any, ...]]: ...
+    @overload
+    def __call__(self, samples: Sequence[Any], /) -> Any: ...
+
+
+def tp_collate(ndevices: int) -> _TpCollate:
     """Make a collate function return one part per device, in the format of ``TupleParallel``.
 
     The decorated function cuts the samples, in order, into ``min(ndevices, len(samples))`` parts and collates each part.
@@ -41,8 +73,11 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any
     one value ``x``, or its list of samples itself   ``(x1, x2)``
     ===============================================  ==================================================
 
-    Only the outermost level is transposed. Methods may be decorated. A decorated function pickles if the undecorated one
-    does, so it works in DataLoader workers with every start method.
+    Only the outermost level is transposed. A dict or namedtuple can be passed to ``TupleParallel`` whole, and a dict also
+    as ``model(**batch)``. A tuple is passed as ``model(*batch)``.
+
+    Methods may be decorated. A decorated function pickles if the undecorated one does, so it works in DataLoader workers
+    with every start method.
 
     Args:
         ndevices: The number of devices.
@@ -61,14 +96,14 @@ def tp_collate(ndevices: int) -> Callable[[Callable[P, object]], Callable[P, Any
     """
     _check_ndevices(ndevices, "tp_collate")
 
-    def decorate(collate: Callable[P, object]) -> Callable[P, Any]:
+    def decorate(collate: Callable[..., object]) -> Any:
         _check_collate(collate)
-        return cast("Callable[P, Any]", _TupleCollate(collate, ndevices))
+        return _TupleCollate(collate, ndevices)
 
-    return decorate
+    return cast("_TpCollate", decorate)
 
 
-def default_collate(ndevices: int) -> Callable[[Sequence[Any]], Any]:
+def default_collate(ndevices: int) -> _Collate:
     """Return ``torch.utils.data.default_collate``, decorated by ``tp_collate(ndevices)``.
 
     Use it as ``DataLoader(dataset, batch_size=64, collate_fn=default_collate(2))``. It is picklable for DataLoader

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
-from parawrap.engine import ReplicaSet, Session
+from parawrap.engine import Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
-from parawrap.faces.scatter_gather import as_calls, device_named
+from parawrap.faces._wrapped_attributes import wrapped_attribute
+from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
 
@@ -30,12 +32,13 @@ class DataParallel(torch.nn.DataParallel[T]):
     Each call cuts the inputs into one shard per lane, runs the shards on replicas of `module`, and joins the outputs on
     `output_device`. Gradients accumulate in the parameters of `module`.
 
-    As in torch, 0-d outputs become a vector with one value per device (with a warning), lists without tensors go to every
+    As in torch, 0-d outputs become a vector with one value per device (with a warning), values without tensors go to every
     device, and subclasses may override `scatter`, `replicate`, `parallel_apply`, and `gather`. The differences from torch:
 
+    - Missing attributes and methods are looked up on `module`. Setting an attribute sets it on the `DataParallel`.
     - Shards are balanced: their sizes differ by at most one, and none is dropped.
     - Keyword arguments are cut like positional ones.
-    - Replicas persist between calls, and are refreshed only if `module` changed.
+    - Replicas persist between calls, and are refreshed only if `module` changed. The method `replicate` makes new ones.
     - Autocast and all other modes apply in the lanes.
     - ``device_ids=["cpu", "cpu"]`` creates lanes on the CPU.
 
@@ -64,6 +67,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         (torch.Size([30, 5]), ['module.weight', 'module.bias'])
     """
 
+    _engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
+    _left_out_of_replicas = ("_engine",)
+
     def __init__(
         self,
         module: T,
@@ -74,7 +80,6 @@ class DataParallel(torch.nn.DataParallel[T]):
         torch.nn.Module.__init__(self)  # torch.nn.DataParallel.__init__ takes only indices of accelerators
         self.module = module
         self.dim = dim
-        self._engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
         self._changing = threading.RLock()
         self._lanes = _lanes(device_ids)
         self.device_ids = [_as_id(device) for device in self._lanes]
@@ -99,7 +104,13 @@ class DataParallel(torch.nn.DataParallel[T]):
         return {name: value for name, value in self.__dict__.items() if name not in ("_engine", "_changing")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__({**state, "_engine": None, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
+        super().__setstate__({**state, "_changing": threading.RLock()})  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as missing:
+            return wrapped_attribute(self, self.__dict__.get("_modules", {}).get("module"), name, missing)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.
@@ -112,66 +123,75 @@ class DataParallel(torch.nn.DataParallel[T]):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self._lanes or here.lane is not None or self._session().must_run_plainly():
+            if not self.device_ids or here.lane is not None or self._session().must_run_plainly():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if len(self._lanes) == 1:
+            if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
+                args, module_kwargs = ((),), ({},)
+            if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            replicas = self.replicate(self.module, self.device_ids[: len(args)])
-            outputs = self.parallel_apply(replicas, args, module_kwargs)
-            return self.gather(outputs, self.output_device)
+            return self.gather(self._run_shards(args, module_kwargs), self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
-        """Return a tuple of args and a tuple of kwargs, with one entry per shard. A call without rows gives one shard."""
-        devices = [device_named(device_id) for device_id in device_ids]
-        cutter = self._session().cutters[None]
-        flat = cutter.flatten(inputs, kwargs or {})
-        plan = cutter.plan(flat, len(devices))
-        shards = plan.scatter(flat, devices[: len(plan.sizes)])
-        return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
+        """Return a tuple of args and a tuple of kwargs, with one entry per shard.
+
+        A call without rows has one shard per device, and a call without arguments has one shard.
+        """
+        cutter = self._session().cutters[None] if self.device_ids else Cutter(self.dim, lists_are_shared=True)
+        return cut(cutter, inputs, kwargs, device_ids)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[T]:
-        """Return the replicas of the first ``len(device_ids)`` lanes, refreshed if `module` changed."""
-        if module is self.module:
-            return [replica.module for replica in self._session().replicate(len(device_ids))]
-        others = ReplicaSet(module, [device_named(device_id) for device_id in device_ids])
-        others.refresh()
-        return [replica.module for replica in others.current]
+        """Return new replicas of `module`, one per device. You may change them."""
+        return replicate(module, device_ids, not torch.is_grad_enabled())
 
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with args i and kwargs i in lane i, and return the outputs in lane order.
 
         Lanes that share a device run one after another if the call draws random numbers, to draw them in lane order.
         """
-        session = self._session()
-        lanes = session.replicate()
-        prepared = {id(lane.module): lane.prepared(lane.module) for lane in lanes}
-        tasks = as_calls([prepared.get(id(each), each) for each in replicas], inputs, kwargs)
-        shares_a_device = len(set(self._lanes)) < len(self._lanes)
-        kind = session.kind(None, tasks[0].args, tasks[0].keywords) if shares_a_device and tasks else None
-        in_turns = kind is not None and kind.in_turns
-        with intra_op_threads(None if in_turns else session.pool.threads):
-            first = lanes[0] if tasks and replicas[0] is lanes[0].module else None
-            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
+        if not self.device_ids:
+            return parallel_apply(replicas, inputs, kwargs)
+        tasks = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return self._run_in_lanes(tasks, way=_way_into(replicas[0])) if tasks else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
-        outputs, session = list(outputs), self._session()
-        with intra_op_threads(session.pool.threads):
-            return session.gather(outputs, (1,) * len(outputs), device_named(output_device))
+        return gather(outputs, output_device, self.dim)
+
+    def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""
+        if not (self._inherits("replicate") and self._inherits("parallel_apply")):
+            replicas = self.replicate(self.module, self.device_ids[: len(args)])
+            return self.parallel_apply(replicas, args, kwargs)
+        lanes = self._session().replicate(len(args))
+        tasks = as_calls([lane.prepared(lane.module) for lane in lanes], args, kwargs)
+        return self._run_in_lanes(tasks, first=lanes[0])
+
+    def _inherits(self, verb: str) -> bool:
+        return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
+
+    def _run_in_lanes(self, tasks: list[partial[Any]], *, way: object = None, first: Any = None) -> list[Any]:
+        """Run task i in lane i. The tasks run new replicas some `way`, or the kept ones; `first` is that of lane 0."""
+        session = self._session()
+        shares_a_device = len(set(self._lanes)) < len(self._lanes)
+        kind = session.kind(None, tasks[0].args, tasks[0].keywords, way) if shares_a_device else None
+        in_turns = kind is not None and kind.in_turns
+        with intra_op_threads(None if in_turns else session.pool.threads):
+            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
-        settings = (self.module, self.dim, tuple(self.device_ids))
+        settings = self.dim, tuple(self.device_ids)
         engine = self._engine
-        if engine is not None and engine[0] == settings:
+        if engine is not None and engine[1].target is self.module and engine[0] == settings:
             return engine[1]
         with self._changing:
-            if self._engine is None or self._engine[0] != settings:
+            engine = self._engine
+            if engine is None or engine[1].target is not self.module or engine[0] != settings:
                 self.close()
-                self._engine = settings, self._new_session()
-            return self._engine[1]
+                engine = self._engine = settings, self._new_session()
+            return engine[1]
 
     def _new_session(self) -> Session:
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
@@ -258,6 +278,13 @@ def _names_available_kind(device_ids: Any) -> bool:
             )
             raise DeviceListError(msg)
     return any(backend_of(kind).count() for kind in kinds)
+
+
+def _way_into(replica: Any) -> object:
+    """Return what decides whether a call of a replica draws random numbers: the method, and the modules' train modes."""
+    module = getattr(replica, "__self__", replica)
+    training = [each.training for each in module.modules()] if isinstance(module, torch.nn.Module) else []
+    return getattr(replica, "__name__", None), *training
 
 
 def _as_id(device: torch.device) -> Any:

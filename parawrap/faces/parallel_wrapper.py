@@ -1,13 +1,14 @@
-"""`ParallelWrapper`: a model on a device, or on every GPU."""
+"""`ParallelWrapper`: a model on one device, or on every device of a kind."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from parawrap.backends import DeviceLike, best_backend, resolve_device
+from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
+from parawrap.faces._wrapped_attributes import wrapped_attribute
 from parawrap.faces.data_parallel import DataParallel
 
 __all__ = ["ParallelWrapper"]
@@ -18,19 +19,21 @@ _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
 class ParallelWrapper(torch.nn.Module):
-    """Move a model to a device, and split its calls over all GPUs with `DataParallel` if several are visible.
+    """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
 
     Reading or setting an attribute reads or sets it on the model. ``len``, ``iter``, and indexing also go to the model. A
     `ParallelWrapper` can be pickled and deep-copied. Calls are thread-safe.
 
     Args:
         model: Any module.
-        device: A string such as "cuda" or "cuda:1", a torch device, or "auto" for the best available device.
-        use_data_parallel: Split calls over all GPUs if `device` is a CUDA device and there are several.
+        device: "auto", a string such as "cuda" or "cuda:1", or a torch device. "auto" uses every accelerator of the best
+            kind, or the CPU as one plain lane. A CUDA device uses every GPU, starting with that one. Any other device is
+            used alone.
+        use_data_parallel: False to use one device only.
 
     Attributes:
         model: The model, or the `DataParallel` around it.
-        device: The given device. "auto" is replaced by the chosen device.
+        device: The given device. "auto" is replaced by the device of the model.
 
     Raises:
         DeviceUnavailableError: If this machine does not have the device. The message names the devices that it has.
@@ -52,7 +55,7 @@ class ParallelWrapper(torch.nn.Module):
         """Call the model."""
         return self.model(*args, **kwargs)
 
-    def to(self, *args: Any, **kwargs: Any) -> ParallelWrapper:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move the model with the arguments of ``torch.nn.Module.to``, update `device`, and return self.
 
         Raises:
@@ -73,14 +76,14 @@ class ParallelWrapper(torch.nn.Module):
         return self
 
     def _place(self, model: torch.nn.Module, device: DeviceLike) -> None:
-        device = str(best_backend().device(None)) if device == "auto" else device
-        resolved = resolve_device(device)
+        is_auto = device == "auto"
+        resolved = best_backend().device(None) if is_auto else resolve_device(device)
         model.to(resolved)
-        spread = self.use_data_parallel and resolved.type == "cuda" and torch.cuda.device_count() > 1
+        spreads = self.use_data_parallel and (is_auto or resolved.type == "cuda")
         # The first lane is on the model's device, because DataParallel requires the parameters there.
-        others = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != resolved.index]
-        self.model = DataParallel(model, [resolved, *others]) if spread else model
-        self.device = device
+        others = [each for each in backend_of(resolved.type).every_device() if each != resolved] if spreads else []
+        self.model = DataParallel(model, [resolved, *others]) if others else model
+        self.device = str(resolved) if is_auto else device
 
     def _inner(self) -> torch.nn.Module:
         model = self.__dict__["_modules"]["model"]
@@ -91,10 +94,9 @@ class ParallelWrapper(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
-        except AttributeError:
-            if "model" not in self.__dict__.get("_modules", {}):  # before __init__, as during unpickling
-                raise
-            return getattr(self._inner(), name)
+        except AttributeError as missing:
+            is_made = "model" in self.__dict__.get("_modules", {})  # not before __init__, as during unpickling
+            return wrapped_attribute(self, self._inner() if is_made else None, name, missing)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or "model" not in self.__dict__.get("_modules", {}) or name in self.__dict__:

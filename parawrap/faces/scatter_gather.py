@@ -4,36 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
-from parawrap.backends import DeviceLike, device_of, resolve_device
+from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
 from parawrap.engine import ReplicaSet, Session
+from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.faces._losses_as_vector import vector
 from parawrap.lanes import intra_op_threads
-from parawrap.shards import Cutter, JoinRules
+from parawrap.shards import Cutter, JoinRules, join
+from parawrap.tree import flatten
 
-__all__ = ["as_calls", "device_named", "gather", "parallel_apply", "replicate", "scatter"]
+__all__ = ["as_calls", "cut", "device_named", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
 T = TypeVar("T", bound=torch.nn.Module)
+InputsT = TypeVar("InputsT")
 _CPU = torch.device("cpu")
 
 
-def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> list[Any]:
+@overload
+def scatter(  # type: ignore[overload-overlap]  # the first overload that fits is used
+    inputs: torch.Tensor, target_gpus: Sequence[DeviceLike], dim: int = ...
+) -> tuple[torch.Tensor, ...]: ...
+
+
+@overload
+def scatter(inputs: InputsT, target_gpus: Sequence[DeviceLike], dim: int = ...) -> list[InputsT]: ...
+
+
+def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any:
     """Cut a nested value into one part per device, like torch.nn.parallel.scatter.
 
     Args:
         inputs: A tensor, or tensors in tuples, lists, and dicts. Other values go to every device.
-        target_gpus: The devices: indices, strings, or torch devices.
+        target_gpus: The devices: indices, strings, or torch devices; -1 is the CPU.
         dim: The dim that the rows lie on.
 
     Returns:
-        A list with one part per device, each nested like `inputs`. Row counts differ by at most one. With fewer rows than
-        devices, one part per row.
+        A list with one part per device, each nested like `inputs`; a tuple if `inputs` is a tensor. Row counts differ by at
+        most one. With fewer rows than devices, there is one part per row.
 
     Raises:
-        ShardError: If the row counts of tensors disagree.
+        ShardError: If the row counts of tensors disagree, or an object of an unknown class holds tensors.
+        DeviceListError: If `target_gpus` is empty.
 
     Example:
         >>> import torch
@@ -41,18 +55,61 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> lis
         >>> [part["x"].tolist() for part in scatter({"x": torch.arange(5)}, ["cpu", "cpu"])]
         [[0, 1, 2], [3, 4]]
     """
+    parts = [part for (part,) in scatter_kwargs((inputs,), None, target_gpus, dim)[0]]
+    return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
+
+
+def scatter_kwargs(
+    inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Cut the arguments of a call, like torch.nn.parallel.scatter_gather.scatter_kwargs.
+
+    Args:
+        inputs: A tuple or list of positional arguments, a single argument, or None.
+        kwargs: The keyword arguments. They are cut together with `inputs`, so both results have one entry per part.
+        target_gpus: The devices, as in `scatter`.
+        dim: The dim that the rows lie on.
+
+    Returns:
+        The positional and the keyword arguments of each part.
+
+    Raises:
+        ShardError, DeviceListError: As for `scatter`.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import scatter_kwargs
+        >>> scatter_kwargs((torch.arange(3),), {"factor": 2}, ["cpu", "cpu"])
+        (((tensor([0, 1]),), (tensor([2]),)), ({'factor': 2}, {'factor': 2}))
+    """
+    return cut(Cutter(dim, lists_are_shared=True), inputs, kwargs, target_gpus)
+
+
+def cut(
+    cutter: Cutter, inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike]
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Return the positional and the keyword arguments of each part of a call. A call without arguments has one part."""
     devices = list(map(device_named, target_gpus))
-    cutter = Cutter(dim, lists_are_shared=True)
-    flat = cutter.flatten((inputs,), {})
+    if not devices:
+        msg = "the list of devices is empty. Name at least one device"
+        raise DeviceListError(msg)
+    args = () if inputs is None else tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    flat = cutter.flatten(args, kwargs or {})
     plan = cutter.plan(flat, len(devices))
-    return [shard.args[0] for shard in plan.scatter(flat, devices[: len(plan.sizes)])]
+    pieces = plan.cut(flat)
+    has_rows = plan.rows > 0 or any(dim is not None for dim in plan.dims)
+    if not has_rows and (args or kwargs):
+        pieces *= len(devices)  # as in torch, values that are not cut go to every device
+    shards = [piece.on(device) for piece, device in zip(pieces, devices[: len(pieces)], strict=True)]
+    return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
 
 def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -> list[T]:
     """Return one replica of a module per device, like torch.nn.parallel.replicate.
 
     A replica on the module's device holds views of the module's parameters. A replica on another device holds copies.
-    Gradients flow back to the module's parameters unless `detach` is True.
+    Gradients flow back to the module's parameters unless `detach` is True. If the first device is the module's, the first
+    replica has the module's own buffers. Other changes of replicas do not reach the module.
 
     Raises:
         ReplicaError: If the module cannot be copied.
@@ -63,13 +120,13 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
         >>> [type(replica).__name__ for replica in replicate(torch.nn.Linear(2, 2), ["cpu", "cpu"])]
         ['Linear', 'Linear']
     """
-    made = ReplicaSet(network, list(map(device_named, devices)))
+    places = list(map(device_named, devices))
+    if not places:
+        return []
+    made = ReplicaSet(network, places, detach=detach)
     made.refresh()
-    replicas = [replica.module for replica in made.current]
-    for module in (module for replica in replicas if detach for module in replica.modules()):
-        for name, parameter in module._parameters.items():
-            module._parameters[name] = None if parameter is None else parameter.detach()
-    return replicas
+    made.share_buffers()
+    return [replica.module for replica in made.current]
 
 
 def parallel_apply(
@@ -88,6 +145,7 @@ def parallel_apply(
 
     Raises:
         BaseException: The error of the first call that failed, with a note that names the lane and the device.
+        ShardError: If the numbers of modules, inputs, keyword arguments, and devices differ.
 
     Example:
         >>> import torch
@@ -95,12 +153,12 @@ def parallel_apply(
         >>> parallel_apply([torch.neg, torch.abs], [torch.tensor([1]), torch.tensor([-2])])
         [tensor([-1]), tensor([2])]
     """
-    calls = as_calls(modules, inputs, kwargs_tup)
+    calls = as_calls(modules, inputs, kwargs_tup, devices)
     if not calls:
         return []
     named = [None] * len(calls) if devices is None else [None if each is None else device_named(each) for each in devices]
     places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
-    session = _session(places)
+    session = Session(torch.nn.Identity(), places, cutters={}, rules=JoinRules())
     try:
         with intra_op_threads(session.pool.threads):
             return session.apply(calls)
@@ -125,32 +183,33 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
         torch.Size([3, 3])
     """
-    outputs = list(outputs)
-    session = _session([device_named(target_device)], dim)
-    try:
-        return session.gather(outputs, (1,) * len(outputs), device_named(target_device))
-    finally:
-        session.close()
+    outputs, device = list(outputs), device_named(target_device)
+    if not outputs:
+        msg = "gather got no outputs. Give one output per device"
+        raise GatherError(msg)
+    backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
+    return join(outputs, (1,) * len(outputs), JoinRules(dim, reduce=vector, as_torch=True), device)
 
 
-def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[partial[Any]]:
+def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:
     """Return the calls of `parallel_apply`. An input that is not a tuple or list is the only argument of its call."""
     kwargs = [{}] * len(modules) if kwargs is None else kwargs
+    counts = {"modules": len(modules), "inputs": len(inputs), "dicts of keyword arguments": len(kwargs)}
+    if devices is not None:
+        counts["devices"] = len(devices)
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"{count} {what}" for what, count in counts.items())
+        msg = f"parallel_apply got {found}. Give one of each per call"
+        raise ShardError(msg)
     positional = [each if isinstance(each, tuple | list) else (each,) for each in inputs]
     return [partial(each, *args, **named) for each, args, named in zip(modules, positional, kwargs, strict=True)]
 
 
 def device_named(device: Any) -> torch.device:
     """Return the torch device for an index, a string, or a device; -1 is the CPU."""
-    if isinstance(device, torch.device):
-        return device
     return _CPU if device == -1 else resolve_device(device)
 
 
-def _device_of(args: Any) -> torch.device:
-    return next((device for arg in args if (device := device_of(arg)) is not None), _CPU)
-
-
-def _session(devices: Sequence[torch.device], dim: int = 0) -> Session:
-    rules = JoinRules(dim, reduce=vector, as_torch=True)
-    return Session(torch.nn.Identity(), devices, cutters={}, rules=rules)
+def _device_of(leaves: Any) -> torch.device:
+    """Return the device of the first leaf that has one, or the CPU."""
+    return next((device for leaf in leaves if (device := device_of(leaf)) is not None), _CPU)

@@ -4,55 +4,77 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast, overload
+from typing import Any, NoReturn, Protocol, Self, TypeVar, overload
 
+import optree
 import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.engine import Session
-from parawrap.errors import ShardError
+from parawrap.errors import GatherError, ShardError
+from parawrap.faces._sequences_and_mappings import is_container, items_of, kind_of, rebuilt, transposed
 from parawrap.faces.data_parallel import DataParallel
 from parawrap.faces.move_to_device import recursive_to
-from parawrap.faces.tuples import transpose
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules
+from parawrap.tree import address
 
 __all__ = ["TupleParallel", "tuple_fn"]
 
 T = TypeVar("T", bound=torch.nn.Module)
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+A = TypeVar("A")
+B = TypeVar("B")
+R = TypeVar("R")
 
 
 class TupleParallel(DataParallel[T]):
     """Run a module on arguments that are tuples with one part per device, and return a tuple of outputs.
 
+    Each argument has the format that `tp_collate` returns:
+
+    ===========================================  ==========================================
+    argument                                     part i
+    ===========================================  ==========================================
+    a tuple or list ``(x1, x2)``                 ``x1`` for the first device
+    a dict ``{"x": (x1, x2), "y": (y1, y2)}``    ``{"x": x1, "y": y1}``
+    a namedtuple ``Pair((x1, x2), (y1, y2))``    ``Pair(x1, y1)``
+    ===========================================  ==========================================
+
+    Dicts and namedtuples may be nested. The outermost tuple or list always holds the parts, so a batch ``(xs, ys)`` is
+    passed as ``model(*batch)``. A part can be any value.
+
     If ``forward`` returns a tuple, the call returns one tuple of parts per output:
     ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. Attributes of `module` are available on the `TupleParallel`.
 
-    Fewer parts than devices, as in a short last batch, use fewer lanes. On a machine without an accelerator, unless
-    `device_ids` names the CPU, any number of parts runs one after another.
+    Fewer parts than devices, as in a short last batch, use fewer lanes. A call without arguments runs once per device. On a
+    machine without an accelerator, unless `device_ids` names the CPU, any number of parts runs one after another.
+
+    Lanes start at the first call, and end when the `TupleParallel` is deleted, closed, or used as a context manager and
+    left. It is thread-safe.
 
     Args:
-        module: The module to replicate, as in `DataParallel`.
+        module: The module to replicate. It moves to ``device_ids[0]``.
         device_ids: The devices of the lanes, as in `DataParallel`.
-        output_device: The device of outputs, used only with `transfer_output`.
-        dim: Accepted as in `DataParallel`, and not used: parts are not cut.
-        transfer_input: Move each part to its device first. Use False if the parts are on their devices already.
         transfer_output: Move outputs to `output_device`. By default each output stays on its device.
+        transfer_input: Move each part to its device first. Use False if the parts are on their devices already.
         reduction: A function of the tuple of outputs, such as `cat`.
+        output_device: With `transfer_output`, the device of outputs; ``device_ids[0]`` by default.
+        dim: Accepts only 0, because parts are not cut.
 
     Raises:
-        ShardError: At the call, if an argument is not a tuple or list, if arguments have different numbers of parts, or if
-            there are more parts than devices.
+        ShardError: If an option has a value that it does not take; at the call, if an argument does not have the format
+            above, if arguments have different numbers of parts, or if there are more parts than devices.
+        GatherError: At the call, if the module returns tuples of different lengths.
+        DeviceListError, DeviceUnavailableError: As for `DataParallel`.
 
     Example:
         >>> import torch
         >>> from parawrap import TupleParallel, cat
-        >>> model = TupleParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"])
-        >>> y1, y2 = model((torch.zeros(3, 4), torch.zeros(2, 4)))
+        >>> with TupleParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"]) as model:
+        ...     y1, y2 = model((torch.zeros(3, 4), torch.zeros(2, 4)))
         >>> y1.shape, y2.shape, model.out_features
         (torch.Size([3, 2]), torch.Size([2, 2]), 2)
     """
@@ -61,33 +83,46 @@ class TupleParallel(DataParallel[T]):
         self,
         module: T,
         device_ids: Sequence[DeviceLike] | None = None,
+        transfer_output: bool = False,
+        transfer_input: bool = True,
+        reduction: Callable[[Any], Any] | None = None,
+        *,
         output_device: DeviceLike | None = None,
         dim: int = 0,
-        *,
-        transfer_input: bool = True,
-        transfer_output: bool = False,
-        reduction: Callable[[Any], Any] | None = None,
     ) -> None:
-        super().__init__(module, device_ids, output_device, dim)
+        _check_transfers(transfer_output, transfer_input, output_device)
+        _check_joining(reduction, dim)
+        super().__init__(module, device_ids, output_device)
+        if self._lanes:
+            self.module.to(self._lanes[0])
         self.transfer_input = transfer_input
         self.transfer_output = transfer_output
         self.reduction = reduction
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
-                raise
-            return getattr(module, name)
-
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return the args and the kwargs of each lane: part i of every argument goes to lane i."""
         parts = _parts(inputs, kwargs or {}, len(self._lanes) or None)
+        if not inputs and not kwargs:
+            parts *= self.ndevices
         if self.transfer_input and self._lanes:
             parts = _on_lanes(parts, self._lanes)
         return tuple(args for args, _ in parts), tuple(named for _, named in parts)
+
+    @property
+    def ndevices(self) -> int:
+        """The number of devices, for `tp_collate`. 1 if calls run without lanes."""
+        return len(self.device_ids) or 1
+
+    @property
+    def home_device(self) -> Any:
+        """The device of `module`: ``device_ids[0]``, or the CPU if calls run without lanes."""
+        return self.device_ids[0] if self.device_ids else torch.device("cpu")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call `module` once per part, each in its own lane, and return the tuple of outputs or its reduction."""
@@ -109,18 +144,38 @@ class TupleParallel(DataParallel[T]):
         if not self._lanes or here.lane is not None or self._session().must_run_plainly():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
-        if not args:
-            return []
-        replicas = self.replicate(self.module, self.device_ids[: len(args)])
-        return self.parallel_apply(replicas, args, kwargs)
+        return self._run_shards(args, kwargs) if args else []
+
+
+class _TupleFn(Protocol):
+    """The type of the decorator. Python cannot express that each parameter becomes a tuple, so parameters are not typed."""
+
+    @overload
+    def __call__(self, fn: Callable[..., tuple[A, B]], /) -> Callable[..., tuple[tuple[A, ...], tuple[B, ...]]]: ...
+    @overload
+    def __call__(self, fn: Callable[..., tuple[A, ...] | list[A]], /) -> Callable[..., tuple[tuple[A, ...], ...]]: ...
+    @overload
+    def __call__(self, fn: Callable[..., R], /) -> Callable[..., tuple[R, ...]]: ...
 
 
 @overload
-def tuple_fn(fn: FunctionT, *, parallel: bool = ..., devices: Devices = ...) -> FunctionT: ...
+def tuple_fn(
+    fn: Callable[..., tuple[A, B]], *, parallel: bool = ..., devices: Devices = ...
+) -> Callable[..., tuple[tuple[A, ...], tuple[B, ...]]]: ...
 
 
 @overload
-def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -> Callable[[FunctionT], FunctionT]: ...
+def tuple_fn(
+    fn: Callable[..., tuple[A, ...] | list[A]], *, parallel: bool = ..., devices: Devices = ...
+) -> Callable[..., tuple[tuple[A, ...], ...]]: ...
+
+
+@overload
+def tuple_fn(fn: Callable[..., R], *, parallel: bool = ..., devices: Devices = ...) -> Callable[..., tuple[R, ...]]: ...
+
+
+@overload
+def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -> _TupleFn: ...
 
 
 def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None) -> Any:
@@ -204,24 +259,89 @@ _Part = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _parts(args: tuple[Any, ...], kwargs: dict[str, Any], lanes: int | None) -> list[_Part]:
     """Return the args and kwargs of each part. A call without arguments has one part."""
-    named = {**{f"args[{index}]": value for index, value in enumerate(args)}, **{f"{k}=": v for k, v in kwargs.items()}}
-    for place, value in named.items():
-        if not isinstance(value, (tuple, list)):
-            msg = f"{place} is a {type(value).__name__}. Give a tuple or list with one part per device"
-            raise ShardError(msg)
-    counts = {place: len(value) for place, value in named.items()}
+    call = {
+        **{f"args[{i}]": value for i, value in enumerate(args)},
+        **{address("kwargs", [k]): v for k, v in kwargs.items()},
+    }
+    count = _part_count(call) if call else 1
+    if lanes is not None and count > lanes:
+        msg = (
+            f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does. If "
+            "its collate function returns a tuple, pass each item as an argument: model(*batch)"
+        )
+        raise ShardError(msg)
+    return [(tuple(_part(a, i) for a in args), {k: _part(v, i) for k, v in kwargs.items()}) for i in range(count)]
+
+
+def _part_count(call: dict[str, Any]) -> int:
+    """Return the number of parts in the arguments, given by their places."""
+    counts = {place: len(parts) for name, value in call.items() for place, parts in _tuples_of_parts(value, name)}
+    if not counts:
+        place, value = next(iter(call.items()))
+        kind = type(value).__qualname__
+        msg = f"{place} is an empty {kind}, so the number of parts is unknown. Give a tuple with one {kind} per device"
+        raise ShardError(msg)
     if len(set(counts.values())) > 1:
         msg = f"the arguments have different numbers of parts: {counts}. Give each argument one part per device"
         raise ShardError(msg)
-    count = next(iter(counts.values()), 1)
-    if lanes is not None and count > lanes:
-        msg = f"there are {count} parts for {lanes} devices. Cut into at most {lanes} parts, as tp_collate({lanes}) does"
+    return next(iter(counts.values()))
+
+
+def _tuples_of_parts(value: Any, place: str, around: str = "") -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield each tuple or list of parts in an argument, with its place. `around` is the kind of container it is in."""
+    if _has_fields(value):
+        for key, item in items_of(value).items():
+            yield from _tuples_of_parts(item, address(place, [key]), type(value).__qualname__)
+    elif is_container(value) and not optree.is_structseq_instance(value):  # torch.max(x, 0) has fields, but no parts
+        yield place, value
+    else:
+        cure = "Give a tuple or list with one part per device"
+        if around:
+            cure += f". If the {around} itself is one part, give a tuple with one {around} per device"
+        msg = f"{place} is a {type(value).__qualname__}. {cure}"
         raise ShardError(msg)
-    return [(tuple(a[i] for a in args), {k: v[i] for k, v in kwargs.items()}) for i in range(count)]
+
+
+def _part(value: Any, index: int) -> Any:
+    if not _has_fields(value):
+        return value[index]
+    return rebuilt(value, {key: _part(item, index) for key, item in items_of(value).items()})
+
+
+def _has_fields(value: Any) -> bool:
+    """True for mappings and namedtuples: they hold parts in their values. A tuple or list is one part per device."""
+    return is_container(value) and kind_of(value) is not tuple
 
 
 def _together(outputs: Sequence[Any]) -> Any:
     """Return the outputs as a tuple, transposed if they are tuples or lists."""
-    if outputs and all(isinstance(output, (tuple, list)) for output in outputs):
-        return cast("tuple[Any, ...]", transpose(outputs))
+    if outputs and all(is_container(output) and not isinstance(output, Mapping) for output in outputs):
+        return transposed(outputs, "output", _refuse_outputs)
     return tuple(outputs)
+
+
+def _refuse_outputs(reason: str) -> NoReturn:
+    msg = f"the parts' outputs differ: {reason}. Return equally many items for every part; put other lists into a dict"
+    raise GatherError(msg)
+
+
+def _check_transfers(transfer_output: object, transfer_input: object, output_device: object) -> None:
+    for name, value in (("transfer_output", transfer_output), ("transfer_input", transfer_input)):
+        if not isinstance(value, bool):
+            msg = f"{name}={value!r} is not True or False. To name the device of outputs, use output_device="
+            raise ShardError(msg)
+    if output_device is not None and not transfer_output:
+        msg = f"output_device={output_device!r} has no effect without transfer_output=True. Give both, or none"
+        raise ShardError(msg)
+
+
+def _check_joining(reduction: object, dim: int) -> None:
+    if reduction is not None and not callable(reduction):
+        msg = f"reduction={reduction!r} is not callable. Give a function of the tuple of outputs, such as parawrap.cat"
+        raise ShardError(msg)
+    if dim != 0:
+        msg = (
+            f"dim={dim!r} has no effect: parts are not cut. Leave it out. To join outputs on another dim, use "
+            f"reduction=functools.partial(parawrap.cat, dim={dim!r})"
+        )
+        raise ShardError(msg)

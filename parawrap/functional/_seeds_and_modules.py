@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from parawrap.functional._fsdp import fully_sharded
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, rank_device, seed_all
 
 __all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
+
+T = TypeVar("T", bound=nn.Module)
 
 
 def seed_generators(seed: int, offset: int = 0) -> None:
@@ -73,6 +75,54 @@ def has_batch_norm(module: nn.Module) -> bool:
     True
     """
     return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+
+
+@overload
+def to(
+    module: T,
+    local_rank: int | None = ...,
+    sync_modules: bool = ...,
+    device: Device | torch.device | str | int | None = ...,
+    *,
+    strategy: Literal["fsdp2"],
+    **options: Any,
+) -> T: ...
+
+
+@overload
+def to(
+    module: T,
+    local_rank: int | None,
+    sync_modules: Literal[False],
+    device: Device | torch.device | str | int | None = ...,
+    *,
+    strategy: Literal["ddp", "fsdp2"] = ...,
+    **options: Any,
+) -> T: ...
+
+
+@overload
+def to(
+    module: T,
+    local_rank: int | None = ...,
+    *,
+    sync_modules: Literal[False],
+    device: Device | torch.device | str | int | None = ...,
+    strategy: Literal["ddp", "fsdp2"] = ...,
+    **options: Any,
+) -> T: ...
+
+
+@overload
+def to(
+    module: T,
+    local_rank: int | None = ...,
+    sync_modules: bool = ...,
+    device: Device | torch.device | str | int | None = ...,
+    *,
+    strategy: Literal["ddp", "fsdp2"] = ...,
+    **options: Any,
+) -> T | DistributedDataParallel: ...
 
 
 def to(
@@ -150,7 +200,7 @@ def _target(local_rank: int | None, device: Device | torch.device | str | int | 
     if device is None:
         kind = Device(rank.platform.device) if rank else Device(Platform().device)
     elif device.lower() in (*Device, "cuda"):
-        kind = Device(Platform(device=device).device)
+        kind = Device(Platform(device=Device.from_str(device)).device)
     else:
         return torch.device(device.lower())
     return rank_device(kind, index)

@@ -22,6 +22,7 @@ from parawrap.launch._world import surrounding_world
 
 __all__ = ["Platform"]
 
+_DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
 _ELSEWHERE = ("ray", "slurm")  # launchers that start ranks on other machines
 _SPAWN_METHODS = ("forkserver", "spawn", "fork")
 _PROTOCOLS = ("tcp", "file")
@@ -39,7 +40,7 @@ class Platform:
         name: The name of the job on a Slurm or Ray cluster.
         device: The kind of device: ``"cpu"``, ``"gpu"``, ``"mps"``, or ``"neuron"``. Each rank gets one. ``"auto"`` selects
             the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs
-            if `n_gpus` is given and CPUs otherwise.
+            if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with ``Device.from_str(name)``.
         launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job. ``"ray"`` reserves
             resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
             None selects ``"env"`` in such a process and ``"local"`` elsewhere.
@@ -90,7 +91,7 @@ class Platform:
     """
 
     name: str = "parawrap"
-    device: Device | str = Device.AUTO
+    device: Device | _DeviceName = Device.AUTO
     launcher: str | None = None
     partition: str | None = None
     n_nodes: int = 1

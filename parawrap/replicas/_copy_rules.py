@@ -146,15 +146,21 @@ class Service(Instance):
 
 
 class Module(Instance):
-    """A module. Its copy is marked like the replicas of torch, and compiled code of the original is left out."""
+    """A module. Its copy is marked like the replicas of torch, and compiled code of the original is left out.
+
+    The class attribute `_left_out_of_replicas` names attributes that copies start without.
+    """
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return [part for part in attributes_of(value) if part[0] not in _NOT_CALLED]
+        left_out = getattr(type(value), "_left_out_of_replicas", ())
+        return [part for part in attributes_of(value) if part[0] not in _NOT_CALLED and part[0] not in left_out]
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         fill_attributes(value, copy, copy_of)
         own = vars(copy)
         own["_is_replica"] = True
+        for name in getattr(type(value), "_left_out_of_replicas", ()):
+            own.pop(name, None)
         if own.get("_compiled_call_impl") is not None:
             own["_compiled_call_impl"] = None
 

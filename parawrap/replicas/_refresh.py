@@ -81,15 +81,17 @@ def home_of(module: torch.nn.Module) -> torch.device | None:
 class ReplicaSet:
     """One replica per lane, of a module or of another callable that leads to modules.
 
+    With `detach`, no gradients flow from the replicas to the target.
     The caller ensures that no lane runs during `refresh`. Lives as long as the session.
 
     Raises:
         ReplicaError: If the target cannot be copied.
     """
 
-    def __init__(self, target: Any, devices: Sequence[torch.device]) -> None:
+    def __init__(self, target: Any, devices: Sequence[torch.device], *, detach: bool = False) -> None:
         self.original = target
         self.devices = tuple(devices)
+        self._detach = detach
         self.freshness = Freshness()
         self.current: list[LaneReplica] = []  # by lane, since the last refresh
         self.is_ready = False
@@ -188,6 +190,10 @@ class ReplicaSet:
         self._renews_all = True
         self._replicas = []
 
+    def share_buffers(self) -> None:
+        """Give the first replica the model's own buffers, if they are on its device."""
+        self._replicas[0].share_buffers()
+
     def forget(self) -> None:
         """Drop the replicas. The next refresh makes them again."""
         self._keep_for_here()
@@ -284,7 +290,8 @@ class ReplicaSet:
         self._fill_mirrors(changed)
         order = Order()
         self._replicas = [
-            Replica(survey, Tensors(device, home, self._mirrors.get(device)), order) for device in self.devices
+            Replica(survey, Tensors(device, home, self._mirrors.get(device), detach=self._detach), order)
+            for device in self.devices
         ]
         self._replicas[0].gives_back = True
         self._writers = self._replicas if self._replicas[0].has_own else []

@@ -161,6 +161,12 @@ class Replica:
             self.state.accept()  # new copies are among the attributes
         return copied
 
+    def share_buffers(self) -> None:
+        """Hold the model's own buffers instead of copies, as the first replica of torch.nn.parallel.replicate does."""
+        for _, copy, name, buffer in self._buffers:
+            if buffer is not None and buffer.device == self.tensors.device:
+                _set_buffer(copy, name, buffer)
+
     def finish(self) -> None:
         """Give the buffers to the model as part of a lane's task, while other lanes may be copying them."""
         with self._order.alone(self.tensors.device):

@@ -33,10 +33,13 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 class Tensors:
     """The tensors of one replica. A lane may write its own copies; it never holds a leaf that requires gradients."""
 
-    def __init__(self, device: torch.device, home: torch.device | None, mirror: Mirror | None) -> None:
+    def __init__(
+        self, device: torch.device, home: torch.device | None, mirror: Mirror | None, *, detach: bool = False
+    ) -> None:
         self.device = device
         self.home = home
         self._mirror = mirror
+        self._detach = detach
         self._origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: dict[int, torch.Tensor] = {}
         self._computed: list[torch.Tensor] = []
@@ -164,6 +167,7 @@ class Tensors:
             view = base[...]  # not view_as: its backward pass fails for sparse gradients
             if type(original) not in _PLAIN:
                 view = view.as_subclass(type(original))
+            view = view.detach() if self._detach else view
         vars(view).update(vars(original))
         if isinstance(original, torch.nn.Parameter):
             # isinstance(view, torch.nn.Parameter) holds, and deepcopy, which refuses views, gives a parameter.
@@ -171,7 +175,8 @@ class Tensors:
         return view
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._is_at_home(tensor) else tensor.to(self.device)
+        brought = tensor if self._is_at_home(tensor) else tensor.to(self.device)
+        return brought.detach() if self._detach else brought
 
     def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device."""

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 
 from parawrap.backends import bring
-from parawrap.errors import ShardError
+from parawrap.errors import GatherError, ShardError
 from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
@@ -144,9 +144,19 @@ class ShardPlan:
         for index, leaf in enumerate(flat.leaves):
             if isinstance(leaf, Opaque) and (update := splitter_of(leaf.value).update) is not None:
                 if len(shards) > 1:
-                    update(leaf.value, splitter_of(leaf.value).join([shard.leaves[index] for shard in shards]))
+                    update(leaf.value, self._joined_parts(index, leaf, [shard.leaves[index] for shard in shards]))
                 elif shards[0].leaves[index] is not leaf.value:
                     update(leaf.value, shards[0].leaves[index])
+
+    def _joined_parts(self, index: int, leaf: Opaque, parts: Sequence[Any]) -> Any:
+        try:
+            return splitter_of(leaf.value).join(parts)
+        except GatherError as error:
+            msg = (
+                f"{addresses(self.spec, CALL_ROOTS)[index]} was changed differently by the lanes: {error}. Make every lane "
+                "add the same length, or leave the argument out, so that each lane makes its own"
+            )
+            raise GatherError(msg) from error
 
     def _parts(self, index: int, leaf: Any) -> Sequence[Any]:
         dim = self.dims[index]
@@ -167,8 +177,8 @@ class ShardPlan:
     def _why_uncut(self, index: int, leaf: torch.Tensor) -> str:
         where = addresses(self.spec, CALL_ROOTS)[index]
         return (
-            f"{where} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be split by torch. in_dims with None "
-            "for its parameter gives it whole to every lane"
+            f"{where} of shape {tuple(leaf.shape)} and layout {leaf.layout} cannot be split by torch. A parallel "
+            "block whose in_dims has None for its parameter gives it whole to every lane"
         )
 
 
@@ -227,7 +237,7 @@ class Cutter:
         dims = self._layout(spec).dims
         flat = FlatCall(leaves, spec, tuple(map(extent_of, leaves, dims)))
         if OBJECT in flat.extents or NESTED in flat.extents:
-            refuse_unknown(spec, leaves, flat.extents, self._name_at)
+            refuse_unknown(spec, leaves, flat.extents, self._name_at, self._option)
         return flat
 
     def plan(self, flat: FlatCall, lanes: int, *, tell: bool = False) -> ShardPlan:
@@ -290,8 +300,13 @@ class Cutter:
         if len(found) > 1:
             found.pop(1, None)  # one row next to more is the same for every row, as in torch's broadcasting
         if len(found) > 1:
-            refuse_disagreement(flat.spec, found, dims, self._name_at)
+            refuse_disagreement(flat.spec, found, dims, self._name_at, self._option)
         return next(iter(found), None)
+
+    @property
+    def _option(self) -> str:
+        """The option that errors recommend. Faces with torch's rules have no such option."""
+        return "a parallel block with in_dims" if self.lists_are_shared else "in_dims"
 
     def _spec_of(self, args: tuple[torch.Tensor, ...]) -> TreeSpec:
         spec = self._specs[len(args)] = flatten_call(args, {})[1]

@@ -21,7 +21,9 @@ class Names(Protocol):
     def __call__(self, path: Sequence[Any]) -> str | None: ...
 
 
-def refuse_disagreement(spec: TreeSpec, found: dict[int, int], dims: Sequence[int | None], name_at: Names) -> None:
+def refuse_disagreement(
+    spec: TreeSpec, found: dict[int, int], dims: Sequence[int | None], name_at: Names, option: str
+) -> None:
     """Refuse leaves with different row counts; `found` has a leaf's index for each count."""
     (rows, first), (other_rows, other) = sorted(found.items(), key=lambda item: item[1])[:2]
     where = addresses(spec, CALL_ROOTS)
@@ -29,7 +31,7 @@ def refuse_disagreement(spec: TreeSpec, found: dict[int, int], dims: Sequence[in
     msg = (
         f"the rows of the call disagree: {where[other]} has {other_rows} on dim {dims[other]}, "
         f"{where[first]} has {rows} on dim {dims[first]}. If {where[other]} is not cut with the batch, "
-        f'use in_dims={{"{name}": None}}; if its rows lie on another dim, give that dim; if it is a list with one '
+        f'use {option}={{"{name}": None}}; if its rows lie on another dim, give that dim; if it is a list with one '
         'tensor per row, give "items"'
     )
     raise ShardError(msg)
@@ -55,7 +57,7 @@ def refuse_dims_out_of_range(
         raise ShardError(msg)
 
 
-def refuse_unknown(spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int], name_at: Names) -> None:
+def refuse_unknown(spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int], name_at: Names, option: str) -> None:
     """Refuse an object of an unknown class that holds tensors, and a nested tensor that torch cannot split."""
     for index, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
         if extent == NESTED:
@@ -67,7 +69,7 @@ def refuse_unknown(spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int]
         else:
             continue
         where, name = addresses(spec, CALL_ROOTS)[index], name_at(spec.paths()[index]) or "its name"
-        msg = f'{where} is {what}. {cure}, or in_dims={{"{name}": None}} to give it whole to every lane'
+        msg = f'{where} is {what}. {cure}, or {option}={{"{name}": None}} to give it whole to every lane'
         raise ShardError(msg)
 
 

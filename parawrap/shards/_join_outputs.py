@@ -82,6 +82,8 @@ def join(
             evidence.forget()
         place = "output" + "".join(reversed(refusal.steps))
         msg = f"{place} cannot be joined: {refusal}"
+        if rules.as_torch:
+            msg += ". out_dims and join are options of parallel(model, devices)"
         raise GatherError(msg) from refusal.__cause__
 
 
@@ -277,7 +279,11 @@ class _Join:
         if any(found) and found != self.rows[: self.lanes] and declared != _RAGGED and not self.rules.as_torch:
             name = type(values[0]).__name__
             refuse(f"the lanes had {self._listed_rows()} rows and returned a {name} of {listed(found)}. {CURE}")
-        return rules.join(moved)
+        try:
+            return rules.join(moved)
+        except GatherError as error:
+            msg = f'{error}. join="list" returns the outputs of the lanes as they are'
+            raise Refusal(msg) from error
 
     def _number(self, column: Sequence[Any], declared: Any) -> Any:
         parts = column[: self.lanes]

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from parawrap.backends.neuron import ExampleCall
 from parawrap.tree import flatten
 
 __all__ = ["constant_weights"]
 
 
 @contextmanager
-def constant_weights(model: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[None]:
+def constant_weights(model: Callable[..., Any], example: ExampleCall) -> Iterator[None]:
     """Clear `requires_grad` of the weights that a plain function closes over, inside the block.
 
     TorchScript accepts such weights as constants only if they do not require gradients. A separate run finds the weights,
@@ -24,7 +25,7 @@ def constant_weights(model: Callable[..., Any], args: tuple[Any, ...]) -> Iterat
     weights: dict[int, torch.Tensor] = {}
     if not isinstance(model, torch.nn.Module):
         with _Watching(weights):
-            model(*args)
+            model(*example.args, **example.kwargs)
     for weight in weights.values():
         weight.requires_grad = False
     try:

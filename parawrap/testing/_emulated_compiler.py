@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 
-from parawrap.backends.neuron import Signature, TensorSpec, arguments_of, buffers_kept, quiet_about_torchscript
+from parawrap.backends.neuron import (
+    ExampleCall,
+    Signature,
+    TensorSpec,
+    buffers_kept,
+    parameters_of,
+    quiet_about_torchscript,
+)
 from parawrap.testing._closure_weights import constant_weights
 from parawrap.testing._loaded_program import note_load
 from parawrap.testing._program_bytes import is_neff, pack
@@ -50,7 +57,8 @@ class _Flat(torch.nn.Module):
         self._takes = takes
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outputs, gives = flatten(self.model(*unflatten(self._takes, leaves)))
+        args, kwargs = unflatten(self._takes, leaves)
+        outputs, gives = flatten(self.model(*args, **kwargs))
         _refuse_others(outputs, addresses(gives, ("output",)), "the model returns")
         self.outputs, self.gives = outputs, gives
         return tuple(outputs)
@@ -68,29 +76,30 @@ class _Rehearsal:
         return [torch.empty(spec.shape, dtype=spec.dtype) for spec in self._outputs]
 
 
-def compile_for_cores(model: Callable[..., Any], example_inputs: Any) -> torch.jit.ScriptModule:
+def compile_for_cores(model: Callable[..., Any], example: ExampleCall) -> torch.jit.ScriptModule:
     """Return a ScriptModule with the model's structure that only takes tensors of the examples' shapes and dtypes.
 
     Raises:
         TypeError: If an input or output is not a tensor, or is in a container that TorchScript does not support. Also if
             the model or a part of it is already compiled for NeuronCores.
     """
-    args = arguments_of(example_inputs)
-    leaves, takes = flatten(args)
-    where = addresses(takes, ("args",))
-    _refuse_others(leaves, where, "example_inputs has")
+    leaves, takes = flatten(tuple(example))
+    where = addresses(takes, ("args", "kwargs"))
+    _refuse_others(leaves, where, "the example has")
     examples = [leaf.detach().clone() for leaf in leaves]  # the model may write into its inputs
     flat = _Flat(model, takes)
-    args = unflatten(takes, [leaf.detach().clone() for leaf in leaves])  # a repeated tensor is traced as separate inputs
-    with quiet_about_torchscript(), torch.no_grad(), constant_weights(model, args):
+    # Cloned again, because a repeated tensor is traced as separate inputs.
+    example = ExampleCall(*unflatten(takes, [leaf.detach().clone() for leaf in leaves]))
+    with quiet_about_torchscript(), torch.no_grad(), constant_weights(model, example):
         with buffers_kept(model):
             script: Any = torch.jit.trace(flat, tuple(examples), check_trace=False)
         _refuse_compiled(script)
         script = torch.jit.freeze(script.eval(), optimize_numerics=False)  # the trace has already recorded train mode
         signature = Signature(_specs(examples, where), _specs(flat.outputs, addresses(flat.gives, ("output",))))
         neff = pack(script, signature)
-    module = NeuronModule(neff, flat.gives, _parameters(model, len(args))).eval()
-    return _outer_trace(module, args, signature)
+    named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in example.kwargs]
+    module = NeuronModule(neff, flat.gives, named or parameters_of(model)[: len(example.args)]).eval()
+    return _outer_trace(module, (*example.args, *example.kwargs.values()), signature)
 
 
 def compiled_in(model: object) -> list[torch.jit.ScriptModule]:
@@ -157,15 +166,6 @@ def _specs(tensors: Sequence[torch.Tensor], where: Sequence[str]) -> tuple[Tenso
 def _containers(structure: TreeSpec) -> set[str]:
     found = set() if structure.type is None else {structure.type.__name__}
     return found.union(*map(_containers, structure.children()))
-
-
-def _parameters(model: Callable[..., Any], count: int) -> list[inspect.Parameter]:
-    """Return the first `count` parameters of the model; an empty list if Python cannot inspect its signature."""
-    try:
-        signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
-    except (TypeError, ValueError):
-        return []
-    return list(signature.parameters.values())[:count]
 
 
 def _with_signature(function: Callable[..., Any], parameters: Sequence[inspect.Parameter]) -> Callable[..., Any]:

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from parawrap.backends.neuron import NeuronRuntime, Signature, copy_around, cores_given, not_traced, runtime, using
+from parawrap.backends.neuron import (
+    ExampleCall,
+    NeuronRuntime,
+    Signature,
+    copy_around,
+    cores_given,
+    not_traced,
+    runtime,
+    using,
+)
 from parawrap.errors import DeviceUnavailableError
 from parawrap.testing._emulated_compiler import compile_for_cores, compiled_in
 from parawrap.testing._emulated_cores import Core, CoreStats
@@ -81,7 +90,9 @@ class NeuronHost(NeuronRuntime):
     def core_count(self) -> int:
         return self._given or cores_given() or _DEFAULT_CORES
 
-    def trace(self, model: Callable[..., Any], example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
+    def trace(
+        self, model: Callable[..., Any], example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+    ) -> torch.jit.ScriptModule:
         """Compile a model for the shapes and dtypes of the examples. The signature names the inputs ``args[0]`` and so on.
 
         A module in train mode is traced in train mode. Tracing does not change its buffers. Each inference starts from
@@ -91,13 +102,16 @@ class NeuronHost(NeuronRuntime):
         Args:
             model: a module or function that takes and returns tensors, or tuples, lists, and dicts of tensors.
             example_inputs: its positional arguments as a tuple, or its only argument. Their shapes are fixed.
+            example_kwarg_inputs: its keyword arguments, instead of `example_inputs`. A positional call of the compiled
+                model takes these, and no others, in the order of the model's parameters.
             compiler: options of a vendor's compiler. They are ignored here, so code for NeuronCores runs unchanged.
 
         Raises:
             TypeError: If an input or output is not a tensor, is not on the CPU, or is in another container. Also if a part
-                of the model is already compiled.
+                of the model is already compiled, if both or neither kind of examples are given, or if a dict is given by
+                position.
         """
-        return compile_for_cores(model, example_inputs)
+        return compile_for_cores(model, ExampleCall.of(model, example_inputs, example_kwarg_inputs))
 
     def place(self, model: torch.nn.Module, start: int, count: int) -> torch.nn.Module:
         """Copy a model that is compiled, or has compiled parts, onto the cores ``start .. start + count - 1``.

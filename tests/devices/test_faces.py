@@ -19,7 +19,11 @@ from parawrap import (
     TupleParallel,
     cat,
     data_parallel,
+    gather,
+    parallel_apply,
     recursive_to,
+    replicate,
+    scatter,
     tp_collate,
     tuple_fn,
 )
@@ -130,6 +134,54 @@ def test_data_parallel_verbs_can_be_overridden(verb, closing):
     x = rows()
     torch.testing.assert_close(wrapped(x), model(x.to("sim:0")))
     assert calls == [{"scatter": 3, "replicate": 2, "parallel_apply": 3, "gather": 2}[verb]]
+
+
+@pytest.mark.parametrize("verb", ["replicate", "parallel_apply"])
+def test_data_parallel_with_an_overridden_verb_trains(verb, closing):
+    """Replicas that are made for each call follow the optimizer, update statistics, and free their memory."""
+    mine = type("Mine", (DataParallel,), {verb: lambda self, *args: getattr(DataParallel, verb)(self, *args)})
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double().to("sim:0")
+    plain = copy.deepcopy(model)
+    first, second = closing(mine(model)), closing(DataParallel(plain))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    before = None
+    for _ in range(3):
+        x = rows(16)
+        for net, optimizer in zip((first, second), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=False)
+            net(x).square().sum().backward()
+            optimizer.step()
+        before = before or simdevice.stats().live_bytes
+    torch.testing.assert_close(dict(model.state_dict()), dict(plain.state_dict()))
+    assert simdevice.stats().live_bytes <= before
+
+
+def test_the_functions_on_four_devices():
+    """Parts, replicas, and outputs lie on the devices that the functions are given; gradients are the plain ones."""
+    model = mlp().to("sim:1")
+    x = rows(9).requires_grad_()
+    devices = [1, "sim:0", torch.device("sim", 3), 2]
+    parts = scatter(x, devices)
+    assert devices_of(parts) == ["sim:1", "sim:0", "sim:3", "sim:2"]
+    replicas = replicate(model, devices)
+    assert devices_of([next(replica.parameters()) for replica in replicas]) == devices_of(parts)
+    outputs = parallel_apply(replicas, parts, None, devices)
+    assert devices_of(outputs) == devices_of(parts)
+    assert devices_of(parallel_apply(replicas, parts)) == devices_of(parts)
+    for target, place in ((2, "sim:2"), (-1, "cpu"), ("sim", "sim:0")):
+        torch.testing.assert_close(gather(outputs, target), model(x.to("sim:1")).to(place))
+    gather(outputs, -1).square().sum().backward()
+    plain = copy.deepcopy(model)
+    plain.zero_grad()
+    plain(x.detach().to("sim:1")).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_data_parallel_finds_attributes(closing):
+    """Attributes of the module are found, also on its device."""
+    wrapped = closing(DataParallel(nn.Linear(5, 3).to("sim:0")))
+    assert wrapped.in_features == 5
+    assert str(wrapped.weight.device) == "sim:0"
 
 
 @pytest.mark.parametrize("count", [8, 2, 1])
@@ -365,6 +417,86 @@ def test_parallel_wrapper_places_the_model(device, place):
     net = ParallelWrapper(mlp(), device=device)
     assert next(net.parameters()).device == torch.device(place)
     assert str(net(rows().to(place)).device) == place
+
+
+def lanes_of(net):
+    """Return the devices that calls of a ParallelWrapper use."""
+    return net.model.device_ids if isinstance(net.model, DataParallel) else [next(net.parameters()).device]
+
+
+def test_parallel_wrapper_auto_uses_every_device():
+    """With "auto", calls are cut over all four devices, and outputs and gradients are the plain ones."""
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            seen.append(str(x.device))
+            return super().forward(x)
+
+    model = Model(5, 3, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    net = ParallelWrapper(model, "auto")
+    assert (net.device, lanes_of(net)) == ("sim:0", [0, 1, 2, 3])
+    x = rows(9)
+    output = net(x)
+    assert sorted(seen) == SIMS
+    torch.testing.assert_close(output.cpu(), plain(x))
+    output.square().sum().backward()
+    plain(x).square().sum().backward()
+    torch.testing.assert_close([p.grad.cpu() for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_parallel_wrapper_auto_starts_at_the_current_device():
+    """The model goes to the current device, which is also the first lane."""
+    with torch.sim.device(2):
+        net = ParallelWrapper(mlp(), "auto")
+    assert (net.device, lanes_of(net)) == ("sim:2", [2, 0, 1, 3])
+    assert str(net(rows()).device) == "sim:2"
+
+
+@pytest.mark.parametrize("device", ["auto", "sim", "sim:1", "cpu"])
+def test_parallel_wrapper_without_data_parallel(device):
+    """With `use_data_parallel=False`, every `device` gives one device, also in `to("auto")`."""
+    net = ParallelWrapper(mlp(), device, use_data_parallel=False)
+    assert not isinstance(net.model, DataParallel)
+    assert not isinstance(net.to("auto").model, DataParallel)
+    assert net.device == "sim:0"
+
+
+def test_parallel_wrapper_moves_between_auto_and_one_device():
+    """`to("auto")` spreads the calls, `to` with a device gathers them there, and `to` with a dtype changes neither."""
+    net = ParallelWrapper(mlp(), "cpu")
+    x = rows()
+    expected = net(x).detach()
+    for device, lanes in (("auto", [0, 1, 2, 3]), ("sim:1", [torch.device("sim:1")]), ("auto", [0, 1, 2, 3])):
+        assert net.to(device) is net
+        assert lanes_of(net) == lanes
+        torch.testing.assert_close(net(x.to(net.device)).detach().cpu(), expected)
+    net.to(torch.float32)
+    assert (net.device, lanes_of(net)) == ("sim:0", [0, 1, 2, 3])
+    assert net(x.float()).dtype == torch.float32
+    net.to("cpu", torch.float64)
+    torch.testing.assert_close(net(x).detach(), expected)
+    net.to(device="auto", dtype=torch.float32)
+    assert lanes_of(net) == [0, 1, 2, 3]
+    assert net[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
+)
+def test_parallel_wrapper_auto_copied_after_use(duplicate):
+    """A copy has its own lanes on every device and its own parameters, and attributes still lead to the model."""
+    net = ParallelWrapper(mlp(), "auto")
+    x = rows()
+    expected = net(x).detach()
+    twin = duplicate(net)
+    assert (twin.device, lanes_of(twin)) == ("sim:0", [0, 1, 2, 3])
+    with torch.no_grad():
+        torch.testing.assert_close(twin(x), expected)
+        twin[2].bias.add_(1)
+        torch.testing.assert_close(twin(x), expected + 1)
+        torch.testing.assert_close(net(x), expected)
 
 
 def test_parallel_wrapper_to():

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset
 
-from parawrap import DataParallel, DeviceListError, DeviceUnavailableError, GatherError, ShardError, data_parallel
+from parawrap import DataParallel, DeviceListError, DeviceUnavailableError, GatherError, ShardError, data_parallel, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -268,6 +269,22 @@ def test_module_can_be_replaced():
     assert_close(net(x), net.module(x))
 
 
+def test_module_can_be_replaced_by_an_equal_one():
+    """Identity decides: a module that equals every other one is replaced too."""
+
+    class Alike(nn.Linear):
+        def __eq__(self, other):
+            return True
+
+        __hash__ = nn.Module.__hash__
+
+    net = DataParallel(Alike(4, 2), TWO)
+    x = torch.randn(5, 4)
+    net(x)
+    net.module = Alike(4, 2)
+    assert_close(net(x), net.module(x))
+
+
 def test_dim_can_be_set():
     """After `net.dim = 1`, the next call cuts on dim 1, as in torch."""
     seen = []
@@ -435,6 +452,42 @@ def test_errors_name_the_lane_the_argument_or_the_shapes():
         net(torch.zeros(5), torch.zeros(3))
     with pytest.raises(GatherError, match=r"\(4, 4\)"):
         net(torch.zeros(7), None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (torch.zeros(5), torch.zeros(3)),
+        (torch.zeros(5), SimpleNamespace(y=torch.zeros(5))),
+        (torch.zeros(5), torch.sparse_coo_tensor([[0]], [1.0], (5,), check_invariants=True)),
+    ],
+    ids=["rows", "object", "sparse"],
+)
+def test_cures_name_the_face_that_has_the_option(arguments):
+    """The error of an argument that cannot be cut points to the `in_dims` of a parallel block, and that works."""
+
+    class Model(nn.Module):
+        def forward(self, x, y):
+            return x
+
+    with pytest.raises(ShardError, match=r"(?i)a parallel block") as caught:
+        DataParallel(Model(), TWO)(*arguments)
+    assert "in_dims" in str(caught.value)
+    with parallel(Model(), TWO, in_dims={"y": None}, out_dims=0) as p:
+        assert p.target(*arguments).shape == (5,)
+
+
+def test_the_cure_of_an_output_names_the_face_that_has_the_option():
+    """The error of an output that cannot be joined points to the options of `parallel`, and one of them works."""
+
+    class Model(nn.Module):
+        def forward(self, x):
+            return torch.zeros(len(x), len(x))
+
+    with pytest.raises(GatherError, match=r"options of parallel\(model, devices\)$"):
+        DataParallel(Model(), TWO)(torch.zeros(5))
+    with parallel(Model(), TWO, join="list") as p:
+        assert [output.shape for output in p.target(torch.zeros(5))] == [(3, 3), (2, 2)]
 
 
 def test_zero_rows_and_no_input_run_once():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parawrap import parallel
-from tests.conftest import require
+from tests.conftest import require_packages
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 LANES = [["cpu"] * lanes for lanes in (2, 3, 4)]
@@ -14,14 +14,7 @@ LANES = [["cpu"] * lanes for lanes in (2, 3, 4)]
 
 @pytest.fixture(autouse=True)
 def _packages():
-    missing = None
-    try:
-        import tensordict  # noqa: F401
-        import torch_geometric  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        missing = str(error)
-    require("packages", missing)
+    require_packages("transformers", "tensordict", "torch_geometric")
     torch.manual_seed(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def test_auto_uses_the_best_device():
     assert next(net.parameters()).device.type == best
     assert net.to("auto") is net
     assert torch.device(net.device).type == best
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_auto_without_an_accelerator_is_one_plain_lane():
+    """The model itself gets the whole batch, in the caller's thread, however many cores the CPU has."""
+    seen = []
+
+    class Where(nn.Module):
+        def forward(self, x):
+            seen.append((len(x), threading.get_ident()))
+            return x
+
+    model = Where()
+    net = ParallelWrapper(model, "auto")
+    assert (net.model, net.device) == (model, "cpu")
+    net(torch.zeros(8))
+    assert seen == [(8, threading.get_ident())]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")

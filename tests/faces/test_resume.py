@@ -201,7 +201,7 @@ def test_a_folder_of_another_target_is_refused(tmp_path):
 
 
 def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
-    """A wrong path does not fill somebody's folder."""
+    """A wrong path does not fill a folder with outputs."""
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ResumeError, match="holds other files, such as"):
         run(tmp_path, batches(2))

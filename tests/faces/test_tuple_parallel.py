@@ -7,17 +7,22 @@ import functools
 import multiprocessing
 import pickle
 import threading
+from collections import OrderedDict, UserDict, namedtuple
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset
 
-from parawrap import DataParallel, ShardError, TupleParallel, cat, default_collate, tp_collate, tuple_fn
+from parawrap import DataParallel, GatherError, ShardError, TupleParallel, cat, default_collate, tp_collate, tuple_fn
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
+
+Pair = namedtuple("Pair", ["x", "y"])
 
 
 class Rows(Dataset):
@@ -223,7 +228,7 @@ def test_parts_run_at_the_same_time():
 def test_transfer_output_and_reduction():
     """`reduction` gets the tuple of outputs, and the call returns its result."""
     parts = (torch.ones(2, 5), torch.ones(1, 5))
-    net = TupleParallel(nn.Identity(), TWO, "cpu", transfer_output=True, reduction=lambda outs: [len(out) for out in outs])
+    net = TupleParallel(nn.Identity(), TWO, True, True, lambda outs: [len(out) for out in outs], output_device="cpu")
     assert net(parts) == [2, 1]
 
 
@@ -292,6 +297,268 @@ def test_no_grad_and_autocast_apply_in_lanes():
         assert TupleParallel(Model(), TWO)((1, 2)) == ((False, False), (True, True))
 
 
+# -- whole batches ----------------------------------------------------------------------------------------------------
+
+
+class Subtract(nn.Module):
+    """Takes a whole batch with the keys x and y, or the fields of a Pair, and scales the difference."""
+
+    def forward(self, batch, scale=1):
+        x, y = (batch.x, batch.y) if isinstance(batch, Pair) else (batch["x"], batch["y"])
+        return (x - y) * scale
+
+
+class Spread(nn.Module):
+    """Takes the same values as keyword arguments."""
+
+    def forward(self, x, y):
+        return x - y
+
+
+SAMPLES = [(torch.tensor(float(i)), torch.tensor(float(i * i))) for i in range(5)]
+
+
+def as_dict(samples):
+    xs, ys = zip(*samples, strict=True)
+    return {"x": torch.stack(xs), "y": torch.stack(ys)}
+
+
+@pytest.mark.parametrize("devices", [TWO, THREE, ["cpu"] * 7], ids=len)
+@pytest.mark.parametrize(
+    "kind",
+    [dict, OrderedDict, UserDict, MappingProxyType, lambda b: Pair(**b)],
+    ids=["dict", "ordered", "user", "proxy", "namedtuple"],
+)
+def test_a_collated_batch_is_passed_whole(devices, kind):
+    """What `tp_collate` returns can be the only argument, for any number of devices next to the two keys."""
+    batch = tp_collate(len(devices))(lambda samples: kind(as_dict(samples)))(SAMPLES)
+    assert_close(cat(TupleParallel(Subtract(), devices)(batch)), Subtract()(as_dict(SAMPLES)))
+
+
+def test_a_collated_mapping_keeps_its_class_and_attributes():
+    """A dict subclass, such as the encoding of a tokenizer, arrives in the model as that class."""
+
+    class Encoding(dict):
+        def __init__(self, items=(), language=None):
+            super().__init__(items)
+            self.language = language
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            return {"class": type(batch), "language": batch.language, "n": len(batch["x"])}
+
+    batch = tp_collate(2)(lambda samples: Encoding(as_dict(samples), "en"))(SAMPLES)
+    assert TupleParallel(Model(), TWO)(batch) == tuple({"class": Encoding, "language": "en", "n": n} for n in (3, 2))
+
+
+def test_a_model_may_change_the_dict_that_it_gets():
+    """The dict of a lane is its own, so the caller's batch stays the same."""
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            return {"n": len(batch.pop("x"))}
+
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    assert TupleParallel(Model(), TWO)(batch) == ({"n": 3}, {"n": 2})
+    assert list(batch) == ["x", "y"]
+
+
+def test_a_seed_gives_the_same_numbers_for_dict_batches():
+    """Lanes on one device draw random numbers in lane order."""
+    net = TupleParallel(nn.Sequential(OrderedDict(pick=Subtract(), drop=nn.Dropout())), TWO, reduction=cat)
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    torch.manual_seed(0)
+    first = net(batch)
+    torch.manual_seed(0)
+    assert torch.equal(net(batch), first)
+
+
+@pytest.mark.parametrize("samples", [SAMPLES[:1], []], ids=len)
+def test_short_dict_batches_have_one_part(samples):
+    """One sample, and no sample, give one part."""
+    collate = tp_collate(3)(lambda each: {"x": torch.zeros(len(each)), "y": torch.zeros(len(each))})
+    (output,) = TupleParallel(Subtract(), THREE)(collate(samples))
+    assert len(output) == len(samples)
+
+
+def test_a_collated_dict_can_be_spread():
+    """`model(**batch)` gives each keyword argument its parts."""
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    assert_close(cat(TupleParallel(Spread(), TWO)(**batch)), Subtract()(as_dict(SAMPLES)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_of_dict_batches(workers):
+    """DataLoader workers return dict batches that are passed whole, also a short last one."""
+    loader = DataLoader(
+        SAMPLES,
+        batch_size=4,
+        collate_fn=tp_collate(2)(as_dict),
+        num_workers=workers,
+        multiprocessing_context=multiprocessing.get_context("fork") if workers else None,
+    )
+    outputs = [TupleParallel(Subtract(), TWO)(batch) for batch in loader]
+    assert [len(out) for out in outputs] == [2, 1]
+    assert_close(torch.cat([cat(out) for out in outputs]), Subtract()(as_dict(SAMPLES)))
+
+
+def test_a_whole_batch_next_to_other_arguments():
+    """A dict of parts may be positional or a keyword argument, next to tuples of parts."""
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    expected = Subtract()(as_dict(SAMPLES)) * 2
+    net = TupleParallel(Subtract(), TWO, reduction=cat)
+    assert_close(net(batch, (2, 2)), expected)
+    assert_close(net(scale=[2, 2], batch=batch), expected)
+
+
+def test_dicts_and_namedtuples_of_parts_may_be_nested():
+    """The first tuple or list on the way down holds the parts. Each lane gets its own containers."""
+
+    class Model(nn.Module):
+        def forward(self, batch):
+            batch["seen"] = True
+            return [batch]
+
+    batch = {"a": {"b": (1, 2)}, "c": Pair([3, 4], {}), "d": ({"e": (5,)}, {"e": (6,)})}
+    ((one, two),) = TupleParallel(Model(), TWO)(batch)
+    assert one == {"a": {"b": 1}, "c": Pair(3, {}), "d": {"e": (5,)}, "seen": True}
+    assert two == {"a": {"b": 2}, "c": Pair(4, {}), "d": {"e": (6,)}, "seen": True}
+    assert "seen" not in batch
+    assert one["c"].y is not two["c"].y
+
+
+def test_a_tuple_of_tuples_has_one_tuple_per_device():
+    """The outermost tuple holds the parts, whatever the lengths are. A batch `(xs, ys)` is spread."""
+    seen = TupleParallel(nn.Identity(), THREE)((("a", "b", "c"), ("d", "e", "f")))
+    assert seen == (("a", "d"), ("b", "e"), ("c", "f"))
+    batch = tp_collate(3)(lambda samples: tuple(as_dict(samples).values()))(SAMPLES)
+    assert_close(cat(TupleParallel(Spread(), THREE)(*batch)), Subtract()(as_dict(SAMPLES)))
+
+
+def test_an_empty_dict_takes_the_number_of_parts_from_other_arguments():
+    """Each part of an empty dict is empty."""
+
+    class Model(nn.Module):
+        def forward(self, x, options):
+            return {"x": x, **options}
+
+    assert TupleParallel(Model(), TWO)((1, 2), {}) == ({"x": 1}, {"x": 2})
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "words"),
+    [
+        (({},), {}, ["args[0] is an empty dict", "Give a tuple with one dict per device"]),
+        (({"x": torch.zeros(2)},), {}, ['args[0]["x"] is a Tensor', "If the dict itself is one part, give a tuple"]),
+        (((1, 2), {"x": {"y": "ab"}}), {}, ['args[1]["x"]["y"] is a str']),
+        ((), {"batch": {"x": (1, 2), "y": 3}}, ['kwargs["batch"]["y"] is a int']),
+        (({"x": (1, 2), "y": (1,)},), {}, ["different numbers of parts", """'args[0]["x"]': 2, 'args[0]["y"]': 1"""]),
+        (({"x": (1, 2), "y": (1, 2)}, (1, 2, 3)), {}, ["different numbers of parts"]),
+        (({"x": (1, 2, 3)},), {}, ["3 parts for 2 devices"]),
+        ((Pair(torch.zeros(2), (1, 2)),), {}, ["args[0][0] is a Tensor", "one Pair per device"]),
+        ((pack_sequence([torch.zeros(2)]),), {}, ["args[0] is a PackedSequence"]),
+        ((torch.ones(2, 3).max(1),), {}, ["args[0] is a max"]),
+        ((((1,), (2,), (3,)),), {}, ["3 parts for 2 devices", "pass each item as an argument: model(*batch)"]),
+        ((iter((1, 2)),), {}, ["args[0] is a tuple_iterator"]),
+        ((None,), {}, ["args[0] is a NoneType"]),
+    ],
+)  # fmt: skip
+def test_what_structure_does_not_settle_is_refused(args, kwargs, words):
+    """The error names the place and the remedy."""
+    with pytest.raises(ShardError) as caught:
+        TupleParallel(nn.Identity(), TWO)(*args, **kwargs)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_packed_sequences_are_single_outputs():
+    """A PackedSequence is returned per part, although it is a namedtuple."""
+    outputs = TupleParallel(nn.Identity(), TWO)((pack_sequence([torch.zeros(2)]), pack_sequence([torch.ones(1)])))
+    assert [type(output) for output in outputs] == [PackedSequence] * 2
+
+
+def test_outputs_with_different_numbers_of_items_are_refused():
+    """Lists with one item per row cannot be transposed without dropping rows."""
+    with pytest.raises(GatherError, match=r"output 1 has 1 item, output 0 has 2.*into a dict"):
+        TupleParallel(nn.Identity(), TWO)(([1, 2], [3]))
+
+
+# -- the constructor and the end ------------------------------------------------------------------------------------------
+
+
+def test_the_options_have_the_order_of_tuple_parallel():
+    """By position: module, device_ids, transfer_output, transfer_input, reduction."""
+    net = TupleParallel(nn.Identity(), TWO, True, False, cat)
+    assert (net.transfer_output, net.transfer_input, net.reduction) == (True, False, cat)
+    assert (net.ndevices, net.home_device, net.output_device) == (2, torch.device("cpu"), torch.device("cpu"))
+
+
+def test_the_module_moves_to_its_first_device():
+    """As in tuple_parallel, the caller need not move the module."""
+    moved = []
+
+    class Model(nn.Identity):
+        def to(self, device):
+            moved.append(device)
+            return super().to(device)
+
+    TupleParallel(Model(), TWO)
+    assert moved == [torch.device("cpu")]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+def test_without_lanes_there_is_one_device():
+    """`ndevices` can be passed to `tp_collate` on a machine without an accelerator."""
+    net = TupleParallel(nn.Identity())
+    assert (net.ndevices, net.home_device) == (1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        (("cpu",), {}, "transfer_output='cpu' is not True or False. .* use output_device="),
+        ((), {"transfer_input": None}, "transfer_input=None is not True or False"),
+        ((), {"output_device": "cpu"}, "output_device='cpu' has no effect without transfer_output=True"),
+        ((), {"reduction": "mean"}, "reduction='mean' is not callable"),
+        ((), {"dim": 1}, r"dim=1 has no effect: .*partial\(parawrap\.cat, dim=1\)"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(args, options, words):
+    """The error names the value and the option that does what was meant."""
+    with pytest.raises(ShardError, match=words):
+        TupleParallel(nn.Identity(), TWO, *args, **options)
+
+
+def test_a_call_without_arguments_runs_once_per_device():
+    """As in tuple_parallel, a module without inputs gives one output per device."""
+
+    class Model(nn.Module):
+        def forward(self):
+            return 7
+
+    assert TupleParallel(Model(), THREE)() == (7, 7, 7)
+
+
+def test_the_context_manager_ends_the_threads():
+    """After the block no thread is left, also after an error in it. A later call starts threads again."""
+    before = set(threading.enumerate())
+    net = TupleParallel(nn.Identity(), TWO)
+
+    def leave_with_an_error():
+        with net as entered:
+            assert [entered((1, 2)) for _ in range(2)] == [(1, 2)] * 2
+            assert set(threading.enumerate()) > before
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        leave_with_an_error()
+    assert set(threading.enumerate()) == before
+    assert net((1, 2)) == (1, 2)
+    net.close()
+    net.close()
+    assert set(threading.enumerate()) == before
+
+
 # -- tuple_fn --------------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +586,14 @@ def test_tuple_fn_in_parallel_runs_parts_at_the_same_time():
 def test_tuple_fn_transposes_tuples():
     """If the function returns a tuple, the result is a tuple of tuples."""
     assert tuple_fn(lambda x: (x, -x))((1, 2, 3)) == ((1, 2, 3), (-1, -2, -3))
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_tuple_fn_takes_whole_batches(parallel):
+    """A dict of parts is cut as by TupleParallel."""
+    batch = tp_collate(2)(as_dict)(SAMPLES)
+    difference = tuple_fn(lambda batch, scale: (batch["x"] - batch["y"]) * scale, parallel=parallel)
+    assert_close(cat(difference(batch, scale=(2, 2))), Subtract()(as_dict(SAMPLES), 2))
 
 
 def test_tuple_fn_refuses_more_parts_than_devices():

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pickle
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -177,6 +178,12 @@ def test_device_names_ignore_case(kind, spellings):
         platform = Platform(device=given)
         assert platform.device is kind
         assert platform.device == kind.value
+
+
+def test_type_checkers_know_every_device_name():
+    """The type of `device` lists the names of all kinds, and the alias "cuda"."""
+    _, names = get_args(get_type_hints(Platform)["device"])
+    assert set(get_args(names)) == {*(kind.value for kind in Device), "cuda"}
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -364,10 +364,10 @@ def test_dynamic_batching_is_not_advised_for_a_model_that_cannot_use_it(host):
 @pytest.mark.parametrize(
     ("example", "says"),
     [
-        ((), "example_inputs has no tensors"),
-        ((A, 3), r"example_inputs has a int at args\[1\]"),
-        ((A, {"mask": None}), r'example_inputs has a NoneType at args\[1\]\["mask"\]'),
-        ((A, torch.zeros(2, device="meta")), r"example_inputs has a tensor on meta at args\[1\]"),
+        ((), "the example has no tensors"),
+        ((A, 3), r"the example has a int at args\[1\]"),
+        ((A, {"mask": None}), r'the example has a NoneType at args\[1\]\["mask"\]'),
+        ((A, torch.zeros(2, device="meta")), r"the example has a tensor on meta at args\[1\]"),
         ((A, Pair(A, {"k": Scores(A, {})})), "does not support one of the containers Pair, Scores"),
     ],
     ids=["none", "a number", "None", "another device", "a dataclass"],

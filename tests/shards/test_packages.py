@@ -14,7 +14,7 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
-from tests.conftest import require
+from tests.conftest import require_packages
 
 CPU = torch.device("cpu")
 MODELS = ("gpt2", "llama", "mistral")  # mistral has a sliding window
@@ -23,14 +23,7 @@ CACHES = ("dynamic", "config", "static")
 
 @pytest.fixture(autouse=True)
 def _packages():
-    missing = None
-    try:
-        import tensordict  # noqa: F401
-        import torch_geometric  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        missing = str(error)
-    require("packages", missing)
+    require_packages("transformers", "tensordict", "torch_geometric")
 
 
 def rule_for(cls):

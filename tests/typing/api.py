@@ -10,7 +10,7 @@ from typing import Any, Literal, assert_type
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 import parawrap
 from parawrap import (
@@ -43,11 +43,16 @@ from parawrap import (
     data_parallel,
     default_collate,
     functional,
+    gather,
     neuron,
     parallel,
+    parallel_apply,
     recursive_cuda,
     recursive_to,
     register_split,
+    replicate,
+    scatter,
+    scatter_kwargs,
     tp_collate,
     transpose,
     tuple_fn,
@@ -77,6 +82,17 @@ def a_function_is_a_target(x: torch.Tensor) -> None:
 
     with parallel(scale, 2) as p:
         assert_type(p.target(x, 3.0), torch.Tensor)
+
+
+def a_decorated_function_keeps_its_signature(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    @parallel(model, ["cpu", "cpu"])
+    def evaluate(batches: list[torch.Tensor], *, limit: int = 3) -> float:
+        return float(limit)
+
+    assert_type(evaluate([x], limit=2), float)
+    evaluate([x], limit="2")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    evaluate(x)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert_type(parallel(model, 2)(x), Any)
 
 
 def every_way_to_name_devices(model: torch.nn.Module) -> None:
@@ -117,7 +133,10 @@ def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
 
 def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tensor) -> None:
     assert_type(block.map([x], buffersize=4, progress=True), Iterator[Any])
-    block.map([x], buffersize=None)
+    block.map([x], buffersize=None, prepare=tuple, with_inputs=True, return_exceptions=True, ordered=False)
+    block.map([x], resume="outputs", progress=True, total=1, desc="embed")
+    assert_type(block.method("forward").submit(x), Future[Any])
+    assert_type(block.method("forward").map([x]), Iterator[Any])
     block.map([x], window=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     block.map([x], buffersize="4")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
@@ -130,8 +149,30 @@ def data_parallels_are_generic_in_their_module(model: torch.nn.Linear, x: torch.
     tuples = TupleParallel(model, ["cpu"], transfer_output=True, reduction=cat)
     assert_type(tuples.module, torch.nn.Linear)
     data_parallel(model, x, ["cpu", "cpu"])
+    DataParallel(3)  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
     wrapped = ParallelWrapper(model, device="auto")
     assert_type(wrapped.to("cpu"), ParallelWrapper)
+
+
+def attributes_of_the_module_are_found(model: torch.nn.Linear) -> None:
+    assert_type(DataParallel(model).in_features, Any)
+    assert_type(TupleParallel(model).in_features, Any)
+    assert_type(ParallelWrapper(model).in_features, Any)
+
+
+def the_four_steps_are_functions(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    assert_type(scatter(x, ["cpu", 0, torch.device("cpu")]), tuple[torch.Tensor, ...])
+    assert_type(scatter({"x": x}, ["cpu"], dim=1), list[dict[str, torch.Tensor]])
+    assert_type(scatter([x], range(2)), list[list[torch.Tensor]])
+    assert_type(scatter_kwargs((x,), None, ["cpu"]), tuple[tuple[Any, ...], tuple[dict[str, Any], ...]])
+    replicas = replicate(model, ["cpu", "cpu"], detach=True)
+    assert_type(replicas, list[torch.nn.Linear])
+    assert_type(DataParallel(model).replicate(model, [0]), list[torch.nn.Linear])
+    assert_type(parallel_apply(replicas, [x, (x,)], None, ["cpu", None]), list[Any])
+    gather([x, x], -1, dim=1)
+    scatter(x, "cpu", 0, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+    replicate(len, ["cpu"])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    gather([x], ["cpu"])  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 @tuple_fn
@@ -149,10 +190,7 @@ def collate(samples: Sequence[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-def decorated_functions_keep_their_parameters(x: torch.Tensor) -> None:
-    assert_type(double(x), torch.Tensor)
-    assert_type(shift(x, by=2), torch.Tensor)
-    shift(x, by="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+def collate_functions_keep_their_parameters(x: torch.Tensor) -> None:
     collate([1, 2, 3])
     collate("no", "such", "arguments")  # type: ignore[call-arg, arg-type]  # pyright: ignore[reportCallIssue]
     default_collate(2)([x, x])
@@ -220,7 +258,10 @@ def every_field_of_a_platform(log: Path) -> None:
     assert_type(platform.ranks_per_node, int)
     assert_type(platform.requires_ipc, bool)
     assert_type(Device.from_str("cuda"), Device)
+    Platform(device=Device.from_str(str(log)))
+    Platform(device="cuda", launcher="slurm")
     Platform(device=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    Platform(device="cpuu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(spawn_method="thread")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     Platform(ipc_groups=[0, 1])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     Platform(devices="cpu")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
@@ -326,10 +367,6 @@ def the_helpers_of_a_rank(
     functional.average_params_grads(model, params=True, grads=False)
     functional.optimiser_to(torch.optim.Adam(model.parameters()), torch.device("cpu"))
     assert_type(functional.has_batch_norm(model), bool)
-    assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Module)
-    assert_type(functional.to(model, 0, find_unused_parameters=True), torch.nn.Module)
-    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Module)
-    functional.to(model, strategy="fsdp")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(functional.get_dataset_sampler(data, pad=False), Sampler[int] | None)
     assert_type(functional.shard_loader(loader, pad=False), DataLoader[list[torch.Tensor]])
     assert_type(functional.gather_rows([torch.ones(1)], loader), list[torch.Tensor])
@@ -339,6 +376,20 @@ def the_helpers_of_a_rank(
     functional.set_default_device(0, TWO)
     functional.get_dataset_sampler(data, 0, TWO, False)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     functional.seed_generators("7")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_module_on_its_device_keeps_its_class(model: torch.nn.Linear, sync: bool, strategy: Literal["ddp", "fsdp2"]) -> None:
+    assert_type(functional.to(model, sync_modules=False, device="cpu"), torch.nn.Linear)
+    assert_type(functional.to(model, 0, False), torch.nn.Linear)
+    assert_type(functional.to(model, strategy="fsdp2", reshard_after_forward=False), torch.nn.Linear)
+    assert_type(functional.to(model), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel)
+    assert_type(
+        functional.to(model, None, sync, strategy=strategy), torch.nn.Linear | torch.nn.parallel.DistributedDataParallel
+    )
+    as_linear: torch.nn.Linear = functional.to(model)  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
+    functional.to(model, strategy="fsdp")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    functional.to("model")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
+    assert as_linear
 
 
 def errors_of_a_launch_have_typed_attributes(
@@ -354,3 +405,69 @@ def errors_of_a_launch_have_typed_attributes(
     assert isinstance(as_type_error, LaunchError)
     assert as_launch_errors
     assert issubclass(as_value_error, ParawrapError)
+
+
+@tuple_fn
+def norms(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return x, float(x.norm())
+
+
+@tuple_fn(parallel=True)
+def shapes(x: torch.Tensor) -> list[int]:
+    return list(x.shape)
+
+
+class Criterion:
+    """Has decorated methods."""
+
+    @tuple_fn
+    def in_turn(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @tuple_fn(parallel=True)
+    def in_lanes(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x, len(x)
+
+
+def tuple_functions_return_tuples(xs: tuple[torch.Tensor, ...], criterion: Criterion) -> None:
+    assert_type(tuple_fn(torch.nn.functional.mse_loss)(xs, xs), tuple[torch.Tensor, ...])
+    assert_type(double(xs), tuple[torch.Tensor, ...])
+    assert_type(shift(xs, by=(2, 3)), tuple[torch.Tensor, ...])
+    assert_type(norms(xs), tuple[tuple[torch.Tensor, ...], tuple[float, ...]])
+    assert_type(shapes(xs), tuple[tuple[int, ...], ...])
+    assert_type(criterion.in_turn(xs), tuple[torch.Tensor, ...])
+    assert_type(criterion.in_lanes(xs), tuple[tuple[torch.Tensor, ...], tuple[int, ...]])
+    tuple_fn(3)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@tp_collate(2)
+def collate_pairs(samples: Sequence[tuple[int, int]], scale: int = 1) -> tuple[torch.Tensor, list[int]]:
+    return torch.tensor([x * scale for x, _ in samples]), [y for _, y in samples]
+
+
+@tp_collate(2)
+def collate_fields(samples: Sequence[int]) -> dict[str, torch.Tensor]:
+    return {"x": torch.tensor(samples)}
+
+
+def collate_functions_return_tuples(x: torch.Tensor, pairs: Dataset[tuple[torch.Tensor, int]]) -> None:
+    DataLoader(pairs, collate_fn=default_collate(2))
+    assert_type(collate([1, 2, 3]), tuple[torch.Tensor, ...])
+    assert_type(collate_pairs([(1, 2)], scale=3), tuple[tuple[torch.Tensor, ...], tuple[list[int], ...]])
+    assert_type(collate_fields([1]), dict[str, tuple[torch.Tensor, ...]])
+    assert_type(default_collate(2)([x, x]), tuple[torch.Tensor, ...])
+    assert_type(default_collate(2)([1, 2]), tuple[torch.Tensor, ...])
+    assert_type(default_collate(2)([(x, 1)]), tuple[tuple[Any, ...], tuple[Any, ...]])
+    assert_type(default_collate(2)([{"x": x}]), Any)
+
+
+def a_tuple_parallel_is_a_context_manager(model: torch.nn.Linear) -> None:
+    with TupleParallel(model, ["cpu", "cpu"], True, True, cat) as net:
+        assert_type(net, TupleParallel[torch.nn.Linear])
+        assert_type(net.ndevices, int)
+    TupleParallel(model, ["cpu"], "cpu")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_trace_takes_keyword_inputs(model: torch.nn.Linear, x: torch.Tensor) -> None:
+    assert_type(neuron.trace(model, x), torch.jit.ScriptModule)
+    assert_type(neuron.trace(func=model, example_kwarg_inputs={"input": x}, compiler_args=["-O1"]), torch.jit.ScriptModule)

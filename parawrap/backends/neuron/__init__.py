@@ -18,14 +18,14 @@ from parawrap.backends.neuron._runtime import (
     no_dynamic_batching,
     not_traced,
 )
-from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
+from parawrap.backends.neuron._tracing import ExampleCall, buffers_kept, parameters_of, quiet_about_torchscript
 
 __all__ = [
+    "ExampleCall",
     "NeuronCore",
     "NeuronRuntime",
     "Signature",
     "TensorSpec",
-    "arguments_of",
     "buffers_kept",
     "consecutive",
     "copy_around",
@@ -36,6 +36,7 @@ __all__ = [
     "modules_around",
     "no_dynamic_batching",
     "not_traced",
+    "parameters_of",
     "quiet_about_torchscript",
     "resolve_cores",
     "runtime",

@@ -94,10 +94,16 @@ class NeuronRuntime(ABC):
         """
 
     @abstractmethod
-    def trace(self, model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
-        """Compile a module or function for the shapes and dtypes of `example_inputs`, a tensor or a tuple.
+    def trace(
+        self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+    ) -> torch.jit.ScriptModule:
+        """Compile a module or function for the shapes and dtypes of the examples: a tensor or tuple, or a dict by name.
 
         `compiler` holds options of the runtime's compiler.
+
+        Raises:
+            TypeError: If both or neither kind of examples are given, or a dict is given by position.
+            DeviceUnavailableError: If the runtime cannot trace inputs by name.
         """
 
     @abstractmethod

@@ -35,8 +35,9 @@ class TorchNeuron(VendorRuntime):
         traced = self._traced.get(model)
         if traced is None or traced.signature is None or traced.outputs is None:
             why = (
-                "its compiled shapes are unknown in this process. Trace it with dynamic_batch_size=True, or trace it in "
-                "this process with parawrap.neuron.trace(model, example_inputs)"
+                "it is from a file or from another trace, so its compiled shapes are unknown. Trace it in this process "
+                "with parawrap.neuron.trace. If it was traced with dynamic_batch_size=True, use it as it is: it takes any "
+                "number of rows already"
             )
             raise no_dynamic_batching(why)
         around = _InChunks(model, traced.signature, traced.outputs)

@@ -7,6 +7,7 @@ It uses only names that the vendor documents. A vendor's compiled model reports 
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import threading
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ from parawrap.backends.neuron._compiled_submodules import copy_around
 from parawrap.backends.neuron._neuron_cores import cores_given
 from parawrap.backends.neuron._neuron_ls import cores_listed
 from parawrap.backends.neuron._runtime import NeuronRuntime, Signature, TensorSpec, not_traced
-from parawrap.backends.neuron._tracing import arguments_of, buffers_kept, quiet_about_torchscript
+from parawrap.backends.neuron._tracing import ExampleCall, buffers_kept, quiet_about_torchscript
 from parawrap.errors import DeviceUnavailableError
 from parawrap.tree import TreeSpec, addresses, flatten
 
@@ -54,10 +55,18 @@ class VendorRuntime(NeuronRuntime):
             self._cores_listed = cores_listed()
         return self._cores_listed
 
-    def trace(self, model: Any, example_inputs: Any, **compiler: Any) -> torch.jit.ScriptModule:
+    def trace(
+        self, model: Any, example_inputs: Any = None, *, example_kwarg_inputs: Any = None, **compiler: Any
+    ) -> torch.jit.ScriptModule:
         """Call the vendor's trace, after one run on the CPU that records the outputs, which the vendor does not report."""
-        signature, outputs = _observed(model, example_inputs)
-        compiled: torch.jit.ScriptModule = self._documented("trace")(model, example_inputs, **compiler)
+        example = ExampleCall.of(model, example_inputs, example_kwarg_inputs)
+        trace = self._documented("trace")
+        if example_kwarg_inputs is not None:
+            self._refuse_without(trace, "example_kwarg_inputs")
+        signature, outputs = _observed(model, example)
+        given = (example_inputs,) if example_kwarg_inputs is None else ()
+        named = {} if example_kwarg_inputs is None else {"example_kwarg_inputs": example_kwarg_inputs}
+        compiled: torch.jit.ScriptModule = trace(model, *given, **named, **compiler)
         self._traced[compiled] = _Traced(signature, outputs, compiler)
         return compiled
 
@@ -99,6 +108,15 @@ class VendorRuntime(NeuronRuntime):
             if signature is not None:
                 signature.refuse_fixed()
         return parts
+
+    def _refuse_without(self, trace: Any, name: str) -> None:
+        """Raise DeviceUnavailableError unless the vendor's trace has the parameter. `**options` would not use it."""
+        if name not in inspect.signature(trace).parameters:
+            msg = (
+                f"the trace of this release of {self.name} has no {name}. Give the inputs by position, in the order of "
+                "forward: trace(model, (first, second)). If forward needs names, trace a module that calls it with them"
+            )
+            raise DeviceUnavailableError(msg)
 
     def _documented(self, name: str) -> Any:
         """Return a vendor function from its current place, or from the ``experimental`` module of older releases."""
@@ -142,17 +160,16 @@ def _saved(part: torch.jit.ScriptModule) -> io.BytesIO:
     return buffer
 
 
-def _observed(model: Any, example_inputs: Any) -> tuple[Signature | None, TreeSpec | None]:
+def _observed(model: Any, example: ExampleCall) -> tuple[Signature | None, TreeSpec | None]:
     """Run the model once on the CPU; return its signature and the structure of its output, or None for both if it fails."""
     try:
-        args = arguments_of(example_inputs)
         with torch.no_grad(), buffers_kept(model):
-            returned = model(*args)
+            returned = model(*example.args, **example.kwargs)
     except Exception:  # noqa: BLE001 (the model may have kernels for NeuronCores only; the vendor's trace reports mistakes)
         return None, None
-    (inputs, input_spec), (outputs, output_spec) = flatten(args), flatten(returned)
+    (inputs, input_spec), (outputs, output_spec) = flatten(tuple(example)), flatten(returned)
     signature = Signature(
-        _specs(inputs, addresses(input_spec, ("args",))), _specs(outputs, addresses(output_spec, ("output",)))
+        _specs(inputs, addresses(input_spec, ("args", "kwargs"))), _specs(outputs, addresses(output_spec, ("output",)))
     )
     return signature, output_spec
 

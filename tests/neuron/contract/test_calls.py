@@ -12,6 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from parawrap import neuron
+from parawrap.backends.neuron import using
 from parawrap.backends.neuron._torch_neuronx import TorchNeuronx
 from parawrap.errors import DeviceUnavailableError, ReplicaError, ShapeError
 from parawrap.testing import neuron_host
@@ -166,10 +168,50 @@ def test_a_model_traced_with_dynamic_batch_size_is_returned_unchanged(recorded, 
 
 @pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)
 def test_a_model_from_a_file_has_no_dynamic_batching_on_torch_neuron(recorded):
-    """Its shapes are unknown, so the error names both ways to trace it."""
+    """Its shapes are unknown. The error does not advise a trace option that a file does not keep for parawrap."""
     loaded = _saved_and_loaded(recorded.runtime.trace(mlp(), rows(2)))
-    with pytest.raises(ShapeError, match=r"dynamic_batch_size=True.*parawrap\.neuron\.trace"):
+    with pytest.raises(ShapeError, match=r"from a file .* Trace it in this process with parawrap\.neuron\.trace"):
         recorded.runtime.dynamic_batch(loaded)
+
+
+@pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)
+def test_a_model_from_a_file_keeps_its_own_dynamic_batching_on_torch_neuron(recorded):
+    """If it was traced with dynamic_batch_size=True, it takes any number of rows as it is, as the error says."""
+    loaded = _saved_and_loaded(recorded.runtime.trace(mlp(), rows(2), dynamic_batch_size=True))
+    with pytest.raises(ShapeError, match=r"traced with dynamic_batch_size=True, use it as it is"):
+        recorded.runtime.dynamic_batch(loaded)
+    assert loaded(rows(5)).shape == (5, 3)
+    with using(recorded.runtime):
+        net = neuron.DataParallel(loaded, set_dynamic_batching=False)
+        torch.testing.assert_close(net(rows(12)), mlp()(rows(12)))
+        net.close()
+
+
+def test_a_trace_without_keyword_inputs_is_an_error(recorded, calls):
+    """The vendor documents no example_kwarg_inputs. A trace with `**options` would silently ignore it."""
+    x, y = numbers(2)
+    with pytest.raises(DeviceUnavailableError, match=rf"{recorded.runtime.name} has no example_kwarg_inputs.* by position"):
+        recorded.runtime.trace(Doubling(), example_kwarg_inputs={"x": x, "y": y})
+    assert calls == []
+
+
+def test_a_trace_with_keyword_inputs_gets_them(recorded, monkeypatch):
+    """A release whose trace has the parameter is used. The signature has the order of forward."""
+    seen = []
+
+    def trace(func, example_inputs=None, *, example_kwarg_inputs=None, **options):
+        seen.append((func, example_inputs, example_kwarg_inputs, options))
+        return recorded.host.trace(func, example_inputs, example_kwarg_inputs=example_kwarg_inputs)
+
+    monkeypatch.setattr(recorded.double.package, "trace", trace)
+    model, (x, y) = Doubling(), numbers(2)
+    example = {"y": y, "x": x}
+    compiled = recorded.runtime.trace(model, example_kwarg_inputs=example, compiler_args=["--x"])
+    assert seen == [(model, None, example, {"compiler_args": ["--x"]})]
+    signature = recorded.runtime.signature(compiled)
+    assert [spec.address for spec in signature.inputs] == ['kwargs["x"]', 'kwargs["y"]']
+    x, y = numbers(5)
+    torch.testing.assert_close(recorded.runtime.dynamic_batch(compiled)(y=y, x=x), model(x, y))
 
 
 @pytest.mark.parametrize("recorded", ["torch_neuron"], indirect=True)

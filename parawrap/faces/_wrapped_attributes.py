@@ -1,0 +1,32 @@
+"""Attributes that a wrapper lacks and that the module in it may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["wrapped_attribute"]
+
+
+def wrapped_attribute(wrapper: torch.nn.Module, module: torch.nn.Module | None, name: str, missing: AttributeError) -> Any:
+    """Return an attribute of `module`. Called by the ``__getattr__`` of `wrapper`.
+
+    Names like ``__deepcopy__`` are not looked up: a copy of the wrapper would be a copy of the module.
+
+    Raises:
+        AttributeError: If the module lacks the attribute. If a property of the wrapper or of the module raised an
+            AttributeError, that error. `missing` for special names, and before the wrapper has a module.
+    """
+    if name.startswith("__") and name.endswith("__"):
+        raise missing
+    if hasattr(type(wrapper), name):
+        return object.__getattribute__(wrapper, name)  # Python drops the error of a property before `__getattr__`
+    if module is None:  # before __init__, as during unpickling
+        raise missing
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        if not hasattr(type(module), name):
+            raise
+    return object.__getattribute__(module, name)  # torch.nn.Module.__getattr__ hides the error of a property
