@@ -19,7 +19,7 @@ class Build(NamedTuple):
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse a plain call: this process has no model."""
-        msg = "the model is built in the workers, and this process has none. Call it inside the block, not inside a lane"
+        msg = 'only worker processes have this model: give parallel(..., workers="process"), and call the block'
         raise SessionError(msg)
 
 
@@ -27,5 +27,12 @@ def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build
     """Let each worker of a parallel block build its own model: ``load_model(*args, **kwargs)``.
 
     For models that cannot be sent, that take long to send, or that are compiled or quantized in the process that uses them.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import build, parallel
+        >>> with torch.no_grad(), parallel(build(torch.nn.Linear, 3, 2), ["cpu", "cpu"], workers="process") as p:
+        ...     tuple(p(torch.ones(6, 3)).shape)
+        (6, 2)
     """
     return Build(load_model, args, kwargs)

@@ -163,7 +163,7 @@ def _unpacked_modes(packed: bytes) -> SentModes:
 
 
 def serve(path: str, secret: bytes, device: str, threads: int, seed: int) -> None:
-    """Connect to the launching process, and work for it. Runs as a rank of its own launch."""
+    """Connect to the launching process, and answer its requests. Runs as the only rank of a launch."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(path)
     sock.sendall(secret)
@@ -174,7 +174,7 @@ def serve(path: str, secret: bytes, device: str, threads: int, seed: int) -> Non
         line.send("hello", os.getpid(), "the process id")
         Server(line, torch.device(device)).run()
     except ConnectionError:
-        pass  # the launching process is gone, so nobody reads the answer
+        pass  # the launching process has exited
     finally:
         line.close()
 

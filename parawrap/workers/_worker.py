@@ -1,4 +1,4 @@
-"""One worker: a rank of its own launch, and the connection to it."""
+"""One worker: the only rank of a launch, and the connection to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replicas of a session whose lanes work in other processes: one worker per lane, and what keeps it up to date."""
+"""The replicas of a session with worker processes: one worker per lane, and how they stay up to date."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of
+from parawrap.errors import SessionError
 from parawrap.launch import packed
 from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of
 from parawrap.workers._build import Build
@@ -53,6 +54,7 @@ class WorkerReplicas:
         self._watch = Watch(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
+        self.is_over = False
 
     def ready(self) -> bool:
         """True: a lazy module is sent after its first, plain call like any other change."""
@@ -79,11 +81,16 @@ class WorkerReplicas:
         """Send the whole model at the next refresh."""
         self._is_unsent = True
 
+    def end(self) -> None:
+        """End the workers, also in the middle of a request, which then raises SessionError. They are not replaced."""
+        self.is_over = True
+        _in_threads([replica.worker.close for replica in self.current])
+
     def forget(self) -> None:
-        """End the workers."""
-        replicas, self.current = self.current, []
+        """End the workers, and free the memory of the model."""
+        self.end()
+        self.current = []
         self._is_unsent = True
-        _in_threads([replica.worker.close for replica in replicas])
         self._close_file()
         self._watch, self._ledger, self._tensors = Watch(()), Ledger((), ()), []
 
@@ -182,11 +189,11 @@ class WorkerReplica:
         return self.whole_prepared(way._name, None)
 
     def whole_prepared(self, method: str | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return the function that runs a whole call, whose arguments the worker computes as ``prepare(*args)``."""
+        """Return the function that runs a whole call. With `prepare`, its arguments are those of ``prepare(*args)``."""
         return partial(self._run, method, prepare, is_cut=False)
 
     def original_of(self, tensor: torch.Tensor) -> None:
-        """Return None: tensors from another process are nobody's views."""
+        """Return None: a tensor from another process is never a view of a tensor of the model here."""
 
     def send_model(self) -> None:
         """Send the whole model; to a new worker if this one died."""
@@ -228,13 +235,22 @@ class WorkerReplica:
             except WorkerDiedError:
                 deaths += 1
                 died = self.worker
+            self._refuse_if_over()
             error = died.death(deaths)
             self.worker = self._owner.new_worker(self.lane)
             self.worker.connect()
+            self._refuse_if_over()
             if not is_complete:
                 self._owner.send_model(self.worker)
             if deaths > self._retries:
                 raise error
+
+    def _refuse_if_over(self) -> None:
+        """Raise if the session has ended, also if it ended while a worker was being replaced."""
+        if self._owner.is_over:
+            self.worker.close()
+            msg = "the block ended before this call: its workers are gone"
+            raise SessionError(msg)
 
 
 class _Remote:

@@ -1,4 +1,4 @@
-"""The calls of a target whose lanes work in other processes."""
+"""The calls of a target with lanes in other processes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _GRADIENTS = (
 
 
 class WorkerSession(Session):
-    """A session whose lanes are on the CPU, and send their shards to workers. Thread-safe."""
+    """A session with lanes on the CPU that send their shards to workers. Thread-safe."""
 
     def __init__(self, target: Any, replicas: WorkerReplicas, lanes: int, **options: Any) -> None:
+        self._workers = replicas
         super().__init__(target, [_CPU] * lanes, replicas=replicas, labels=replicas.labels, **options)
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
 
@@ -43,6 +44,11 @@ class WorkerSession(Session):
         self._refuse_gradients(args, kwargs)
         return super().submit(entry, args, kwargs, prepare)
 
+    def cancel(self) -> None:
+        """Drop submitted calls, and end the workers, also in the middle of a call."""
+        super().cancel()
+        self._workers.end()
+
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.target, Build) and self.pool.alive:
             return super().submit(entry, args, kwargs).result()  # this process has no model
@@ -51,7 +57,7 @@ class WorkerSession(Session):
     def _run_prepared(
         self, entry: Entry, replicas: Sequence[Any], batch: tuple[Any, ...], prepare: Prepare, lane: Lane
     ) -> Any:
-        """Run a call whose arguments the worker computes. This process does not see its rows, so they are not counted."""
+        """Run a call with arguments that the worker computes. Its rows are not counted: this process does not see them."""
         self.tally.whole(lane.index, 0)
         output = replicas[lane.index].whole_prepared(entry.method, prepare)(*batch)
         return output if self.rules.keep_single else join([output], (1,), self.rules)

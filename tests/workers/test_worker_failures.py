@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from parawrap.engine import Entry, StreamOptions, stream
-from parawrap.errors import RankDiedError, UnsendableError
+from parawrap.errors import RankDiedError, SessionError, UnsendableError
 from parawrap.workers import _worker_replicas
 
 
@@ -151,3 +154,59 @@ def test_replacements_start_from_the_module(opened, monkeypatch):
     with pytest.raises(RankDiedError):
         session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
     assert len(started) == 4, "two at the start, one after each death"
+
+
+SCRIPT = """
+import os, signal, sys, time, torch
+from torch import nn
+from parawrap import parallel
+
+class Sleeping(nn.Module):
+    def forward(self, x):
+        time.sleep(60)
+        return x
+
+if __name__ == "__main__":
+    with torch.no_grad(), parallel(Sleeping(), ["cpu", "cpu"], workers="process") as p:
+        replicas = p._session.replicate()
+        futures = [p.submit(torch.ones(2)) for _ in range(2)]
+        print(*[replica.worker.pid for replica in replicas], flush=True)
+        futures[0].result()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_with_the_launching_process(tmp_path, number):
+    """Ctrl-C and SIGKILL of the launching process end workers that are in the middle of a call."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+        process.send_signal(number)
+    assert len(workers) == 2
+    _, alive = psutil.wait_procs(workers, timeout=20)
+    assert not alive
+
+
+def test_too_little_memory_is_an_error_with_the_size(opened, monkeypatch):
+    """A batch that does not fit into shared memory raises, and the worker lives on."""
+    session = opened(model := nn.Identity(), 1)
+    assert_close(session.submit(Entry(model), (torch.ones(3),), {}).result(), torch.ones(3))
+
+    def refuse(_file, _start, _size):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", refuse)
+        with pytest.raises(SessionError, match=r"bytes of shared memory.*smaller batches"):
+            session.submit(Entry(model), (torch.ones(100_000),), {}).result()
+    assert_close(session.submit(Entry(model), (torch.ones(100_000),), {}).result(), torch.ones(100_000))
