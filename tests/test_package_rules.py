@@ -35,7 +35,7 @@ ALLOWED = {
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
     "cli": {"faces", "launch", "engine", "_version"},
-    ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron"},
+    ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron", "workers"},
 }
 
 NEVER_LOADED = [

@@ -17,7 +17,15 @@ import wrapt
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.faces._check_arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
+from parawrap.faces._check_arguments import (
+    UNSET,
+    Joining,
+    checked_in_dims,
+    checked_methods,
+    checked_workers,
+    joining_rules,
+    parameters_of,
+)
 from parawrap.faces._streams import Streams
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 
@@ -60,6 +68,8 @@ class Parallel(Streams, Generic[TargetT]):
         join: Literal["cat", "list", "pad"] = "cat",
         pad_value: float = 0,
         verify: bool = False,
+        workers: Literal["thread", "process"] = "thread",
+        retries: int = 1,
     ) -> None:
         if not callable(target):
             msg = f"target={target!r} is not callable. Give parallel a module or another callable"
@@ -84,6 +94,8 @@ class Parallel(Streams, Generic[TargetT]):
                 "Make a value that all rows share a constant of the traced model"
             )
             raise ShardError(msg)
+        self._workers = checked_workers(workers, retries, on_cores=bool(self._cores))
+        self._retries = retries
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
@@ -251,6 +263,12 @@ class Parallel(Streams, Generic[TargetT]):
             from parawrap.faces._place_on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
+        if self._workers == "process":
+            from parawrap.workers import open_session as open_workers
+
+            return open_workers(
+                self.target, self._devices, cutters=self._device_cutters, retries=self._retries, **self._joining
+            )
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
     def _cutters(self, sizes: Sizes = balanced, *, equal_sizes: bool = False) -> dict[str | None, Cutter]:
@@ -346,6 +364,8 @@ def parallel(
     join: Literal["cat", "list", "pad"] = "cat",
     pad_value: float = 0,
     verify: bool = False,
+    workers: Literal["thread", "process"] = "thread",
+    retries: int = 1,
 ) -> Parallel[TargetT]:
     """Make a model, or any callable, data-parallel inside a ``with`` block.
 
@@ -386,6 +406,9 @@ def parallel(
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.
         verify: Also run the first call of each kind plainly, and compare the outputs.
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
+            interpreter lock, for inference only.
+        retries: With ``workers="process"``, how often a call runs again after its worker died.
 
     Returns:
         A `Parallel`: a context manager, a callable, and, for a module, a decorator. With ``@parallel(model)`` each call of
@@ -424,4 +447,6 @@ def parallel(
         join=join,
         pad_value=pad_value,
         verify=verify,
+        workers=workers,
+        retries=retries,
     )
