@@ -1,7 +1,7 @@
 """The connection between the launching process and a worker: messages whose tensors travel in shared memory.
 
 A message is a word, a pickled value, and at most one file. The memory of tensors stays out of the pickle: a little of it
-follows the pickle, more of it goes into a slab.
+follows the pickle, more of it goes into a slab. The two ends take turns, so a small message is one system call at each end.
 """
 
 from __future__ import annotations
@@ -12,23 +12,29 @@ import os
 import pickle
 import socket
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 from parawrap.launch import pickled_apart
 from parawrap.tree import flatten, unflatten
+from parawrap.workers._plain_values import pickled_plain
 from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
 __all__ = ["Line", "Message"]
 
-_HEAD = struct.Struct("<II")  # the lengths of the envelope, and of the body
+_WORDS = ("hello", "model", "build", "tensors_changed", "call", "returned", "raised")
 _INLINE = 32 << 10  # bytes of tensors below which a slab costs more than a copy through the socket
+_ROOM = 2 * _INLINE  # for a message that arrives with one system call
 _WORTH_LENDING = 1 << 20
 _MOST_LENT = 4
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_FILE_BYTES = array("i").itemsize
 _MOST_FILES = 2
+_NO_SLAB = -1
 
 
 class Message(NamedTuple):
@@ -39,17 +45,22 @@ class Message(NamedTuple):
     file: int | None
 
 
-class _Envelope(NamedTuple):
-    """The part of a message that the line itself needs. `spans` are the places of the buffers in the slab or the body."""
+class _Head(NamedTuple):
+    """The first bytes of a message. The numbers follow: the buffers' lengths, the slabs retired, and the slabs released."""
 
-    word: str
+    size: int  # of the whole message
     pickled: int
-    spans: list[tuple[int, int]]
-    slab: int | None
+    slab: int
+    lengths: int
+    retired: int
+    released: int
+    word: int
     is_new_slab: bool
-    retired: list[int]
-    released: list[int]
     has_file: bool
+
+
+_HEAD = struct.Struct("=qqiiiiB??5x")
+_NUMBER_BYTES = array("q").itemsize
 
 
 class Line:
@@ -64,6 +75,7 @@ class Line:
         self._copies_small = copies_small
         self._own = OwnSlabs()
         self._others = MappedSlabs()
+        self._arriving = memoryview(bytearray(_ROOM))
 
     def send(self, word: str, value: Any, address: str, file: int | None = None) -> None:
         """Send a message. `address` names the value in errors.
@@ -73,50 +85,48 @@ class Line:
             SessionError: If there is no room for its tensors. Nothing is sent then.
             OSError: If the other end is closed.
         """
-        pickled, buffers = pickled_apart(_trimmed(value), address)
-        spans, size = layout([each.nbytes for each in buffers])
+        pickled, buffers = pickled_plain(value) or pickled_apart(_trimmed(value), address)
+        lengths = [each.nbytes for each in buffers]
+        offsets, size = layout(lengths)
         slab, retired = (None, []) if size <= _INLINE else self._own.take(size)
-        body = bytearray(pickled)
-        if slab is None:
-            start = len(body)
-            body += bytes(size)
-            memory = memoryview(body)[start:]
-        else:
-            memory = memoryview(slab.memory)
-        for (offset, length), buffer in zip(spans, buffers, strict=True):
-            _copy(memory, offset, length, buffer)
-        del memory
-        is_new = slab is not None and slab.file is not None
-        number = None if slab is None else slab.number
-        envelope = _Envelope(word, len(pickled), spans, number, is_new, retired, self._others.released(), file is not None)
         try:
-            self._post(pickle.dumps(tuple(envelope)), body, _files(slab, file))
+            inline = _padded(buffers, offsets) if slab is None else _copied_into(slab, buffers, offsets)
+            released = self._others.released()
+            numbers = array("q", (*lengths, *retired, *released))
+            head = _HEAD.pack(
+                _HEAD.size + len(numbers) * _NUMBER_BYTES + len(pickled) + sum(map(len, inline)),
+                len(pickled),
+                _NO_SLAB if slab is None else slab.number,
+                len(lengths),
+                len(retired),
+                len(released),
+                _WORDS.index(word),
+                slab is not None and slab.file is not None,
+                file is not None,
+            )
+            self._post(b"".join((head, numbers, pickled, *inline)), _files(slab, file))
         finally:
             if slab is not None:
                 slab.close_file()
 
     def receive(self) -> Message | None:
         """Wait for a message; None if the other end is closed."""
-        head, files = self._receive_head()
-        if len(head) < _HEAD.size:
+        arrived, files = self._receive_bytes()
+        if arrived is None:
             return None
-        lengths = _HEAD.unpack(head)
-        sealed, body = (self._receive_bytes(length) for length in lengths)
-        if sealed is None or body is None:
-            return None
-        envelope = _Envelope(*pickle.loads(sealed))
-        self._own.release(envelope.released)
-        self._others.retire(envelope.retired)
-        if envelope.is_new_slab:
-            assert envelope.slab is not None
-            self._others.add(envelope.slab, files[0])
+        head = _Head(*_HEAD.unpack_from(arrived))
+        end = _HEAD.size + (head.lengths + head.retired + head.released) * _NUMBER_BYTES
+        numbers = iter(arrived[_HEAD.size : end].cast("q"))
+        lengths = [*islice(numbers, head.lengths)]
+        self._others.retire([*islice(numbers, head.retired)])
+        self._own.release([*numbers])
+        if head.is_new_slab:
+            self._others.add(head.slab, files[0])
             os.close(files.pop(0))
-        memory = memoryview(body)
-        pickled, rest = memory[: envelope.pickled], memory[envelope.pickled :]
-        if envelope.slab is not None:
-            rest = self._lent(envelope)
-        value = pickle.loads(pickled, buffers=[rest[offset : offset + size] for offset, size in envelope.spans])
-        return Message(envelope.word, value, files[0] if envelope.has_file else None)
+        memory = self._memory_of_tensors(head, lengths, arrived[end + head.pickled : head.size])
+        buffers = [memory[offset : offset + length] for offset, length in zip(layout(lengths)[0], lengths, strict=True)]
+        value = pickle.loads(arrived[end : end + head.pickled], buffers=buffers)
+        return Message(_WORDS[head.word], value, files[0] if head.has_file else None)
 
     def close(self) -> None:
         """Close the connection, which ends a waiting reader at either end."""
@@ -124,38 +134,65 @@ class Line:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _post(self, sealed: bytes, body: bytearray, files: list[int]) -> None:
-        first = _HEAD.pack(len(sealed), len(body)) + sealed
-        if files:
-            sent = socket.send_fds(self._socket, [first], files)
-            first = first[sent:]
-        self._socket.sendall(first + body)
+    def _post(self, message: bytes, files: list[int]) -> None:
+        sent = socket.send_fds(self._socket, [message], files) if files else 0
+        if sent < len(message):
+            self._socket.sendall(memoryview(message)[sent:])
 
-    def _receive_head(self) -> tuple[bytes, list[int]]:
-        head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES, _CLOEXEC)
-        if 0 < len(head) < _HEAD.size:
-            head += bytes(self._receive_bytes(_HEAD.size - len(head)) or b"")
-        return head, list(files)
+    def _receive_bytes(self) -> tuple[memoryview | None, list[int]]:
+        """Return one message, which lies in memory that the next one may use, and its files."""
+        memory = self._arriving
+        room = socket.CMSG_SPACE(_MOST_FILES * _FILE_BYTES)
+        got, attached, _, _ = self._socket.recvmsg_into([memory], room, _CLOEXEC)
+        files = array("i", b"".join(data for _, _, data in attached)).tolist()
+        if self._filled(memory[: _HEAD.size], got):
+            size = _Head(*_HEAD.unpack_from(memory)).size
+            if size > len(memory):
+                memory = memoryview(bytearray(size))
+                memory[:got] = self._arriving[:got]
+            if self._filled(memory[:size], max(got, _HEAD.size)):
+                return memory, files
+        for file in files:
+            os.close(file)
+        return None, []
 
-    def _receive_bytes(self, size: int) -> bytearray | None:
-        memory = bytearray(size)
-        view, got = memoryview(memory), 0
-        while got < size:
-            count = self._socket.recv_into(view[got:], size - got, socket.MSG_WAITALL)
+    def _filled(self, memory: memoryview, got: int) -> bool:
+        """Receive the rest of this memory; False if the other end closed the connection before."""
+        while got < len(memory):
+            count = self._socket.recv_into(memory[got:], 0, socket.MSG_WAITALL)
             if count == 0:
-                return None
+                return False
             got += count
-        return memory
+        return True
 
-    def _lent(self, envelope: _Envelope) -> memoryview:
-        """Return the memory of a message's slab; a copy if tensors of the caller would hold many slabs."""
-        assert envelope.slab is not None
+    def _memory_of_tensors(self, head: _Head, lengths: Sequence[int], inline: memoryview) -> memoryview:
+        """Return the memory that a message's tensors are built on. A copy if their owner would hold many slabs."""
+        if head.slab == _NO_SLAB:
+            return memoryview(bytearray(inline))
         lends_more = self._others.lent < _MOST_LENT
-        memory = self._others.lend(envelope.slab)
-        size = sum(envelope.spans[-1])
+        memory = self._others.lend(head.slab)
+        size = layout(lengths)[1]
         if self._copies_small and not (size >= _WORTH_LENDING and lends_more):
             return memoryview(bytearray(memory[:size]))
         return memory
+
+
+def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+    """Return buffers and the bytes between them."""
+    pieces: list[memoryview | bytes] = []
+    end = 0
+    for buffer, offset in zip(buffers, offsets, strict=True):
+        pieces += bytes(offset - end), buffer
+        end = offset + buffer.nbytes
+    return pieces
+
+
+def _copied_into(slab: Slab, buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
+    """Copy buffers into a slab. Nothing is left for the message itself."""
+    memory = memoryview(slab.memory)
+    for buffer, offset in zip(buffers, offsets, strict=True):
+        _copy(memory, offset, buffer.nbytes, buffer)
+    return []
 
 
 def _files(slab: Slab | None, file: int | None) -> list[int]:

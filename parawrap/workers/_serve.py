@@ -16,12 +16,16 @@ from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, traceback_of, unpack
+from parawrap.replicas import may_be_written_unseen
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._line import Line, Message
 
-__all__ = ["SentModes", "serve"]
+__all__ = ["Call", "SentModes", "WrittenBuffer", "serve"]
 
 _CPU = torch.device("cpu")
+
+WrittenBuffer = tuple[int, str, torch.Tensor]
+"""The number of a module in the list that came with the model, and a buffer's name and value."""
 
 
 class _GlobalModes(NamedTuple):
@@ -64,6 +68,18 @@ class SentModes(NamedTuple):
         return modes.run(work, device, home)
 
 
+class Call(NamedTuple):
+    """A call of the model. With `rng_state`, it draws the numbers of the caller, and returns the state that they leave."""
+
+    method: str | None
+    prepare: Callable[..., Any] | None
+    modes: bytes
+    rng_state: torch.Tensor | None
+    returns_buffers: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Server:
     """The model of one worker. Used by the main thread of its process alone."""
 
@@ -72,6 +88,8 @@ class Server:
         self._device = device
         self._replicas: ReplicaSet
         self._tensors: list[torch.Tensor] = []
+        self._modules: list[torch.nn.Module] = []
+        self._is_changed = False  # by a message; a call changes the replica alone
 
     def run(self) -> None:
         """Answer requests until the other end closes the connection."""
@@ -94,10 +112,10 @@ class Server:
             os.close(file)
 
     def _model(self, message: Message) -> None:
-        """Take a model, and the list of its tensors."""
+        """Take a model, and the lists of its tensors and modules."""
         assert message.file is not None
         try:
-            target, self._tensors = unpack(message.file)
+            target, self._tensors, self._modules = unpack(message.file)
         finally:
             os.close(message.file)
         self._take(target)
@@ -109,50 +127,71 @@ class Server:
 
     def _take(self, target: Any) -> None:
         self._target = target
-        self._replicas = ReplicaSet(target, [self._device])
+        self._replicas = ReplicaSet(target, [self._device], gives_back=False)
         self._is_model = self._replicas.has_model
+        self._is_changed = True
 
     def _tensors_changed(self, message: Message) -> None:
         """Write new values into tensors of the model, by their position in the list that came with it."""
         with torch.no_grad():
             for index, value in message.value:
-                self._tensors[index].data.copy_(value)
-        self._replicas.renew()
+                self._tensors[index].copy_(value)
+        self._is_changed = True
 
-    def _call(self, message: Message) -> tuple[Any, torch.Tensor | None]:
-        """Call the model. A call that is one shard of a cut call uses the random state of the caller."""
-        call = message.value
-        modes = _unpacked_modes(call["modes"])
-        sent_state: torch.Tensor | None = call["rng_state"]
-        kept = None if sent_state is None else torch.get_rng_state()
-        if sent_state is not None:
-            torch.set_rng_state(sent_state)
+    def _call(self, message: Message) -> tuple[Any, torch.Tensor | None, list[WrittenBuffer]]:
+        """Call the model. Return the output, the random state if it changed, and the buffers that the call wrote."""
+        call = Call(**message.value)
+        modes = _unpacked_modes(call.modes)
+        kept = None if call.rng_state is None else torch.get_rng_state()
+        if call.rng_state is not None:
+            torch.set_rng_state(call.rng_state)
         try:
             output = modes.run(lambda: self._output(call), self._device, self._replicas.home)
-            return output, _if_changed(sent_state)
+            return output, _if_changed(call.rng_state), self._written_buffers() if call.returns_buffers else []
         finally:
             if kept is not None:
                 torch.set_rng_state(kept)
 
-    def _output(self, call: dict[str, Any]) -> Any:
-        args, kwargs = call["args"], call["kwargs"]
-        if call["prepare"] is not None:
-            args, kwargs = as_call(call["prepare"](*args))
+    def _output(self, call: Call) -> Any:
+        args, kwargs = call.args, call.kwargs
+        if call.prepare is not None:
+            args, kwargs = as_call(call.prepare(*args))
         args, kwargs = self._placed((args, kwargs))
-        method = call["method"]
         if not self._is_model:
             return _checked(self._target(*args, **kwargs))
-        if self._replicas.stale():
-            self._replicas.refresh()
+        if self._is_changed or self._device != _CPU:
+            if self._replicas.stale():
+                self._replicas.refresh()
+            self._is_changed = False
         replica = self._replicas.current[0]
-        way = replica.module if method is None else getattr(replica.module, method)
+        way = replica.module if call.method is None else getattr(replica.module, call.method)
         return _checked(replica.prepared(way)(*args, **kwargs))
+
+    def _written_buffers(self) -> list[WrittenBuffer]:
+        """Give the buffers that a call wrote to the model of this process, and return them."""
+        if not self._is_model or (write_back := self._replicas.current[0].write_back) is None:
+            return []
+        before = [{name: _state_of(each) for name, each in module._buffers.items()} for module in self._modules]
+        write_back()
+        written = [
+            (index, name, buffer)
+            for index, (module, states) in enumerate(zip(self._modules, before, strict=True))
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (states.get(name) != _state_of(buffer) or may_be_written_unseen(module, buffer))
+        ]
+        self._is_changed = self._is_changed or bool(written)
+        return written
 
     def _placed(self, value: Any) -> Any:
         if self._device == _CPU:
             return value
         leaves, spec = flatten(value)
         return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
+    """Return what a write into a buffer changes, unless `may_be_written_unseen`."""
+    return id(buffer), None if buffer is None or buffer.is_inference() else buffer._version
 
 
 @functools.lru_cache(maxsize=8)

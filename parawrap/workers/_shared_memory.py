@@ -115,13 +115,14 @@ class MappedSlabs:
         self._released.append(number)
 
 
-def layout(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Return the aligned offset and the length of each buffer, and the size of all."""
-    spans, end = [], 0
-    for size in sizes:
-        spans.append((end, size))
-        end = -(-(end + size) // _ALIGNMENT) * _ALIGNMENT
-    return spans, end
+def layout(lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Return the aligned offset of each buffer, and the size of all."""
+    offsets, end = [], 0
+    for length in lengths:
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offsets.append(offset)
+        end = offset + length
+    return offsets, end
 
 
 def _reserve(file: int, size: int) -> None:

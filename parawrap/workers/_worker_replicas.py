@@ -15,9 +15,9 @@ import torch
 from parawrap.backends import backend_of
 from parawrap.errors import SessionError
 from parawrap.launch import packed
-from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of
+from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
 from parawrap.workers._build import Build
-from parawrap.workers._serve import SentModes
+from parawrap.workers._serve import Call, SentModes, WrittenBuffer
 from parawrap.workers._worker import Worker, WorkerDiedError
 
 __all__ = ["WorkerReplicas"]
@@ -51,6 +51,8 @@ class WorkerReplicas:
         self._file: int | None = None
         self._file_is_old = False
         self._tensors: list[torch.Tensor] = []
+        self._modules: list[torch.nn.Module] = []
+        self._unseen: dict[int, torch.Tensor] = {}  # tensors whose versions do not show each write, as they were sent
         self._watch = Watch(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
@@ -64,7 +66,12 @@ class WorkerReplicas:
         """True if the target changed since the last `refresh`."""
         if self._is_unsent:
             return True
-        return not (self._watch.intact() and self._ledger.same_form() and self._ledger.unwritten())
+        return not (
+            self._watch.intact()
+            and self._ledger.same_form()
+            and self._ledger.unwritten()
+            and all(torch.equal(self._tensors[index], sent) for index, sent in self._unseen.items())
+        )
 
     def refresh(self) -> None:
         """Start the workers if they do not run, and send them what changed."""
@@ -92,7 +99,7 @@ class WorkerReplicas:
         self.current = []
         self._is_unsent = True
         self._close_file()
-        self._watch, self._ledger, self._tensors = Watch(()), Ledger((), ()), []
+        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
 
     def refuse_grown(self, *, warn: bool = True) -> None:
         """Do nothing: a layer that a call makes stays in the worker, and is dropped before the next call."""
@@ -112,6 +119,17 @@ class WorkerReplicas:
             seed = (torch.initial_seed() + self._started) % _SEEDS
         return Worker(lane, self._devices[lane], self._threads, seed)
 
+    def take_buffers(self, written: Sequence[WrittenBuffer]) -> None:
+        """Write buffers that came from a worker into the target."""
+        for index, name, value in written:
+            buffers = self._modules[index]._buffers
+            buffer = buffers.get(name)
+            with lasting():
+                if buffer is not None and buffer.shape == value.shape:
+                    buffer.copy_(value)
+                else:
+                    buffers[name] = value.clone()
+
     def send_model(self, worker: Worker) -> None:
         """Send the whole model to a worker."""
         if isinstance(self.target, Build):
@@ -120,7 +138,7 @@ class WorkerReplicas:
         with self._counting:
             if self._file is None or self._file_is_old:
                 self._close_file()
-                self._file = packed((self.target, self._tensors), "model", "model")
+                self._file = packed((self.target, self._tensors, self._modules), "model", "model")
                 self._file_is_old = False
         worker.ask("model", None, "", self._file)
 
@@ -146,17 +164,34 @@ class WorkerReplicas:
         self._tensors = [node.value for node in survey.tensors]
         self._watch = Watch(survey.copied)
         self._ledger = Ledger(self._tensors, self._tensors)
-        self.training = tuple(getattr(node.value, "training", None) for node in survey.modules)
+        self._modules = [node.value for node in survey.modules]
+        self.training = tuple(getattr(module, "training", None) for module in self._modules)
+        self._note_unseen()
         self._file_is_old = True
 
     def _send_changed_tensors(self) -> None:
-        written = {id(tensor) for tensor in self._ledger.written()}
+        unseen = [
+            self._tensors[index] for index, sent in self._unseen.items() if not torch.equal(self._tensors[index], sent)
+        ]
+        written = {id(tensor) for tensor in (*self._ledger.written(), *unseen)}
         changed = [(index, tensor.detach()) for index, tensor in enumerate(self._tensors) if id(tensor) in written]
         self._file_is_old = True
         self._in_all(partial(WorkerReplica.send_tensors, changed=changed))
         self._ledger.enter_versions()
+        self._note_unseen()
         self.freshness.refreshes += 1
         self.freshness.copied_bytes += sum(tensor.nbytes for _, tensor in changed)
+
+    def _note_unseen(self) -> None:
+        """Keep copies of the tensors whose versions do not show each write."""
+        buffers = [
+            id(buffer)
+            for module in self._modules
+            for buffer in module._buffers.values()
+            if buffer is not None and may_be_written_unseen(module, buffer)
+        ]
+        with lasting():
+            self._unseen = {index: each.clone() for index, each in enumerate(self._tensors) if id(each) in buffers}
 
     def _in_all(self, send: Callable[[WorkerReplica], None]) -> None:
         _in_threads([partial(send, replica) for replica in self.current])
@@ -168,14 +203,16 @@ class WorkerReplicas:
 
 
 class WorkerReplica:
-    """The lane's end of one worker, in the place of a replica. Used by one lane at a time."""
+    """The lane's end of one worker, in the place of a replica. Used by one lane at a time.
 
-    write_back = None
+    As with lanes in threads, the buffers that lane 0 wrote in a cut call go to the model.
+    """
 
     def __init__(self, lane: int, worker: Worker, owner: WorkerReplicas, retries: int) -> None:
         self.lane = lane
         self.worker = worker
         self.module = _Remote()
+        self.write_back: Callable[[], None] | None = None  # of the last cut call
         self._owner = owner
         self._retries = retries
         self._modes: tuple[SentModes | None, bytes] = None, b""
@@ -206,17 +243,14 @@ class WorkerReplica:
     def _run(
         self, method: str | None, prepare: Callable[..., Any] | None, /, *args: Any, is_cut: bool, **kwargs: Any
     ) -> Any:
-        call = {
-            "method": method,
-            "prepare": prepare,
-            "modes": self._packed_modes(),
-            "rng_state": torch.get_rng_state() if is_cut else None,
-            "args": args,
-            "kwargs": kwargs,
-        }
-        output, rng_state = self._retried(lambda: self.worker.ask("call", call, ""), is_complete=False)
+        rng_state = torch.get_rng_state() if is_cut else None
+        returns_buffers = is_cut and self.lane == 0
+        call = Call(method, prepare, self._packed_modes(), rng_state, returns_buffers, args, kwargs)
+        output, rng_state, buffers = self._retried(lambda: self.worker.ask("call", call._asdict(), ""), is_complete=False)
         if rng_state is not None:
             torch.set_rng_state(rng_state)
+        if returns_buffers:
+            self.write_back = partial(self._owner.take_buffers, buffers) if buffers else None
         return output
 
     def _packed_modes(self) -> bytes:

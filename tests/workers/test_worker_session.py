@@ -9,9 +9,12 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap.engine import Entry, StreamOptions, stream
+from parawrap.engine import Entry, Session, StreamOptions, stream
 from parawrap.errors import SessionError, UnsendableError
+from parawrap.shards import Cutter, JoinRules
 from parawrap.workers import build
+
+CPU = torch.device("cpu")
 
 
 class Reporting(nn.Module):
@@ -50,6 +53,29 @@ class Keeping(nn.Module):
 class Dropping(nn.Module):
     def forward(self, x):
         return x + torch.rand(x.shape)
+
+
+class Counting(nn.Module):
+    """Adds the number of calls so far, which it keeps in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.count
+
+
+class Showing(nn.Module):
+    """Returns the running mean that the worker has."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x):
+        return x + self.norm.running_mean
 
 
 def load_linear(rows, *, bias):
@@ -100,6 +126,38 @@ def test_changed_tensors_reach_the_workers(opened):
     assert_close(session.call(Entry(model), (x,), {}), model(x))
     model.append(nn.Tanh())
     assert_close(session.call(Entry(model), (x,), {}), model(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_buffers_of_lane_0_return_to_the_model(opened, mode):
+    """Cut calls in train mode leave the buffers that lanes in threads leave, and the next call starts from them."""
+    ours, theirs = (nn.Sequential(nn.BatchNorm1d(3), Counting()) for _ in range(2))
+    in_workers = opened(ours)
+    in_threads = Session(theirs, [CPU, CPU], cutters={None: Cutter()}, rules=JoinRules())
+    with mode():
+        for _ in range(4):
+            x = torch.randn(12, 3)
+            assert_close(in_workers.call(Entry(ours), (x,), {}), in_threads.call(Entry(theirs), (x,), {}))
+            assert_close(ours.state_dict(), theirs.state_dict())
+    in_threads.close()
+    assert ours[1].count > 0
+
+
+def test_buffers_that_whole_calls_write_are_dropped(opened):
+    """Each whole call starts from the model's buffers."""
+    session = opened(model := Counting(), 1)
+    counts = [float(session.submit(Entry(model), (torch.zeros(1),), {}).result()) for _ in range(3)]
+    assert counts == [1] * 3
+    assert model.count == 0
+
+
+def test_writes_into_statistics_without_a_version_reach_the_workers(opened):
+    """Batch norm writes its statistics unseen; a plain call's writes are in the next call of the workers."""
+    model = Showing(nn.BatchNorm1d(3))
+    session = opened(model, 1)
+    for rows in (4, 8):
+        model.norm(torch.randn(rows, 3))
+        assert_close(session.submit(Entry(model), (torch.zeros(1, 3),), {}).result()[0], model.norm.running_mean)
 
 
 def test_seed_gives_the_numbers_of_lanes_in_turns(opened):
