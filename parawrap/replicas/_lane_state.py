@@ -45,10 +45,10 @@ class LaneState:
 
     def accept(self) -> None:
         """Take the values of now for the values that each call starts from."""
-        self._views = [own.values() for own in self._dicts]  # live
+        self._views = [own.values() for own in self._dicts if own]  # live
         self._keys = [list(own) for own in self._dicts]
         self._lengths = [*map(len, self._dicts)]
-        self._values = [*chain.from_iterable(self._views)]
+        self._values = [*chain.from_iterable(self._views)]  # a dict that is empty now must stay empty
         self._parts = [parts_of(node, own) for node, own in self._others]
 
     def restore(self) -> None:
