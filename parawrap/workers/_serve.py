@@ -23,6 +23,7 @@ from parawrap.workers._line import Line, Message
 __all__ = ["Call", "SentModes", "WrittenBuffer", "serve"]
 
 _CPU = torch.device("cpu")
+_NO_CONTEXT: Any = None
 
 WrittenBuffer = tuple[int, str, torch.Tensor]
 """The number of a module in the list that came with the model, and a buffer's name and value."""
@@ -52,19 +53,17 @@ class _GlobalModes(NamedTuple):
 class SentModes(NamedTuple):
     """The modes of the calling thread, without its context variables, which cannot be sent."""
 
-    of_thread: dict[str, Any]
+    of_thread: Modes
     of_process: _GlobalModes
 
     @classmethod
     def here(cls, kind: str) -> SentModes:
-        modes = Modes.capture(kind)._asdict()
-        del modes["context"]
-        return cls({**modes, "profiling": False}, _GlobalModes.here())
+        return cls(Modes.capture(kind)._replace(context=_NO_CONTEXT, profiling=False), _GlobalModes.here())
 
     def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
         """Run `work` under these modes."""
         self.of_process.enter()
-        modes = Modes(**self.of_thread, context=contextvars.copy_context())
+        modes = self.of_thread._replace(context=contextvars.copy_context())
         return modes.run(work, device, home)
 
 

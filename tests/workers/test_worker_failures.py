@@ -110,30 +110,6 @@ def test_death_between_calls_is_not_seen(opened):
     assert_close(session.call(Entry(model), (x,), {}), model(x))
 
 
-def test_sessions_leave_nothing_behind(opened):
-    """Sessions one after another leave no descriptor, thread, or process."""
-
-    def count():
-        me = psutil.Process()
-        return me.num_fds(), me.num_threads(), len(me.children(recursive=True))
-
-    def once():
-        session = opened(model := nn.Identity())
-        x = torch.ones(40_000)
-        session.call(Entry(model), (x,), {})
-        session.close()
-        for thread in threading.enumerate():
-            if thread.name.startswith("parawrap-launch"):
-                thread.join()
-
-    once()
-    once()
-    before = count()
-    for _ in range(5):
-        once()
-    assert count() <= before
-
-
 def test_model_that_cannot_be_sent_is_refused_by_its_path(opened):
     """A model that cannot be pickled raises at the first call, and its workers end with the session."""
     model = nn.Identity()
