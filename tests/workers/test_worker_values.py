@@ -23,6 +23,9 @@ VALUES = {
     "transposed": LARGE.t(),
     "column": LARGE[:, 3],
     "rows of a larger tensor": LARGE[100:130],
+    "one row": LARGE[5:6],
+    "small": torch.arange(6, dtype=torch.int16),
+    "small, of a dtype that few models have": torch.arange(6).to(torch.uint16),
     "expanded": LARGE[0].expand(50, -1),
     "channels_last": LARGE.reshape(1, 3, 100, 400).to(memory_format=torch.channels_last),
     "sparse": torch.eye(4).to_sparse(),
@@ -44,6 +47,9 @@ class Doing(nn.Module):
     def aliases(self, a, b):
         a += 1
         return b
+
+    def same(self, a, b):
+        return a is b
 
     def stride(self, x):
         return x.stride(), x.untyped_storage().nbytes()
@@ -79,6 +85,14 @@ def test_arguments_that_share_memory_share_it_in_the_worker(opened):
     output = session.submit(Entry(model.aliases, "aliases"), (memory[10:60], memory[:20]), {}).result()
     assert output.tolist() == [0.0] * 10 + [1.0] * 10
     assert memory.sum() == 0
+
+
+def test_one_tensor_given_twice_is_one_tensor_in_the_worker(opened):
+    """Two arguments that are the same object are so in the worker."""
+    session = opened(model := Doing(), 1, methods=(None, "same"))
+    x = torch.ones(3)
+    assert session.submit(Entry(model.same, "same"), (x, x), {}).result()
+    assert not session.submit(Entry(model.same, "same"), (x, x.clone()), {}).result()
 
 
 def test_a_shard_is_sent_without_the_rest_of_its_batch(opened):
