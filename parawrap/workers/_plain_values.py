@@ -67,7 +67,7 @@ class _PlainPickler(pickle.Pickler):
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements, shape, and strides are all that there is to send."""
+    """True if elements, shape, and strides describe the tensor completely."""
     return (
         tensor.layout is torch.strided
         and tensor.is_cpu

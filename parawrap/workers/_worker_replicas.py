@@ -52,7 +52,7 @@ class WorkerReplicas:
         self._file_is_old = False
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
-        self._unseen: dict[int, torch.Tensor] = {}  # tensors whose versions do not show each write, as they were sent
+        self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
         self._watch = Watch(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
@@ -183,7 +183,7 @@ class WorkerReplicas:
         self.freshness.copied_bytes += sum(tensor.nbytes for _, tensor in changed)
 
     def _note_unseen(self) -> None:
-        """Keep copies of the tensors whose versions do not show each write."""
+        """Copy the tensors that a model may write without a new version."""
         buffers = [
             id(buffer)
             for module in self._modules
