@@ -27,6 +27,8 @@ _LOG = logging.getLogger("parawrap.resume")
 _FORMAT = 1
 _CHECKSUM_BYTES = 32
 _FINGERPRINT_BYTES = 16
+_MANIFEST = "stream.json"
+_LOCK = "lock"
 _SUFFIX = ".output"
 _UNFINISHED = ".unfinished"
 _opened: set[Path] = set()
@@ -48,7 +50,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path, target: str) -> None:
-        self._path = path.absolute()
+        self._path = path.resolve()
         self._target = target
         self._committed: set[int] = set()
         self._fingerprints: dict[int, bytes] = {}  # of the batches in flight
@@ -56,6 +58,7 @@ class OutputFolder:
 
     def __enter__(self) -> Self:
         self._path.mkdir(parents=True, exist_ok=True)
+        self._names()  # before the lock file: a folder that is refused does not change
         with _opening:
             if self._path in _opened:
                 self._refuse_in_use("another stream of this process")
@@ -105,11 +108,8 @@ class OutputFolder:
         fingerprint = self._fingerprints.pop(number, None)
         if fingerprint is None:
             return
-        file = self._file(number)
-        unfinished = file.with_suffix(_UNFINISHED)
         body = fingerprint + _saved_bytes(output, number)
-        unfinished.write_bytes(hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
-        unfinished.replace(file)
+        self._write(self._file(number), hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
 
     def check_end(self, batches: int) -> None:
         """Check that the folder holds no output of a batch after the end of the source.
@@ -130,7 +130,7 @@ class OutputFolder:
 
     def _locked(self) -> int:
         """Lock the folder. The lock ends with the process, and forked children do not have it."""
-        lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             import fcntl
         except ImportError:  # Windows
@@ -151,8 +151,8 @@ class OutputFolder:
 
     def _read(self) -> None:
         """Check what the folder belongs to, and list the committed outputs."""
-        manifest = self._path / "stream.json"
-        names = {entry.name for entry in os.scandir(self._path)} - {"lock"}
+        manifest = self._path / _MANIFEST
+        names = self._names()
         if manifest.name in names:
             found = json.loads(manifest.read_text())
             if found != self._description():
@@ -161,16 +161,29 @@ class OutputFolder:
                     "Use another folder"
                 )
                 raise ResumeError(msg)
-        elif names:
+        else:
+            self._write(manifest, json.dumps(self._description()).encode())
+        self._committed = {int(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX)}
+        for unfinished in self._path.glob(f"*{_UNFINISHED}"):
+            unfinished.unlink()
+
+    def _write(self, file: Path, content: bytes) -> None:
+        """Write a file that appears complete or not at all."""
+        unfinished = file.with_suffix(_UNFINISHED)
+        unfinished.write_bytes(content)
+        unfinished.replace(file)
+
+    def _names(self) -> set[str]:
+        """Return the names of the files that are complete, without the lock.
+
+        Raises:
+            ResumeError: If there are files, and they are not those of a stream.
+        """
+        names = {entry.name for entry in os.scandir(self._path) if not entry.name.endswith(_UNFINISHED)} - {_LOCK}
+        if names and _MANIFEST not in names:
             msg = f"resume={str(self._path)!r} holds other files, such as {min(names)}. Use an empty or a new folder"
             raise ResumeError(msg)
-        else:
-            manifest.write_text(json.dumps(self._description()))
-        for name in names:
-            if name.endswith(_UNFINISHED):
-                (self._path / name).unlink()
-            elif name.endswith(_SUFFIX):
-                self._committed.add(int(name.removesuffix(_SUFFIX)))
+        return names
 
     def _description(self) -> dict[str, Any]:
         return {"format": _FORMAT, "target": self._target}

@@ -204,16 +204,19 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ResumeError, match="holds other files, such as"):
         run(tmp_path, batches(2))
-    assert {file.name for file in tmp_path.iterdir()} <= {"thesis.txt", "lock"}
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_two_streams_of_one_process_cannot_share_a_folder(tmp_path):
-    """The second is refused while the first is open."""
+    """The second is refused while the first is open, also by another path to the folder."""
+    (link := tmp_path.parent / f"{tmp_path.name}-link").symlink_to(tmp_path)
     with torch.no_grad(), parallel(Counting(), TWO) as p:
         stream = p.map(batches(3), resume=tmp_path)
         next(stream)
         with pytest.raises(ResumeError, match="in use by another stream of this process"):
             list(p.map(batches(3), resume=tmp_path))
+        with pytest.raises(ResumeError, match="in use by another stream of this process"):
+            list(p.map(batches(3), resume=link))
         stream.close()
         assert len(list(p.map(batches(3), resume=tmp_path))) == 3
 
@@ -273,6 +276,14 @@ def test_an_empty_output_file_is_computed_again(tmp_path):
     run(tmp_path, batches(2))
     min(tmp_path.glob("*.output")).write_bytes(b"")
     assert run(tmp_path, batches(2)) == [0, 2]
+
+
+def test_a_run_that_died_before_its_first_output_is_no_obstacle(tmp_path):
+    """It may leave a lock and files that are not finished."""
+    (tmp_path / "lock").write_text("process 1 on another machine")
+    (tmp_path / "stream.unfinished").write_text("{")
+    assert run(tmp_path, batches(2)) == [0, 2]
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 # -- killed at random
