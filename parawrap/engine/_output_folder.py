@@ -154,7 +154,11 @@ class OutputFolder:
         manifest = self._path / _MANIFEST
         names = self._names()
         if manifest.name in names:
-            found = json.loads(manifest.read_text())
+            try:
+                found = json.loads(manifest.read_text())
+            except ValueError as error:
+                msg = f"{manifest} is damaged: {error}. Use another folder"
+                raise ResumeError(msg) from error
             if found != self._description():
                 msg = (
                     f"resume={str(self._path)!r} holds the outputs of {found.get('target')}, not of {self._target}. "
@@ -170,8 +174,12 @@ class OutputFolder:
     def _write(self, file: Path, content: bytes) -> None:
         """Write a file that appears complete or not at all."""
         unfinished = file.with_suffix(_UNFINISHED)
-        unfinished.write_bytes(content)
-        unfinished.replace(file)
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(file)
+        except OSError as error:
+            msg = f"{file} cannot be written: {error}. Free some space, or use another folder, and run again"
+            raise ResumeError(msg) from error
 
     def _names(self) -> set[str]:
         """Return the names of the files that are complete, without the lock.
@@ -189,8 +197,12 @@ class OutputFolder:
         return {"format": _FORMAT, "target": self._target}
 
     def _saved(self, number: int) -> tuple[bytes, Any] | None:
-        """Return the fingerprint of the batch and its output, or None if the file is damaged."""
-        content = self._file(number).read_bytes()
+        """Return the fingerprint of the batch and its output, or None if the file is damaged or deleted."""
+        try:
+            content = self._file(number).read_bytes()
+        except FileNotFoundError:
+            _LOG.warning("%s was deleted: its batch runs again", self._file(number))
+            return None
         checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
         if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
             _LOG.warning("%s is damaged: its batch runs again", self._file(number))
@@ -259,9 +271,25 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
 def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)};".encode())
     if tensor.layout != torch.strided or tensor.is_quantized:
+        for part in _strided_parts(tensor.detach()):
+            _add_tensor(digest, part)
         return
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
+
+
+def _strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the values and the indices of a sparse tensor; no parts of a layout without them."""
+    if tensor.is_quantized:
+        return (tensor.dequantize(),)
+    if tensor.layout == torch.sparse_coo:
+        merged = tensor.coalesce()
+        return merged.indices(), merged.values()
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _buffer_of(value: Any) -> memoryview | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from parawrap import ResumeError, parallel
+from parawrap.engine._output_folder import _fingerprint
 from tests.launch.processes import eventually, run_script, scripts, write_script
 
 TWO = ["cpu"] * 2
@@ -269,6 +271,53 @@ def test_a_damaged_output_is_computed_again(tmp_path, caplog):
     assert f"{file} is damaged" in caplog.text
     assert run(tmp_path, batches(3)) == [0, 2, 4]
     assert computed == {0: 1, 1: 2, 2: 1}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+    ],
+    ids=["coo", "csr", "csc", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_sparse_or_quantized_batch_with_other_values_is_refused(form):
+    """Its fingerprint covers the values, not only the shape."""
+    assert _fingerprint(form(torch.eye(2))) == _fingerprint(form(torch.eye(2)))
+    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2) * 2))
+    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2).flip(0)))
+
+
+def test_a_folder_that_is_deleted_during_the_stream_is_an_error_of_resume(tmp_path):
+    """The output that cannot be written is named."""
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        outputs = p.map(batches(8), resume=tmp_path / "out")
+        next(outputs)
+        shutil.rmtree(tmp_path / "out")
+        with pytest.raises(ResumeError, match=r"000000001\.output cannot be written"):
+            next(outputs)
+
+
+def test_an_output_file_that_is_deleted_during_the_stream_is_computed_again(tmp_path):
+    """The stream listed the file at its start."""
+    run(tmp_path / "out", batches(8))
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        outputs = p.map(batches(8), resume=tmp_path / "out")
+        first = next(outputs)
+        (tmp_path / "out" / "000000007.output").unlink()
+        assert [output[0].item() for output in [first, *outputs]] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert computed[7.0] == 2
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    """A power failure may leave it empty."""
+    (tmp_path / "stream.json").touch()
+    with pytest.raises(ResumeError, match=r"stream\.json is damaged"):
+        run(tmp_path, batches(1))
 
 
 def test_an_empty_output_file_is_computed_again(tmp_path):
