@@ -128,9 +128,14 @@ def _submit(session: Stream, entry: Entry, batch: Any, prepare: Prepare | None) 
             return session.submit(entry, (batch,), {}, prepare)
         return session.submit(entry, *as_call(batch))
     except Exception as error:  # noqa: BLE001 (raised in place of the batch's output)
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return future
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Future[Any]:
+    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _hint(batch: list[Any]) -> str:

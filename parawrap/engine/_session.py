@@ -486,10 +486,17 @@ def _no_original(value: Any) -> None:
 
 def _done(run: Callable[[], Any]) -> LaneFuture:
     """Return a future that is done."""
-    future = LaneFuture()
     try:
-        future.set_result(run())
+        output = run()
     except Exception as error:  # noqa: BLE001
-        future.set_exception(error)
-        del error
+        return _failed(error)
+    future = LaneFuture()
+    future.set_result(output)
+    return future
+
+
+def _failed(error: Exception) -> LaneFuture:
+    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
+    future = LaneFuture()
+    future.set_exception(error)
     return future
