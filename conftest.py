@@ -48,7 +48,7 @@ def _nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     yield
     for thread in threading.enumerate():
         if thread.name.startswith("parawrap-launch"):
-            thread.join(5)  # a launch has its outcome a moment before its thread ends
+            thread.join(30)  # a launch has its outcome a moment before its thread ends
     if _lanes():
         gc.collect()  # only here, because a collection per test takes minutes
     assert not _lanes(), "threads still run after the test"

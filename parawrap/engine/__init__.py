@@ -8,9 +8,10 @@ from parawrap.engine._batch_stream import Stream, StreamOptions, stream
 from parawrap.engine._call_history import Kind
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import InPlace
-from parawrap.engine._session import Entry, Prepare, Session, as_call
+from parawrap.engine._session import Entry, Session
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._timeline import Trace
+from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.replicas import ReplicaSet, original_method
 
 __all__ = [

@@ -10,7 +10,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import Entry, Prepare, as_call
+from parawrap.engine._session import Entry
+from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import note
 
@@ -127,9 +128,14 @@ def _submit(session: Stream, entry: Entry, batch: Any, prepare: Prepare | None) 
             return session.submit(entry, (batch,), {}, prepare)
         return session.submit(entry, *as_call(batch))
     except Exception as error:  # noqa: BLE001 (raised in place of the batch's output)
-        future: Future[Any] = Future()
-        future.set_exception(error)
-        return future
+        return _failed(error)
+
+
+def _failed(error: Exception) -> Future[Any]:
+    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _hint(batch: list[Any]) -> str:

@@ -27,6 +27,8 @@ _LOG = logging.getLogger("parawrap.resume")
 _FORMAT = 1
 _CHECKSUM_BYTES = 32
 _FINGERPRINT_BYTES = 16
+_MANIFEST = "stream.json"
+_LOCK = "lock"
 _SUFFIX = ".output"
 _UNFINISHED = ".unfinished"
 _opened: set[Path] = set()
@@ -48,7 +50,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path, target: str) -> None:
-        self._path = path.absolute()
+        self._path = path.resolve()
         self._target = target
         self._committed: set[int] = set()
         self._fingerprints: dict[int, bytes] = {}  # of the batches in flight
@@ -56,6 +58,7 @@ class OutputFolder:
 
     def __enter__(self) -> Self:
         self._path.mkdir(parents=True, exist_ok=True)
+        self._names()  # before the lock file: a folder that is refused does not change
         with _opening:
             if self._path in _opened:
                 self._refuse_in_use("another stream of this process")
@@ -105,11 +108,8 @@ class OutputFolder:
         fingerprint = self._fingerprints.pop(number, None)
         if fingerprint is None:
             return
-        file = self._file(number)
-        unfinished = file.with_suffix(_UNFINISHED)
         body = fingerprint + _saved_bytes(output, number)
-        unfinished.write_bytes(hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
-        unfinished.replace(file)
+        self._write(self._file(number), hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
 
     def check_end(self, batches: int) -> None:
         """Check that the folder holds no output of a batch after the end of the source.
@@ -130,7 +130,7 @@ class OutputFolder:
 
     def _locked(self) -> int:
         """Lock the folder. The lock ends with the process, and forked children do not have it."""
-        lock = os.open(self._path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             import fcntl
         except ImportError:  # Windows
@@ -151,33 +151,58 @@ class OutputFolder:
 
     def _read(self) -> None:
         """Check what the folder belongs to, and list the committed outputs."""
-        manifest = self._path / "stream.json"
-        names = {entry.name for entry in os.scandir(self._path)} - {"lock"}
+        manifest = self._path / _MANIFEST
+        names = self._names()
         if manifest.name in names:
-            found = json.loads(manifest.read_text())
+            try:
+                found = json.loads(manifest.read_text())
+            except ValueError as error:
+                msg = f"{manifest} is damaged: {error}. Use another folder"
+                raise ResumeError(msg) from error
             if found != self._description():
                 msg = (
                     f"resume={str(self._path)!r} holds the outputs of {found.get('target')}, not of {self._target}. "
                     "Use another folder"
                 )
                 raise ResumeError(msg)
-        elif names:
+        else:
+            self._write(manifest, json.dumps(self._description()).encode())
+        self._committed = {int(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX)}
+        for unfinished in self._path.glob(f"*{_UNFINISHED}"):
+            unfinished.unlink()
+
+    def _write(self, file: Path, content: bytes) -> None:
+        """Write a file that appears complete or not at all."""
+        unfinished = file.with_suffix(_UNFINISHED)
+        try:
+            unfinished.write_bytes(content)
+            unfinished.replace(file)
+        except OSError as error:
+            msg = f"{file} cannot be written: {error}. Free some space, or use another folder, and run again"
+            raise ResumeError(msg) from error
+
+    def _names(self) -> set[str]:
+        """Return the names of the files that are complete, without the lock.
+
+        Raises:
+            ResumeError: If there are files, and they are not those of a stream.
+        """
+        names = {entry.name for entry in os.scandir(self._path) if not entry.name.endswith(_UNFINISHED)} - {_LOCK}
+        if names and _MANIFEST not in names:
             msg = f"resume={str(self._path)!r} holds other files, such as {min(names)}. Use an empty or a new folder"
             raise ResumeError(msg)
-        else:
-            manifest.write_text(json.dumps(self._description()))
-        for name in names:
-            if name.endswith(_UNFINISHED):
-                (self._path / name).unlink()
-            elif name.endswith(_SUFFIX):
-                self._committed.add(int(name.removesuffix(_SUFFIX)))
+        return names
 
     def _description(self) -> dict[str, Any]:
         return {"format": _FORMAT, "target": self._target}
 
     def _saved(self, number: int) -> tuple[bytes, Any] | None:
-        """Return the fingerprint of the batch and its output, or None if the file is damaged."""
-        content = self._file(number).read_bytes()
+        """Return the fingerprint of the batch and its output, or None if the file is damaged or deleted."""
+        try:
+            content = self._file(number).read_bytes()
+        except FileNotFoundError:
+            _LOG.warning("%s was deleted: its batch runs again", self._file(number))
+            return None
         checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
         if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
             _LOG.warning("%s is damaged: its batch runs again", self._file(number))
@@ -246,9 +271,25 @@ def _add(digest: hashlib.blake2b, value: Any) -> None:
 def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
     digest.update(f"{tensor.dtype}{tuple(tensor.shape)};".encode())
     if tensor.layout != torch.strided or tensor.is_quantized:
+        for part in _strided_parts(tensor.detach()):
+            _add_tensor(digest, part)
         return
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
+
+
+def _strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the values and the indices of a sparse tensor; no parts of a layout without them."""
+    if tensor.is_quantized:
+        return (tensor.dequantize(),)
+    if tensor.layout == torch.sparse_coo:
+        merged = tensor.coalesce()
+        return merged.indices(), merged.values()
+    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
 
 
 def _buffer_of(value: Any) -> memoryview | None:

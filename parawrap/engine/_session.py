@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends import device_of, record_use
 from parawrap.engine._call_history import Generators, Kind, Kinds
@@ -20,6 +19,7 @@ from parawrap.engine._plain_output import plain_output
 from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._timeline import Trace
+from parawrap.engine._whole_call import Prepare, WholeCall, as_call, originals_of
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
     Lane,
@@ -48,7 +48,7 @@ from parawrap.shards import (
 )
 from parawrap.tree import Opaque, flatten, flatten_call
 
-__all__ = ["Entry", "Prepare", "Session", "as_call"]
+__all__ = ["Entry", "Session"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
@@ -96,18 +96,6 @@ class Replicas(Protocol):
     def renew(self) -> None: ...
     def forget(self) -> None: ...
     def scratch(self) -> Any: ...
-
-
-Prepare = Callable[[Any], Any]
-"""A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
-    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
-        return (), dict(batch)
-    is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
-    return (tuple(batch), {}) if is_spread else ((batch,), {})
 
 
 class Session:
@@ -182,7 +170,7 @@ class Session:
                 shards = shards or [task.shard for task in tasks]
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self.device_of_output(flat)
-            originals = partial(_originals_of, replicas, len(plan.sizes), shards)
+            originals = partial(originals_of, replicas, len(plan.sizes), shards)
             output = self.gather(outputs, plan.sizes, device, originals, evidence, witness)
         self.tally.cut(plan.sizes)
         if expected is not None:
@@ -442,7 +430,7 @@ class Session:
             task = partial(self._run_whole, entry, replicas, plan.rows, args, kwargs)
             return self.pool.submit_to_any(task, modes)
         lane = self.pool.least_loaded()
-        call = _WholeCall(self, entry, replicas[lane.index], sources)
+        call = WholeCall(self, entry, replicas[lane.index], sources)
         call.take(plan, flat)
         return self.pool.submit(lane, call.run, modes, call.place, sources)
 
@@ -455,7 +443,7 @@ class Session:
         lane = self.pool.least_loaded()
         devices = (*map(device_of, flatten(batch)[0]), *self.devices, self.output_device)  # `prepare` may read from any
         sources = {device for device in devices if device is not None}
-        call = _WholeCall(self, entry, replicas[lane.index], sources)
+        call = WholeCall(self, entry, replicas[lane.index], sources)
 
         def stage() -> None:
             call.take(*self.cutters[entry.method].whole(*as_call(prepare(*batch))))
@@ -519,61 +507,23 @@ class Session:
         )
 
 
-class _WholeCall:
-    """A call that one lane of an accelerator runs whole: `take` its arguments, `place` them on the device, and `run` it."""
-
-    def __init__(self, session: Session, entry: Entry, replica: LaneReplica, sources: Collection[torch.device]) -> None:
-        self._session = session
-        self._entry = entry
-        self._replica = replica
-        self._sources = sources
-        self._plan: ShardPlan
-        self._flat: FlatCall
-        self._placed: Placed
-
-    def take(self, plan: ShardPlan, flat: FlatCall) -> None:
-        """Set the arguments."""
-        self._plan, self._flat = plan, flat
-        (self._placed,), _ = self._session.scatter(self._entry, [self._replica], plan, flat, self._sources, whole=True)
-        self._session.tally.whole(self._replica.lane, plan.rows)
-
-    def place(self) -> None:
-        """Copy the arguments to the lane's device."""
-        self._placed.place()
-
-    def run(self) -> Any:
-        """Run the call, and return its output on the output device."""
-        originals = partial(_originals_of, [self._replica], 1, [])
-        device = self._session.device_of_output(self._flat)
-        output = self._session.gather([self._placed.run_placed()], self._plan.sizes, device, originals)
-        self._plan.update(self._flat, [self._placed.shard])
-        return output
-
-
-def _originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
-    """Return one function per shard. It maps a lane's copy of a value to the caller's value, or to None."""
-    of_module = [replica.original_of for replica in replicas][:count]
-    of_module += of_module[-1:] * (count - len(of_module))
-    if not any(shard.origins for shard in shards):
-        return of_module
-    return [partial(_found, shard.origins, find) for shard, find in zip(shards, of_module, strict=True)]
-
-
-def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:
-    found = origins.get(id(value))
-    return find(value) if found is None and isinstance(value, torch.Tensor) else found
-
-
 def _no_original(value: Any) -> None:
     """Return None: a target that is not a module has no copies."""
 
 
 def _done(run: Callable[[], Any]) -> LaneFuture:
     """Return a future that is done."""
-    future = LaneFuture()
     try:
-        future.set_result(run())
+        output = run()
     except Exception as error:  # noqa: BLE001
-        future.set_exception(error)
-        del error
+        return _failed(error)
+    future = LaneFuture()
+    future.set_result(output)
+    return future
+
+
+def _failed(error: Exception) -> LaneFuture:
+    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
+    future = LaneFuture()
+    future.set_exception(error)
     return future

@@ -84,7 +84,7 @@ class Parallel(Streams, Generic[TargetT]):
         else:
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
-        self._methods: tuple[str, ...] = tuple(checked_methods(target, methods))
+        self._methods: tuple[str, ...] = tuple(dict.fromkeys(checked_methods(target, methods)))
         self._in_place = None if module is None else InPlace(module, self._methods)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from parawrap import ResumeError, parallel
-from tests.launch.processes import run_script, scripts, write_script
+from parawrap.engine._output_folder import _fingerprint
+from tests.launch.processes import eventually, run_script, scripts, write_script
 
 TWO = ["cpu"] * 2
 
@@ -205,16 +206,19 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ResumeError, match="holds other files, such as"):
         run(tmp_path, batches(2))
-    assert {file.name for file in tmp_path.iterdir()} <= {"thesis.txt", "lock"}
+    assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 def test_two_streams_of_one_process_cannot_share_a_folder(tmp_path):
-    """The second is refused while the first is open."""
+    """The second is refused while the first is open, also by another path to the folder."""
+    (link := tmp_path.parent / f"{tmp_path.name}-link").symlink_to(tmp_path)
     with torch.no_grad(), parallel(Counting(), TWO) as p:
         stream = p.map(batches(3), resume=tmp_path)
         next(stream)
         with pytest.raises(ResumeError, match="in use by another stream of this process"):
             list(p.map(batches(3), resume=tmp_path))
+        with pytest.raises(ResumeError, match="in use by another stream of this process"):
+            list(p.map(batches(3), resume=link))
         stream.close()
         assert len(list(p.map(batches(3), resume=tmp_path))) == 3
 
@@ -269,11 +273,66 @@ def test_a_damaged_output_is_computed_again(tmp_path, caplog):
     assert computed == {0: 1, 1: 2, 2: 1}
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        torch.Tensor.to_sparse_csc,
+        lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+    ],
+    ids=["coo", "csr", "csc", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_sparse_or_quantized_batch_with_other_values_is_refused(form):
+    """Its fingerprint covers the values, not only the shape."""
+    assert _fingerprint(form(torch.eye(2))) == _fingerprint(form(torch.eye(2)))
+    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2) * 2))
+    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2).flip(0)))
+
+
+def test_a_folder_that_is_deleted_during_the_stream_is_an_error_of_resume(tmp_path):
+    """The output that cannot be written is named."""
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        outputs = p.map(batches(8), resume=tmp_path / "out")
+        next(outputs)
+        shutil.rmtree(tmp_path / "out")
+        with pytest.raises(ResumeError, match=r"000000001\.output cannot be written"):
+            next(outputs)
+
+
+def test_an_output_file_that_is_deleted_during_the_stream_is_computed_again(tmp_path):
+    """The stream listed the file at its start."""
+    run(tmp_path / "out", batches(8))
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        outputs = p.map(batches(8), resume=tmp_path / "out")
+        first = next(outputs)
+        (tmp_path / "out" / "000000007.output").unlink()
+        assert [output[0].item() for output in [first, *outputs]] == [0, 2, 4, 6, 8, 10, 12, 14]
+    assert computed[7.0] == 2
+
+
+def test_a_damaged_manifest_is_named(tmp_path):
+    """A power failure may leave it empty."""
+    (tmp_path / "stream.json").touch()
+    with pytest.raises(ResumeError, match=r"stream\.json is damaged"):
+        run(tmp_path, batches(1))
+
+
 def test_an_empty_output_file_is_computed_again(tmp_path):
     """As a power failure may leave it."""
     run(tmp_path, batches(2))
     min(tmp_path.glob("*.output")).write_bytes(b"")
     assert run(tmp_path, batches(2)) == [0, 2]
+
+
+def test_a_run_that_died_before_its_first_output_is_no_obstacle(tmp_path):
+    """It may leave a lock and files that are not finished."""
+    (tmp_path / "lock").write_text("process 1 on another machine")
+    (tmp_path / "stream.unfinished").write_text("{")
+    assert run(tmp_path, batches(2)) == [0, 2]
+    assert not list(tmp_path.glob("*.unfinished"))
 
 
 # -- killed at random
@@ -295,14 +354,11 @@ print(json.dumps(seen))
 def test_a_run_that_is_killed_at_random_yields_every_output_once(tmp_path, kills, count):
     """Runs die by SIGKILL at random moments. The next run yields every output once."""
     path, folder = write_script(tmp_path, KILLED), tmp_path / "out"
-    chance, saved = random.Random(5), [0]
-    for _ in range(kills):
+    for saved in sorted(random.Random(5).sample(range(count), kills)):
         with closing(scripts.start(path, [folder, count], tmp_path, streams=1)) as script:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                script.communicate(chance.uniform(0, 0.2))
+            eventually(lambda: sum(1 for _ in folder.glob("*.output")) >= saved, f"{saved} outputs")  # noqa: B023
             script.kill()
-        saved.append(len(list(folder.glob("*.output"))))
-    assert 0 < saved[len(saved) // 2] < saved[-1]  # the kills fell into the work
+            script.communicate(20)
     lines = run_script(tmp_path, KILLED, folder, count).splitlines()
     assert json.loads(lines[-1]) == [2.0 * index for index in range(count)]
     assert not list(folder.glob("*.unfinished"))

@@ -43,7 +43,7 @@ class Coder(nn.Module):
 
 def test_map_submit_and_the_call_run_the_only_method_that_methods_names():
     """They do not run `forward`."""
-    with parallel(Coder(), TWO, methods=("encode",)) as p:
+    with parallel(Coder(), TWO, methods=("encode", "encode")) as p:  # a name that stands twice is one method
         assert first_values(p.map(batches(3))) == [10, 11, 12]
         assert p.submit(torch.zeros(2, 1)).result(20).tolist() == [[10], [10]]
         assert p(torch.zeros(2, 1)).tolist() == [[10], [10]]
@@ -375,3 +375,36 @@ def test_the_bar_has_the_given_total_and_text(monkeypatch, source, options, tota
     (bar,) = Bar.made
     assert (bar.total, bar.desc, bar.unit, bar.count, bar.closed) == (total, desc, "batch", 3, True)
     assert bar.speeds
+
+
+def test_errors_of_a_stream_inside_a_lane_are_freed_without_the_collector():
+    """The future of a plain run, its error, and the frames of the traceback are not a cycle."""
+    inputs, alive = [], []
+
+    def source():
+        for batch in batches(10):
+            inputs.append(weakref.ref(batch))
+            yield batch
+            del batch
+
+    def fail(x):
+        if len(x) != 3:
+            raise ValueError
+        return x
+
+    with torch.no_grad(), parallel(fail, TWO) as p:
+
+        def nested(batch):
+            for error in p.map(source(), return_exceptions=True):
+                assert isinstance(error, ValueError)
+                del error
+            alive.append(sum(made() is not None for made in inputs))
+            return batch
+
+        gc.collect()
+        gc.disable()
+        try:
+            list(p.map(batches(1, rows=3), prepare=nested))
+        finally:
+            gc.enable()
+    assert alive == [0]

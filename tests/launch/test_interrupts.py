@@ -21,7 +21,7 @@ from parawrap import Platform, wrapper
 
 PACKAGE = os.path.dirname(parawrap.__file__)
 GRACE_S, GAP_S = 0.5, 0.05
-BOUND_S = GRACE_S + 8
+BOUND_S = GRACE_S + 20  # a first launch imports torch, and other tests may keep the processor busy
 
 launchable = wrapper(Platform(device="cpu", n_cpus=2, grace_s=GRACE_S, verbose=False))(lambda: time.sleep(600))
 returns = wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(lambda: 1)
@@ -158,7 +158,7 @@ def test_a_script_that_catches_two_interrupts_can_launch_again(tmp_path):
     """The ranks end although the script keeps the exceptions, the next launch works, and the interpreter exits."""
     for report in json.loads(run_script(tmp_path, SCRIPT + CONTINUES, ROUNDS)):
         assert report["is_over"], report
-        assert report["seconds"] < 8.5, report
+        assert report["seconds"] < 20.5, report
         assert report["next"] == [1, 1]
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from parawrap.errors import LaunchError, UnsendableError
-from parawrap.launch.messages._pickle_values import memory_file, pack, unpack
+from parawrap.launch.messages._pickle_values import _bytes_of, memory_file, pack, unpack
 
 LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
@@ -616,3 +616,13 @@ def test_a_value_nested_too_deeply_raises():
     for _ in range(100_000):
         deep = [deep]
     assert "recursion" in refusal(deep)
+
+
+def test_memory_keeps_its_storage():
+    """The memory of a tensor from another device is that of a copy, which nothing else refers to."""
+    storage = torch.arange(3).untyped_storage()
+    references = sys.getrefcount(storage)
+    memory = _bytes_of(storage)
+    assert sys.getrefcount(storage) == references + 1
+    del memory
+    assert sys.getrefcount(storage) == references

@@ -13,9 +13,10 @@ from weakref import WeakSet
 import torch
 
 from parawrap.engine._plain_output import plain_output
-from parawrap.engine._session import Entry, Prepare, as_call
+from parawrap.engine._session import Entry
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._timeline import Trace
+from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError

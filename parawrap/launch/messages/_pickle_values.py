@@ -215,5 +215,7 @@ def _storage(memory: Any) -> torch.UntypedStorage:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the storage's memory without a copy. The pickler keeps the storage alive."""
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    """Return the storage's memory without a copy. The memory keeps the storage alive, which may be a copy from a device."""
+    memory = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    memory.owner = storage  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    return memoryview(memory).cast("B")

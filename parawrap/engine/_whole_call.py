@@ -1,0 +1,75 @@
+"""A call that one lane runs whole: its arguments, and the steps of a lane on an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from parawrap.engine._shard_task import Placed
+from parawrap.replicas import LaneReplica
+from parawrap.shards import FlatCall, Shard, ShardPlan
+
+if TYPE_CHECKING:
+    from parawrap.engine._session import Entry, Session
+
+__all__ = ["Prepare", "WholeCall", "as_call", "originals_of"]
+
+Prepare = Callable[[Any], Any]
+"""A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
+
+
+def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return (), dict(batch)
+    is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
+    return (tuple(batch), {}) if is_spread else ((batch,), {})
+
+
+class WholeCall:
+    """A call that one lane of an accelerator runs whole: `take` its arguments, `place` them on the device, and `run` it."""
+
+    def __init__(self, session: Session, entry: Entry, replica: LaneReplica, sources: Collection[torch.device]) -> None:
+        self._session = session
+        self._entry = entry
+        self._replica = replica
+        self._sources = sources
+        self._plan: ShardPlan
+        self._flat: FlatCall
+        self._placed: Placed
+
+    def take(self, plan: ShardPlan, flat: FlatCall) -> None:
+        """Set the arguments."""
+        self._plan, self._flat = plan, flat
+        (self._placed,), _ = self._session.scatter(self._entry, [self._replica], plan, flat, self._sources, whole=True)
+        self._session.tally.whole(self._replica.lane, plan.rows)
+
+    def place(self) -> None:
+        """Copy the arguments to the lane's device."""
+        self._placed.place()
+
+    def run(self) -> Any:
+        """Run the call, and return its output on the output device."""
+        originals = partial(originals_of, [self._replica], 1, [])
+        device = self._session.device_of_output(self._flat)
+        output = self._session.gather([self._placed.run_placed()], self._plan.sizes, device, originals)
+        self._plan.update(self._flat, [self._placed.shard])
+        return output
+
+
+def originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
+    """Return one function per shard. It maps a lane's copy of a value to the caller's value, or to None."""
+    of_module = [replica.original_of for replica in replicas][:count]
+    of_module += of_module[-1:] * (count - len(of_module))
+    if not any(shard.origins for shard in shards):
+        return of_module
+    return [partial(_found, shard.origins, find) for shard, find in zip(shards, of_module, strict=True)]
+
+
+def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:
+    found = origins.get(id(value))
+    return find(value) if found is None and isinstance(value, torch.Tensor) else found
