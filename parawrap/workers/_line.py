@@ -1,7 +1,7 @@
 """The connection between the launching process and a worker: messages whose tensors travel in shared memory.
 
 A message is a word, a pickled value, and at most one file. The memory of tensors stays out of the pickle: a little of it
-follows the pickle, more of it goes into a slab. The two ends take turns, so a small message is one system call at each end.
+follows the pickle, more of it goes into a slab. So messages are small, and the sender rarely waits for the reader.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 import socket
 import struct
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -26,30 +27,42 @@ from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
 __all__ = ["Line", "Message"]
 
-_WORDS = ("hello", "model", "build", "tensors_changed", "call", "returned", "raised")
-_INLINE = 32 << 10  # bytes of tensors below which a slab costs more than a copy through the socket
-_ROOM = 2 * _INLINE  # for a message that arrives with one system call
+_WORDS = ("model", "build", "tensors_changed", "call", "returned", "raised")
+_INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
+_ROOM = 2 * _INLINE  # for messages that arrive with one system call
 _WORTH_LENDING = 1 << 20
 _MOST_LENT = 4
 _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _FILE_BYTES = array("i").itemsize
-_MOST_FILES = 2
+_MOST_FILES = 8  # that arrive with one system call
 _NO_SLAB = -1
 
 
 class Message(NamedTuple):
-    """A received message. The reader closes `file`."""
+    """A message. An answer has the number of its request, and when the worker was busy, as ``perf_counter_ns``.
+
+    The reader closes `file`.
+    """
 
     word: str
     value: Any
-    file: int | None
+    number: int
+    start: int = 0
+    end: int = 0
+    file: int | None = None
 
 
 class _Head(NamedTuple):
-    """The first bytes of a message. The numbers follow: the buffers' lengths, the slabs retired, and the slabs released."""
+    """The first bytes of a message. The numbers follow: the buffers' lengths, the slabs retired, and the slabs released.
+
+    If `pickled` is 0, the pickle is the first buffer.
+    """
 
     size: int  # of the whole message
     pickled: int
+    number: int
+    start: int
+    end: int
     slab: int
     lengths: int
     retired: int
@@ -59,12 +72,12 @@ class _Head(NamedTuple):
     has_file: bool
 
 
-_HEAD = struct.Struct("=qqiiiiB??5x")
+_HEAD = struct.Struct("=qqqqqiiiiB??5x")
 _NUMBER_BYTES = array("q").itemsize
 
 
 class Line:
-    """One end of a connection; used by one thread at a time.
+    """One end of a connection. One thread sends at a time, and one thread receives.
 
     With `copies_small`, tensors that arrive own their memory unless they are large and few. Otherwise all tensors that
     arrive in a slab stay there, for a reader that drops them soon.
@@ -75,17 +88,21 @@ class Line:
         self._copies_small = copies_small
         self._own = OwnSlabs()
         self._others = MappedSlabs()
-        self._arriving = memoryview(bytearray(_ROOM))
+        self._arrived = memoryview(bytearray(_ROOM))
+        self._first, self._last = 0, 0  # the bytes in it that no message has taken yet
+        self._files: deque[int] = deque()
 
-    def send(self, word: str, value: Any, address: str, file: int | None = None) -> None:
+    def send(self, message: Message, address: str) -> None:
         """Send a message. `address` names the value in errors.
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
             SessionError: If there is no room for its tensors. Nothing is sent then.
-            OSError: If the other end is closed.
+            ConnectionError: If the other end is closed.
         """
-        pickled, buffers = pickled_plain(value) or pickled_apart(_trimmed(value), address)
+        pickled, buffers = pickled_plain(message.value) or pickled_apart(_trimmed(message.value), address)
+        if len(pickled) > _INLINE:
+            pickled, buffers = pickled[:0], [pickled, *buffers]
         lengths = [each.nbytes for each in buffers]
         offsets, size = layout(lengths)
         slab, retired = (None, []) if size <= _INLINE else self._own.take(size)
@@ -96,22 +113,25 @@ class Line:
             head = _HEAD.pack(
                 _HEAD.size + len(numbers) * _NUMBER_BYTES + len(pickled) + sum(map(len, inline)),
                 len(pickled),
+                message.number,
+                message.start,
+                message.end,
                 _NO_SLAB if slab is None else slab.number,
                 len(lengths),
                 len(retired),
                 len(released),
-                _WORDS.index(word),
+                _WORDS.index(message.word),
                 slab is not None and slab.file is not None,
-                file is not None,
+                message.file is not None,
             )
-            self._post(b"".join((head, numbers, pickled, *inline)), _files(slab, file))
+            self._post(b"".join((head, numbers, pickled, *inline)), _files(slab, message.file))
         finally:
             if slab is not None:
                 slab.close_file()
 
     def receive(self) -> Message | None:
         """Wait for a message; None if the other end is closed."""
-        arrived, files = self._receive_bytes()
+        arrived = self._next_bytes()
         if arrived is None:
             return None
         head = _Head(*_HEAD.unpack_from(arrived))
@@ -121,49 +141,65 @@ class Line:
         self._others.retire([*islice(numbers, head.retired)])
         self._own.release([*numbers])
         if head.is_new_slab:
-            self._others.add(head.slab, files[0])
-            os.close(files.pop(0))
+            new = self._files.popleft()
+            self._others.add(head.slab, new)
+            os.close(new)
         memory = self._memory_of_tensors(head, lengths, arrived[end + head.pickled : head.size])
         buffers = [memory[offset : offset + length] for offset, length in zip(layout(lengths)[0], lengths, strict=True)]
-        value = pickle.loads(arrived[end : end + head.pickled], buffers=buffers)
-        return Message(_WORDS[head.word], value, files[0] if head.has_file else None)
+        pickled = arrived[end : end + head.pickled] if head.pickled else buffers.pop(0)
+        value = pickle.loads(pickled, buffers=buffers)
+        file = self._files.popleft() if head.has_file else None
+        return Message(_WORDS[head.word], value, head.number, head.start, head.end, file)
 
     def close(self) -> None:
         """Close the connection, which ends a waiting reader at either end."""
         with contextlib.suppress(OSError):  # the other end is gone
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        while self._files:
+            os.close(self._files.popleft())
 
     def _post(self, message: bytes, files: list[int]) -> None:
-        sent = socket.send_fds(self._socket, [message], files) if files else 0
-        if sent < len(message):
-            self._socket.sendall(memoryview(message)[sent:])
+        try:
+            sent = socket.send_fds(self._socket, [message], files) if files else self._socket.send(message)
+            if sent < len(message):
+                self._socket.sendall(memoryview(message)[sent:])
+        except OSError as error:
+            msg = "the other end of the connection is closed"
+            raise ConnectionError(msg) from error
 
-    def _receive_bytes(self) -> tuple[memoryview | None, list[int]]:
-        """Return one message, which lies in memory that the next one may use, and its files."""
-        memory = self._arriving
-        room = socket.CMSG_SPACE(_MOST_FILES * _FILE_BYTES)
-        got, attached, _, _ = self._socket.recvmsg_into([memory], room, _CLOEXEC)
-        files = array("i", b"".join(data for _, _, data in attached)).tolist()
-        if self._filled(memory[: _HEAD.size], got):
-            size = _Head(*_HEAD.unpack_from(memory)).size
-            if size > len(memory):
-                memory = memoryview(bytearray(size))
-                memory[:got] = self._arriving[:got]
-            if self._filled(memory[:size], max(got, _HEAD.size)):
-                return memory, files
-        for file in files:
-            os.close(file)
-        return None, []
+    def _next_bytes(self) -> memoryview | None:
+        """Return one message, which lies in memory that the next one may use; None at the end."""
+        missing = _HEAD.size
+        while True:
+            have = self._last - self._first
+            if have >= _HEAD.size:
+                missing = _Head(*_HEAD.unpack_from(self._arrived, self._first)).size
+            if have >= missing:
+                message = self._arrived[self._first : self._first + missing]
+                self._first += missing
+                return message
+            if not self._read(missing):
+                return None
 
-    def _filled(self, memory: memoryview, got: int) -> bool:
-        """Receive the rest of this memory; False if the other end closed the connection before."""
-        while got < len(memory):
-            count = self._socket.recv_into(memory[got:], 0, socket.MSG_WAITALL)
-            if count == 0:
-                return False
-            got += count
-        return True
+    def _read(self, size: int) -> bool:
+        """Receive more bytes of a message of that size; False if the other end is closed."""
+        if self._first == self._last:
+            self._first = self._last = 0
+        if self._first + size > len(self._arrived):
+            left = bytes(self._arrived[self._first : self._last])
+            self._arrived = memoryview(bytearray(max(size, _ROOM)))
+            self._arrived[: len(left)] = left
+            self._first, self._last = 0, len(left)
+        try:
+            room = socket.CMSG_SPACE(_MOST_FILES * _FILE_BYTES)
+            got, attached, _, _ = self._socket.recvmsg_into([self._arrived[self._last :]], room, _CLOEXEC)
+        except OSError:  # reset by the other end, or closed at this end
+            return False
+        for _, _, data in attached:
+            self._files.extend(array("i", data))
+        self._last += got
+        return got > 0
 
     def _memory_of_tensors(self, head: _Head, lengths: Sequence[int], inline: memoryview) -> memoryview:
         """Return the memory that a message's tensors are built on. A copy if their owner would hold many slabs."""

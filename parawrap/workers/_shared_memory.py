@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -46,12 +47,13 @@ class Slab:
 
 
 class OwnSlabs:
-    """The slabs of one writer. A slab that a message needs is reused, or made if every free slab is too small."""
+    """The slabs of one writer. A slab is reused, or made if every free slab is too small. Thread-safe."""
 
     def __init__(self) -> None:
         self._free: dict[int, Slab] = {}
         self._in_use: dict[int, Slab] = {}
         self._made = 0
+        self._changing = threading.Lock()
 
     def take(self, size: int) -> tuple[Slab, list[int]]:
         """Return a slab with room for that many bytes, and the numbers of free slabs that it replaces.
@@ -59,22 +61,25 @@ class OwnSlabs:
         Raises:
             SessionError: If the system has too little memory.
         """
-        fitting = [slab for slab in self._free.values() if slab.size >= size]
-        if fitting:
-            slab, retired = min(fitting, key=lambda each: each.size), []
-            del self._free[slab.number]
-        else:
-            retired = list(self._free)  # too small, so the larger slab takes their place
-            self._free.clear()
-            slab = Slab(self._made, max(_SMALLEST, 1 << (size - 1).bit_length()))
-            self._made += 1
-        self._in_use[slab.number] = slab
+        with self._changing:
+            fitting = [slab for slab in self._free.values() if slab.size >= size]
+            if fitting:
+                slab, retired = min(fitting, key=lambda each: each.size), []
+                del self._free[slab.number]
+            else:
+                retired = list(self._free)  # too small, so the larger slab takes their place
+                self._free.clear()
+                step = max(_SMALLEST, 1 << (size.bit_length() - 3))  # so that similar sizes fit too
+                slab = Slab(self._made, -(-size // step) * step)
+                self._made += 1
+            self._in_use[slab.number] = slab
         return slab, retired
 
     def release(self, numbers: Sequence[int]) -> None:
         """Take back slabs that the reader has released."""
-        for number in numbers:
-            self._free[number] = self._in_use.pop(number)
+        if numbers:
+            with self._changing:
+                self._free.update((number, self._in_use.pop(number)) for number in numbers)
 
 
 class MappedSlabs:

@@ -1,4 +1,4 @@
-"""The replicas of a session with worker processes: one worker per lane, and how they stay up to date."""
+"""The model as its workers get it: what to send, and when it changed."""
 
 from __future__ import annotations
 
@@ -13,22 +13,26 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import SessionError
-from parawrap.launch import packed
+from parawrap.errors import UnsendableError
+from parawrap.lanes import Lane, Modes
+from parawrap.launch import packed, pickled_apart
 from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
 from parawrap.workers._build import Build
-from parawrap.workers._serve import Call, SentModes, WrittenBuffer
-from parawrap.workers._worker import Worker, WorkerDiedError
+from parawrap.workers._line import Message
+from parawrap.workers._local_worker import LocalWorker
+from parawrap.workers._server import Call, Returned, SentModes, WrittenBuffer
+from parawrap.workers._worker_lane import Request, Worker, WorkerLane
+from parawrap.workers._worker_pool import WorkerPool
 
-__all__ = ["WorkerReplicas"]
+__all__ = ["CallRequest", "WorkerReplicas"]
 
 _SEEDS = 1 << 63
 
 
 class WorkerReplicas:
-    """One worker per lane. Workers start at the first `refresh`, and end with `forget`.
+    """The model for one worker per lane. Workers start at the first `refresh`, and end with the pool.
 
-    The caller ensures that no lane runs during `refresh`. A worker that dies is replaced by the lane that uses it.
+    The caller ensures that no request is unanswered during `refresh`.
     """
 
     has_model = True
@@ -39,66 +43,64 @@ class WorkerReplicas:
     def __init__(self, target: Any, devices: Sequence[torch.device], retries: int) -> None:
         self.target = target
         self.freshness = Freshness()
-        self.current: list[WorkerReplica] = []
         self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
-        self.labels = [f"{device} (worker {index})" for index, device in enumerate(devices)]
-        self._devices = list(devices)
-        self._retries = retries
+        self.packed_modes = _PackedModes(devices[0].type)
+        self.pool = WorkerPool(
+            [WorkerLane(index, device, self._new_worker, self._install, retries) for index, device in enumerate(devices)]
+        )
+        self.current = [WorkerReplica(lane, self) for lane in self.pool.lanes]
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
         self._started = 0
-        self._counting = threading.Lock()
-        self._file: int | None = None
-        self._file_is_old = False
+        self._changing = threading.Lock()
+        self._file: int | None = None  # the pickled model
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
         self._watch = Watch(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
-        self.is_over = False
 
     def ready(self) -> bool:
         """True: a lazy module is sent after its first, plain call like any other change."""
         return True
 
     def stale(self) -> bool:
-        """True if the target changed since the last `refresh`."""
-        if self._is_unsent:
+        """True if the target changed since the last `refresh`, or a lane has no worker."""
+        if self._is_unsent or None in [lane.thread for lane in self.pool.lanes]:
             return True
         return not (
             self._watch.intact()
             and self._ledger.same_form()
             and self._ledger.unwritten()
-            and all(torch.equal(self._tensors[index], sent) for index, sent in self._unseen.items())
+            and (not self._unseen or not self._written_unseen())
         )
 
     def refresh(self) -> None:
-        """Start the workers if they do not run, and send them what changed."""
-        self._start()
-        if not self._is_unsent and self._watch.intact() and self._ledger.same_form():
-            self._send_changed_tensors()
-        else:
+        """Start the workers that do not run, and send the others what changed."""
+        is_new = self._is_unsent or not (self._watch.intact() and self._ledger.same_form())
+        changed: list[tuple[int, torch.Tensor]] = []
+        if is_new:
             self.structure += not self._is_unsent
             self._survey_target()
-            self._in_all(WorkerReplica.send_model)
+        else:
+            changed = self._take_changes()
+        self._drop_file()
+        started = [lane.begin() for lane in self.pool.lanes if lane.thread is None]
+        if len(started) < len(self.pool.lanes):
+            self.pool.request_all(partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed))
+        for future in started:
+            future.result()
         self._is_unsent = False
 
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
         self._is_unsent = True
 
-    def end(self) -> None:
-        """End the workers, also in the middle of a request, which then raises SessionError. They are not replaced."""
-        self.is_over = True
-        _in_threads([replica.worker.close for replica in self.current])
-
     def forget(self) -> None:
-        """End the workers, and free the memory of the model."""
-        self.end()
-        self.current = []
+        """Free the memory of the model. The pool is closed."""
         self._is_unsent = True
-        self._close_file()
+        self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
 
     def refuse_grown(self, *, warn: bool = True) -> None:
@@ -112,13 +114,6 @@ class WorkerReplicas:
         """True if the model lies on that device."""
         return self.home == device
 
-    def new_worker(self, lane: int) -> Worker:
-        """Start a worker for a lane. Each one has its own random numbers."""
-        with self._counting:
-            self._started += 1
-            seed = (torch.initial_seed() + self._started) % _SEEDS
-        return Worker(lane, self._devices[lane], self._threads, seed)
-
     def take_buffers(self, written: Sequence[WrittenBuffer]) -> None:
         """Write buffers that came from a worker into the target."""
         for index, name, value in written:
@@ -130,32 +125,33 @@ class WorkerReplicas:
                 else:
                     buffers[name] = value.clone()
 
-    def send_model(self, worker: Worker) -> None:
+    def send_model(self, worker: Worker, number: int) -> None:
         """Send the whole model to a worker."""
         if isinstance(self.target, Build):
-            worker.ask("build", tuple(self.target), "")
+            worker.send(number, "build", tuple(self.target), "")
             return
-        with self._counting:
-            if self._file is None or self._file_is_old:
-                self._close_file()
+        with self._changing:
+            if self._file is None:
                 self._file = packed((self.target, self._tensors, self._modules), "model", "model")
-                self._file_is_old = False
-        worker.ask("model", None, "", self._file)
+            worker.send_model(number, self._file)
 
-    def _start(self) -> None:
-        if self.current:
-            return
-        workers: list[Worker] = []
-        try:
-            for lane in range(len(self._devices)):
-                workers.append(self.new_worker(lane))  # noqa: PERF401 (those that started end if one does not start)
-            for worker in workers:
-                worker.connect()
-        except BaseException:
-            for worker in workers:
-                worker.close()
-            raise
-        self.current = [WorkerReplica(lane, worker, self, self._retries) for lane, worker in enumerate(workers)]
+    def _install(self, worker: Worker) -> int:
+        """Give a new worker the model, and return its process id."""
+        self.send_model(worker, 0)
+        answer = worker.receive()
+        if answer is None:
+            raise ConnectionError
+        if answer.word == "raised":
+            raise answer.value
+        pid: int = answer.value
+        return pid
+
+    def _new_worker(self, lane: int) -> Worker:
+        """Start a worker for a lane. Each one has its own random numbers."""
+        with self._changing:
+            self._started += 1
+            seed = (torch.initial_seed() + self._started) % _SEEDS
+        return LocalWorker(lane, self.pool.lanes[lane].device, self._threads, seed)
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):
@@ -167,20 +163,20 @@ class WorkerReplicas:
         self._modules = [node.value for node in survey.modules]
         self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
-        self._file_is_old = True
 
-    def _send_changed_tensors(self) -> None:
-        unseen = [
-            self._tensors[index] for index, sent in self._unseen.items() if not torch.equal(self._tensors[index], sent)
-        ]
-        written = {id(tensor) for tensor in (*self._ledger.written(), *unseen)}
+    def _written_unseen(self) -> list[torch.Tensor]:
+        """Return the tensors that were written without a new version."""
+        return [self._tensors[index] for index, sent in self._unseen.items() if not torch.equal(self._tensors[index], sent)]
+
+    def _take_changes(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the tensors that changed, by their positions, and take their values for those that were sent."""
+        written = {id(tensor) for tensor in (*self._ledger.written(), *self._written_unseen())}
         changed = [(index, tensor.detach()) for index, tensor in enumerate(self._tensors) if id(tensor) in written]
-        self._file_is_old = True
-        self._in_all(partial(WorkerReplica.send_tensors, changed=changed))
         self._ledger.enter_versions()
         self._note_unseen()
-        self.freshness.refreshes += 1
+        self.freshness.refreshes += bool(changed)
         self.freshness.copied_bytes += sum(tensor.nbytes for _, tensor in changed)
+        return changed
 
     def _note_unseen(self) -> None:
         """Copy the tensors that a model may write without a new version."""
@@ -193,98 +189,148 @@ class WorkerReplicas:
         with lasting():
             self._unseen = {index: each.clone() for index, each in enumerate(self._tensors) if id(each) in buffers}
 
-    def _in_all(self, send: Callable[[WorkerReplica], None]) -> None:
-        _in_threads([partial(send, replica) for replica in self.current])
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+    def _drop_file(self) -> None:
+        with self._changing:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
 
 class WorkerReplica:
-    """The lane's end of one worker, in the place of a replica. Used by one lane at a time.
+    """The model of one worker, as a session uses a replica.
 
     As with lanes in threads, the buffers that lane 0 wrote in a cut call go to the model.
     """
 
-    def __init__(self, lane: int, worker: Worker, owner: WorkerReplicas, retries: int) -> None:
-        self.lane = lane
-        self.worker = worker
+    def __init__(self, lane: Lane, owner: WorkerReplicas) -> None:
+        self.lane = lane.index
         self.module = _Remote()
         self.write_back: Callable[[], None] | None = None  # of the last cut call
         self._owner = owner
-        self._retries = retries
-        self._modes: tuple[SentModes | None, bytes] = None, b""
 
     def prepared(self, way: _Remote) -> Callable[..., Any]:
-        """Return the function that runs a shard of a cut call."""
-        return partial(self._run, way._name, None, is_cut=True)
+        """Return a function of the arguments of a shard. It returns the lane's part of the call."""
+        return partial(_Shard, self, way._name)
 
-    def whole(self, way: _Remote) -> Callable[..., Any]:
-        """Return the function that runs a whole call."""
-        return self.whole_prepared(way._name, None)
-
-    def whole_prepared(self, method: str | None, prepare: Callable[..., Any] | None) -> Callable[..., Any]:
-        """Return the function that runs a whole call. With `prepare`, its arguments are those of ``prepare(*args)``."""
-        return partial(self._run, method, prepare, is_cut=False)
+    whole = prepared  # the four verbs alone; whole calls of `map` and `submit` are requests
 
     def original_of(self, tensor: torch.Tensor) -> None:
         """Return None: a tensor from another process is never a view of a tensor of the model here."""
 
-    def send_model(self) -> None:
-        """Send the whole model; to a new worker if this one died."""
-        self._retried(lambda: self._owner.send_model(self.worker), is_complete=True)
+    def keep(self, buffers: Sequence[WrittenBuffer]) -> None:
+        """Keep buffers that came from the worker for `write_back`."""
+        self.write_back = partial(self._owner.take_buffers, buffers) if buffers else None
 
-    def send_tensors(self, changed: list[tuple[int, torch.Tensor]]) -> None:
-        """Send tensors of the model. A new worker gets the whole model instead."""
-        self._retried(lambda: self.worker.ask("tensors_changed", changed, "the model"), is_complete=False)
+    def pack(self, modes: Modes) -> bytes:
+        return self._owner.packed_modes(modes)
 
-    def _run(
-        self, method: str | None, prepare: Callable[..., Any] | None, /, *args: Any, is_cut: bool, **kwargs: Any
-    ) -> Any:
-        rng_state = torch.get_rng_state() if is_cut else None
-        returns_buffers = is_cut and self.lane == 0
-        call = Call(method, prepare, self._packed_modes(), rng_state, returns_buffers, args, kwargs)
-        output, rng_state, buffers = self._retried(lambda: self.worker.ask("call", call._asdict(), ""), is_complete=False)
-        if rng_state is not None:
-            torch.set_rng_state(rng_state)
-        if returns_buffers:
-            self.write_back = partial(self._owner.take_buffers, buffers) if buffers else None
-        return output
 
-    def _packed_modes(self) -> bytes:
-        """Return the pickled modes of the calling thread. They rarely change between calls."""
-        modes = SentModes.here(self.worker.device.type)
-        if modes != self._modes[0]:
-            self._modes = modes, pickle.dumps(modes)
-        return self._modes[1]
+class _Shard:
+    """A lane's part of a cut call. It draws random numbers from the state that the caller's generator has at the start."""
 
-    def _retried(self, request: Callable[[], Any], *, is_complete: bool) -> Any:
-        """Make a request. If the worker dies, replace it and try again, at most `retries` times."""
-        deaths = 0
-        while True:
-            try:
-                return request()
-            except WorkerDiedError:
-                deaths += 1
-                died = self.worker
-            self._refuse_if_over()
-            error = died.death(deaths)
-            self.worker = self._owner.new_worker(self.lane)
-            self.worker.connect()
-            self._refuse_if_over()
-            if not is_complete:
-                self._owner.send_model(self.worker)
-            if deaths > self._retries:
-                raise error
+    def __init__(self, replica: WorkerReplica, method: str | None, /, *args: Any, **kwargs: Any) -> None:
+        self._replica = replica
+        self._method = method
+        self._args = args
+        self._kwargs = kwargs
 
-    def _refuse_if_over(self) -> None:
-        """Raise if the session has ended, also if it ended while a worker was being replaced."""
-        if self._owner.is_over:
-            self.worker.close()
-            msg = "the block ended before this call: its workers are gone"
-            raise SessionError(msg)
+    def request(self, modes: Modes) -> Request:
+        """Return the request for the worker."""
+        is_first = self._replica.lane == 0
+        packed_modes = self._replica.pack(modes)
+        return CallRequest(
+            Call(self._method, None, packed_modes, torch.get_rng_state(), is_first, self._args, self._kwargs)
+        )
+
+    def land(self, value: tuple[Any, ...]) -> Any:
+        """Take the random state and the buffers that the call left, and return its output."""
+        returned = Returned(*value)
+        if returned.rng_state is not None:
+            torch.set_rng_state(returned.rng_state)
+        if self._replica.lane == 0:
+            self._replica.keep(returned.buffers)
+        return returned.output
+
+
+class CallRequest(Request):
+    """A call. `read` makes the result from the fields of `Returned`. `prepare` is a number and a pickled function."""
+
+    __slots__ = ("_call", "_prepare", "_read")
+
+    def __init__(
+        self,
+        call: Call,
+        read: Callable[[tuple[Any, ...], Lane], Any] | None = None,
+        prepare: tuple[int, bytes] | None = None,
+    ) -> None:
+        super().__init__()
+        self._call = call
+        self._read = read
+        self._prepare = prepare
+
+    def send(self, worker: Worker) -> None:
+        call = self._call
+        if self._prepare is not None:
+            number, pickled = self._prepare
+            call = call._replace(prepare=(number, None if worker.function == number else pickled))
+        try:
+            worker.send(self.number, "call", tuple(call), "the call")
+        except UnsendableError:
+            pickled_apart({"args": call.args, "kwargs": call.kwargs}, "")  # raises with the address of the argument
+            raise
+        if call.prepare is not None:
+            worker.function = call.prepare[0]
+
+    def result(self, answer: Message, lane: Lane) -> Any:
+        return answer.value if self._read is None else self._read(answer.value, lane)
+
+
+class _ModelRequest(Request):
+    """The whole model."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: WorkerReplicas) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def send(self, worker: Worker) -> None:
+        self._owner.send_model(worker, self.number)
+
+    def result(self, answer: Message, lane: Lane) -> None:
+        pass
+
+
+class _ChangeRequest(Request):
+    """New values of tensors of the model, by their positions."""
+
+    __slots__ = ("_changed",)
+
+    def __init__(self, changed: Sequence[tuple[int, torch.Tensor]]) -> None:
+        super().__init__()
+        self._changed = list(changed)
+
+    def send(self, worker: Worker) -> None:
+        worker.send(self.number, "tensors_changed", self._changed, "the model")
+
+    def result(self, answer: Message, lane: Lane) -> None:
+        pass
+
+
+class _PackedModes:
+    """Pickles the modes of calls. They rarely change between calls."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._last: tuple[SentModes | None, bytes] = None, b""
+
+    def __call__(self, modes: Modes) -> bytes:
+        sent = SentModes.of(modes)
+        last, data = self._last
+        if sent != last:
+            data = pickle.dumps(sent)
+            self._last = sent, data
+        return data
 
 
 class _Remote:
@@ -297,24 +343,3 @@ class _Remote:
 
     def __getattr__(self, name: str) -> _Remote:
         return _Remote(name)
-
-
-def _in_threads(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run tasks at the same time, and raise the first error after all have ended."""
-    errors: list[BaseException] = []
-
-    def run(task: Callable[[], None]) -> None:
-        try:
-            task()
-        except BaseException as error:  # noqa: BLE001
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(task,)) for task in tasks[1:]]
-    for thread in threads:
-        thread.start()
-    for task in tasks[:1]:
-        run(task)
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
 from parawrap.engine import Entry, Prepare, Session
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LaneFuture
+from parawrap.lanes import Lane, LaneFuture, Modes
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
-from parawrap.workers._worker_replicas import WorkerReplicas
+from parawrap.workers._server import Call, pickled_function
+from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas
 
 __all__ = ["open_session"]
 
@@ -25,12 +28,14 @@ _GRADIENTS = (
 
 
 class WorkerSession(Session):
-    """A session with lanes on the CPU that send their shards to workers. Thread-safe."""
+    """A session with lanes that send their shards to workers. Thread-safe."""
 
-    def __init__(self, target: Any, replicas: WorkerReplicas, lanes: int, **options: Any) -> None:
+    def __init__(self, target: Any, replicas: WorkerReplicas, **options: Any) -> None:
         self._workers = replicas
-        super().__init__(target, [_CPU] * lanes, replicas=replicas, labels=replicas.labels, **options)
+        super().__init__(target, [_CPU] * len(replicas.current), replicas=replicas, pool=replicas.pool, **options)
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
+        self._prepare: tuple[Prepare | None, tuple[int, bytes]] = None, (0, b"")
+        self._prepares = count()
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut a call, and run its shards in the workers."""
@@ -40,27 +45,47 @@ class WorkerSession(Session):
     def submit(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
     ) -> LaneFuture:
-        """Run a call whole in the first free worker."""
+        """Run a call whole in the worker with the least work. With `prepare`, the worker computes the arguments first."""
         self._refuse_gradients(args, kwargs)
-        return super().submit(entry, args, kwargs, prepare)
+        if self.must_run_plainly():
+            return super().submit(entry, args, kwargs, prepare)
+        self.replicate()
+        modes = self._workers.packed_modes(Modes.capture(self._workers.packed_modes.kind))
+        rows = 0 if prepare is not None else self._rows(entry, args, kwargs)  # this process does not see prepared rows
+        call = Call(entry.method, None, modes, None, False, args, kwargs)
+        numbered = None if prepare is None else self._numbered(prepare)
+        future = self._workers.pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
+        self._futures.add(future)
+        return future
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
         super().cancel()
-        self._workers.end()
+        self._workers.pool.cancel()
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.target, Build) and self.pool.alive:
-            return super().submit(entry, args, kwargs).result()  # this process has no model
+        if isinstance(self.target, Build) and not self.must_run_plainly():
+            return self.submit(entry, args, kwargs).result()  # this process has no model
         return super()._run_plainly(entry, args, kwargs)
 
-    def _run_prepared(
-        self, entry: Entry, replicas: Sequence[Any], batch: tuple[Any, ...], prepare: Prepare, lane: Lane
-    ) -> Any:
-        """Run a call with arguments that the worker computes. Its rows are not counted: this process does not see them."""
-        self.tally.whole(lane.index, 0)
-        output = replicas[lane.index].whole_prepared(entry.method, prepare)(*batch)
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+    def _landed(self, rows: int, value: tuple[Any, ...], lane: Lane) -> Any:
+        """Count a whole call, and return its output."""
+        self.tally.whole(lane.index, rows)
+        return value[0] if self.rules.keep_single else join([value[0]], (1,), self.rules)
+
+    def _rows(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        cutter = self.cutters[entry.method]
+        if not kwargs and all(type(each) is torch.Tensor for each in args):
+            return cutter.rows(args)
+        return cutter.whole(args, kwargs)[0].rows
+
+    def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
+        """Return a number and the pickle of a function. One stream uses one function, so the last one is kept."""
+        function, numbered = self._prepare
+        if function is not prepare:
+            numbered = next(self._prepares), pickled_function(prepare, "prepare")
+            self._prepare = prepare, numbered
+        return numbered
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
@@ -82,7 +107,6 @@ def open_session(
     verify: bool = False,
     retries: int = 1,
 ) -> Session:
-    """Open a session with one worker process per device. A call that a worker died of runs `retries` more times."""
+    """Open a session with one worker process per device. A call whose worker died runs `retries` more times."""
     replicas = WorkerReplicas(target, devices, retries)
-    options = {"cutters": cutters, "rules": rules, "output_device": output_device, "verify": verify}
-    return WorkerSession(target, replicas, len(devices), **options)
+    return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device, verify=verify)

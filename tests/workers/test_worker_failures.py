@@ -48,7 +48,8 @@ class DyingOnce(nn.Module):
 
 
 def workers_of(session):
-    return [replica.worker for replica in session.replicate()]
+    session.replicate()
+    return session.pool.lanes
 
 
 @pytest.mark.parametrize(("value", "signal_", "code"), [(-9.0, signal.SIGKILL, None), (-1.0, None, 7)])
@@ -122,10 +123,8 @@ def test_model_that_cannot_be_sent_is_refused_by_its_path(opened):
 def test_replacements_start_from_the_module(opened, monkeypatch):
     """Each replacement starts one worker, never two."""
     started = []
-    original = _worker_replicas.WorkerReplicas.new_worker
-    monkeypatch.setattr(
-        _worker_replicas.WorkerReplicas, "new_worker", lambda self, lane: started.append(lane) or original(self, lane)
-    )
+    original = _worker_replicas.LocalWorker
+    monkeypatch.setattr(_worker_replicas, "LocalWorker", lambda *args: started.append(args[0]) or original(*args))
     session = opened(model := Dying())
     with pytest.raises(RankDiedError):
         session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
@@ -144,9 +143,9 @@ class Sleeping(nn.Module):
 
 if __name__ == "__main__":
     with torch.no_grad(), parallel(Sleeping(), ["cpu", "cpu"], workers="process") as p:
-        replicas = p._session.replicate()
+        p._session.replicate()
         futures = [p.submit(torch.ones(2)) for _ in range(2)]
-        print(*[replica.worker.pid for replica in replicas], flush=True)
+        print(*[lane.pid for lane in p._session.pool.lanes], flush=True)
         futures[0].result()
 """
 

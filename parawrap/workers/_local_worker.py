@@ -1,0 +1,91 @@
+"""One worker process on this machine: the only rank of a launch, and the connection to it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+
+from parawrap.errors import RankDiedError
+from parawrap.launch import Job, Platform, add_note, launch, unpack
+from parawrap.workers._line import Line, Message
+from parawrap.workers._serve import serve
+
+__all__ = ["LocalWorker"]
+
+_LAST_S = 5.0  # for the end of a process that closed its connection
+
+
+class LocalWorker:
+    """A process that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
+
+    def __init__(self, index: int, device: torch.device, threads: int, seed: int) -> None:
+        self.label = f"worker {index} on {device}"
+        self.function = -1
+        platform = Platform(
+            device="cpu", n_cpus=1, launcher="local", ipc_groups=None, seed=None, print_ranks=None, name=f"worker-{index}"
+        )
+        ours, its = socket.socketpair()
+        self._line = Line(ours, copies_small=True)
+        with its:
+            try:
+                self._launch = launch(Job(platform, serve, (str(device), threads, seed), line=its.fileno()))
+            except BaseException:
+                self._line.close()
+                raise
+
+    def send(self, number: int, word: str, value: Any, address: str) -> None:
+        """Send a request.
+
+        Raises:
+            UnsendableError: If the value cannot be pickled. Nothing is sent then.
+            ConnectionError: If the process has ended.
+        """
+        self._line.send(Message(word, value, number), address)
+
+    def send_model(self, number: int, file: int) -> None:
+        """Send a pickled model."""
+        self._line.send(Message("model", None, number, file=file), "")
+
+    def receive(self) -> Message | None:
+        """Wait for the next answer; None if the process has ended."""
+        answer = self._line.receive()
+        if answer is None or answer.word == "returned":
+            return answer
+        assert answer.file is not None
+        try:
+            error = unpack(answer.file)
+        finally:
+            os.close(answer.file)
+        add_note(error, f"raised in {self.label}, with this traceback:\n{answer.value}")
+        return answer._replace(value=error)
+
+    def death(self) -> RankDiedError:
+        """Wait for the end of the process, and return the error that says how it ended."""
+        known = self._ending()
+        self.close()
+        signal, code = (known.signal, known.exit_code) if isinstance(known, RankDiedError) else (None, None)
+        how = f"was killed by {getattr(signal, 'name', signal)}" if signal is not None else f"exited with code {code or 0}"
+        error = RankDiedError(f"{self.label} {how}", signal=signal, exit_code=code)
+        for note in getattr(known, "__notes__", ()):
+            add_note(error, note)
+        return error
+
+    def interrupt(self) -> None:
+        """Close the connection. The process ends after the request that it runs."""
+        self._line.close()
+
+    def close(self) -> None:
+        """End the process, and wait for its end. A request that it runs is not finished."""
+        self._line.close()
+        self._launch.cancel()
+
+    def _ending(self) -> BaseException | None:
+        """Return how the launch ended. A process that closed its connection and still runs is not waited for."""
+        try:
+            self._launch.results(_LAST_S)
+        except Exception as error:  # noqa: BLE001 (each kind is described)
+            return error
+        return None

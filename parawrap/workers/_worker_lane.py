@@ -1,0 +1,286 @@
+"""The lane of one worker: its requests in order, and the thread that receives the answers.
+
+Guarantees:
+
+- A worker answers its requests in the order of sending. Any number of threads may send.
+- The lane's thread receives the answers. If the worker ends, the thread starts another one, gives it the model, and sends
+  the unanswered requests again. Only the oldest of them was running, so only that one counts the death.
+- Each request ends once: with the worker's answer, or with an error.
+- After `end` and `join`, the process and the thread are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import count
+from typing import Any, Protocol
+
+import torch
+
+from parawrap.errors import ParawrapError, SessionError
+from parawrap.lanes import Lane, LaneFuture, Span, here, note
+from parawrap.workers._line import Message
+
+__all__ = ["Request", "Worker", "WorkerLane"]
+
+
+class Worker(Protocol):
+    """A process that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
+
+    label: str
+    function: int  # the number of the last function that was sent
+
+    @abstractmethod
+    def send_model(self, number: int, file: int) -> None:
+        """Send a pickled model. Raises like `send`."""
+
+    @abstractmethod
+    def send(self, number: int, word: str, value: Any, address: str) -> None:
+        """Send a request. Raises ConnectionError if the process has ended; nothing is sent if it raises another error."""
+
+    @abstractmethod
+    def receive(self) -> Message | None:
+        """Wait for the next answer; None if the process has ended."""
+
+    @abstractmethod
+    def death(self) -> ParawrapError:
+        """Wait for the end of the process, and return the error that says how it ended."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End the thread that receives, and let the process end."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the process, and wait for its end."""
+
+
+class Request(ABC):
+    """A request to a worker. `future` gets the result."""
+
+    __slots__ = ("deaths", "future", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.deaths = 0
+        self.future = LaneFuture()
+
+    @abstractmethod
+    def send(self, worker: Worker) -> None:
+        """Send the request to a worker, with its number."""
+
+    @abstractmethod
+    def result(self, answer: Message, lane: Lane) -> Any:
+        """Return the result of an answer. Runs in the lane's thread."""
+
+    def finish(self, answer: Message, lane: Lane) -> None:
+        """Set the result or the exception of the future."""
+        try:
+            if answer.word == "raised":
+                raise answer.value
+            value = self.result(answer, lane)
+        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
+            note(error, f"in {lane}")
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(value)
+
+
+class WorkerLane(Lane):
+    """One worker, and the requests that it has not answered yet. Thread-safe.
+
+    `start_worker` starts a process. `install` gives it the model, and returns its process id. `freed` is called after each
+    request. `load` counts the requests for this lane; the pool counts them.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        start_worker: Callable[[int], Worker],
+        install: Callable[[Worker], int],
+        retries: int,
+    ) -> None:
+        super().__init__(index, device, f"{device} (worker {index})")
+        self.load = 0
+        self.freed: Callable[[WorkerLane], None] = _nothing
+        self.pid = 0
+        self._start_worker = start_worker
+        self._install = install
+        self._retries = retries
+        self._sending = threading.Lock()
+        self._unanswered: deque[Request] = deque()
+        self._numbers = count(1)
+        self._worker: Worker | None = None
+        self._is_ready = False  # the worker has the model, and no connection error was seen
+        self._is_installed = False  # the worker has the model
+        self._is_over = False
+        self._failure: BaseException | None = None  # that ended the thread
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """The requests without an answer."""
+        return list(self._unanswered)
+
+    def begin(self) -> Future[None]:
+        """Start the thread and the worker. Return a future that is done when the worker has the model."""
+        ready: Future[None] = Future()
+        self.thread = threading.Thread(target=self._run, args=(ready,), name=f"parawrap-{self}", daemon=True)
+        self.thread.start()
+        return ready
+
+    def post(self, request: Request) -> None:
+        """Send a request.
+
+        Raises:
+            UnsendableError: If the value cannot be pickled. Nothing is sent then.
+            SessionError: If the lane has ended, or there is no room for the tensors of the value.
+        """
+        with self._sending:
+            if self._is_over or self.thread is None:
+                raise self._failure or _ended()
+            try:
+                request.number = next(self._numbers)
+                self._unanswered.append(request)
+                if self._is_ready:
+                    self._send(request)
+            except BaseException as error:
+                if request in self._unanswered:
+                    self._unanswered.remove(request)
+                if not isinstance(error, Exception) and self._worker is not None:
+                    self._worker.interrupt()  # Ctrl-C, perhaps in the middle of a message
+                raise
+
+    def end(self) -> None:
+        """End the worker, also in the middle of a request, which then fails with SessionError."""
+        self._is_over = True
+        if self._worker is not None:
+            self._worker.close()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread, unless it is the calling one."""
+        thread = self.thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _send(self, request: Request) -> None:
+        assert self._worker is not None
+        try:
+            request.send(self._worker)
+        except ConnectionError:
+            self._is_ready = False  # the lane's thread sends the request to the next worker
+
+    def _run(self, ready: Future[None]) -> None:
+        """Serve the lane, in its thread."""
+        here.lane = self  # callbacks of futures run in this thread, and must not wait for lanes
+        try:
+            while self._replace_worker():
+                if not ready.done():
+                    ready.set_result(None)
+                self._receive_all()
+            failure: BaseException = _ended()
+        except BaseException as error:  # noqa: BLE001 (the callers get it)
+            failure = error
+        self._give_up(failure)
+        if not ready.done():
+            ready.set_exception(failure)
+        del failure, ready
+
+    def _receive_all(self) -> None:
+        """Receive answers until the worker ends."""
+        assert self._worker is not None
+        receive = self._worker.receive
+        while (answer := receive()) is not None:
+            request = self._unanswered.popleft()
+            while request.number != answer.number:  # the sending of this request was interrupted
+                request.future.set_exception(_ended())
+                self.freed(self)
+                request = self._unanswered.popleft()
+            self._count(answer)
+            self.freed(self)
+            request.finish(answer, self)
+            del request, answer  # a waiting lane keeps nothing of its last call alive
+
+    def _count(self, answer: Message) -> None:
+        self.tasks += 1
+        self.busy_ns += answer.end - answer.start
+        for spans in self.recorders:
+            spans.append(Span(self.index, answer.start, answer.end))
+
+    def _replace_worker(self) -> bool:
+        """Start a worker, or another one in the place of a worker that ended. False if the lane is over."""
+        deaths = 0
+        while not self._is_over:
+            with self._sending:
+                self._is_ready = False
+            if self._worker is not None:
+                error = self._worker.death()
+                if self._is_over:
+                    break
+                if self._is_installed:
+                    self._note_death(error)
+                else:
+                    deaths += 1
+                    if deaths > self._retries:
+                        raise error
+                del error
+            self._is_installed = False
+            self._worker = self._start_worker(self.index)
+            if self._is_over:  # `end` may not have seen this worker
+                break
+            if self._set_up():
+                return True
+        return False
+
+    def _set_up(self) -> bool:
+        """Give a new worker the model and the unanswered requests. False if it ended."""
+        assert self._worker is not None
+        try:
+            self.pid = self._install(self._worker)
+        except ConnectionError:
+            return False
+        self._is_installed = True
+        with self._sending:
+            self._is_ready = True
+            for request in list(self._unanswered):
+                self._send(request)
+        return True
+
+    def _note_death(self, error: BaseException) -> None:
+        """Count a death for the request that ran. If it is one too many, the request fails."""
+        request = next(iter(self.unanswered), None)
+        if request is None:
+            return
+        request.deaths += 1
+        if request.deaths > self._retries:
+            self._unanswered.popleft()
+            self.freed(self)
+            note(error, f"in {self}. {request.deaths} workers ended while they ran this call. Other calls continue")
+            request.future.set_exception(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail all requests. A later `begin` starts again unless the lane is over."""
+        if self._worker is not None:
+            self._worker.close()
+        with self._sending:
+            self._worker = self.thread = None
+            self._is_ready = False
+            left = list(self._unanswered)
+            self._unanswered.clear()
+        note(error, f"in {self}")
+        self._failure = None if self._is_over else error
+        for request in left:
+            self.freed(self)
+            request.future.set_exception(error)
+
+
+def _ended() -> SessionError:
+    return SessionError("the block ended before this call: its workers are gone")
+
+
+def _nothing(_: Lane) -> None:
+    """Do nothing."""
