@@ -55,8 +55,8 @@ class Worker(Protocol):
         """End the thread that receives, and let the process end."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the process, and wait for its end."""
+    def close(self, *, at_once: bool = True) -> None:
+        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
 
 
 class Request(ABC):
@@ -157,9 +157,10 @@ class WorkerLane(Lane):
 
     def end(self) -> None:
         """End the worker, also in the middle of a request, which then fails with SessionError."""
+        worker = self._worker  # the thread drops it
         self._is_over = True
-        if self._worker is not None:
-            self._worker.close()
+        if worker is not None:
+            worker.close(at_once=bool(self._unanswered))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread, unless it is the calling one."""
@@ -231,6 +232,7 @@ class WorkerLane(Lane):
             self._is_installed = False
             self._worker = self._start_worker(self.index)
             if self._is_over:  # `end` may not have seen this worker
+                self._worker.close()
                 break
             if self._set_up():
                 return True
@@ -264,7 +266,7 @@ class WorkerLane(Lane):
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all requests. A later `begin` starts again unless the lane is over."""
-        if self._worker is not None:
+        if self._worker is not None and not self._is_over:  # otherwise `end` closes it
             self._worker.close()
         with self._sending:
             self._worker = self.thread = None

@@ -125,7 +125,12 @@ class WorkerPool:
         yield
 
     def cancel(self) -> None:
-        """End the workers, also in the middle of a call."""
+        """Drop calls that were not sent, and end the workers, also in the middle of a call."""
+        with self._gate:
+            dropped = list(self._backlog)
+            self._backlog.clear()
+        for request in dropped:
+            request.future.cancel()
         if self._process == os.getpid():
             _end(self.lanes)
 

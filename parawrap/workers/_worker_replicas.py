@@ -159,7 +159,7 @@ class WorkerReplicas:
         survey = Survey(self.target)
         self._tensors = [node.value for node in survey.tensors]
         self._watch = Watch(survey.copied)
-        self._ledger = Ledger(self._tensors, self._tensors)
+        self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
@@ -179,15 +179,16 @@ class WorkerReplicas:
         return changed
 
     def _note_unseen(self) -> None:
-        """Copy the tensors that a model may write without a new version."""
-        buffers = [
+        """Copy the tensors that a write leaves without a new version: some buffers, and tensors of inference mode."""
+        buffers = {
             id(buffer)
             for module in self._modules
             for buffer in module._buffers.values()
             if buffer is not None and may_be_written_unseen(module, buffer)
-        ]
+        }
+        unseen = [index for index, each in enumerate(self._tensors) if id(each) in buffers or each.is_inference()]
         with lasting():
-            self._unseen = {index: each.clone() for index, each in enumerate(self._tensors) if id(each) in buffers}
+            self._unseen = {index: self._tensors[index].clone() for index in unseen}
 
     def _drop_file(self) -> None:
         with self._changing:

@@ -54,13 +54,10 @@ class WorkerSession(Session):
         rows = 0 if prepare is not None else self._rows(entry, args, kwargs)  # this process does not see prepared rows
         call = Call(entry.method, None, modes, None, False, args, kwargs)
         numbered = None if prepare is None else self._numbered(prepare)
-        future = self._workers.pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
-        self._futures.add(future)
-        return future
+        return self._workers.pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
-        super().cancel()
         self._workers.pool.cancel()
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
