@@ -21,8 +21,8 @@ from parawrap.workers._build import Build
 from parawrap.workers._line import Message
 from parawrap.workers._local_worker import LocalWorker
 from parawrap.workers._server import Call, Returned, SentModes, WrittenBuffer
-from parawrap.workers._worker_lane import Request, Worker, WorkerLane
-from parawrap.workers._worker_pool import WorkerPool
+from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
+from parawrap.workers._worker_pool import post
 
 __all__ = ["CallRequest", "WorkerReplicas"]
 
@@ -46,10 +46,12 @@ class WorkerReplicas:
         self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.packed_modes = _PackedModes(devices[0].type)
-        self.pool = WorkerPool(
-            [WorkerLane(index, device, self._new_worker, self._install, retries) for index, device in enumerate(devices)]
-        )
-        self.current = [WorkerReplica(lane, self) for lane in self.pool.lanes]
+        self.backlog = Backlog()
+        self.lanes = [
+            WorkerLane(index, device, self._new_worker, self._install, retries, self.backlog)
+            for index, device in enumerate(devices)
+        ]
+        self.current = [WorkerReplica(lane, self) for lane in self.lanes]
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
         self._started = 0
         self._changing = threading.Lock()
@@ -67,7 +69,7 @@ class WorkerReplicas:
 
     def stale(self) -> bool:
         """True if the target changed since the last `refresh`, or a lane has no worker."""
-        if self._is_unsent or None in [lane.thread for lane in self.pool.lanes]:
+        if self._is_unsent or None in [lane.thread for lane in self.lanes]:
             return True
         return not (
             self._watch.intact()
@@ -78,17 +80,21 @@ class WorkerReplicas:
 
     def refresh(self) -> None:
         """Start the workers that do not run, and send the others what changed."""
-        is_new = self._is_unsent or not (self._watch.intact() and self._ledger.same_form())
+        was_unsent = self._is_unsent
+        is_new = was_unsent or not (self._watch.intact() and self._ledger.same_form())
         changed: list[tuple[int, torch.Tensor]] = []
         if is_new:
-            self.structure += not self._is_unsent
+            self.structure += not was_unsent
             self._survey_target()
         else:
             changed = self._take_changes()
         self._drop_file()
-        started = [lane.begin() for lane in self.pool.lanes if lane.thread is None]
-        if len(started) < len(self.pool.lanes):
-            self.pool.request_all(partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed))
+        self._is_unsent = True  # if a worker does not get the changes, all get the model at the next refresh
+        new = [lane for lane in self.lanes if lane.thread is None]
+        started = [lane.begin() for lane in new]
+        if is_new or changed:
+            make = partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed)
+            started += [post(lane, make()) for lane in self.lanes if lane not in new]
         for future in started:
             future.result()
         self._is_unsent = False
@@ -151,7 +157,7 @@ class WorkerReplicas:
         with self._changing:
             self._started += 1
             seed = (torch.initial_seed() + self._started) % _SEEDS
-        return LocalWorker(lane, self.pool.lanes[lane].device, self._threads, seed)
+        return LocalWorker(lane, self.lanes[lane].device, self._threads, seed)
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):
