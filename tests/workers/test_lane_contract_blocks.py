@@ -7,16 +7,20 @@ import copy
 import json
 import os
 import pickle
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.profiler import profile
 from torch.testing import assert_close
 
-from parawrap import SessionError, ShardError, UnsendableError, VerifyError
+from parawrap import ReplicaError, SessionError, ShardError, UnsendableError, VerifyError
 from tests.workers.lanes_of_every_kind import (  # noqa: F401
     PROCESS,
     RAY,
@@ -150,6 +154,50 @@ def _custom_error(code, hint):
     return CustomError(code, hint=hint)
 
 
+class Growing(nn.Module):
+    """Makes its layer in its first call."""
+
+    def forward(self, x):
+        if not hasattr(self, "head"):
+            self.head = nn.Linear(4, 4)
+        return self.head(x)
+
+
+class Drawing(nn.Module):
+    """Draws from its own generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+class Recursive(nn.Module):
+    """Calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, depth=3):
+        return self.linear(x) if depth == 0 else self(self.linear(x), depth - 1)
+
+
+class Twice(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+def parametrized():
+    model = nn.Linear(4, 4)
+    parametrize.register_parametrization(model, "weight", Twice())
+    return nn.Sequential(model, nn.ReLU())
+
+
 class Where(nn.Module):
     """Returns the processes of a hook of a submodule and of its own forward."""
 
@@ -272,6 +320,41 @@ def test_function_with_a_model_in_its_closure_is_a_target(lanes):
             model.weight.mul_(2)
 
 
+@fails(PROCESS, RAY, reason="a function is sent once, so later changes of its closure are not seen")
+def test_closure_of_a_function_is_current(lanes):
+    """A later call has what the caller changed in a container that a function reads."""
+    table, x = {"offset": 1.0}, torch.randn(8, 4)
+    with lanes(lambda x: x + table["offset"], out_dims=0) as p:
+        for offset in (1.0, 5.0):
+            table["offset"] = offset
+            assert_same([p(x), p.submit(x).result()], [x + offset] * 2)
+
+
+def test_function_that_calls_the_model_of_another_block(lanes):
+    """Inside a lane, the model of another open block runs plainly."""
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    expected = model(x).relu()
+    with lanes(model), lanes(lambda x: model(x).relu()) as p:
+        for _ in range(2):
+            assert_same([p(x), p.submit(x).result()], [expected] * 2)
+
+
+def test_forked_child_runs_plainly(lanes):
+    """A fork of the process calls the model plainly. Its end leaves the lanes of the parent alone."""
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    expected = model(x)
+    with lanes(model) as p:
+        model(x)
+        child = os.fork()
+        if child == 0:  # os._exit: a child must not run pytest's end
+            try:
+                os._exit(0 if torch.allclose(model(x), expected, atol=1e-6) and p.stats().plain == 1 else 3)
+            finally:
+                os._exit(4)
+        assert os.waitpid(child, 0)[1] == 0
+        assert_same(outputs_of(p, model, x), [expected] * 3)
+
+
 @pytest.mark.parametrize("form", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(2, 4))])
 @fails(PROCESS, RAY, reason="the error for a scripted model names model[0] for the model, and not build as the cure")
 def test_scripted_model_is_a_target(lanes, form):
@@ -282,6 +365,37 @@ def test_scripted_model_is_a_target(lanes, form):
     except UnsendableError as error:
         assert "build" in str(error)  # noqa: PT017
         assert "model[0]" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("form", [parametrized, lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))])
+@fails(PROCESS, RAY, reason="the error for a parametrized model names model[0] for the model, and not build as the cure")
+def test_parametrized_model_is_a_target(lanes, form):
+    """Models with parametrizations are cut, or refused with the way out."""
+    try:
+        assert_calls_are_plain(lanes, form(), [((torch.randn(rows, 4),), {}) for rows in (8, 3)])
+    except UnsendableError as error:
+        assert "build" in str(error)  # noqa: PT017
+        assert "model[0][0]" not in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    "form",
+    [Recursive, lambda: nn.LazyLinear(3), lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.GELU()))],
+    ids=["recursive", "lazy", "graph"],
+)
+def test_unusual_models_are_targets(lanes, form):
+    """A model that calls itself, a lazy one, and a graph are cut like any other model."""
+    model, x = form(), torch.randn(8, 4)
+    with lanes(model, out_dims=0) as p:
+        outputs = [*outputs_of(p, model, x), model(x)]
+    assert_same(outputs, [model(x)] * 4)
+
+
+@fails(PROCESS, RAY, reason="each worker makes a layer of its own, so rows have different weights, without an error")
+def test_model_that_makes_layers_in_forward_is_refused(lanes):
+    """Each lane would make its own layer, so the call raises ReplicaError."""
+    with lanes(Growing(), out_dims=0) as p, pytest.raises(ReplicaError, match="head"):
+        p(torch.randn(8, 4))
 
 
 @fails(PROCESS, RAY, reason="the address of a value in the model starts with model[0]")
@@ -428,6 +542,15 @@ def test_context_variables_reach_the_lanes(lanes):
             assert {text for _, text in outputs_of(p, model, x)} == {"set by the caller"}
     finally:
         VARIABLE.reset(token)
+
+
+@fails(PROCESS, RAY, reason="a profiler of the caller does not see workers")
+def test_profiler_counts_the_operators_of_the_lanes(lanes):
+    """A profiler of the caller counts the operators of all lanes."""
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    with lanes(model, out_dims=0), profile() as profiler:
+        model(x)
+    assert [event.count for event in profiler.key_averages() if event.key == "aten::linear"] == [2]
 
 
 # -- a model that changes --------------------------------------------------------------------------------------------------
@@ -582,6 +705,45 @@ def test_whole_calls_draw_different_numbers(lanes):
     with lanes(noisy) as p:
         drawn = {tuple(output.flatten().tolist()) for output in p.map([torch.zeros(2, 2)] * 12)}
     assert len(drawn) == 12
+
+
+@fails(PROCESS, RAY, reason="each worker has its own copy of a generator, so lanes repeat numbers, without an error")
+def test_generator_of_the_model_is_drawn_in_turns(lanes):
+    """Lanes draw one after another from a generator that the model holds, and the next call goes on from there."""
+    model, plain, x = Drawing(), Drawing(), torch.zeros(8, 2)
+    with lanes(model, out_dims=0):
+        for _ in range(3):
+            assert_close(model(x), torch.cat([plain(x[:4]), plain(x[4:])]))
+    assert_close(model.generator.get_state(), plain.generator.get_state())
+
+
+@fails(PROCESS, RAY, reason="each worker gets its own copy of a generator, so lanes repeat numbers, without an error")
+def test_generator_argument_is_drawn_in_turns(lanes):
+    """Lanes draw one after another from a generator that the caller passes, as two plain calls would."""
+
+    def draw(x, generator):
+        return x + torch.rand(x.shape, generator=generator)
+
+    ours, plain, x = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3), torch.zeros(8, 2)
+    with lanes(draw, out_dims=0) as p:
+        for _ in range(3):
+            assert_close(p(x, ours), torch.cat([draw(x[:4], plain), draw(x[4:], plain)]))
+
+
+@fails(PROCESS, RAY, reason="the seeds of random and numpy do not reach workers")
+def test_seeds_of_other_libraries_hold(lanes):
+    """A seed of Python's or numpy's generator gives the same numbers in each call."""
+
+    def draw(x):
+        return x + random.random() + np.random.rand()
+
+    x, outputs = torch.zeros(8, 2, dtype=torch.float64), []
+    with lanes(draw, out_dims=0) as p:
+        for _ in range(3):
+            random.seed(1)
+            np.random.seed(1)
+            outputs.append(p(x))
+    assert_same(outputs, outputs[:1] * 3)
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------
@@ -745,7 +907,19 @@ def test_hooks_of_the_model_change_its_output(lanes):
     assert_calls_are_plain(lanes, model, [((torch.randn(rows, 4),), {}) for rows in (8, 3, 7)])
 
 
-def test_hooks_run_in_the_process_of_their_lane(lanes):
+def test_hooks_of_the_model_itself_see_the_whole_batch(lanes):
+    """In a cut call, hooks of the model run once, in the caller. In a whole call they run in the lane."""
+    model, x = nn.Identity(), torch.randn(8, 4)
+    model.register_forward_hook(lambda module, args, output: (output, len(args[0]), os.getpid()))
+    with lanes(model, out_dims=0) as p:
+        cut = [model(x) for _ in range(3)]
+        whole = p.submit(x).result()
+    assert_same(cut, [(x, 8, os.getpid())] * 3)
+    assert_same(whole[:2], (x, 8))
+    assert (whole[2] == os.getpid()) == (lanes.name == "thread")
+
+
+def test_hooks_of_submodules_run_in_the_process_of_their_lane(lanes):
     """A hook runs next to the forward that it belongs to: in this process with threads, in the worker otherwise."""
     model, x = Where(), torch.randn(8, 4)
     model.inner.register_forward_hook(lambda module, args, output: (output, os.getpid()))
