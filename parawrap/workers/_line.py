@@ -25,9 +25,9 @@ from parawrap.tree import flatten, unflatten
 from parawrap.workers._plain_values import pickled_plain
 from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
-__all__ = ["Line", "Message"]
+__all__ = ["Arrival", "Line", "Message"]
 
-_WORDS = ("model", "build", "tensors_changed", "call", "returned", "raised")
+_WORDS = ("model", "build", "tensors_changed", "call", "refuse_grown", "returned", "raised")
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _ROOM = 2 * _INLINE  # for messages that arrive with one system call
 _WORTH_LENDING = 1 << 20
@@ -39,10 +39,7 @@ _NO_SLAB = -1
 
 
 class Message(NamedTuple):
-    """A message. An answer has the number of its request, and when the worker was busy, as ``perf_counter_ns``.
-
-    The reader closes `file`.
-    """
+    """A message to send. An answer has the number of its request, and when the worker was busy, as ``perf_counter_ns``."""
 
     word: str
     value: Any
@@ -50,6 +47,22 @@ class Message(NamedTuple):
     start: int = 0
     end: int = 0
     file: int | None = None
+
+
+class Arrival(NamedTuple):
+    """A received message. The reader loads the value before it receives again, and closes `file`."""
+
+    word: str
+    number: int
+    start: int
+    end: int
+    file: int | None
+    pickled: memoryview
+    buffers: list[memoryview]
+
+    def load(self) -> Any:
+        """Return the value. Raises what its classes raise."""
+        return pickle.loads(self.pickled, buffers=self.buffers)
 
 
 class _Head(NamedTuple):
@@ -129,7 +142,7 @@ class Line:
             if slab is not None:
                 slab.close_file()
 
-    def receive(self) -> Message | None:
+    def receive(self) -> Arrival | None:
         """Wait for a message; None if the other end is closed."""
         arrived = self._next_bytes()
         if arrived is None:
@@ -147,9 +160,8 @@ class Line:
         memory = self._memory_of_tensors(head, lengths, arrived[end + head.pickled : head.size])
         buffers = [memory[offset : offset + length] for offset, length in zip(layout(lengths)[0], lengths, strict=True)]
         pickled = arrived[end : end + head.pickled] if head.pickled else buffers.pop(0)
-        value = pickle.loads(pickled, buffers=buffers)
         file = self._files.popleft() if head.has_file else None
-        return Message(_WORDS[head.word], value, head.number, head.start, head.end, file)
+        return Arrival(_WORDS[head.word], head.number, head.start, head.end, file, pickled, buffers)
 
     def close(self) -> None:
         """Close the connection, which ends a waiting reader at either end."""

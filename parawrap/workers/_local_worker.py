@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 
 from parawrap.errors import RankDiedError
 from parawrap.launch import Job, Platform, add_note, launch, unpack
-from parawrap.workers._line import Line, Message
+from parawrap.workers._line import Arrival, Line, Message
 from parawrap.workers._serve import serve
+from parawrap.workers._worker_lane import Answer
 
 __all__ = ["LocalWorker"]
 
@@ -49,18 +51,22 @@ class LocalWorker:
         """Send a pickled model."""
         self._line.send(Message("model", None, number, file=file), "")
 
-    def receive(self) -> Message | None:
+    def receive(self) -> Answer | None:
         """Wait for the next answer; None if the process has ended."""
-        answer = self._line.receive()
-        if answer is None or answer.word == "returned":
-            return answer
-        assert answer.file is not None
+        arrival = self._line.receive()
+        if arrival is None:
+            return None
+        read = arrival.load if arrival.file is None else partial(self._raise, arrival, arrival.file)
+        return Answer(arrival.number, arrival.start, arrival.end, read)
+
+    def _raise(self, arrival: Arrival, file: int) -> NoReturn:
+        """Raise the exception that a request raised in the worker."""
         try:
-            error = unpack(answer.file)
+            error = unpack(file)
         finally:
-            os.close(answer.file)
-        add_note(error, f"raised in {self.label}, with this traceback:\n{answer.value}")
-        return answer._replace(value=error)
+            os.close(file)
+        add_note(error, f"raised in {self.label}, with this traceback:\n{arrival.load()}")
+        raise error
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""

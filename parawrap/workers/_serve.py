@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import torch
 
 from parawrap.launch import pack_exception, traceback_of, unpack
-from parawrap.workers._line import Line, Message
+from parawrap.workers._line import Arrival, Line, Message
 from parawrap.workers._server import Server
 
 __all__ = ["serve"]
@@ -42,25 +42,27 @@ def _exit(number: int, _: object) -> None:
     os._exit(128 + number)
 
 
-def _answer(line: Line, server: Server, request: Message) -> None:
+def _answer(line: Line, server: Server, request: Arrival) -> None:
     start = perf_counter_ns()
     try:
         value = server.answer(request.word, _value_of(request))
         line.send(Message("returned", value, request.number, start, perf_counter_ns()), "the output")
-    except Exception as error:  # noqa: BLE001 (a model may raise anything)
+    except ConnectionError:
+        raise
+    except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
         _report(line, error, request.number, start)
 
 
-def _value_of(request: Message) -> object:
+def _value_of(request: Arrival) -> object:
     if request.file is None:
-        return request.value
+        return request.load()
     try:
         return unpack(request.file)
     finally:
         os.close(request.file)
 
 
-def _report(line: Line, error: Exception, number: int, start: int) -> None:
+def _report(line: Line, error: BaseException, number: int, start: int) -> None:
     file = pack_exception(error)
     try:
         text = traceback_of(error, __file__)

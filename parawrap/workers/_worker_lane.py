@@ -18,18 +18,29 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from parawrap.errors import ParawrapError, SessionError
 from parawrap.lanes import Lane, LaneFuture, Span, here, note
-from parawrap.workers._line import Message
 
-__all__ = ["Backlog", "Request", "Worker", "WorkerLane"]
+__all__ = ["Answer", "Backlog", "Request", "Worker", "WorkerLane"]
 
 _AHEAD = 2  # requests per worker, so that the next one has arrived when an answer leaves
 _load = attrgetter("load")
+
+
+class Answer(NamedTuple):
+    """The answer to a request. `start` and `end` are when the worker was busy, as ``perf_counter_ns``.
+
+    `read` returns the value, or raises what the request raised. Call it before the next answer is received.
+    """
+
+    number: int
+    start: int
+    end: int
+    read: Callable[[], Any]
 
 
 class Worker(Protocol):
@@ -47,7 +58,7 @@ class Worker(Protocol):
         """Send a request. Raises ConnectionError if the process has ended; nothing is sent if it raises another error."""
 
     @abstractmethod
-    def receive(self) -> Message | None:
+    def receive(self) -> Answer | None:
         """Wait for the next answer; None if the process has ended."""
 
     @abstractmethod
@@ -64,8 +75,10 @@ class Worker(Protocol):
 
 
 class Request(ABC):
-    """A request to a worker. `future` gets the result."""
+    """A request to a worker. `future` gets the result. Errors of a whole call get a note on the lane."""
 
+    is_call = False
+    is_whole = False
     __slots__ = ("deaths", "future", "number")
 
     def __init__(self) -> None:
@@ -78,18 +91,17 @@ class Request(ABC):
         """Send the request to a worker, with its number."""
 
     @abstractmethod
-    def result(self, answer: Message, lane: Lane) -> Any:
-        """Return the result of an answer. Runs in the lane's thread."""
+    def result(self, answer: Answer, lane: Lane) -> Any:
+        """Return the result of an answer, or raise its exception. Runs in the lane's thread."""
 
-    def finish(self, answer: Message, lane: Lane) -> None:
+    def finish(self, answer: Answer, lane: Lane) -> None:
         """Set the result or the exception of the future."""
         try:
-            if answer.word == "raised":
-                raise answer.value
             value = self.result(answer, lane)
         except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
-            note(error, f"in {lane}")
-            self.future.set_exception(error)
+            if self.is_whole:
+                note(error, f"in {lane}")
+            self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
         else:
             self.future.set_result(value)
 
@@ -255,7 +267,8 @@ class WorkerLane(Lane):
                 request.future.set_exception(_ended())
                 self._take_next()
                 request = self._unanswered.popleft()
-            self._count(answer)
+            if request.is_call:
+                self._count(answer)
             self._take_next()
             request.finish(answer, self)
             del request, answer  # a waiting lane keeps nothing of its last call alive
@@ -271,7 +284,7 @@ class WorkerLane(Lane):
             else:
                 return
 
-    def _count(self, answer: Message) -> None:
+    def _count(self, answer: Answer) -> None:
         self.tasks += 1
         self.busy_ns += answer.end - answer.start
         for spans in self.recorders:

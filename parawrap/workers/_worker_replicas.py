@@ -6,25 +6,27 @@ import copy
 import os
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import UnsendableError
+from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import packed, pickled_apart
 from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
+from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
-from parawrap.workers._line import Message
 from parawrap.workers._local_worker import LocalWorker
-from parawrap.workers._server import Call, Returned, SentModes, WrittenBuffer
-from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
+from parawrap.workers._server import Call, ModelTensor, Returned, SentModes, SentWarning, WrittenBuffer, pickled_function
+from parawrap.workers._worker_lane import Answer, Backlog, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
 
-__all__ = ["CallRequest", "WorkerReplicas"]
+__all__ = ["CallRequest", "WorkerReplicas", "landed"]
 
 _SEEDS = 1 << 63
 
@@ -59,6 +61,7 @@ class WorkerReplicas:
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
+        self._function: bytes | None = None
         self._watch = Watch(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
@@ -75,13 +78,14 @@ class WorkerReplicas:
             self._watch.intact()
             and self._ledger.same_form()
             and self._ledger.unwritten()
+            and (self._function is None or self._function == self._pickled_function())
             and (not self._unseen or not self._written_unseen())
         )
 
     def refresh(self) -> None:
         """Start the workers that do not run, and send the others what changed."""
         was_unsent = self._is_unsent
-        is_new = was_unsent or not (self._watch.intact() and self._ledger.same_form())
+        is_new = was_unsent or self._function is not None or not (self._watch.intact() and self._ledger.same_form())
         changed: list[tuple[int, torch.Tensor]] = []
         if is_new:
             self.structure += not was_unsent
@@ -109,8 +113,14 @@ class WorkerReplicas:
         self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
 
-    def refuse_grown(self, *, warn: bool = True) -> None:
-        """Do nothing: a layer that a call makes stays in the worker, and is dropped before the next call."""
+    def refuse_grown(self) -> None:
+        """Refuse layers that a call made in a worker, and warn about attributes that it set.
+
+        Raises:
+            ReplicaError: If a call made layers or parameters.
+        """
+        warned = [post(lane, _GrownRequest()).result() for lane in self.lanes]
+        warn_again(chain.from_iterable(warned))
 
     def scratch(self) -> Any:
         """Return a copy of the target for a run that must leave no trace."""
@@ -131,14 +141,32 @@ class WorkerReplicas:
                 else:
                     buffers[name] = value.clone()
 
+    def of_model(self, output: Any) -> Any:
+        """Return an output with tensors of the model in the places of their stand-ins."""
+        leaves, spec = flatten(output)
+        return unflatten(spec, [self._tensors[leaf.position] if isinstance(leaf, ModelTensor) else leaf for leaf in leaves])
+
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor if it is one of the model's."""
+        return tensor if any(tensor is each for each in self._tensors) else None
+
     def send_model(self, worker: Worker, number: int) -> None:
-        """Send the whole model to a worker."""
+        """Send the whole model to a worker.
+
+        Raises:
+            UnsendableError: If it cannot be pickled.
+        """
         if isinstance(self.target, Build):
             worker.send(number, "build", tuple(self.target), "")
             return
         with self._changing:
             if self._file is None:
-                self._file = packed((self.target, self._tensors, self._modules), "model", "model")
+                model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
+                try:
+                    self._file = packed(model, "model", "")
+                except UnsendableError as error:
+                    msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
+                    raise UnsendableError(msg) from error.__cause__
             worker.send_model(number, self._file)
 
     def _install(self, worker: Worker) -> int:
@@ -147,9 +175,7 @@ class WorkerReplicas:
         answer = worker.receive()
         if answer is None:
             raise ConnectionError
-        if answer.word == "raised":
-            raise answer.value
-        pid: int = answer.value
+        pid: int = answer.read()
         return pid
 
     def _new_worker(self, lane: int) -> Worker:
@@ -163,12 +189,22 @@ class WorkerReplicas:
         if isinstance(self.target, Build):
             return
         survey = Survey(self.target)
+        if survey.generators:
+            msg = "the model holds a torch.Generator, which cannot be shared with workers. Let it draw from torch's default one"
+            raise SessionError(msg)
         self._tensors = [node.value for node in survey.tensors]
         self._watch = Watch(survey.copied)
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
+        self._function = self._pickled_function()
         self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
+
+    def _pickled_function(self) -> bytes | None:
+        """Return the pickle of a function without a model. The containers that it refers to are not watched."""
+        if self._modules or self._tensors:
+            return None
+        return pickled_function(self.target, "target")
 
     def _written_unseen(self) -> list[torch.Tensor]:
         """Return the tensors that were written without a new version."""
@@ -217,26 +253,27 @@ class WorkerReplica:
 
     def prepared(self, way: _Remote) -> Callable[..., Any]:
         """Return a function of the arguments of a shard. It returns the lane's part of the call."""
-        return partial(_Shard, self, way._name)
+        return partial(_Shard, self, self._owner, way._name)
 
     whole = prepared  # the four verbs alone; whole calls of `map` and `submit` are requests
 
-    def original_of(self, tensor: torch.Tensor) -> None:
-        """Return None: a tensor from another process is never a view of a tensor of the model here."""
+    def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor if it is one of the model's. Copies that came from a worker are not."""
+        return self._owner.original_of(tensor)
 
     def keep(self, buffers: Sequence[WrittenBuffer]) -> None:
         """Keep buffers that came from the worker for `write_back`."""
         self.write_back = partial(self._owner.take_buffers, buffers) if buffers else None
 
-    def pack(self, modes: Modes) -> bytes:
-        return self._owner.packed_modes(modes)
-
 
 class _Shard:
     """A lane's part of a cut call. It draws random numbers from the state that the caller's generator has at the start."""
 
-    def __init__(self, replica: WorkerReplica, method: str | None, /, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, replica: WorkerReplica, owner: WorkerReplicas, method: str | None, /, *args: Any, **kwargs: Any
+    ) -> None:
         self._replica = replica
+        self._owner = owner
         self._method = method
         self._args = args
         self._kwargs = kwargs
@@ -244,36 +281,56 @@ class _Shard:
     def request(self, modes: Modes) -> Request:
         """Return the request for the worker."""
         is_first = self._replica.lane == 0
-        packed_modes = self._replica.pack(modes)
-        return CallRequest(
-            Call(self._method, None, packed_modes, torch.get_rng_state(), is_first, self._args, self._kwargs)
-        )
+        sent = self._owner.packed_modes(modes)
+        call = Call(self._method, None, sent, torch.get_rng_state(), is_first, self._args, self._kwargs)
+        return CallRequest(call, is_inference=modes.inference)
 
-    def land(self, value: tuple[Any, ...]) -> Any:
-        """Take the random state and the buffers that the call left, and return its output."""
-        returned = Returned(*value)
+    def land(self, returned: Returned) -> Any:
+        """Take what the call left, and return its output."""
         if returned.rng_state is not None:
             torch.set_rng_state(returned.rng_state)
         if self._replica.lane == 0:
             self._replica.keep(returned.buffers)
-        return returned.output
+        return landed(self._owner, returned, self._args, self._kwargs)
+
+
+def landed(owner: WorkerReplicas, returned: Returned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
+    warn_again(returned.warned)
+    if returned.written:
+        leaves = flatten((args, kwargs))[0]
+        for index, value in returned.written:
+            with torch.inference_mode(leaves[index].is_inference()), torch.no_grad():
+                leaves[index].copy_(value)
+    return owner.of_model(returned.output) if returned.has_model_tensors else returned.output
+
+
+def warn_again(warned: Iterable[SentWarning]) -> None:
+    """Give the warnings of a worker in this process, under its filters."""
+    for each in warned:
+        warnings.warn_explicit(*each)
 
 
 class CallRequest(Request):
-    """A call. `read` makes the result from the fields of `Returned`. `prepare` is a number and a pickled function."""
+    """A call. `read` makes the result from what it returned. `prepare` is a number and a pickled function."""
 
-    __slots__ = ("_call", "_prepare", "_read")
+    is_call = True
+    __slots__ = ("_call", "_is_inference", "_prepare", "_read", "is_whole")
 
     def __init__(
         self,
         call: Call,
-        read: Callable[[tuple[Any, ...], Lane], Any] | None = None,
+        read: Callable[[Returned, Lane], Any] | None = None,
         prepare: tuple[int, bytes] | None = None,
+        *,
+        is_inference: bool,
     ) -> None:
         super().__init__()
         self._call = call
+        self.is_whole = read is not None
         self._read = read
         self._prepare = prepare
+        self._is_inference = is_inference
 
     def send(self, worker: Worker) -> None:
         call = self._call
@@ -288,8 +345,25 @@ class CallRequest(Request):
         if call.prepare is not None:
             worker.function = call.prepare[0]
 
-    def result(self, answer: Message, lane: Lane) -> Any:
-        return answer.value if self._read is None else self._read(answer.value, lane)
+    def result(self, answer: Answer, lane: Lane) -> Any:
+        if self._is_inference:  # tensors that are made now are inference tensors, as in the plain call
+            with torch.inference_mode():
+                returned = Returned(*answer.read())
+        else:
+            returned = Returned(*answer.read())
+        return returned if self._read is None else self._read(returned, lane)
+
+
+class _GrownRequest(Request):
+    """A check for layers and attributes that a call made."""
+
+    __slots__ = ()
+
+    def send(self, worker: Worker) -> None:
+        worker.send(self.number, "refuse_grown", None, "")
+
+    def result(self, answer: Answer, lane: Lane) -> Any:
+        return answer.read()
 
 
 class _ModelRequest(Request):
@@ -304,8 +378,8 @@ class _ModelRequest(Request):
     def send(self, worker: Worker) -> None:
         self._owner.send_model(worker, self.number)
 
-    def result(self, answer: Message, lane: Lane) -> None:
-        pass
+    def result(self, answer: Answer, lane: Lane) -> None:
+        answer.read()
 
 
 class _ChangeRequest(Request):
@@ -320,8 +394,8 @@ class _ChangeRequest(Request):
     def send(self, worker: Worker) -> None:
         worker.send(self.number, "tensors_changed", self._changed, "the model")
 
-    def result(self, answer: Message, lane: Lane) -> None:
-        pass
+    def result(self, answer: Answer, lane: Lane) -> None:
+        answer.read()
 
 
 class _PackedModes:

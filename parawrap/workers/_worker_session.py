@@ -15,9 +15,9 @@ from parawrap.lanes import Lane, LaneFuture, Modes
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
-from parawrap.workers._server import Call, pickled_function
+from parawrap.workers._server import Call, Returned, pickled_function
 from parawrap.workers._worker_pool import WorkerPool
-from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas
+from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas, landed
 
 __all__ = ["open_session"]
 
@@ -36,8 +36,8 @@ class WorkerSession(Session):
         self._worker_pool = WorkerPool(replicas.lanes, replicas.backlog)
         super().__init__(target, [_CPU] * len(replicas.lanes), replicas=replicas, pool=self._worker_pool, **options)
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
-        self._prepare: tuple[Prepare | None, tuple[int, bytes]] = None, (0, b"")
-        self._prepares = count()
+        self._prepare = 0, b""
+        self._prepares = count(1)
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Cut a call, and run its shards in the workers."""
@@ -52,11 +52,12 @@ class WorkerSession(Session):
         if self.must_run_plainly():
             return super().submit(entry, args, kwargs, prepare)
         self.replicate()
-        modes = self._workers.packed_modes(Modes.capture(self._workers.packed_modes.kind))
+        modes = Modes.capture(self._workers.packed_modes.kind)
         rows = 0 if prepare is not None else self._rows(entry, args, kwargs)  # this process does not see prepared rows
-        call = Call(entry.method, None, modes, None, False, args, kwargs)
+        call = Call(entry.method, None, self._workers.packed_modes(modes), None, False, args, kwargs)
         numbered = None if prepare is None else self._numbered(prepare)
-        return self._worker_pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
+        read = partial(self._landed, rows, args, kwargs)
+        return self._worker_pool.submit(CallRequest(call, read, numbered, is_inference=modes.inference))
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
@@ -67,10 +68,11 @@ class WorkerSession(Session):
             return self.submit(entry, args, kwargs).result()  # this process has no model
         return super()._run_plainly(entry, args, kwargs)
 
-    def _landed(self, rows: int, value: tuple[Any, ...], lane: Lane) -> Any:
+    def _landed(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned, lane: Lane) -> Any:
         """Count a whole call, and return its output."""
         self.tally.whole(lane.index, rows)
-        return value[0] if self.rules.keep_single else join([value[0]], (1,), self.rules)
+        output = landed(self._workers, returned, args, kwargs)
+        return output if self.rules.keep_single else join([output], (1,), self.rules)
 
     def _rows(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         cutter = self.cutters[entry.method]
@@ -79,12 +81,11 @@ class WorkerSession(Session):
         return cutter.whole(args, kwargs)[0].rows
 
     def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
-        """Return a number and the pickle of a function. One stream uses one function, so the last one is kept."""
-        function, numbered = self._prepare
-        if function is not prepare:
-            numbered = next(self._prepares), pickled_function(prepare, "prepare")
-            self._prepare = prepare, numbered
-        return numbered
+        """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""
+        pickled = pickled_function(prepare, "prepare")
+        if pickled != self._prepare[1]:
+            self._prepare = next(self._prepares), pickled
+        return self._prepare
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():

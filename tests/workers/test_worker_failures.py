@@ -128,6 +128,7 @@ def test_replacements_start_from_the_module(opened, monkeypatch):
     session = opened(model := Dying())
     with pytest.raises(RankDiedError):
         session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
+    session.call(Entry(model), (torch.ones(4),), {})  # waits for the last worker
     assert len(started) == 4, "two at the start, one after each death"
 
 
