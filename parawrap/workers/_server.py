@@ -280,9 +280,7 @@ class Server:
 def _version_of(leaf: Any) -> int | None:
     """Return what a write into an argument changes. Refuse a generator, because its new state would stay here."""
     if isinstance(leaf, torch.Generator):
-        msg = (
-            "an argument is a torch.Generator, which cannot be shared with workers. Seed torch's default generator instead"
-        )
+        msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
         raise SessionError(msg)
     return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
 

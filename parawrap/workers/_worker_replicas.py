@@ -190,7 +190,7 @@ class WorkerReplicas:
             return
         survey = Survey(self.target)
         if survey.generators:
-            msg = "the model holds a torch.Generator, which cannot be shared with workers. Let it draw from torch's default one"
+            msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
         self._tensors = [node.value for node in survey.tensors]
         self._watch = Watch(survey.copied)
