@@ -105,9 +105,12 @@ class Pool(Protocol):
 
     backend: Backend
     threads: int | None
-    home: torch.device | None
     closed: bool
 
+    @property
+    def home(self) -> torch.device | None: ...
+    @home.setter
+    def home(self, device: torch.device | None) -> None: ...
     @property
     def lanes(self) -> tuple[Lane, ...]: ...
     @property

@@ -21,8 +21,9 @@ from parawrap.replicas._copy_structure import Node
 from parawrap.replicas._rule_by_class import ATOMS
 from parawrap.replicas._torchscript import ScriptedState
 
-__all__ = ["Change", "Ledger", "Watch", "is_watched_apart", "parts_of"]
+__all__ = ["Change", "Ledger", "Lengths", "Watch", "is_watched_apart", "parts_of"]
 
+_PLAIN_DICTS = (dict, OrderedDict)
 _requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
 
 
@@ -47,6 +48,21 @@ class Change(NamedTuple):
         return type(self.before) in ATOMS and type(self.now) in ATOMS
 
 
+class Lengths:
+    """The lengths of dicts. Most dicts of a model are empty hooks, and their truth is read faster than their length."""
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        dicts = list(dicts)
+        self._empty = [each for each in dicts if type(each) in _PLAIN_DICTS and not each]
+        empty = set(map(id, self._empty))
+        self._others = [each for each in dicts if id(each) not in empty]
+        self._lengths = [*map(dict.__len__, self._others)]
+
+    def intact(self) -> bool:
+        """True if every dict has the length that it had."""
+        return not any(self._empty) and [*map(dict.__len__, self._others)] == self._lengths
+
+
 class Watch:
     """The objects in every dict, list, set, and closure of a structure, by identity.
 
@@ -62,9 +78,8 @@ class Watch:
         self._own: list[Any] = [*map(vars, self._instances)]
         self._holders = owners + dicts
         self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in dicts)]
-        # `len` takes half the time, and counts the same items unless a subclass overrides it.
-        self._length = len if all(type(each).__len__ is dict.__len__ for each in self._dicts) else dict.__len__
-        self._lengths = [*map(self._length, self._dicts)]
+        self._lengths = [*map(dict.__len__, self._dicts)]
+        self._sized = Lengths(self._dicts)
         self._growing = [*growing]
         self._sizes = [*map(len, self._growing)]
         # The views are live, so they are made once.
@@ -80,12 +95,12 @@ class Watch:
 
     def intact(self) -> bool:
         """True if every object still holds the same objects under the same keys."""
-        same_lengths = [*map(self._length, self._dicts)] == self._lengths
-        return same_lengths and all(map(is_, chain.from_iterable(self._value_views), self._values)) and self._same_frame()
+        same_values = self._sized.intact() and all(map(is_, chain.from_iterable(self._value_views), self._values))
+        return same_values and self._same_frame()
 
     def changes(self) -> list[Change] | None:
         """Return the values of dicts and instances that were replaced; None if anything else changed."""
-        if [*map(self._length, self._dicts)] != self._lengths or not self._same_frame():
+        if not self._sized.intact() or not self._same_frame():
             return None
         nodes = chain.from_iterable([node] * length for node, length in zip(self._holders, self._lengths, strict=True))
         rows = zip(nodes, self._keys, self._values, chain.from_iterable(self._value_views), strict=True)

@@ -77,9 +77,11 @@ class LocalWorker:
         """Close the connection. The process ends after the request that it runs."""
         self._line.close()
 
-    def close(self) -> None:
-        """End the process, and wait for its end. A request that it runs is not finished."""
+    def close(self, *, at_once: bool = True) -> None:
+        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
         self._line.close()
+        if not at_once:
+            self._ending()
         self._launch.cancel()
 
     def _ending(self) -> BaseException | None:
@@ -87,5 +89,5 @@ class LocalWorker:
         try:
             self._launch.results(_LAST_S)
         except Exception as error:  # noqa: BLE001 (each kind is described)
-            return error
+            return error.with_traceback(None)  # its frames refer to this worker, and the launch keeps the error
         return None

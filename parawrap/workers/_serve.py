@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
+import sys
 from time import perf_counter_ns
 
 import torch
@@ -17,6 +20,7 @@ __all__ = ["serve"]
 
 def serve(file: int, device: str, threads: int, seed: int) -> None:
     """Answer the requests that arrive at a socket. Runs as the only rank of a launch."""
+    signal.signal(signal.SIGTERM, _exit)
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     line = Line(socket.socket(fileno=file), copies_small=False)
@@ -29,6 +33,13 @@ def serve(file: int, device: str, threads: int, seed: int) -> None:
         pass  # the launching process has exited
     finally:
         line.close()
+
+
+def _exit(number: int, _: object) -> None:
+    """Exit without unwinding: the launching process ends a worker that it does not need any more, also during a call."""
+    with contextlib.suppress(RuntimeError):  # the signal came during a write
+        sys.stdout.flush()
+    os._exit(128 + number)
 
 
 def _answer(line: Line, server: Server, request: Message) -> None:

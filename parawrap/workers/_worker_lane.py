@@ -14,9 +14,10 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,10 @@ from parawrap.errors import ParawrapError, SessionError
 from parawrap.lanes import Lane, LaneFuture, Span, here, note
 from parawrap.workers._line import Message
 
-__all__ = ["Request", "Worker", "WorkerLane"]
+__all__ = ["Backlog", "Request", "Worker", "WorkerLane"]
+
+_AHEAD = 2  # requests per worker, so that the next one has arrived when an answer leaves
+_load = attrgetter("load")
 
 
 class Worker(Protocol):
@@ -55,8 +59,8 @@ class Worker(Protocol):
         """End the thread that receives, and let the process end."""
 
     @abstractmethod
-    def close(self) -> None:
-        """End the process, and wait for its end."""
+    def close(self, *, at_once: bool = True) -> None:
+        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
 
 
 class Request(ABC):
@@ -90,11 +94,59 @@ class Request(ABC):
             self.future.set_result(value)
 
 
+class Backlog:
+    """The calls that wait for a lane with room, and the loads of the lanes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._requests: deque[Request] = deque()
+
+    def requests(self) -> list[Request]:
+        """Return the calls that wait."""
+        with self._gate:
+            return list(self._requests)
+
+    def count(self, lane: WorkerLane, change: int = 1) -> None:
+        """Count a request for a lane."""
+        with self._gate:
+            lane.load += change
+
+    def place(self, request: Request, lanes: Sequence[WorkerLane]) -> WorkerLane | None:
+        """Return the lane with the fewest requests, and count the request there. If no lane has room, keep the request."""
+        with self._gate:
+            lane = min(lanes, key=_load)
+            if lane.load >= _AHEAD:
+                self._requests.append(request)
+                return None
+            lane.load += 1
+            return lane
+
+    def next_for(self, lane: WorkerLane) -> Request | None:
+        """Return the next call for a lane that has ended a request."""
+        with self._gate:
+            while self._requests and lane.load <= _AHEAD:
+                request = self._requests.popleft()
+                if request.future.set_running_or_notify_cancel():
+                    return request
+            lane.load -= 1
+            return None
+
+    def drop(self) -> None:
+        """Cancel the calls that wait."""
+        with self._gate:
+            dropped = list(self._requests)
+            self._requests.clear()
+        for request in dropped:
+            if request.future.cancel():
+                request.future.set_running_or_notify_cancel()
+
+
 class WorkerLane(Lane):
     """One worker, and the requests that it has not answered yet. Thread-safe.
 
-    `start_worker` starts a process. `install` gives it the model, and returns its process id. `freed` is called after each
-    request. `load` counts the requests for this lane; the pool counts them.
+    `start_worker` starts a process. `install` gives it the model, and returns its process id. `load` is the number of
+    requests for this lane, which `backlog` counts. The thread refers to the lane and not to the pool, so that an abandoned
+    pool can be collected.
     """
 
     def __init__(
@@ -104,10 +156,11 @@ class WorkerLane(Lane):
         start_worker: Callable[[int], Worker],
         install: Callable[[Worker], int],
         retries: int,
+        backlog: Backlog,
     ) -> None:
         super().__init__(index, device, f"{device} (worker {index})")
         self.load = 0
-        self.freed: Callable[[WorkerLane], None] = _nothing
+        self.backlog = backlog
         self.pid = 0
         self._start_worker = start_worker
         self._install = install
@@ -134,32 +187,34 @@ class WorkerLane(Lane):
         return ready
 
     def post(self, request: Request) -> None:
-        """Send a request.
+        """Send a request that was counted for this lane.
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
             SessionError: If the lane has ended, or there is no room for the tensors of the value.
         """
-        with self._sending:
-            if self._is_over or self.thread is None:
-                raise self._failure or _ended()
-            try:
+        try:
+            with self._sending:
+                if self._is_over or self.thread is None:
+                    raise self._failure or _ended()
                 request.number = next(self._numbers)
                 self._unanswered.append(request)
                 if self._is_ready:
                     self._send(request)
-            except BaseException as error:
-                if request in self._unanswered:
-                    self._unanswered.remove(request)
-                if not isinstance(error, Exception) and self._worker is not None:
-                    self._worker.interrupt()  # Ctrl-C, perhaps in the middle of a message
-                raise
+        except BaseException as error:
+            if request in self._unanswered:
+                self._unanswered.remove(request)
+            if not isinstance(error, Exception) and self._worker is not None:
+                self._worker.interrupt()  # Ctrl-C, perhaps in the middle of a message
+            self.backlog.count(self, -1)
+            raise
 
     def end(self) -> None:
         """End the worker, also in the middle of a request, which then fails with SessionError."""
+        worker = self._worker  # the thread drops it
         self._is_over = True
-        if self._worker is not None:
-            self._worker.close()
+        if worker is not None:
+            worker.close(at_once=bool(self._unanswered))
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the thread, unless it is the calling one."""
@@ -198,12 +253,23 @@ class WorkerLane(Lane):
             request = self._unanswered.popleft()
             while request.number != answer.number:  # the sending of this request was interrupted
                 request.future.set_exception(_ended())
-                self.freed(self)
+                self._take_next()
                 request = self._unanswered.popleft()
             self._count(answer)
-            self.freed(self)
+            self._take_next()
             request.finish(answer, self)
             del request, answer  # a waiting lane keeps nothing of its last call alive
+
+    def _take_next(self) -> None:
+        """Send the next call of the backlog, in the place of a request that has ended."""
+        while (request := self.backlog.next_for(self)) is not None:
+            try:
+                self.post(request)
+            except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
+                self.backlog.count(self)  # for the call after this one
+                request.future.set_exception(error)
+            else:
+                return
 
     def _count(self, answer: Message) -> None:
         self.tasks += 1
@@ -231,6 +297,7 @@ class WorkerLane(Lane):
             self._is_installed = False
             self._worker = self._start_worker(self.index)
             if self._is_over:  # `end` may not have seen this worker
+                self._worker.close()
                 break
             if self._set_up():
                 return True
@@ -258,13 +325,13 @@ class WorkerLane(Lane):
         request.deaths += 1
         if request.deaths > self._retries:
             self._unanswered.popleft()
-            self.freed(self)
+            self._take_next()
             note(error, f"in {self}. {request.deaths} workers ended while they ran this call. Other calls continue")
             request.future.set_exception(error)
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all requests. A later `begin` starts again unless the lane is over."""
-        if self._worker is not None:
+        if self._worker is not None and not self._is_over:  # otherwise `end` closes it
             self._worker.close()
         with self._sending:
             self._worker = self.thread = None
@@ -274,13 +341,9 @@ class WorkerLane(Lane):
         note(error, f"in {self}")
         self._failure = None if self._is_over else error
         for request in left:
-            self.freed(self)
+            self._take_next()
             request.future.set_exception(error)
 
 
 def _ended() -> SessionError:
     return SessionError("the block ended before this call: its workers are gone")
-
-
-def _nothing(_: Lane) -> None:
-    """Do nothing."""

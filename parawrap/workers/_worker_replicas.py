@@ -21,8 +21,8 @@ from parawrap.workers._build import Build
 from parawrap.workers._line import Message
 from parawrap.workers._local_worker import LocalWorker
 from parawrap.workers._server import Call, Returned, SentModes, WrittenBuffer
-from parawrap.workers._worker_lane import Request, Worker, WorkerLane
-from parawrap.workers._worker_pool import WorkerPool
+from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
+from parawrap.workers._worker_pool import post
 
 __all__ = ["CallRequest", "WorkerReplicas"]
 
@@ -46,10 +46,12 @@ class WorkerReplicas:
         self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.packed_modes = _PackedModes(devices[0].type)
-        self.pool = WorkerPool(
-            [WorkerLane(index, device, self._new_worker, self._install, retries) for index, device in enumerate(devices)]
-        )
-        self.current = [WorkerReplica(lane, self) for lane in self.pool.lanes]
+        self.backlog = Backlog()
+        self.lanes = [
+            WorkerLane(index, device, self._new_worker, self._install, retries, self.backlog)
+            for index, device in enumerate(devices)
+        ]
+        self.current = [WorkerReplica(lane, self) for lane in self.lanes]
         self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
         self._started = 0
         self._changing = threading.Lock()
@@ -67,7 +69,7 @@ class WorkerReplicas:
 
     def stale(self) -> bool:
         """True if the target changed since the last `refresh`, or a lane has no worker."""
-        if self._is_unsent or None in [lane.thread for lane in self.pool.lanes]:
+        if self._is_unsent or None in [lane.thread for lane in self.lanes]:
             return True
         return not (
             self._watch.intact()
@@ -78,17 +80,21 @@ class WorkerReplicas:
 
     def refresh(self) -> None:
         """Start the workers that do not run, and send the others what changed."""
-        is_new = self._is_unsent or not (self._watch.intact() and self._ledger.same_form())
+        was_unsent = self._is_unsent
+        is_new = was_unsent or not (self._watch.intact() and self._ledger.same_form())
         changed: list[tuple[int, torch.Tensor]] = []
         if is_new:
-            self.structure += not self._is_unsent
+            self.structure += not was_unsent
             self._survey_target()
         else:
             changed = self._take_changes()
         self._drop_file()
-        started = [lane.begin() for lane in self.pool.lanes if lane.thread is None]
-        if len(started) < len(self.pool.lanes):
-            self.pool.request_all(partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed))
+        self._is_unsent = True  # if a worker does not get the changes, all get the model at the next refresh
+        new = [lane for lane in self.lanes if lane.thread is None]
+        started = [lane.begin() for lane in new]
+        if is_new or changed:
+            make = partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed)
+            started += [post(lane, make()) for lane in self.lanes if lane not in new]
         for future in started:
             future.result()
         self._is_unsent = False
@@ -151,7 +157,7 @@ class WorkerReplicas:
         with self._changing:
             self._started += 1
             seed = (torch.initial_seed() + self._started) % _SEEDS
-        return LocalWorker(lane, self.pool.lanes[lane].device, self._threads, seed)
+        return LocalWorker(lane, self.lanes[lane].device, self._threads, seed)
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):
@@ -159,7 +165,7 @@ class WorkerReplicas:
         survey = Survey(self.target)
         self._tensors = [node.value for node in survey.tensors]
         self._watch = Watch(survey.copied)
-        self._ledger = Ledger(self._tensors, self._tensors)
+        self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
@@ -179,15 +185,16 @@ class WorkerReplicas:
         return changed
 
     def _note_unseen(self) -> None:
-        """Copy the tensors that a model may write without a new version."""
-        buffers = [
+        """Copy the tensors that a write leaves without a new version: some buffers, and tensors of inference mode."""
+        buffers = {
             id(buffer)
             for module in self._modules
             for buffer in module._buffers.values()
             if buffer is not None and may_be_written_unseen(module, buffer)
-        ]
+        }
+        unseen = [index for index, each in enumerate(self._tensors) if id(each) in buffers or each.is_inference()]
         with lasting():
-            self._unseen = {index: each.clone() for index, each in enumerate(self._tensors) if id(each) in buffers}
+            self._unseen = {index: self._tensors[index].clone() for index in unseen}
 
     def _drop_file(self) -> None:
         with self._changing:

@@ -16,6 +16,7 @@ from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
 from parawrap.workers._server import Call, pickled_function
+from parawrap.workers._worker_pool import WorkerPool
 from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas
 
 __all__ = ["open_session"]
@@ -32,7 +33,8 @@ class WorkerSession(Session):
 
     def __init__(self, target: Any, replicas: WorkerReplicas, **options: Any) -> None:
         self._workers = replicas
-        super().__init__(target, [_CPU] * len(replicas.current), replicas=replicas, pool=replicas.pool, **options)
+        self._worker_pool = WorkerPool(replicas.lanes, replicas.backlog)
+        super().__init__(target, [_CPU] * len(replicas.lanes), replicas=replicas, pool=self._worker_pool, **options)
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
         self._prepare: tuple[Prepare | None, tuple[int, bytes]] = None, (0, b"")
         self._prepares = count()
@@ -54,14 +56,11 @@ class WorkerSession(Session):
         rows = 0 if prepare is not None else self._rows(entry, args, kwargs)  # this process does not see prepared rows
         call = Call(entry.method, None, modes, None, False, args, kwargs)
         numbered = None if prepare is None else self._numbered(prepare)
-        future = self._workers.pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
-        self._futures.add(future)
-        return future
+        return self._worker_pool.submit(CallRequest(call, partial(self._landed, rows), numbered))
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
-        super().cancel()
-        self._workers.pool.cancel()
+        self._worker_pool.cancel()
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.target, Build) and not self.must_run_plainly():

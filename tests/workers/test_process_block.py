@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -68,6 +72,58 @@ def test_exception_in_the_block_ends_running_calls():
         raise KeyError
     with pytest.raises((SessionError, CancelledError)):
         future.result()
+
+
+@torch.no_grad()
+def test_block_that_is_never_closed_ends_with_its_last_reference():
+    """A `parallel` object that nothing refers to any more leaves no process and no thread."""
+    p = parallel(Where(), CPUS, workers="process")
+    process = psutil.Process(p.submit(torch.ones(1)).result()[1])
+    del p
+    gc.collect()
+    process.wait(20)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-lane")]
+
+
+UNCLOSED = """
+import sys, time, torch
+from torch import nn
+from parawrap import parallel
+
+class Sleeping(nn.Module):
+    def forward(self, x):
+        time.sleep(float(x[0]))
+        return x
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    p = parallel(Sleeping(), ["cpu", "cpu"], workers="process")
+    futures = [p.submit(torch.full((2,), seconds)) for seconds in (0.0, SECONDS, SECONDS)]
+    print(futures[0].result().tolist())
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0], ids=["idle", "busy"])
+def test_script_that_never_closes_its_block_exits(tmp_path, seconds):
+    """At the end of a script, workers end, also in the middle of a call."""
+    script = tmp_path / "script.py"
+    script.write_text(UNCLOSED.replace("SECONDS", str(seconds)))
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=40, env=environ, check=True
+    )
+    assert (done.stdout, done.stderr) == ("[0.0, 0.0]\n", "")
+
+
+@torch.no_grad()
+def test_callback_of_a_submitted_call_may_call_the_block():
+    """A callback runs in the thread of a lane, so its call runs plainly."""
+    outputs, done = [], threading.Event()
+    with parallel(Where(), CPUS, workers="process") as p:
+        future = p.submit(torch.zeros(2))
+        future.add_done_callback(lambda _: (outputs.append(p(torch.zeros(4))), done.set()))
+        assert done.wait(20)
+    assert outputs[0][1] == os.getpid()
 
 
 def test_unknown_kind_of_worker_is_refused():

@@ -80,12 +80,12 @@ def test_no_retries(opened, tmp_path):
         session.submit(Entry(model), (torch.tensor([-1.0]),), {}).result()
 
 
-def test_killed_workers_lose_and_repeat_no_batch(opened):
-    """While workers are killed at random, each batch of a stream comes out once, in order."""
-    chaos(opened, batches=400, kills=6)
-
-
-def chaos(opened, batches, kills):
+@pytest.mark.parametrize("elements", [3, 20_000], ids=["inline", "slab"])
+@pytest.mark.parametrize(
+    ("batches", "kills"), [(400, 6), pytest.param(10_000, 50, marks=pytest.mark.long)], ids=["short", "long"]
+)
+def test_killed_workers_lose_and_repeat_no_batch(opened, batches, kills, elements):
+    """While workers are killed at random moments, each batch of a stream comes out once, in order."""
     session = opened(model := nn.Identity(), retries=10)
     at = set(random.Random(7).sample(range(batches), kills))
 
@@ -94,9 +94,9 @@ def chaos(opened, batches, kills):
             if number in at:
                 victim = random.Random(number).choice(workers_of(session))
                 os.kill(victim.pid, signal.SIGKILL)
-            yield torch.full((3,), float(number))
+            yield torch.full((elements,), float(number))
 
-    outputs = [int(each[0]) for each in stream(session, Entry(model), source(), StreamOptions(4))]
+    outputs = [int(each.unique()) for each in stream(session, Entry(model), source(), StreamOptions(4))]
     assert outputs == list(range(batches))
 
 

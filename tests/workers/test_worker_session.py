@@ -151,6 +151,19 @@ def test_buffers_that_whole_calls_write_are_dropped(opened):
     assert model.count == 0
 
 
+def test_model_of_inference_mode_is_sent_once_and_again_when_it_changed(opened):
+    """Tensors that were made in inference mode have no version, so their values are compared."""
+    with torch.inference_mode():
+        session = opened(model := nn.Linear(2, 2))
+        x = torch.randn(4, 2)
+        for _ in range(3):
+            assert_close(session.call(Entry(model), (x,), {}), model(x))
+        assert session.stats().refreshes == 0
+        model.weight.mul_(2)
+        assert_close(session.call(Entry(model), (x,), {}), model(x))
+    assert session.stats().refreshes == 1
+
+
 def test_writes_into_statistics_without_a_version_reach_the_workers(opened):
     """Batch norm writes its statistics unseen; a plain call's writes are in the next call of the workers."""
     model = Showing(nn.BatchNorm1d(3))
