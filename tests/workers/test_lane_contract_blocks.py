@@ -497,28 +497,29 @@ def test_close_without_a_block(lanes):
 # -- modes -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        nullcontext,
-        torch.inference_mode,
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
-        lambda: default_dtype(torch.float64),
-        lambda: deterministic(warn_only=False),
-        lambda: deterministic(warn_only=True),
-        torch.enable_grad,
-        lambda: torch.device("meta"),
-    ],
-    ids=["none", "inference", "autocast", "float16", "dtype", "deterministic", "warn only", "grad", "device"],
-)
-def test_modes_of_the_caller_hold_in_the_lanes(lanes, mode):
+MODES = {
+    "none": nullcontext,
+    "inference": torch.inference_mode,
+    "bfloat16": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float16": lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    "dtype": lambda: default_dtype(torch.float64),
+    "deterministic": lambda: deterministic(warn_only=False),
+    "deterministic with warnings": lambda: deterministic(warn_only=True),
+    "grad": torch.enable_grad,
+    "device": lambda: torch.device("meta"),
+}
+
+
+def test_modes_of_the_caller_hold_in_the_lanes(lanes):
     """Cut and whole calls run under the modes of the caller. Later calls run without them."""
-    model, x = Seeing(), torch.zeros(8, 2)
+    model, plain, x = Seeing(), Seeing(), torch.zeros(8, 2)
     with lanes(model, out_dims=(0, None)) as p:
-        for around in (mode, nullcontext, mode):
-            with around():
-                assert_same([*map(list, outputs_of(p, model, x))], [list(model.forward(x))] * 3)
+        for name, mode in MODES.items():
+            for around in (mode, nullcontext, mode):
+                with around():
+                    (_, expected), seen = plain(x), outputs_of(p, model, x)
+                assert [modes for _, modes in seen] == [expected] * 3, name
+                assert_same([output[0] for output in seen], [x] * 3)
 
 
 def test_autocast_computes_as_the_plain_call(lanes):
@@ -932,9 +933,11 @@ def test_verify_finds_a_target_that_is_not_row_wise(lanes):
     x = torch.randn(8, 4)
     with lanes(lambda x: x.softmax(0), verify=True) as p, pytest.raises(VerifyError):
         p(x)
-    with lanes(nn.Linear(4, 4), verify=True) as p:
+    model = nn.Linear(4, 4)
+    expected = model(x)
+    with lanes(model, verify=True):
         for _ in range(2):
-            assert_close(p(x), p.target(x))
+            assert_close(model(x), expected)
 
 
 # -- hooks -----------------------------------------------------------------------------------------------------------------
