@@ -176,7 +176,7 @@ def test_structure_of_an_output_is_kept(lanes):
 
 @fails(PROCESS, RAY, reason="a worker refuses a parameter in the output as if it carried a gradient graph")
 def test_parameter_in_an_output_is_the_model_s(lanes):
-    """A parameter that every lane returns comes back once, as the model's own parameter."""
+    """The call returns the model's own parameter if every lane returns it."""
     model, x = Structured(), torch.randn(8, 4)
     with lanes(model):
         for _ in range(2):
@@ -253,7 +253,7 @@ def test_out_dims_of_an_lstm(lanes):
 
 
 def test_out_dims_none_returns_one_value(lanes):
-    """A value that is the same in every lane comes back once."""
+    """The call returns a value once if it is the same in every lane."""
 
     def table(x):
         return x * 2, torch.arange(3.0)
@@ -329,7 +329,7 @@ def test_packed_sequence_is_cut_and_joined(lanes, in_order):
 
 @pytest.mark.parametrize("first", [2, 3, 8])
 def test_learned_outputs_are_joined_like_declared_ones(lanes, first):
-    """What the first call shows holds for later calls, whatever the number of rows of the first call."""
+    """Later calls join outputs as the first call showed, for any number of rows of the first call."""
 
     def several(x):
         return x * 2, {"sum": x.sum(1), "constant": torch.ones(2), "text": "a"}
@@ -338,7 +338,7 @@ def test_learned_outputs_are_joined_like_declared_ones(lanes, first):
 
 
 def test_kind_is_learned_again_after_a_refusal(lanes):
-    """A call whose output breaks what was learned is refused. The next call is learned again."""
+    """An output that breaks the learned rule is refused. The next call is learned again."""
 
     def shaped(x):
         return x if (x >= 0).all() else x.sum(0)
@@ -465,3 +465,26 @@ def test_gradients_are_computed_or_refused(lanes, what):
             return
         with pytest.raises(SessionError, match=rf"{what} .*torch\.no_grad.*@wrapper"):
             model(x)
+
+
+@fails(PROCESS, RAY, reason="the error for a model in a closure does not name the ways out")
+def test_gradients_of_a_model_in_a_closure_are_computed_or_refused(lanes):
+    """A function that calls a model needs gradients as the model does."""
+    model = nn.Linear(2, 2)
+    with lanes(lambda x: model(x), out_dims=0) as p, torch.enable_grad():
+        try:
+            assert p(torch.ones(8, 2)).requires_grad
+        except SessionError as error:
+            assert lanes.name != "thread"
+            assert "torch.no_grad()" in str(error)  # noqa: PT017
+
+
+def test_gradients_inside_forward_are_computed(lanes):
+    """A target that computes a gradient itself, and returns it, has the plain output."""
+
+    def slope(x):
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            return torch.autograd.grad(x.square().sum(), x)[0]
+
+    assert_calls_are_plain(lanes, slope, [call(torch.randn(rows, 4)) for rows in (8, 3)])

@@ -183,7 +183,7 @@ def test_unordered_output_does_not_wait_for_a_slow_batch(lanes, gate):
 
 
 def test_source_is_read_at_most_buffersize_ahead(lanes):
-    """`map` reads nothing before the first output is asked for, and at most `buffersize` batches ahead."""
+    """`map` reads nothing before the first `next`, and then at most `buffersize` batches ahead."""
     read = []
 
     def source():
@@ -674,7 +674,7 @@ def test_outputs_are_writable_and_apart(lanes):
         assert_close(p.submit(x).result(), expected)
 
 
-def test_batch_that_the_source_overwrites_is_refused_or_safe(lanes):
+def test_source_may_overwrite_a_batch_that_is_done(lanes):
     """A source may reuse its buffer once a batch's output was yielded."""
     buffer = torch.zeros(40_000)
 
