@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
+from typing_extensions import TypeIs
 
+from parawrap.backends import Devices
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
 from parawrap.shards import InDim, JoinRules, OutDims, Parameters, Reduce
 
-__all__ = ["UNSET", "Joining", "checked_in_dims", "checked_methods", "checked_workers", "joining_rules", "parameters_of"]
+if TYPE_CHECKING:
+    from parawrap.launch import Platform
+
+__all__ = [
+    "UNSET",
+    "Joining",
+    "checked_in_dims",
+    "checked_methods",
+    "checked_workers",
+    "is_platform",
+    "joining_rules",
+    "parameters_of",
+]
 
 UNSET: Any = JoinRules().out_dims
 """The default of `out_dims`: outputs are learned."""
@@ -68,6 +82,15 @@ def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_c
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
     return workers
+
+
+def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:
+    """True for a `Platform`. Its module is imported only if `devices` is neither a device nor a sequence."""
+    if devices is None or isinstance(devices, (int, str, torch.device, Sequence)):
+        return False
+    from parawrap.launch import Platform as Found
+
+    return isinstance(devices, Found)
 
 
 def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Parameters]:

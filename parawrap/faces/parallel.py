@@ -23,6 +23,7 @@ from parawrap.faces._check_arguments import (
     checked_in_dims,
     checked_methods,
     checked_workers,
+    is_platform,
     joining_rules,
     parameters_of,
 )
@@ -32,6 +33,7 @@ from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 if TYPE_CHECKING:
     from parawrap.backends.neuron import NeuronCore
     from parawrap.engine.neuron import NeuronSession
+    from parawrap.launch import Platform
 
 __all__ = ["Parallel", "parallel"]
 
@@ -57,7 +59,7 @@ class Parallel(Streams, Generic[TargetT]):
     def __init__(
         self,
         target: TargetT,
-        devices: Devices = None,
+        devices: Devices | Platform = None,
         *,
         dim: int = 0,
         in_dims: Mapping[str, InDim] | None = None,
@@ -77,7 +79,13 @@ class Parallel(Streams, Generic[TargetT]):
         self.target = target
         self._cores: tuple[NeuronCore, ...] = ()
         self._devices: tuple[torch.device, ...] = ()
-        if names_cores(devices):
+        self._platform: Platform | None = None  # of a cluster
+        if is_platform(devices):
+            from parawrap.workers import devices_of
+
+            self._platform = devices
+            self._devices = tuple(devices_of(devices))
+        elif names_cores(devices):
             from parawrap.faces._place_on_cores import cores_of
 
             self._cores = cores_of(devices)
@@ -263,11 +271,15 @@ class Parallel(Streams, Generic[TargetT]):
             from parawrap.faces._place_on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
-        if self._workers == "process":
+        if self._workers == "process" or self._platform is not None:
             from parawrap.workers import open_session as open_workers
 
             return open_workers(
-                self.target, self._devices, cutters=self._device_cutters, retries=self._retries, **self._joining
+                self.target,
+                self._platform or self._devices,
+                cutters=self._device_cutters,
+                retries=self._retries,
+                **self._joining,
             )
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
@@ -353,7 +365,7 @@ def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def parallel(
     target: TargetT,
-    devices: Devices = None,
+    devices: Devices | Platform = None,
     *,
     dim: int = 0,
     in_dims: Mapping[str, InDim] | None = None,
@@ -391,6 +403,7 @@ def parallel(
             - A number uses that many devices of the best kind.
             - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
               uses every NeuronCore.
+            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
         dim: The dim of inputs and outputs that the rows lie on.
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
             "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".

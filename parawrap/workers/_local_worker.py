@@ -4,20 +4,37 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 
+from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError
 from parawrap.launch import Job, Platform, add_note, launch, unpack
 from parawrap.workers._line import Arrival, Line, Message
 from parawrap.workers._serve import serve
 from parawrap.workers._worker_lane import Answer
 
-__all__ = ["LocalWorker"]
+__all__ = ["LocalWorkers"]
 
 _LAST_S = 5.0  # for the end of a process that closed its connection
+
+
+class LocalWorkers:
+    """Starts the workers of one session on this machine. They share its cores."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
+
+    def start(self, lane: int, seed: int) -> LocalWorker:
+        """Start the worker of a lane."""
+        return LocalWorker(lane, self.devices[lane], self._threads, seed)
+
+    def end(self) -> None:
+        """Do nothing: local workers share nothing."""
 
 
 class LocalWorker:

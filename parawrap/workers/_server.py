@@ -37,8 +37,10 @@ class _GlobalModes(NamedTuple):
     warns_only: bool
 
     def enter(self) -> None:
-        if self != _GlobalModes.here():
+        here = _GlobalModes.here()
+        if self.dtype != here.dtype:
             torch.set_default_dtype(self.dtype)
+        if self[1:] != here[1:]:  # the first call takes a second
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
 
     @classmethod
@@ -221,7 +223,10 @@ class Server:
                 leaves[index] = self._stand_in(original)
                 has_stand_ins = True
             elif leaf.grad_fn is not None:
-                msg = "the output carries a gradient graph, which stays in the worker. Return output.detach()"
+                msg = (
+                    "the output requires a gradient, and gradients do not travel between processes. For inference, call "
+                    "inside torch.no_grad(). To train on several processes, use @wrapper with DistributedDataParallel"
+                )
                 raise SessionError(msg)
         return (unflatten(spec, leaves), True) if has_stand_ins else (output, False)
 

@@ -7,28 +7,42 @@ import os
 import pickle
 import threading
 import warnings
+import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from parawrap.backends import backend_of
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import packed, pickled_apart
 from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
-from parawrap.workers._local_worker import LocalWorker
 from parawrap.workers._server import Call, ModelTensor, Returned, SentModes, SentWarning, WrittenBuffer, pickled_function
 from parawrap.workers._worker_lane import Answer, Backlog, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
 
-__all__ = ["CallRequest", "WorkerReplicas", "landed"]
+__all__ = ["CallRequest", "WorkerReplicas", "Workers", "landed"]
 
 _SEEDS = 1 << 63
+
+
+class Workers(Protocol):
+    """Starts the workers of one session."""
+
+    devices: Sequence[torch.device]
+
+    @abstractmethod
+    def start(self, lane: int, seed: int) -> Worker:
+        """Start the worker of a lane."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Release what the workers shared. They have ended."""
 
 
 class WorkerReplicas:
@@ -42,7 +56,8 @@ class WorkerReplicas:
     generators: tuple[torch.Generator, ...] = ()
     structure = 0
 
-    def __init__(self, target: Any, devices: Sequence[torch.device], retries: int) -> None:
+    def __init__(self, target: Any, workers: Workers, retries: int) -> None:
+        devices = workers.devices
         self.target = target
         self.freshness = Freshness()
         self.training: tuple[Any, ...] = ()
@@ -54,7 +69,8 @@ class WorkerReplicas:
             for index, device in enumerate(devices)
         ]
         self.current = [WorkerReplica(lane, self) for lane in self.lanes]
-        self._threads = backend_of(devices[0].type).intra_op_threads(len(devices)) or 1
+        self._workers = workers
+        self._end_workers = weakref.finalize(self, workers.end)
         self._started = 0
         self._changing = threading.Lock()
         self._file: int | None = None  # the pickled model
@@ -110,6 +126,7 @@ class WorkerReplicas:
     def forget(self) -> None:
         """Free the memory of the model. The pool is closed."""
         self._is_unsent = True
+        self._end_workers()
         self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
 
@@ -183,7 +200,7 @@ class WorkerReplicas:
         with self._changing:
             self._started += 1
             seed = (torch.initial_seed() + self._started) % _SEEDS
-        return LocalWorker(lane, self.lanes[lane].device, self._threads, seed)
+        return self._workers.start(lane, seed)
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):

@@ -12,12 +12,15 @@ import torch
 from parawrap.engine import Entry, Prepare, Session
 from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LaneFuture, Modes
+from parawrap.launch import Platform
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
+from parawrap.workers._local_worker import LocalWorkers
+from parawrap.workers._ray_workers import RayWorkers
 from parawrap.workers._server import Call, Returned, pickled_function
 from parawrap.workers._worker_pool import WorkerPool
-from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas, landed
+from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas, Workers, landed
 
 __all__ = ["open_session"]
 
@@ -99,7 +102,7 @@ class WorkerSession(Session):
 
 def open_session(
     target: Any,
-    devices: Sequence[torch.device],
+    devices: Sequence[torch.device] | Platform,
     *,
     cutters: Mapping[str | None, Cutter],
     rules: JoinRules,
@@ -107,6 +110,10 @@ def open_session(
     verify: bool = False,
     retries: int = 1,
 ) -> Session:
-    """Open a session with one worker process per device. A call whose worker died runs `retries` more times."""
-    replicas = WorkerReplicas(target, devices, retries)
+    """Open a session with one worker process per device, or with the workers of a platform for Ray.
+
+    A call whose worker died runs `retries` more times.
+    """
+    workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
+    replicas = WorkerReplicas(target, workers, retries)
     return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device, verify=verify)

@@ -27,7 +27,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch.messages._find_unpicklable import find_unpicklable
 from parawrap.launch.messages._pickle_exceptions import reduced_exception
 
-__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "pickled_apart", "unpack"]
+__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "pickled_apart", "unpack", "unpack_from"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -93,7 +93,11 @@ def pickled_apart(value: Any, address: str) -> tuple[memoryview, list[memoryview
 
 def unpack(file: int) -> Any:
     """Return the value that `pack` wrote. The caller may close the file afterwards."""
-    memory = _memory_of(file)
+    return unpack_from(_memory_of(file))
+
+
+def unpack_from(memory: memoryview) -> Any:
+    """Return the value that `pack` wrote, given the bytes of the file. Its tensors lie in this memory."""
     length, count = _HEAD.unpack_from(memory)
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
     start = _HEAD.size + count * _SPAN.size
