@@ -12,7 +12,17 @@ from torch.testing import assert_close
 
 from parawrap import Parallel, Platform, parallel
 
-__all__ = ["PROCESS", "RAY", "THREAD", "Kind", "assert_calls_are_plain", "assert_same", "every_kind", "fails"]
+__all__ = [
+    "PROCESS",
+    "RAY",
+    "THREAD",
+    "Kind",
+    "assert_calls_are_plain",
+    "assert_same",
+    "every_kind",
+    "fails",
+    "in_threads_alone",
+]
 
 
 class Kind(NamedTuple):
@@ -51,6 +61,11 @@ def fails(*kinds, reason):
         pytest.param(kind, id=kind.name, marks=(*kind.marks, fault) if kind in kinds else kind.marks) for kind in KINDS
     ]
     return pytest.mark.parametrize("lanes", params, indirect=True)
+
+
+def in_threads_alone(reason):
+    """Run a test over threads alone: docs/workers.md says that workers differ here."""
+    return pytest.mark.parametrize("lanes", [pytest.param(THREAD, id=THREAD.name)], indirect=True)
 
 
 def assert_same(output, expected):

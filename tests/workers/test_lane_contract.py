@@ -174,7 +174,6 @@ def test_structure_of_an_output_is_kept(lanes):
     assert_calls_are_plain(lanes, Structured(), calls)
 
 
-@fails(PROCESS, RAY, reason="a worker refuses a parameter in the output as if it carried a gradient graph")
 def test_parameter_in_an_output_is_the_model_s(lanes):
     """The call returns the model's own parameter if every lane returns it."""
     model, x = Structured(), torch.randn(8, 4)
@@ -422,7 +421,6 @@ def test_different_numbers_of_rows_are_refused(lanes):
         p(torch.randn(8, 4), torch.randn(6, 4))
 
 
-@fails(PROCESS, RAY, reason="an in-place write into an argument is lost without an error")
 def test_whole_tensor_that_a_call_writes_is_refused(lanes):
     """Each lane would repeat an in-place write into an argument that is not cut."""
 
@@ -434,7 +432,6 @@ def test_whole_tensor_that_a_call_writes_is_refused(lanes):
         p(torch.randn(8, 4), torch.zeros(4))
 
 
-@fails(PROCESS, RAY, reason="an in-place write into an argument is lost without an error")
 def test_write_into_cut_rows_reaches_the_caller_or_is_refused(lanes):
     """A model that writes its rows in place writes the caller's tensor, as the plain call does. It is never lost."""
 
@@ -467,7 +464,6 @@ def test_gradients_are_computed_or_refused(lanes, what):
             model(x)
 
 
-@fails(PROCESS, RAY, reason="the error for a model in a closure does not name the ways out")
 def test_gradients_of_a_model_in_a_closure_are_computed_or_refused(lanes):
     """A function that calls a model needs gradients as the model does."""
     model = nn.Linear(2, 2)

@@ -28,6 +28,7 @@ from tests.workers.lanes_of_every_kind import (  # noqa: F401
     assert_same,
     every_kind,
     fails,
+    in_threads_alone,
 )
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -331,7 +332,6 @@ def test_function_with_a_model_in_its_closure_is_a_target(lanes):
             model.weight.mul_(2)
 
 
-@fails(PROCESS, RAY, reason="a function is sent once, so later changes of its closure are not seen")
 def test_closure_of_a_function_is_current(lanes):
     """A later call has what the caller changed in a container that a function reads."""
     table, x = {"offset": 1.0}, torch.randn(8, 4)
@@ -367,7 +367,6 @@ def test_forked_child_runs_plainly(lanes):
 
 
 @pytest.mark.parametrize("form", [torch.jit.script, lambda model: torch.jit.trace(model, torch.randn(2, 4))])
-@fails(PROCESS, RAY, reason="the error for a scripted model names model[0] for the model, and not build as the cure")
 def test_scripted_model_is_a_target(lanes, form):
     """Scripted and traced models are cut, or refused with the way out."""
     model = form(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
@@ -379,7 +378,6 @@ def test_scripted_model_is_a_target(lanes, form):
 
 
 @pytest.mark.parametrize("form", [parametrized, lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 4)))])
-@fails(PROCESS, RAY, reason="the error for a parametrized model names model[0] for the model, and not build as the cure")
 def test_parametrized_model_is_a_target(lanes, form):
     """Models with parametrizations are cut, or refused with the way out."""
     try:
@@ -402,14 +400,12 @@ def test_unusual_models_are_targets(lanes, form):
     assert_same(outputs, [model(x)] * 4)
 
 
-@fails(PROCESS, RAY, reason="each worker makes a layer of its own, so rows have different weights, without an error")
 def test_model_that_makes_layers_in_forward_is_refused(lanes):
     """Each lane would make its own layer, so the call raises ReplicaError."""
     with lanes(Growing(), out_dims=0) as p, pytest.raises(ReplicaError, match="head"):
         p(torch.randn(8, 4))
 
 
-@fails(PROCESS, RAY, reason="the address of a value in the model starts with model[0]")
 def test_part_that_cannot_be_sent_is_named_by_its_path(lanes):
     """A model that cannot be sent is refused with the path from the model to the part, as the user would write it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -534,7 +530,6 @@ def test_autocast_computes_as_the_plain_call(lanes):
             model[0].weight.mul_(2)
 
 
-@fails(PROCESS, RAY, reason="the output of a whole call is not an inference tensor")
 def test_outputs_of_inference_mode_are_inference_tensors(lanes):
     """As with the plain call."""
     model, x = nn.Linear(4, 4), torch.randn(8, 4)
@@ -544,7 +539,7 @@ def test_outputs_of_inference_mode_are_inference_tensors(lanes):
         assert not any(output.is_inference() for output in outputs_of(p, model, x))
 
 
-@fails(PROCESS, RAY, reason="context variables of the caller do not reach workers")
+@in_threads_alone("context variables cannot be pickled")
 def test_context_variables_reach_the_lanes(lanes):
     """Every lane reads the caller's value of a context variable."""
     model, x = Reading(), torch.zeros(8, 2)
@@ -556,7 +551,7 @@ def test_context_variables_reach_the_lanes(lanes):
         VARIABLE.reset(token)
 
 
-@fails(PROCESS, RAY, reason="a profiler of the caller does not see workers")
+@in_threads_alone("a profiler records its own process")
 def test_profiler_counts_the_operators_of_the_lanes(lanes):
     """A profiler of the caller counts the operators of all lanes."""
     model, x = nn.Linear(4, 4), torch.randn(8, 4)
@@ -647,7 +642,6 @@ def test_attributes_that_a_call_sets_do_not_leak(lanes):
     assert model.state == {"calls": 0}
 
 
-@fails(PROCESS, RAY, reason="attributes that a call sets are lost without a warning")
 def test_attributes_that_a_call_sets_are_warned_about(lanes):
     """A write that does not return to the model gives a warning with its path."""
     model, x = Noting(), torch.randn(8, 4)
@@ -685,7 +679,7 @@ def test_buffers_of_lane_0_return_to_the_model(lanes):
             assert_close(model.state_dict(), plain.state_dict())
 
 
-@fails(PROCESS, RAY, reason="buffers that lane 0 wrote before an error are lost")
+@in_threads_alone("a worker sends buffers with an output")
 def test_buffers_of_lane_0_return_after_an_error(lanes):
     """A cut call that fails leaves the buffers that lane 0 wrote before."""
     model, x = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(3, 3)), torch.randn(8, 4)
@@ -697,7 +691,7 @@ def test_buffers_of_lane_0_return_after_an_error(lanes):
         assert_close(model[0].state_dict(), plain.state_dict())
 
 
-@fails(PROCESS, RAY, reason="buffers that a whole call wrote are dropped")
+@in_threads_alone("buffers of whole calls stay in the worker")
 def test_buffers_of_whole_calls_return_to_the_model(lanes):
     """Whole calls one after another leave the statistics of the plain calls."""
     model = nn.BatchNorm1d(4)
@@ -757,25 +751,31 @@ def test_whole_calls_draw_different_numbers(lanes):
     assert len(drawn) == 12
 
 
-@fails(PROCESS, RAY, reason="each worker has its own copy of a generator, so lanes repeat numbers, without an error")
 def test_generator_of_the_model_is_drawn_in_turns(lanes):
-    """Lanes draw one after another from a generator that the model holds, and the next call goes on from there."""
+    """Lanes draw one after another from a generator that the model holds. Workers refuse it: its state would stay there."""
     model, plain, x = Drawing(), Drawing(), torch.zeros(8, 2)
     with lanes(model, out_dims=0):
+        if lanes.name != "thread":
+            with pytest.raises(SessionError, match=r"the model holds a torch\.Generator"):
+                model(x)
+            return
         for _ in range(3):
             assert_close(model(x), torch.cat([plain(x[:4]), plain(x[4:])]))
     assert_close(model.generator.get_state(), plain.generator.get_state())
 
 
-@fails(PROCESS, RAY, reason="each worker gets its own copy of a generator, so lanes repeat numbers, without an error")
 def test_generator_argument_is_drawn_in_turns(lanes):
-    """Lanes draw one after another from a generator that the caller passes, as two plain calls would."""
+    """Lanes draw one after another from a generator that the caller passes. Workers refuse it."""
 
     def draw(x, generator):
         return x + torch.rand(x.shape, generator=generator)
 
     ours, plain, x = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3), torch.zeros(8, 2)
     with lanes(draw, out_dims=0) as p:
+        if lanes.name != "thread":
+            with pytest.raises(SessionError, match=r"an argument is a torch\.Generator"):
+                p(x, ours)
+            return
         for _ in range(3):
             assert_close(p(x, ours), torch.cat([draw(x[:4], plain), draw(x[4:], plain)]))
 
@@ -799,7 +799,6 @@ def test_error_names_lane_and_shard(lanes, bad, lane):
         assert_close(p(torch.ones(8, 2)), torch.ones(8, 2))
 
 
-@fails(PROCESS, RAY, reason="an error of a cut call names its lane in two notes")
 def test_lane_is_named_once(lanes):
     """One note of an error names the lane."""
     x = torch.ones(8, 2)
@@ -835,7 +834,6 @@ def test_error_keeps_its_attributes_and_notes(lanes):
             assert "a note of the model" in caught.value.__notes__
 
 
-@fails(PROCESS, RAY, reason="the cause of an error does not travel with it")
 def test_error_keeps_its_cause(lanes):
     """``raise ... from ...`` in the model holds for the caller."""
 
@@ -853,7 +851,6 @@ def test_exception_of_any_class_reaches_the_caller(lanes, kind):
     _check_that_the_caller_gets(kind, lanes)
 
 
-@fails(PROCESS, RAY, reason="SystemExit ends the worker, and the call runs again in another one")
 def test_exit_of_the_model_reaches_the_caller(lanes):
     """SystemExit is the model's own exception. It does not end a worker, and the call never runs again."""
     _check_that_the_caller_gets(SystemExit, lanes)
@@ -873,7 +870,6 @@ def _check_that_the_caller_gets(kind, lanes):
         assert_close(p(x), x)
 
 
-@fails(PROCESS, RAY, reason="warnings of the model stay in the worker")
 def test_warning_of_the_model_reaches_the_caller(lanes):
     """A warning in a lane is a warning of the call."""
 
@@ -905,7 +901,7 @@ def test_stats_count_rows_and_tasks(lanes):
     assert after == inside
 
 
-@fails(PROCESS, RAY, reason="the rows of prepared batches are not counted")
+@in_threads_alone("this process does not see prepared rows")
 def test_stats_count_prepared_rows(lanes):
     """Rows are those that the model gets."""
     with lanes(double) as p:
@@ -952,7 +948,7 @@ def test_hooks_of_the_model_change_its_output(lanes):
     assert_calls_are_plain(lanes, model, [((torch.randn(rows, 4),), {}) for rows in (8, 3, 7)])
 
 
-@fails(PROCESS, RAY, reason="hooks for all modules do not reach workers, so outputs differ without an error")
+@in_threads_alone("hooks for all modules belong to a process")
 def test_hooks_for_all_modules_run(lanes):
     """A hook that the caller registers for all modules changes outputs as in the plain call."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(8, 4)

@@ -18,7 +18,7 @@ from torch.nn.utils import rnn
 from torch.testing import assert_close
 
 from parawrap import ResumeError, SessionError, ShardError, UnsendableError
-from tests.workers.lanes_of_every_kind import PROCESS, RAY, assert_same, every_kind, fails  # noqa: F401
+from tests.workers.lanes_of_every_kind import assert_same, every_kind, in_threads_alone  # noqa: F401
 
 Point = namedtuple("Point", ["x", "y"])
 
@@ -229,7 +229,6 @@ def test_prepare_computes_the_arguments_in_the_lane(lanes):
             assert_same(list(p.map([{"x": torch.ones(1)}] * 5, prepare=prepare)), [expected] * 5)
 
 
-@fails(PROCESS, RAY, reason="a function for prepare is sent once, so later changes of its closure are not seen")
 def test_prepare_reads_what_the_caller_changed(lanes):
     """A later stream has the function's values of that moment, also those of the same function object."""
     table = {"offset": 1.0}
@@ -354,7 +353,6 @@ def test_value_that_cannot_be_sent_fails_one_batch(lanes):
         assert firsts(p.map(numbers(2, rows=3)[:1])) == [0]
 
 
-@fails(PROCESS, RAY, reason="an argument that cannot be unpickled ends the worker, and the error does not say why")
 def test_argument_that_cannot_be_unpickled_fails_one_call(lanes):
     """An error of the user's class while an argument is unpickled is the error of that call. Workers go on."""
     x, pids = torch.ones(2), set()
@@ -368,7 +366,6 @@ def test_argument_that_cannot_be_unpickled_fails_one_call(lanes):
     assert len(pids) <= 2
 
 
-@fails(PROCESS, RAY, reason="an output that cannot be unpickled here ends its worker")
 def test_output_that_cannot_be_unpickled_fails_one_call(lanes):
     """An error of the user's class while an output is unpickled is the error of that call. Workers go on."""
     x, pids = torch.ones(2), set()
@@ -445,7 +442,7 @@ def test_queued_call_is_cancelled(lanes, gate):
             futures[-1].result()
 
 
-@fails(PROCESS, RAY, reason="calls that were sent ahead to a busy worker can no longer be cancelled")
+@in_threads_alone("a call that was sent cannot be taken back")
 def test_call_behind_a_running_one_is_cancelled(lanes, gate):
     """A call that has not started can be cancelled, also the next one of a lane."""
     with lanes(Gated(gate.paths)) as p, gate:

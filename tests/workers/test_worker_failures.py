@@ -19,7 +19,7 @@ from torch.testing import assert_close
 
 from parawrap.engine import Entry, StreamOptions, stream
 from parawrap.errors import RankDiedError, SessionError, UnsendableError
-from parawrap.workers import _worker_replicas
+from parawrap.workers import _local_worker
 
 
 class Dying(nn.Module):
@@ -123,8 +123,8 @@ def test_model_that_cannot_be_sent_is_refused_by_its_path(opened):
 def test_replacements_start_from_the_module(opened, monkeypatch):
     """Each replacement starts one worker, never two."""
     started = []
-    original = _worker_replicas.LocalWorker
-    monkeypatch.setattr(_worker_replicas, "LocalWorker", lambda *args: started.append(args[0]) or original(*args))
+    original = _local_worker.LocalWorker
+    monkeypatch.setattr(_local_worker, "LocalWorker", lambda *args: started.append(args[0]) or original(*args))
     session = opened(model := Dying())
     with pytest.raises(RankDiedError):
         session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
