@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
@@ -29,21 +31,21 @@ class Actor:
         """Return the process id."""
         return os.getpid()
 
-    def take_model(self, packed: Any) -> tuple[bool, int, int, Parcel]:
+    def take_model(self, packed: Any) -> tuple[bool, int, Parcel]:
         """Take a packed model."""
         return self._answer("model", lambda: unpack_from(memoryview(bytearray(packed))))
 
-    def answer(self, word: str, parcel: Parcel) -> tuple[bool, int, int, Parcel]:
-        """Return True if the request raised, the start and the end of the work, and the value or the exception."""
+    def answer(self, word: str, parcel: Parcel) -> tuple[bool, int, Parcel]:
+        """Return True if the request raised, the nanoseconds that it took, and the value or the exception."""
         return self._answer(word, lambda: loaded(parcel))
 
-    def _answer(self, word: str, load: Any) -> tuple[bool, int, int, Parcel]:
+    def _answer(self, word: str, load: Callable[[], Any]) -> tuple[bool, int, Parcel]:
         start = perf_counter_ns()
         try:
             value = packed_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return True, start, perf_counter_ns(), _packed_error(error)
-        return False, start, perf_counter_ns(), value
+            return True, perf_counter_ns() - start, _packed_error(error)
+        return False, perf_counter_ns() - start, value
 
 
 def packed_apart(value: Any, address: str) -> Parcel:
@@ -56,8 +58,6 @@ def packed_apart(value: Any, address: str) -> Parcel:
 
 def loaded(parcel: Parcel) -> Any:
     """Return a value. Its tensors own their memory: arrays from Ray's object store are read-only."""
-    import pickle
-
     pickled, buffers = parcel
     return pickle.loads(pickled, buffers=[bytearray(buffer) for buffer in buffers])
 

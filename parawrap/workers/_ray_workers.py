@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
+from time import monotonic, perf_counter_ns
 from typing import Any, NoReturn
 
 import torch
@@ -40,6 +41,9 @@ def devices_of(platform: Platform) -> list[torch.device]:
             "use workers='process'. On Slurm, start Ray in the allocation, or call the model in a function under @wrapper"
         )
         raise PlatformError(msg)
+    if platform.device not in (Device.CPU, Device.GPU):
+        msg = f"device={str(platform.device)!r}: workers on Ray use CPUs or GPUs. Give Platform(device='ray', n_gpus=...)"
+        raise PlatformError(msg)
     default = Platform(device="ray")
     for name, value in vars(platform).items():
         if name not in _LANES and value != getattr(default, name):
@@ -58,6 +62,7 @@ class RayWorkers:
         self._changing = threading.Lock()
         self._ray: Any = None
         self._reservation: Reservation | None = None
+        self._has_ended = False
         self._model: tuple[int, Any] = -1, None
 
     def start(self, lane: int, seed: int) -> RayWorker:
@@ -71,11 +76,26 @@ class RayWorkers:
                 self._reserve()
             assert self._reservation is not None
             options = self._reservation.options_of_rank(lane)
-        name = f"{self._platform.name}: worker {lane}"
-        return RayWorker(self._ray, name, lane, self.devices[lane], options, seed, self._stored)
+        until = monotonic() + _PLACING_S
+        while True:
+            self._check_open()
+            worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._stored)
+            try:
+                self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
+            except Exception as error:
+                worker.close()
+                if isinstance(error, self._ray.exceptions.RayActorError) and monotonic() < until:
+                    continue  # its node was lost: Ray finds another one
+                msg = (
+                    f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} s: {error}. Free resources of "
+                    "the cluster, or add a node"
+                )
+                raise LaunchError(msg) from error
+            return worker
 
     def end(self) -> None:
-        """Release the resources."""
+        """Release the resources. A thread that waits for them raises LaunchError."""
+        self._has_ended = True
         with self._changing:
             reservation, self._reservation, self._model = self._reservation, None, (-1, None)
         if reservation is not None:
@@ -84,8 +104,14 @@ class RayWorkers:
     def _reserve(self) -> None:
         self._ray = joined(self._platform)
         self._reservation = Reservation(self._ray, self._platform)
-        while not self._reservation.is_ready():
-            pass  # it waits a moment; the cluster is large enough when it is idle
+        while not self._reservation.is_ready():  # the cluster is large enough when it is idle
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._has_ended or not self._ray.is_initialized():
+            why = "the block ended" if self._has_ended else "ray.shutdown() was called"
+            msg = f"{self._platform.name}: {why} while workers started"
+            raise LaunchError(msg)
 
     def _stored(self, file: int) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
@@ -105,7 +131,6 @@ class RayWorker:
     def __init__(
         self,
         ray: Any,
-        name: str,
         lane: int,
         device: torch.device,
         options: dict[str, Any],
@@ -121,27 +146,25 @@ class RayWorker:
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
         self._actor = actor.remote(str(device), threads, seed)
-        try:
-            ray.get(self._actor.started.remote(), timeout=_PLACING_S)
-        except ray.exceptions.GetTimeoutError as error:
-            self.close()
-            msg = f"{name}: Ray found no room for it in {_PLACING_S:g} s. Free resources of the cluster, or add a node"
-            raise LaunchError(msg) from error
-        except ray.exceptions.RayError as error:
-            self.close()
-            msg = f"{name} did not start: {error}"
-            raise LaunchError(msg) from error
+
+    def started(self) -> Any:
+        """Return a reference that is ready when the actor runs."""
+        return self._actor.started.remote()
 
     def send(self, number: int, word: str, value: Any, address: str) -> None:
         """Send a request.
 
         Raises:
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
+            ConnectionError: If Ray was shut down.
         """
-        self._sent.put((number, self._actor.answer.remote(word, packed_apart(value, address))))
+        parcel = packed_apart(value, address)
+        self._check_ray()
+        self._sent.put((number, self._actor.answer.remote(word, parcel)))
 
     def send_model(self, number: int, file: int) -> None:
         """Send a pickled model."""
+        self._check_ray()
         self._sent.put((number, self._actor.take_model.remote(self._stored(file))))
 
     def receive(self) -> Answer | None:
@@ -151,12 +174,13 @@ class RayWorker:
             return None
         number, reference = sent
         try:
-            has_raised, start, end, parcel = self._ray.get(reference)
+            has_raised, took_ns, parcel = self._ray.get(reference)
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
         read = partial(self._raise, *parcel) if has_raised else partial(loaded, parcel)
-        return Answer(number, start, end, read)
+        end = perf_counter_ns()  # the clock of another machine cannot be compared
+        return Answer(number, end - took_ns, end, read)
 
     def death(self) -> ParawrapError:
         """Return the error that says how the actor ended."""
@@ -174,6 +198,10 @@ class RayWorker:
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):  # it has ended
                 self._ray.kill(self._actor)
+
+    def _check_ray(self) -> None:
+        if not self._ray.is_initialized():  # otherwise the next call would start Ray again
+            raise ConnectionError
 
     def _raise(self, packed: bytes, traceback: list[str]) -> NoReturn:
         """Raise the exception that a request raised in the actor."""

@@ -157,7 +157,7 @@ class WorkerLane(Lane):
     """One worker, and the requests that it has not answered yet. Thread-safe.
 
     `start_worker` starts a process. `install` gives it the model, and returns its process id. `load` is the number of
-    requests for this lane, which `backlog` counts. The thread refers to the lane and not to the pool, so that an abandoned
+    requests for this lane, which `backlog` counts. If the lane `is_over`, it does not replace its worker any more. The thread refers to the lane and not to the pool, so that an abandoned
     pool can be collected.
     """
 
@@ -183,7 +183,7 @@ class WorkerLane(Lane):
         self._worker: Worker | None = None
         self._is_ready = False  # the worker has the model, and no connection error was seen
         self._is_installed = False  # the worker has the model
-        self._is_over = False
+        self.is_over = False
         self._failure: BaseException | None = None  # that ended the thread
 
     @property
@@ -207,7 +207,7 @@ class WorkerLane(Lane):
         """
         try:
             with self._sending:
-                if self._is_over or self.thread is None:
+                if self.is_over or self.thread is None:
                     raise self._failure or _ended()
                 request.number = next(self._numbers)
                 self._unanswered.append(request)
@@ -224,7 +224,7 @@ class WorkerLane(Lane):
     def end(self) -> None:
         """End the worker, also in the middle of a request, which then fails with SessionError."""
         worker = self._worker  # the thread drops it
-        self._is_over = True
+        self.is_over = True
         if worker is not None:
             worker.close(at_once=bool(self._unanswered))
 
@@ -293,12 +293,12 @@ class WorkerLane(Lane):
     def _replace_worker(self) -> bool:
         """Start a worker, or another one in the place of a worker that ended. False if the lane is over."""
         deaths = 0
-        while not self._is_over:
+        while not self.is_over:
             with self._sending:
                 self._is_ready = False
             if self._worker is not None:
                 error = self._worker.death()
-                if self._is_over:
+                if self.is_over:
                     break
                 if self._is_installed:
                     self._note_death(error)
@@ -309,7 +309,7 @@ class WorkerLane(Lane):
                 del error
             self._is_installed = False
             self._worker = self._start_worker(self.index)
-            if self._is_over:  # `end` may not have seen this worker
+            if self.is_over:  # `end` may not have seen this worker
                 self._worker.close()
                 break
             if self._set_up():
@@ -344,7 +344,7 @@ class WorkerLane(Lane):
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all requests. A later `begin` starts again unless the lane is over."""
-        if self._worker is not None and not self._is_over:  # otherwise `end` closes it
+        if self._worker is not None and not self.is_over:  # otherwise `end` closes it
             self._worker.close()
         with self._sending:
             self._worker = self.thread = None
@@ -352,7 +352,7 @@ class WorkerLane(Lane):
             left = list(self._unanswered)
             self._unanswered.clear()
         note(error, f"in {self}")
-        self._failure = None if self._is_over else error
+        self._failure = None if self.is_over else error
         for request in left:
             self._take_next()
             request.future.set_exception(error)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import threading
-import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -18,15 +16,16 @@ import torch
 
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
-from parawrap.launch import packed, pickled_apart
+from parawrap.launch import packed
 from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
-from parawrap.workers._server import Call, ModelTensor, Returned, SentModes, SentWarning, WrittenBuffer, pickled_function
-from parawrap.workers._worker_lane import Answer, Backlog, Request, Worker, WorkerLane
+from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._server import Call, ModelTensor, Returned, WrittenBuffer, pickled_function
+from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
 
-__all__ = ["CallRequest", "WorkerReplicas", "Workers", "landed"]
+__all__ = ["WorkerReplicas", "Workers", "landed"]
 
 _SEEDS = 1 << 63
 
@@ -62,7 +61,7 @@ class WorkerReplicas:
         self.freshness = Freshness()
         self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
-        self.packed_modes = _PackedModes(devices[0].type)
+        self.packed_modes = PackedModes(devices[0].type)
         self.backlog = Backlog()
         self.lanes = [
             WorkerLane(index, device, self._new_worker, self._install, retries, self.backlog)
@@ -70,7 +69,7 @@ class WorkerReplicas:
         ]
         self.current = [WorkerReplica(lane, self) for lane in self.lanes]
         self._workers = workers
-        self._end_workers = weakref.finalize(self, workers.end)
+        self.end_workers = weakref.finalize(self, workers.end)
         self._started = 0
         self._changing = threading.Lock()
         self._file: int | None = None  # the pickled model
@@ -113,7 +112,7 @@ class WorkerReplicas:
         new = [lane for lane in self.lanes if lane.thread is None]
         started = [lane.begin() for lane in new]
         if is_new or changed:
-            make = partial(_ModelRequest, self) if is_new else partial(_ChangeRequest, changed)
+            make = partial(ModelRequest, self.send_model) if is_new else partial(ChangeRequest, changed)
             started += [post(lane, make()) for lane in self.lanes if lane not in new]
         for future in started:
             future.result()
@@ -126,7 +125,7 @@ class WorkerReplicas:
     def forget(self) -> None:
         """Free the memory of the model. The pool is closed."""
         self._is_unsent = True
-        self._end_workers()
+        self.end_workers()
         self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
 
@@ -136,7 +135,7 @@ class WorkerReplicas:
         Raises:
             ReplicaError: If a call made layers or parameters.
         """
-        warned = [post(lane, _GrownRequest()).result() for lane in self.lanes]
+        warned = [post(lane, GrownRequest()).result() for lane in self.lanes]
         warn_again(chain.from_iterable(warned))
 
     def scratch(self) -> Any:
@@ -320,115 +319,6 @@ def landed(owner: WorkerReplicas, returned: Returned, args: tuple[Any, ...], kwa
             with torch.inference_mode(leaves[index].is_inference()), torch.no_grad():
                 leaves[index].copy_(value)
     return owner.of_model(returned.output) if returned.has_model_tensors else returned.output
-
-
-def warn_again(warned: Iterable[SentWarning]) -> None:
-    """Give the warnings of a worker in this process, under its filters."""
-    for each in warned:
-        warnings.warn_explicit(*each)
-
-
-class CallRequest(Request):
-    """A call. `read` makes the result from what it returned. `prepare` is a number and a pickled function."""
-
-    is_call = True
-    __slots__ = ("_call", "_is_inference", "_prepare", "_read", "is_whole")
-
-    def __init__(
-        self,
-        call: Call,
-        read: Callable[[Returned, Lane], Any] | None = None,
-        prepare: tuple[int, bytes] | None = None,
-        *,
-        is_inference: bool,
-    ) -> None:
-        super().__init__()
-        self._call = call
-        self.is_whole = read is not None
-        self._read = read
-        self._prepare = prepare
-        self._is_inference = is_inference
-
-    def send(self, worker: Worker) -> None:
-        call = self._call
-        if self._prepare is not None:
-            number, pickled = self._prepare
-            call = call._replace(prepare=(number, None if worker.function == number else pickled))
-        try:
-            worker.send(self.number, "call", tuple(call), "the call")
-        except UnsendableError:
-            pickled_apart({"args": call.args, "kwargs": call.kwargs}, "")  # raises with the address of the argument
-            raise
-        if call.prepare is not None:
-            worker.function = call.prepare[0]
-
-    def result(self, answer: Answer, lane: Lane) -> Any:
-        if self._is_inference:  # tensors that are made now are inference tensors, as in the plain call
-            with torch.inference_mode():
-                returned = Returned(*answer.read())
-        else:
-            returned = Returned(*answer.read())
-        return returned if self._read is None else self._read(returned, lane)
-
-
-class _GrownRequest(Request):
-    """A check for layers and attributes that a call made."""
-
-    __slots__ = ()
-
-    def send(self, worker: Worker) -> None:
-        worker.send(self.number, "refuse_grown", None, "")
-
-    def result(self, answer: Answer, lane: Lane) -> Any:
-        return answer.read()
-
-
-class _ModelRequest(Request):
-    """The whole model."""
-
-    __slots__ = ("_owner",)
-
-    def __init__(self, owner: WorkerReplicas) -> None:
-        super().__init__()
-        self._owner = owner
-
-    def send(self, worker: Worker) -> None:
-        self._owner.send_model(worker, self.number)
-
-    def result(self, answer: Answer, lane: Lane) -> None:
-        answer.read()
-
-
-class _ChangeRequest(Request):
-    """New values of tensors of the model, by their positions."""
-
-    __slots__ = ("_changed",)
-
-    def __init__(self, changed: Sequence[tuple[int, torch.Tensor]]) -> None:
-        super().__init__()
-        self._changed = list(changed)
-
-    def send(self, worker: Worker) -> None:
-        worker.send(self.number, "tensors_changed", self._changed, "the model")
-
-    def result(self, answer: Answer, lane: Lane) -> None:
-        answer.read()
-
-
-class _PackedModes:
-    """Pickles the modes of calls. They rarely change between calls."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self._last: tuple[SentModes | None, bytes] = None, b""
-
-    def __call__(self, modes: Modes) -> bytes:
-        sent = SentModes.of(modes)
-        last, data = self._last
-        if sent != last:
-            data = pickle.dumps(sent)
-            self._last = sent, data
-        return data
 
 
 class _Remote:

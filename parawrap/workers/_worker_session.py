@@ -18,9 +18,10 @@ from parawrap.tree import flatten
 from parawrap.workers._build import Build
 from parawrap.workers._local_worker import LocalWorkers
 from parawrap.workers._ray_workers import RayWorkers
+from parawrap.workers._requests import CallRequest
 from parawrap.workers._server import Call, Returned, pickled_function
 from parawrap.workers._worker_pool import WorkerPool
-from parawrap.workers._worker_replicas import CallRequest, WorkerReplicas, Workers, landed
+from parawrap.workers._worker_replicas import WorkerReplicas, Workers, landed
 
 __all__ = ["open_session"]
 
@@ -64,6 +65,9 @@ class WorkerSession(Session):
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
+        for lane in self._workers.lanes:
+            lane.is_over = True  # it does not replace its worker any more
+        self._workers.end_workers()  # a lane may be waiting for a cluster
         self._worker_pool.cancel()
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

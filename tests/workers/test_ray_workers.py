@@ -39,8 +39,9 @@ class Where(nn.Module):
         (Platform(device="ray", seed=3), "seed=3: .*seed torch before the block"),
         (Platform(device="ray", max_restarts=2), "max_restarts=2: .*retries"),
         (Platform(device="ray", backend="gloo"), "backend='gloo': .*leave it out"),
+        (Platform(device="neuron", launcher="ray", n_gpus=1), "device='neuron': .*CPUs or GPUs"),
     ],
-    ids=["local", "slurm", "seed", "restarts", "backend"],
+    ids=["local", "slurm", "seed", "restarts", "backend", "neuron"],
 )
 def test_platform_that_a_block_cannot_use_is_refused(platform, message):
     """Other launchers, and fields without a meaning for a block, raise with the way out. Nothing starts."""
@@ -70,7 +71,23 @@ def test_killed_actors_lose_and_repeat_no_batch(ray_cluster):
         assert [int(x[0]) for x, _ in p.map(source())] == [2 * number for number in range(40)]
         with pytest.raises(RankDiedError, match=r"worker . on cpu died"):
             p.submit(torch.full((2,), -1.0)).result()
-        assert_close(p(torch.ones(4))[0], torch.full((4,), 2.0))
+        assert_close(p.submit(torch.ones(4)).result()[0], torch.full((4,), 2.0))
+
+
+@pytest.mark.ray
+@torch.no_grad()
+def test_worker_of_a_lost_node_moves_to_another_one(ray_cluster):
+    """When a node is lost and another one joins, each batch comes out once."""
+    with parallel(Where(), TWO_NODES, retries=3) as p:
+
+        def source():
+            for number in range(30):
+                if number == 10:
+                    ray_cluster.kill_node(ray_cluster.nodes[1])
+                    ray_cluster.add_node()
+                yield torch.full((3,), float(number))
+
+        assert [int(x[0]) for x, _ in p.map(source())] == [2 * number for number in range(30)]
 
 
 @pytest.mark.ray
