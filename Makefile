@@ -15,6 +15,7 @@ CLUSTERS := contract or slurm or ray or long
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/one_block.py threads processes
 
 # In parallel, because tests of launches mostly wait for processes.
 test: $(STAMP)

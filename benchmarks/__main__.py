@@ -46,6 +46,7 @@ SUITES = {
     "cpu_lanes": Suite(
         "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True
     ),
+    "workers": Suite("Worker processes", ("workers",), time_unit="ms", on_every_core=True),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
 RESULTS = Path(__file__).parent / "results"

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
+    from parawrap.workers import build
 
 __all__ = [
     "Batch",
@@ -80,6 +81,7 @@ __all__ = [
     "VerifyError",
     "Wrapper",
     "__version__",
+    "build",
     "cat",
     "compare",
     "cpu",
@@ -113,6 +115,7 @@ _LATER = {
     ),
     "Wrapper": "parawrap.faces.wrapper",
     "wrapper": "parawrap.faces.wrapper",
+    "build": "parawrap.workers",
     **dict.fromkeys(_LAUNCHING, "parawrap.launch"),
 }
 

@@ -34,6 +34,14 @@ def test_a_preempted_training_ends_with_the_same_weights():
     assert found.stdout.splitlines()[-1] == "the same weights as without preemption: True"
 
 
+def test_one_block_runs_on_threads_and_processes():
+    """One program runs unchanged on threads and on processes, and compares all outputs with the plain loop."""
+    command = [sys.executable, "-W", "error", EXAMPLES / "one_block.py", "threads", "processes"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.count("are those of the plain loop") == 2
+
+
 def test_the_guide_page_shows_the_programs():
     """docs/train.md shows the plain loop and every line that differs between the two programs."""
     page = (EXAMPLES.parent / "docs" / "train.md").read_text()

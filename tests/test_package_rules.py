@@ -29,17 +29,18 @@ ALLOWED = {
     "lanes": {"tree", "backends"},
     "engine": {"tree", "backends", "shards", "replicas", "lanes"},
     "launch": {"backends"},
-    "faces": {"engine", "launch", "shards", "lanes", "tree", "backends"},
+    "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
+    "faces": {"workers", "engine", "launch", "shards", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
     "cli": {"faces", "launch", "engine", "_version"},
-    ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron"},
+    ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron", "workers"},
 }
 
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
-    "parawrap.backends.neuron", "parawrap.launch",
+    "parawrap.backends.neuron", "parawrap.launch", "parawrap.workers",
 ]  # fmt: skip
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
 import torch
 
-from parawrap.backends import device_of, record_use
+from parawrap.backends import Backend, device_of, record_use
 from parawrap.engine._call_history import Generators, Kind, Kinds
 from parawrap.engine._plain_output import plain_output
 from parawrap.engine._shard_task import Placed
@@ -26,6 +27,7 @@ from parawrap.lanes import (
     LaneFuture,
     LanePool,
     Modes,
+    Outcome,
     Task,
     first_failure,
     here,
@@ -74,11 +76,63 @@ class Entry(NamedTuple):
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
 
 
+class Replicas(Protocol):
+    """The copies of the target that a session's lanes use, one per lane: `ReplicaSet`, or copies in other processes."""
+
+    is_ready: bool
+    structure: int
+    training: tuple[Any, ...]
+    generators: tuple[torch.Generator, ...]
+    freshness: Freshness
+    home: torch.device | None
+
+    @property
+    def has_model(self) -> bool: ...
+    @property
+    def current(self) -> Sequence[Any]: ...
+    def ready(self) -> bool: ...
+    def is_on(self, device: torch.device) -> bool: ...
+    def stale(self) -> bool: ...
+    def refuse_grown(self) -> None: ...
+    def refresh(self) -> None: ...
+    def renew(self) -> None: ...
+    def forget(self) -> None: ...
+    def scratch(self) -> Any: ...
+
+
+class Pool(Protocol):
+    """The lanes of cut calls: `LanePool`, or lanes that work in other processes."""
+
+    backend: Backend
+    threads: int | None
+    closed: bool
+
+    @property
+    def home(self) -> torch.device | None: ...
+    @home.setter
+    def home(self, device: torch.device | None) -> None: ...
+    @property
+    def lanes(self) -> tuple[Lane, ...]: ...
+    @property
+    def alive(self) -> bool: ...
+    def run(
+        self,
+        tasks: Sequence[Task],
+        modes: Modes,
+        sources: Collection[torch.device] = ...,
+        *,
+        in_turns: bool = ...,
+    ) -> list[Outcome]: ...
+    def idle(self) -> AbstractContextManager[None]: ...
+    def close(self) -> None: ...
+
+
 class Session:
     """Owns the lanes and the replicas of one target until `close`. Thread-safe.
 
     `call` runs scatter, replicate, apply, and gather. Each of them may also be called alone, like the methods of
-    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call.
+    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call. Lanes that work in
+    other processes bring their own `replicas` and `pool`, and submit whole calls in their own way.
     """
 
     def __init__(
@@ -90,16 +144,20 @@ class Session:
         rules: JoinRules,
         output_device: torch.device | None = None,
         verify: bool = False,
+        replicas: Replicas | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.target = target
         self.devices = tuple(devices)
         self.cutters = cutters
         self.rules = rules
         self.output_device = output_device  # None: the device of the module, or of a callable's first tensor
-        replicas = ReplicaSet(target, devices)
+        replicas = ReplicaSet(target, devices) if replicas is None else replicas
         self._replicas = replicas if replicas.has_model or isinstance(target, torch.nn.Module) else None
         home = replicas.home
-        self.pool = LanePool(self.devices, home)
+        if pool is None:
+            self._lane_pool = pool = LanePool(self.devices, home)
+        self.pool: Pool = pool
         self.tally = Tally(len(self.devices))
         self._refreshing = threading.Lock()
         self._kinds = Kinds()
@@ -191,7 +249,7 @@ class Session:
                 with self.pool.idle():
                     self._replicas.refresh()
                 self.pool.home = self._replicas.home
-            return self._replicas.current[:lanes]
+            return list(self._replicas.current[:lanes])
 
     def apply(
         self,
@@ -280,7 +338,7 @@ class Session:
             future = self._submit_prepared(entry, replicas, args, modes, prepare)
         elif self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
             rows = self.cutters[entry.method].rows(args)
-            future = self.pool.submit_to_any(partial(self._run_whole, entry, replicas, rows, args, kwargs), modes)
+            future = self._lane_pool.submit_to_any(partial(self._run_whole, entry, replicas, rows, args, kwargs), modes)
         else:
             future = self._submit_flat(entry, replicas, args, kwargs, modes)
         self._futures.add(future)
@@ -401,19 +459,19 @@ class Session:
         sources = self._sources(flat)
         if self._stays_on_cpu and not sources:
             task = partial(self._run_whole, entry, replicas, plan.rows, args, kwargs)
-            return self.pool.submit_to_any(task, modes)
-        lane = self.pool.least_loaded()
+            return self._lane_pool.submit_to_any(task, modes)
+        lane = self._lane_pool.least_loaded()
         call = WholeCall(self, entry, replicas[lane.index], sources)
         call.take(plan, flat)
-        return self.pool.submit(lane, call.run, modes, call.place, sources)
+        return self._lane_pool.submit(lane, call.run, modes, call.place, sources)
 
     def _submit_prepared(
         self, entry: Entry, replicas: list[LaneReplica], batch: tuple[Any, ...], modes: Modes, prepare: Prepare
     ) -> LaneFuture:
         """Submit a call with `prepare`. On an accelerator, `prepare` too runs next to earlier work."""
         if self._stays_on_cpu:
-            return self.pool.submit_to_any(partial(self._run_prepared, entry, replicas, batch, prepare), modes)
-        lane = self.pool.least_loaded()
+            return self._lane_pool.submit_to_any(partial(self._run_prepared, entry, replicas, batch, prepare), modes)
+        lane = self._lane_pool.least_loaded()
         devices = (*map(device_of, flatten(batch)[0]), *self.devices, self.output_device)  # `prepare` may read from any
         sources = {device for device in devices if device is not None}
         call = WholeCall(self, entry, replicas[lane.index], sources)
@@ -422,7 +480,7 @@ class Session:
             call.take(*self.cutters[entry.method].whole(*as_call(prepare(*batch))))
             call.place()
 
-        return self.pool.submit(lane, call.run, modes, stage, sources)
+        return self._lane_pool.submit(lane, call.run, modes, stage, sources)
 
     def _run_prepared(
         self, entry: Entry, replicas: Sequence[LaneReplica], batch: tuple[Any, ...], prepare: Prepare, lane: Lane

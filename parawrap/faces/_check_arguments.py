@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
+from typing_extensions import TypeIs
 
+from parawrap.backends import Devices
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
 from parawrap.shards import InDim, JoinRules, OutDims, Parameters, Reduce
 
-__all__ = ["UNSET", "Joining", "checked_in_dims", "checked_methods", "joining_rules", "parameters_of"]
+if TYPE_CHECKING:
+    from parawrap.launch import Platform
+
+__all__ = [
+    "UNSET",
+    "Joining",
+    "checked_in_dims",
+    "checked_methods",
+    "checked_workers",
+    "is_platform",
+    "joining_rules",
+    "parameters_of",
+]
 
 UNSET: Any = JoinRules().out_dims
 """The default of `out_dims`: outputs are learned."""
@@ -54,6 +68,29 @@ def checked_methods(target: Any, methods: Sequence[str]) -> Sequence[str]:
             msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
             raise ShardError(msg)
     return methods
+
+
+def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_cores: bool) -> Literal["thread", "process"]:
+    """Return `workers` after a check of it and of the options that depend on it."""
+    if workers not in ("thread", "process"):
+        msg = f'workers={workers!r}: give "thread" or "process"'
+        raise ShardError(msg)
+    if not isinstance(retries, int) or isinstance(retries, bool) or retries < 0:
+        msg = f"retries={retries!r}: give a number of further attempts, at least 0"
+        raise ShardError(msg)
+    if workers == "process" and on_cores:
+        msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
+        raise ShardError(msg)
+    return workers
+
+
+def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:
+    """True for a `Platform`. Its module is imported only if `devices` is neither a device nor a sequence."""
+    if devices is None or isinstance(devices, (int, str, torch.device, Sequence)):
+        return False
+    from parawrap.launch import Platform as Found
+
+    return isinstance(devices, Found)
 
 
 def parameters_of(target: Any, methods: Sequence[str]) -> dict[str | None, Parameters]:

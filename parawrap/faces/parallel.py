@@ -17,13 +17,23 @@ import wrapt
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
 from parawrap.engine import Entry, InPlace, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
-from parawrap.faces._check_arguments import UNSET, Joining, checked_in_dims, checked_methods, joining_rules, parameters_of
+from parawrap.faces._check_arguments import (
+    UNSET,
+    Joining,
+    checked_in_dims,
+    checked_methods,
+    checked_workers,
+    is_platform,
+    joining_rules,
+    parameters_of,
+)
 from parawrap.faces._streams import Streams
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
 
 if TYPE_CHECKING:
     from parawrap.backends.neuron import NeuronCore
     from parawrap.engine.neuron import NeuronSession
+    from parawrap.launch import Platform
 
 __all__ = ["Parallel", "parallel"]
 
@@ -49,7 +59,7 @@ class Parallel(Streams, Generic[TargetT]):
     def __init__(
         self,
         target: TargetT,
-        devices: Devices = None,
+        devices: Devices | Platform = None,
         *,
         dim: int = 0,
         in_dims: Mapping[str, InDim] | None = None,
@@ -60,6 +70,8 @@ class Parallel(Streams, Generic[TargetT]):
         join: Literal["cat", "list", "pad"] = "cat",
         pad_value: float = 0,
         verify: bool = False,
+        workers: Literal["thread", "process"] = "thread",
+        retries: int = 1,
     ) -> None:
         if not callable(target):
             msg = f"target={target!r} is not callable. Give parallel a module or another callable"
@@ -67,7 +79,13 @@ class Parallel(Streams, Generic[TargetT]):
         self.target = target
         self._cores: tuple[NeuronCore, ...] = ()
         self._devices: tuple[torch.device, ...] = ()
-        if names_cores(devices):
+        self._platform: Platform | None = None  # of a cluster
+        if is_platform(devices):
+            from parawrap.workers import devices_of
+
+            self._platform = devices
+            self._devices = tuple(devices_of(devices))
+        elif names_cores(devices):
             from parawrap.faces._place_on_cores import cores_of
 
             self._cores = cores_of(devices)
@@ -84,6 +102,8 @@ class Parallel(Streams, Generic[TargetT]):
                 "Make a value that all rows share a constant of the traced model"
             )
             raise ShardError(msg)
+        self._workers = checked_workers(workers, retries, on_cores=bool(self._cores))
+        self._retries = retries
         self._dim = dim
         self._in_dims = in_dims
         self._parameters = parameters
@@ -251,6 +271,16 @@ class Parallel(Streams, Generic[TargetT]):
             from parawrap.faces._place_on_cores import open_session
 
             return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
+        if self._workers == "process" or self._platform is not None:
+            from parawrap.workers import open_session as open_workers
+
+            return open_workers(
+                self.target,
+                self._platform or self._devices,
+                cutters=self._device_cutters,
+                retries=self._retries,
+                **self._joining,
+            )
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
     def _cutters(self, sizes: Sizes = balanced, *, equal_sizes: bool = False) -> dict[str | None, Cutter]:
@@ -335,7 +365,7 @@ def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:
 
 def parallel(
     target: TargetT,
-    devices: Devices = None,
+    devices: Devices | Platform = None,
     *,
     dim: int = 0,
     in_dims: Mapping[str, InDim] | None = None,
@@ -346,6 +376,8 @@ def parallel(
     join: Literal["cat", "list", "pad"] = "cat",
     pad_value: float = 0,
     verify: bool = False,
+    workers: Literal["thread", "process"] = "thread",
+    retries: int = 1,
 ) -> Parallel[TargetT]:
     """Make a model, or any callable, data-parallel inside a ``with`` block.
 
@@ -371,6 +403,7 @@ def parallel(
             - A number uses that many devices of the best kind.
             - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
               uses every NeuronCore.
+            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
         dim: The dim of inputs and outputs that the rows lie on.
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
             "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
@@ -386,6 +419,9 @@ def parallel(
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.
         verify: Also run the first call of each kind plainly, and compare the outputs.
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
+            interpreter lock, for inference only.
+        retries: With ``workers="process"``, how often a call runs again after its worker died.
 
     Returns:
         A `Parallel`: a context manager, a callable, and, for a module, a decorator. With ``@parallel(model)`` each call of
@@ -424,4 +460,6 @@ def parallel(
         join=join,
         pad_value=pad_value,
         verify=verify,
+        workers=workers,
+        retries=retries,
     )

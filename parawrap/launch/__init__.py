@@ -10,7 +10,10 @@ from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._seeds import seed_all
+from parawrap.launch.clusters._ray_reservation import Reservation, joined
 from parawrap.launch.inline import run_inline
+from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
+from parawrap.launch.messages._rank_errors import add_note, pack_exception, traceback_of
 from parawrap.launch.supervision._watched_launch import cancel_all, cancel_launches
 
 __all__ = [
@@ -21,16 +24,26 @@ __all__ = [
     "Preview",
     "Rank",
     "RankResults",
+    "Reservation",
+    "add_note",
     "below_a_rank",
     "cancel_all",
     "cancel_launches",
     "current_rank",
     "inside_a_rank",
+    "joined",
     "launch",
     "launch_array",
+    "memory_file",
+    "pack_exception",
+    "packed",
+    "pickled_apart",
     "preview",
     "rank_device",
     "run_inline",
     "runs_here",
     "seed_all",
+    "traceback_of",
+    "unpack",
+    "unpack_from",
 ]

@@ -28,6 +28,8 @@ class Job:
     Attributes:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
+        line: A socket for a function that serves requests. The rank gets its descriptor as the first argument, and may be
+            idle for long. Local launches of one rank only.
     """
 
     platform: Platform
@@ -36,6 +38,7 @@ class Job:
     kwargs: dict[str, Any] | None = None
     sent_as: Any = None
     bound_to: tuple[Any, ...] = ()
+    line: int | None = None
 
     @property
     def name(self) -> str:
@@ -52,9 +55,9 @@ class Job:
             object.__setattr__(sent, "n_gpus", self.platform.ranks_per_node)
         return sent
 
-    def call(self) -> Any:
-        """Call the function in this process."""
-        return self.function(*self.bound_to, *self.args, **(self.kwargs or {}))
+    def call(self, *before: Any) -> Any:
+        """Call the function in this process, with further arguments in front of its own."""
+        return self.function(*self.bound_to, *before, *self.args, **(self.kwargs or {}))
 
     def packed(self) -> int:
         """Return an open file with everything that a rank needs to make the call.

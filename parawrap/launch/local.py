@@ -63,9 +63,10 @@ class _LocalLaunch(RunLaunch):
     def _begun(self, cleanup: ExitStack) -> Run:
         cleanup.callback(os.close, self._payload)
         meeting = cleanup.enter_context(open_rendezvous(self._platform))
-        assignments = assignments_of(self._platform, meeting, self._surroundings)
+        line = self._job.line
+        assignments = assignments_of(self._platform, meeting, self._surroundings, may_idle=line is not None)
         loop = Loop()
-        node = LocalNode(loop, self._starter, self._payload)
+        node = LocalNode(loop, self._starter, self._payload, line)
         run = Run(self._job.name, self._platform, loop, [node], assignments, self._transcripts)
         run.begin()
         return run

@@ -5,16 +5,25 @@ that the model holds. On the model's device it has views of the parameters; on a
 gradients return to the parameters.
 """
 
+from parawrap.replicas._batched_copies import lasting
+from parawrap.replicas._copy_structure import Survey
+from parawrap.replicas._detect_changes import Ledger, Watch
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.replicas._replica import may_be_written_unseen
 
 __all__ = [
     "Freshness",
     "LaneReplica",
+    "Ledger",
     "PlainView",
     "ReplicaSet",
     "StandIn",
+    "Survey",
+    "Watch",
     "home_of",
+    "lasting",
+    "may_be_written_unseen",
     "original_method",
     "put",
     "restore",

@@ -21,8 +21,9 @@ from parawrap.replicas._copy_structure import Node
 from parawrap.replicas._rule_by_class import ATOMS
 from parawrap.replicas._torchscript import ScriptedState
 
-__all__ = ["Change", "Ledger", "Watch", "is_watched_apart", "parts_of"]
+__all__ = ["Change", "Ledger", "Lengths", "Watch", "is_watched_apart", "parts_of"]
 
+_PLAIN_DICTS = (dict, OrderedDict)
 _requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
 
 
@@ -47,6 +48,21 @@ class Change(NamedTuple):
         return type(self.before) in ATOMS and type(self.now) in ATOMS
 
 
+class Lengths:
+    """The lengths of dicts. Most dicts of a model are empty hooks, and their truth is read faster than their length."""
+
+    def __init__(self, dicts: Iterable[dict[Any, Any]]) -> None:
+        dicts = list(dicts)
+        self._empty = [each for each in dicts if type(each) in _PLAIN_DICTS and not each]
+        empty = set(map(id, self._empty))
+        self._others = [each for each in dicts if id(each) not in empty]
+        self._lengths = [*map(dict.__len__, self._others)]
+
+    def intact(self) -> bool:
+        """True if every dict has the length that it had."""
+        return not any(self._empty) and [*map(dict.__len__, self._others)] == self._lengths
+
+
 class Watch:
     """The objects in every dict, list, set, and closure of a structure, by identity.
 
@@ -63,6 +79,7 @@ class Watch:
         self._holders = owners + dicts
         self._dicts: list[dict[Any, Any]] = [*self._own, *(node.value for node in dicts)]
         self._lengths = [*map(dict.__len__, self._dicts)]
+        self._sized = Lengths(self._dicts)
         self._growing = [*growing]
         self._sizes = [*map(len, self._growing)]
         # The views are live, so they are made once.
@@ -70,6 +87,7 @@ class Watch:
         self._key_views = [_kind(each).keys(each) for each in filled]
         self._value_views = [_kind(each).values(each) for each in filled]
         self._keys = [*chain.from_iterable(self._key_views)]
+        self._keys_are_names = {str}.issuperset(map(type, self._keys))
         self._values = [*chain.from_iterable(self._value_views)]
         self._others = [node for node in nodes if is_watched_apart(node)]
         self._parts = [parts_of(node, node.value) for node in self._others]
@@ -77,12 +95,12 @@ class Watch:
 
     def intact(self) -> bool:
         """True if every object still holds the same objects under the same keys."""
-        same_lengths = [*map(dict.__len__, self._dicts)] == self._lengths
-        return same_lengths and all(map(is_, chain.from_iterable(self._value_views), self._values)) and self._same_frame()
+        same_values = self._sized.intact() and all(map(is_, chain.from_iterable(self._value_views), self._values))
+        return same_values and self._same_frame()
 
     def changes(self) -> list[Change] | None:
         """Return the values of dicts and instances that were replaced; None if anything else changed."""
-        if [*map(dict.__len__, self._dicts)] != self._lengths or not self._same_frame():
+        if not self._sized.intact() or not self._same_frame():
             return None
         nodes = chain.from_iterable([node] * length for node, length in zip(self._holders, self._lengths, strict=True))
         rows = zip(nodes, self._keys, self._values, chain.from_iterable(self._value_views), strict=True)
@@ -95,13 +113,19 @@ class Watch:
     def _same_frame(self) -> bool:
         """True if all but the values of dicts is what it was. The dicts have their lengths."""
         return (
-            all(map(is_, chain.from_iterable(self._key_views), self._keys))
+            self._same_keys()
             and [*map(len, self._growing)] == self._sizes
             and all(map(is_, map(type, self._instances), self._classes))
             and all(map(is_, map(vars, self._instances), self._own))
             and (not self._others or self._others_are_intact())
             and (not self._scripts or all(state.intact() for state in self._scripts))
         )
+
+    def _same_keys(self) -> bool:
+        keys = chain.from_iterable(self._key_views)
+        if self._keys_are_names:  # equal strings are one key, and lists are compared in C
+            return [*keys] == self._keys
+        return all(map(is_, keys, self._keys))
 
     def _others_are_intact(self) -> bool:
         for node, before in zip(self._others, self._parts, strict=True):

@@ -14,7 +14,7 @@ from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
 from parawrap.replicas._copy_rules import Cell, Dict, Instance
 from parawrap.replicas._copy_structure import Copy, Node, Survey
-from parawrap.replicas._detect_changes import is_watched_apart, parts_of
+from parawrap.replicas._detect_changes import Lengths, is_watched_apart, parts_of
 from parawrap.replicas._replica_tensors import Tensors
 from parawrap.replicas._rule_by_class import ATOMS
 
@@ -45,15 +45,15 @@ class LaneState:
 
     def accept(self) -> None:
         """Take the values of now for the values that each call starts from."""
-        self._views = [own.values() for own in self._dicts]  # live
+        self._views = [own.values() for own in self._dicts if own]  # live
         self._keys = [list(own) for own in self._dicts]
-        self._lengths = [*map(len, self._dicts)]
-        self._values = [*chain.from_iterable(self._views)]
+        self._sized = Lengths(self._dicts)
+        self._values = [*chain.from_iterable(self._views)]  # a dict that is empty now must stay empty
         self._parts = [parts_of(node, own) for node, own in self._others]
 
     def restore(self) -> None:
         """Put back the values that calls replaced."""
-        same = [*map(len, self._dicts)] == self._lengths and all(map(is_, chain.from_iterable(self._views), self._values))
+        same = self._sized.intact() and all(map(is_, chain.from_iterable(self._views), self._values))
         if not (same and (not self._others or self._others_are_intact())):
             self._restore()
 

@@ -81,17 +81,21 @@ def home_of(module: torch.nn.Module) -> torch.device | None:
 class ReplicaSet:
     """One replica per lane, of a module or of another callable that leads to modules.
 
-    With `detach`, no gradients flow from the replicas to the target.
+    With `detach`, no gradients flow from the replicas to the target. Without `gives_back`, lane 0 is like every lane: each
+    call starts from the target's buffers, and `write_back` alone gives buffers to the target.
     The caller ensures that no lane runs during `refresh`. Lives as long as the session.
 
     Raises:
         ReplicaError: If the target cannot be copied.
     """
 
-    def __init__(self, target: Any, devices: Sequence[torch.device], *, detach: bool = False) -> None:
+    def __init__(
+        self, target: Any, devices: Sequence[torch.device], *, detach: bool = False, gives_back: bool = True
+    ) -> None:
         self.original = target
         self.devices = tuple(devices)
         self._detach = detach
+        self._gives_back = gives_back
         self.freshness = Freshness()
         self.current: list[LaneReplica] = []  # by lane, since the last refresh
         self.is_ready = False
@@ -213,7 +217,7 @@ class ReplicaSet:
     def _refresh(self) -> None:
         self._keep_for_here()
         self.refuse_grown(warn=False)
-        if self._replicas and self._replicas[0].is_pending:
+        if self._replicas and self._replicas[0].gives_back and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         self._restore()
         changes = self._watch.changes() if self._replicas else None
@@ -293,7 +297,7 @@ class ReplicaSet:
             Replica(survey, Tensors(device, home, self._mirrors.get(device), detach=self._detach), order)
             for device in self.devices
         ]
-        self._replicas[0].gives_back = True
+        self._replicas[0].gives_back = self._gives_back
         self._writers = self._replicas if self._replicas[0].has_own else []
         self._has_copies = bool(self._writers or self._mirrors)
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)

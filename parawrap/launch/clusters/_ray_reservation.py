@@ -152,6 +152,18 @@ class Reservation:
             )
             self._tasks.append(task.remote(address, node, platform.spawn_method, platform.grace_s, share, call))
 
+    def options_of_rank(self, rank: int) -> dict[str, Any]:
+        """Return the options of an actor that takes the share of one rank, on the node of that rank."""
+        per_node = self._platform.ranks_per_node
+        return {
+            "num_cpus": self._bundle["CPU"] // per_node,
+            "num_gpus": self._bundle.get("GPU", 0) // per_node,
+            "memory": int(self._bundle["memory"] // per_node) if "memory" in self._bundle else None,
+            "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=self._group, placement_group_bundle_index=rank // per_node
+            ),
+        }
+
     def check(self) -> None:
         """Check that all nodes can still take part.
 

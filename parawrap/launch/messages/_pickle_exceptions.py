@@ -9,7 +9,7 @@ __all__ = ["reduced_exception"]
 
 
 def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> tuple[Any, ...]:
-    """Return the pickle reduction of an exception: the state of its builtin base class, and its attributes.
+    """Return the pickle reduction of an exception: the state of its builtin base class, its attributes, and its cause.
 
     The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` often fail, so they are not called. Arguments
     and attributes that cannot be pickled are replaced by their ``repr``.
@@ -22,12 +22,14 @@ def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) 
     reduction = base.__reduce__(error)
     assert isinstance(reduction, tuple)
     _, made_from, *known = reduction
+    cause = error.__cause__
     state = {**dict(_slots(error)), **(known[0] if known and isinstance(known[0], dict) else {}), **error.__dict__}
     return _rebuilt, (
         type(error),
         tuple(map(sendable, made_from)),
         tuple(map(sendable, error.args)),
         {name: sendable(value) for name, value in state.items()},
+        cause if cause is not None and is_sendable(cause) else None,
     )
 
 
@@ -45,7 +47,11 @@ def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:
 
 
 def _rebuilt(
-    cls: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
+    cls: type[BaseException],
+    made_from: tuple[Any, ...],
+    args: tuple[Any, ...],
+    state: dict[str, Any],
+    cause: BaseException | None,
 ) -> BaseException:
     base = _builtin_base(cls)
     error: BaseException = base.__new__(cls, *made_from)
@@ -53,4 +59,6 @@ def _rebuilt(
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
         object.__setattr__(error, name, value)
+    if cause is not None:
+        error.__cause__ = cause
     return error

@@ -27,7 +27,7 @@ from parawrap.errors import UnsendableError
 from parawrap.launch.messages._find_unpicklable import find_unpicklable
 from parawrap.launch.messages._pickle_exceptions import reduced_exception
 
-__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "unpack"]
+__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "pickled_apart", "unpack", "unpack_from"]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -63,6 +63,22 @@ def pack(value: Any, file: int, address: str) -> None:
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
+    pickled, buffers = pickled_apart(value, address)
+    head, spans = _layout(len(pickled), [each.nbytes for each in buffers])
+    with open(file, "wb", closefd=False) as out:
+        out.write(head)
+        out.write(pickled)
+        for (offset, _), buffer in zip(spans, buffers, strict=True):
+            out.seek(offset)
+            out.write(buffer)
+
+
+def pickled_apart(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle of a value, and the memory of its tensors and arrays, which is not copied.
+
+    Raises:
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
+    """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     try:
@@ -72,18 +88,16 @@ def pack(value: Any, file: int, address: str) -> None:
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
         raise UnsendableError(msg) from error
-    head, spans = _layout(stream.tell(), [each.nbytes for each in buffers])
-    with open(file, "wb", closefd=False) as out:
-        out.write(head)
-        out.write(stream.getbuffer())
-        for (offset, _), buffer in zip(spans, buffers, strict=True):
-            out.seek(offset)
-            out.write(buffer)
+    return stream.getbuffer(), buffers
 
 
 def unpack(file: int) -> Any:
     """Return the value that `pack` wrote. The caller may close the file afterwards."""
-    memory = _memory_of(file)
+    return unpack_from(_memory_of(file))
+
+
+def unpack_from(memory: memoryview) -> Any:
+    """Return the value that `pack` wrote, given the bytes of the file. Its tensors lie in this memory."""
     length, count = _HEAD.unpack_from(memory)
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
     start = _HEAD.size + count * _SPAN.size
@@ -138,7 +152,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
-        self._files: set[str] = set()
+        self._files = {__file__}  # of `_tensor` and `_storage`, which every reader can import
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -64,7 +65,7 @@ def run_rank(sock: socket.socket) -> NoReturn:
     if message is None:  # the launching process died, or ended the launch before its start
         os._exit(_FAILED)
     control = Control(wire, message.body)
-    word, body, file = _report(message.body, message.files[0], control, spare)
+    word, body, file = _report(message.body, message.files, control, spare)
     wire.send(word, body, () if file is None else (file,))
     has_succeeded = word in ("returned", "requeued")
     if has_succeeded:
@@ -97,12 +98,12 @@ def _streams() -> tuple[int, int]:
     return ends[0], ends[1]
 
 
-def _report(assignment: Assignment, payload: int, control: Control, spare: list[int]) -> Report:
+def _report(assignment: Assignment, files: Sequence[int], control: Control, spare: list[int]) -> Report:
     """Call the function. Return the message that reports its outcome."""
     try:
         try:
             control.start()
-            result = _run(assignment, payload, control.preemption, spare)
+            result = _run(assignment, files, control.preemption, spare)
         finally:
             control.function_ended()
             _free(spare)
@@ -133,13 +134,14 @@ def _description(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _run(assignment: Assignment, payload: int, preemption: Preemption, spare: list[int]) -> int:
+def _run(assignment: Assignment, files: Sequence[int], preemption: Preemption, spare: list[int]) -> int:
     """Set up the process, call the function, and return a file with the pickled result."""
+    payload, *line = files
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
     with being(replace(_set_up_process(assignment, job.platform), preemption=preemption)):
-        result = job.call()
+        result = job.call(*line)
         _join_threads()
         _free(spare)
         return packed(result, "result", "the result")

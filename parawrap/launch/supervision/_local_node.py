@@ -117,12 +117,13 @@ class LocalNode:
         loop: The loop that waits for messages, output, and ends of ranks.
         starter: Starts the processes.
         payload: The file of the pickled call. The caller closes it.
+        line: The socket of `Job.line`. The caller closes it.
     """
 
-    def __init__(self, loop: Loop, starter: Starter, payload: int) -> None:
+    def __init__(self, loop: Loop, starter: Starter, payload: int, line: int | None = None) -> None:
         self._loop = loop
         self._starter = starter
-        self._payload = payload
+        self._files = (payload,) if line is None else (payload, line)
         self._processes: dict[int, _Process] = {}
         self._listens = True
 
@@ -148,7 +149,7 @@ class LocalNode:
         self._processes[rank] = process
         self._loop.watch(process.wire, partial(self._on_message, rank, process))
         self._loop.watch(process.status, partial(self._on_status, rank, process))
-        process.wire.send("assignment", assignment, (self._payload,))
+        process.wire.send("assignment", assignment, self._files)
 
     def _started(self, grace_s: float, watcher: Watcher) -> _Process:
         ours, its = socket.socketpair()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import threading
 from abc import abstractmethod
@@ -225,9 +226,17 @@ def _transcripts(platform: Platform, folder: Path | None) -> list[Transcript]:
 
 
 def assignments_of(
-    platform: Platform, meeting: Rendezvous | None, surroundings: Surroundings, *, interface: str | None = None
+    platform: Platform,
+    meeting: Rendezvous | None,
+    surroundings: Surroundings,
+    *,
+    interface: str | None = None,
+    may_idle: bool = False,
 ) -> Callable[[int, int], Assignment]:
-    """Return a function that makes the assignment for a rank and a restart number."""
+    """Return a function that makes the assignment for a rank and a restart number.
+
+    Ranks that `may_idle` never report that they are idle.
+    """
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
     def assignment(rank: int, restart: int) -> Assignment:
@@ -239,7 +248,7 @@ def assignments_of(
             grace_s=platform.grace_s,
             reports_progress=platform.hang_timeout_s is not None,
             stuck_s=STUCK_S,
-            still_s=_stall_hints.STILL_S,
+            still_s=math.inf if may_idle else _stall_hints.STILL_S,
             on_cluster=surroundings.environ is None,
             interface=interface,
         )

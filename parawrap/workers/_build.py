@@ -1,0 +1,38 @@
+"""A target that each worker builds itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from parawrap.errors import SessionError
+
+__all__ = ["Build", "build"]
+
+
+class Build(NamedTuple):
+    """A function that returns the model, and its arguments."""
+
+    load_model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse a plain call: this process has no model."""
+        msg = 'only worker processes have this model: give parallel(..., workers="process"), and call the block'
+        raise SessionError(msg)
+
+
+def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build:
+    """Let each worker of a parallel block build its own model: ``load_model(*args, **kwargs)``.
+
+    For models that cannot be sent, that take long to send, or that are compiled or quantized in the process that uses them.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import build, parallel
+        >>> with torch.no_grad(), parallel(build(torch.nn.Linear, 3, 2), ["cpu", "cpu"], workers="process") as p:
+        ...     tuple(p(torch.ones(6, 3)).shape)
+        (6, 2)
+    """
+    return Build(load_model, args, kwargs)

@@ -1,0 +1,71 @@
+"""The process of a worker on a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+
+from parawrap.launch import pack_exception, pickled_apart, traceback_of, unpack_from
+from parawrap.workers._server import Server
+
+__all__ = ["Actor", "Parcel"]
+
+Parcel = tuple[bytes, list[Any]]
+"""A pickle, and buffers that Ray moves without pickling their data."""
+
+
+class Actor:
+    """Answers requests, one after another. Runs as a Ray actor."""
+
+    def __init__(self, device: str, threads: int, seed: int) -> None:
+        torch.set_num_threads(threads)
+        torch.manual_seed(seed)
+        self._server = Server(torch.device(device))
+
+    def started(self) -> int:
+        """Return the process id."""
+        return os.getpid()
+
+    def take_model(self, packed: Any) -> tuple[bool, int, Parcel]:
+        """Take a packed model."""
+        return self._answer("model", lambda: unpack_from(memoryview(bytearray(packed))))
+
+    def answer(self, word: str, parcel: Parcel) -> tuple[bool, int, Parcel]:
+        """Return True if the request raised, the nanoseconds that it took, and the value or the exception."""
+        return self._answer(word, lambda: loaded(parcel))
+
+    def _answer(self, word: str, load: Callable[[], Any]) -> tuple[bool, int, Parcel]:
+        start = perf_counter_ns()
+        try:
+            value = packed_apart(self._server.answer(word, load()), "the output")
+        except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
+            return True, perf_counter_ns() - start, _packed_error(error)
+        return False, perf_counter_ns() - start, value
+
+
+def packed_apart(value: Any, address: str) -> Parcel:
+    """Return a pickle and its buffers, as Ray takes them. Raises UnsendableError."""
+    import numpy as np
+
+    pickled, buffers = pickled_apart(value, address)
+    return bytes(pickled), [np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers]
+
+
+def loaded(parcel: Parcel) -> Any:
+    """Return a value. Its tensors own their memory: arrays from Ray's object store are read-only."""
+    pickled, buffers = parcel
+    return pickle.loads(pickled, buffers=[bytearray(buffer) for buffer in buffers])
+
+
+def _packed_error(error: BaseException) -> Parcel:
+    file = pack_exception(error)
+    try:
+        packed = os.pread(file, os.fstat(file).st_size, 0)
+    finally:
+        os.close(file)
+    return packed, [traceback_of(error, __file__)]

@@ -1,0 +1,210 @@
+"""Workers on a Ray cluster: actors in a placement group. Batches and the model travel through Ray's object store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from time import monotonic, perf_counter_ns
+from typing import Any, NoReturn
+
+import torch
+
+from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
+from parawrap.launch import Device, Platform, Reservation, add_note, joined, unpack_from
+from parawrap.workers._ray_actor import Actor, loaded, packed_apart
+from parawrap.workers._worker_lane import Answer
+
+__all__ = ["RayWorkers", "devices_of"]
+
+_PLACING_S = 60.0  # for the start of an actor
+_LANES = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
+_REMEDIES = {
+    "seed": "seed torch before the block",
+    "max_restarts": "use parallel(..., retries=...)",
+    "timeout_min": "use future.result(timeout)",
+}
+
+
+def devices_of(platform: Platform) -> list[torch.device]:
+    """Return the device of each lane of a platform.
+
+    Raises:
+        PlatformError: If the platform is not for Ray, or sets a field that has no meaning for a block.
+    """
+    if platform.launcher != "ray":
+        msg = (
+            f"launcher={platform.launcher!r}: the only platform of a block is Platform(device='ray', ...). On one machine, "
+            "use workers='process'. On Slurm, start Ray in the allocation, or call the model in a function under @wrapper"
+        )
+        raise PlatformError(msg)
+    if platform.device not in (Device.CPU, Device.GPU):
+        msg = f"device={str(platform.device)!r}: workers on Ray use CPUs or GPUs. Give Platform(device='ray', n_gpus=...)"
+        raise PlatformError(msg)
+    default = Platform(device="ray")
+    for name, value in vars(platform).items():
+        if name not in _LANES and value != getattr(default, name):
+            msg = f"{name}={value!r}: this field has no meaning for a parallel block; {_REMEDIES.get(name, 'leave it out')}"
+            raise PlatformError(msg)
+    kind = "cuda:0" if platform.device == Device.GPU else "cpu"  # each actor sees its own GPU alone
+    return [torch.device(kind)] * platform.world_size
+
+
+class RayWorkers:
+    """Starts the workers of one session, each with the share of one rank. Thread-safe."""
+
+    def __init__(self, platform: Platform) -> None:
+        self.devices: Sequence[torch.device] = devices_of(platform)
+        self._platform = platform
+        self._changing = threading.Lock()
+        self._ray: Any = None
+        self._reservation: Reservation | None = None
+        self._has_ended = False
+        self._model: tuple[int, Any] = -1, None
+
+    def start(self, lane: int, seed: int) -> RayWorker:
+        """Start the worker of a lane.
+
+        Raises:
+            LaunchError: If the cluster has too few resources.
+        """
+        with self._changing:
+            if self._reservation is None:
+                self._reserve()
+            assert self._reservation is not None
+            options = self._reservation.options_of_rank(lane)
+        until = monotonic() + _PLACING_S
+        while True:
+            self._check_open()
+            worker = RayWorker(self._ray, lane, self.devices[lane], options, seed, self._stored)
+            try:
+                self._ray.get(worker.started(), timeout=max(0.0, until - monotonic()))
+            except Exception as error:
+                worker.close()
+                if isinstance(error, self._ray.exceptions.RayActorError) and monotonic() < until:
+                    continue  # its node was lost: Ray finds another one
+                msg = (
+                    f"{self._platform.name}: worker {lane} did not start in {_PLACING_S:g} s: {error}. Free resources of "
+                    "the cluster, or add a node"
+                )
+                raise LaunchError(msg) from error
+            return worker
+
+    def end(self) -> None:
+        """Release the resources. A thread that waits for them raises LaunchError."""
+        self._has_ended = True
+        with self._changing:
+            reservation, self._reservation, self._model = self._reservation, None, (-1, None)
+        if reservation is not None:
+            reservation.end()
+
+    def _reserve(self) -> None:
+        self._ray = joined(self._platform)
+        self._reservation = Reservation(self._ray, self._platform)
+        while not self._reservation.is_ready():  # the cluster is large enough when it is idle
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._has_ended or not self._ray.is_initialized():
+            why = "the block ended" if self._has_ended else "ray.shutdown() was called"
+            msg = f"{self._platform.name}: {why} while workers started"
+            raise LaunchError(msg)
+
+    def _stored(self, file: int) -> Any:
+        """Return the reference of a packed model in the object store. All workers share it."""
+        with self._changing:
+            inode = os.fstat(file).st_ino
+            if self._model[0] != inode:
+                import numpy as np
+
+                packed = os.pread(file, os.fstat(file).st_size, 0)
+                self._model = inode, self._ray.put(np.frombuffer(packed, dtype=np.uint8))
+            return self._model[1]
+
+
+class RayWorker:
+    """An actor that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
+
+    def __init__(
+        self,
+        ray: Any,
+        lane: int,
+        device: torch.device,
+        options: dict[str, Any],
+        seed: int,
+        stored: Callable[[int], Any],
+    ) -> None:
+        self.label = f"worker {lane} on {device}"
+        self.function = -1
+        self._ray = ray
+        self._stored = stored
+        self._sent: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
+        self._death: Exception | None = None
+        threads = max(1, int(options["num_cpus"]))
+        actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
+        self._actor = actor.remote(str(device), threads, seed)
+
+    def started(self) -> Any:
+        """Return a reference that is ready when the actor runs."""
+        return self._actor.started.remote()
+
+    def send(self, number: int, word: str, value: Any, address: str) -> None:
+        """Send a request.
+
+        Raises:
+            UnsendableError: If the value cannot be pickled. Nothing is sent then.
+            ConnectionError: If Ray was shut down.
+        """
+        parcel = packed_apart(value, address)
+        self._check_ray()
+        self._sent.put((number, self._actor.answer.remote(word, parcel)))
+
+    def send_model(self, number: int, file: int) -> None:
+        """Send a pickled model."""
+        self._check_ray()
+        self._sent.put((number, self._actor.take_model.remote(self._stored(file))))
+
+    def receive(self) -> Answer | None:
+        """Wait for the next answer; None if the actor has ended."""
+        sent = self._sent.get()
+        if sent is None:
+            return None
+        number, reference = sent
+        try:
+            has_raised, took_ns, parcel = self._ray.get(reference)
+        except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
+            self._death = error
+            return None
+        read = partial(self._raise, *parcel) if has_raised else partial(loaded, parcel)
+        end = perf_counter_ns()  # the clock of another machine cannot be compared
+        return Answer(number, end - took_ns, end, read)
+
+    def death(self) -> ParawrapError:
+        """Return the error that says how the actor ended."""
+        self.close()
+        why = str(self._death).strip().splitlines()
+        return RankDiedError(f"{self.label} died: {' '.join(line.strip() for line in why)}")
+
+    def interrupt(self) -> None:
+        """End the actor, and the thread that receives."""
+        self.close()
+
+    def close(self, *, at_once: bool = True) -> None:
+        """End the actor. A request that it runs is not finished."""
+        self._sent.put(None)
+        if self._ray.is_initialized():
+            with contextlib.suppress(Exception):  # it has ended
+                self._ray.kill(self._actor)
+
+    def _check_ray(self) -> None:
+        if not self._ray.is_initialized():  # otherwise the next call would start Ray again
+            raise ConnectionError
+
+    def _raise(self, packed: bytes, traceback: list[str]) -> NoReturn:
+        """Raise the exception that a request raised in the actor."""
+        error = unpack_from(memoryview(bytearray(packed)))
+        add_note(error, f"raised in {self.label}, with this traceback:\n{traceback[0]}")
+        raise error

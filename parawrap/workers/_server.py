@@ -1,0 +1,315 @@
+"""The model of a worker, in its process, and the requests that it answers."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.engine import ReplicaSet, as_call
+from parawrap.errors import SessionError
+from parawrap.lanes import Modes
+from parawrap.launch import pickled_apart
+from parawrap.replicas import may_be_written_unseen
+from parawrap.tree import flatten, unflatten
+
+__all__ = ["Call", "ModelTensor", "Returned", "SentModes", "SentWarning", "Server", "WrittenBuffer", "pickled_function"]
+
+_CPU = torch.device("cpu")
+_NO_CONTEXT: Any = None
+
+WrittenBuffer = tuple[int, str, torch.Tensor]
+"""The number of a module in the list that came with the model, and a buffer's name and value."""
+
+
+class _GlobalModes(NamedTuple):
+    """The modes of a whole process that change what a model computes."""
+
+    dtype: torch.dtype
+    deterministic: bool
+    warns_only: bool
+
+    def enter(self) -> None:
+        here = _GlobalModes.here()
+        if self.dtype != here.dtype:
+            torch.set_default_dtype(self.dtype)
+        if self[1:] != here[1:]:  # the first call takes a second
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
+
+    @classmethod
+    def here(cls) -> _GlobalModes:
+        return cls(
+            torch.get_default_dtype(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+
+
+class SentModes(NamedTuple):
+    """The modes of the calling thread, without its context variables, which cannot be sent."""
+
+    of_thread: Modes
+    of_process: _GlobalModes
+
+    @classmethod
+    def of(cls, modes: Modes) -> SentModes:
+        return cls(modes._replace(context=_NO_CONTEXT, profiling=False), _GlobalModes.here())
+
+    def run(self, work: Callable[[], Any], device: torch.device, home: torch.device | None) -> Any:
+        """Run `work` under these modes."""
+        self.of_process.enter()
+        modes = self.of_thread._replace(context=contextvars.copy_context())
+        return modes.run(work, device, home)
+
+
+class Call(NamedTuple):
+    """A call of the model.
+
+    `modes` are pickled `SentModes`. `prepare` is a number, and the pickled function if the worker does not have it yet.
+    With `rng_state`, the call draws the numbers of the caller, and returns the state that they leave.
+    """
+
+    method: str | None
+    prepare: tuple[int, bytes | None] | None
+    modes: bytes
+    rng_state: torch.Tensor | None
+    returns_buffers: bool
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class ModelTensor:
+    """Stands for a tensor of the model in an output: its position in the list that came with the model."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class SentWarning(NamedTuple):
+    """A warning, as ``warnings.warn_explicit`` takes it."""
+
+    text: str
+    category: type[Warning]
+    filename: str
+    line: int
+
+
+class Returned(NamedTuple):
+    """What a call of the model left.
+
+    Attributes:
+        output: The output. If `has_model_tensors`, some leaves are of class `ModelTensor`.
+        rng_state: The random state if the call changed it.
+        buffers: The buffers that the call wrote.
+        written: The arguments that the call wrote in place, by their position among the leaves.
+        warned: The warnings of the call.
+    """
+
+    output: Any
+    has_model_tensors: bool = False
+    rng_state: torch.Tensor | None = None
+    buffers: tuple[WrittenBuffer, ...] = ()
+    written: tuple[tuple[int, torch.Tensor], ...] = ()
+    warned: tuple[SentWarning, ...] = ()
+
+
+class Server:
+    """The model of one worker, and its answers to requests. Used by one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._replicas: ReplicaSet
+        self._tensors: list[torch.Tensor] = []
+        self._modules: list[torch.nn.Module] = []
+        self._is_changed = False  # by a message; a call changes the replica alone
+        self._last_function: tuple[int, Any] = (-1, None)
+        self._warned: list[SentWarning] = []
+        warnings.showwarning = self._note_warning
+
+    def answer(self, word: str, value: Any) -> Any:
+        """Return the answer to one request. Raises what the model raises."""
+        return getattr(self, f"_{word}")(value)
+
+    def _model(self, value: dict[str, Any]) -> int:
+        """Take a model, and the lists of its tensors and modules. Return the process id."""
+        self._tensors, self._modules = value["tensors"], value["modules"]
+        return self._take(value["model"])
+
+    def _build(self, value: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> int:
+        """Build the model here. Return the process id."""
+        load_model, args, kwargs = value
+        return self._take(load_model(*args, **kwargs))
+
+    def _take(self, target: Any) -> int:
+        self._target = target
+        self._replicas = ReplicaSet(target, [self._device], gives_back=False)
+        self._is_model = self._replicas.has_model
+        self._is_changed = True
+        return os.getpid()
+
+    def _tensors_changed(self, changed: list[tuple[int, torch.Tensor]]) -> None:
+        """Write new values into tensors of the model, by their position in the list that came with it."""
+        with torch.no_grad():
+            for index, value in changed:
+                self._tensors[index].copy_(value)
+        self._is_changed = True
+
+    def _call(self, fields: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Call the model, and return the fields of `Returned`; the output alone if the call left nothing else."""
+        call = Call(*fields)
+        if self._device != _CPU and call.prepare is None:
+            call = call._replace(args=self._placed(call.args), kwargs=self._placed(call.kwargs))
+        given = flatten((call.args, call.kwargs))[0]
+        versions = [*map(_version_of, given)]
+        kept = torch.get_rng_state() if call.rng_state is not None else None
+        if call.rng_state is not None:
+            torch.set_rng_state(call.rng_state)
+        try:
+            output, has_model_tensors = _unpacked_modes(call.modes).run(
+                partial(self._output, call), self._device, self._replicas.home
+            )
+            rng_state = _if_changed(call.rng_state)
+        finally:
+            if kept is not None:
+                torch.set_rng_state(kept)
+        buffers = self._written_buffers() if call.returns_buffers else ()
+        written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
+        warned = self._take_warnings()
+        if not (has_model_tensors or buffers or written or warned) and rng_state is None:
+            return (output,)
+        return output, has_model_tensors, rng_state, buffers, written, warned
+
+    def _output(self, call: Call) -> tuple[Any, bool]:
+        """Return the output, and True if it has stand-ins for tensors of the model."""
+        args, kwargs = call.args, call.kwargs
+        if call.prepare is not None:
+            args, kwargs = as_call(self._function(*call.prepare)(*args))
+            if self._device != _CPU:
+                args, kwargs = self._placed((args, kwargs))
+        if not self._is_model:
+            return self._sendable(self._target(*args, **kwargs))
+        if self._is_changed or self._device != _CPU:
+            if self._replicas.stale():
+                self._replicas.refresh()
+            self._is_changed = False
+        replica = self._replicas.current[0]
+        way = replica.module if call.method is None else getattr(replica.module, call.method)
+        return self._sendable(replica.prepared(way)(*args, **kwargs), replica.original_of)
+
+    def _sendable(
+        self, output: Any, original_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None
+    ) -> tuple[Any, bool]:
+        """Return an output with stand-ins for tensors of the model, and True if it has any.
+
+        Raises:
+            SessionError: If the output has a gradient graph, which cannot leave the process.
+        """
+        leaves, spec = flatten(output)
+        has_stand_ins = False
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            original = original_of(leaf)
+            if original is not None:
+                leaves[index] = self._stand_in(original)
+                has_stand_ins = True
+            elif leaf.grad_fn is not None:
+                msg = (
+                    "the output requires a gradient, and gradients do not travel between processes. For inference, call "
+                    "inside torch.no_grad(). To train on several processes, use @wrapper with DistributedDataParallel"
+                )
+                raise SessionError(msg)
+        return (unflatten(spec, leaves), True) if has_stand_ins else (output, False)
+
+    def _stand_in(self, original: torch.Tensor) -> ModelTensor | torch.Tensor:
+        """Return what is sent for a tensor of the model: its position, or the tensor if the worker built the model."""
+        index = next((index for index, tensor in enumerate(self._tensors) if tensor is original), None)
+        return original.detach() if index is None else ModelTensor(index)
+
+    def _refuse_grown(self, _: None) -> tuple[SentWarning, ...]:
+        """Refuse layers that a call made, and return a warning for attributes that it set."""
+        if self._is_model:
+            self._replicas.refuse_grown()
+        return self._take_warnings()
+
+    def _take_warnings(self) -> tuple[SentWarning, ...]:
+        if not self._warned:
+            return ()
+        warned = tuple(self._warned)
+        self._warned.clear()
+        return warned
+
+    def _note_warning(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
+        """Keep a warning for the launching process. Takes the place of ``warnings.showwarning``."""
+        self._warned.append(SentWarning(str(message), category, filename, lineno))
+
+    def _function(self, number: int, pickled: bytes | None) -> Callable[..., Any]:
+        """Return a function that came with this call or with an earlier one. Only the last one is kept."""
+        if pickled is not None:
+            function, buffers = pickle.loads(pickled)
+            self._last_function = number, pickle.loads(function, buffers=buffers)
+        assert self._last_function[0] == number
+        return self._last_function[1]  # type: ignore[no-any-return]
+
+    def _written_buffers(self) -> tuple[WrittenBuffer, ...]:
+        """Give the buffers that a call wrote to the model of this process, and return them."""
+        if not self._is_model or (write_back := self._replicas.current[0].write_back) is None:
+            return ()
+        before = [{name: _state_of(each) for name, each in module._buffers.items()} for module in self._modules]
+        write_back()
+        written = tuple(
+            (index, name, buffer)
+            for index, (module, states) in enumerate(zip(self._modules, before, strict=True))
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (states.get(name) != _state_of(buffer) or may_be_written_unseen(module, buffer))
+        )
+        self._is_changed = self._is_changed or bool(written)
+        return written
+
+    def _placed(self, value: Any) -> Any:
+        leaves, spec = flatten(value)
+        return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
+def _version_of(leaf: Any) -> int | None:
+    """Return what a write into an argument changes. Refuse a generator, because its new state would stay here."""
+    if isinstance(leaf, torch.Generator):
+        msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
+        raise SessionError(msg)
+    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+
+
+def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
+    """Return what a write into a buffer changes, unless `may_be_written_unseen`."""
+    return id(buffer), None if buffer is None or buffer.is_inference() else buffer._version
+
+
+@functools.lru_cache(maxsize=8)
+def _unpacked_modes(packed: bytes) -> SentModes:
+    """Return pickled modes of the launching process. They rarely change between calls."""
+    modes: SentModes = pickle.loads(packed)
+    return modes
+
+
+def pickled_function(function: Callable[..., Any], address: str) -> bytes:
+    """Return a pickled function for `Call.prepare`. Raises UnsendableError with that address."""
+    pickled, buffers = pickled_apart(function, address)
+    return pickle.dumps((bytes(pickled), [bytearray(buffer) for buffer in buffers]))
+
+
+def _if_changed(before: torch.Tensor | None) -> torch.Tensor | None:
+    if before is None:
+        return None
+    after = torch.get_rng_state()
+    return None if torch.equal(before, after) else after

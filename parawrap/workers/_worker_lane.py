@@ -1,0 +1,362 @@
+"""The lane of one worker: its requests in order, and the thread that receives the answers.
+
+Guarantees:
+
+- A worker answers its requests in the order of sending. Any number of threads may send.
+- The lane's thread receives the answers. If the worker ends, the thread starts another one, gives it the model, and sends
+  the unanswered requests again. Only the oldest of them was running, so only that one counts the death.
+- Each request ends once: with the worker's answer, or with an error.
+- After `end` and `join`, the process and the thread are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from itertools import count
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from parawrap.errors import ParawrapError, SessionError
+from parawrap.lanes import Lane, LaneFuture, Span, here, note
+
+__all__ = ["Answer", "Backlog", "Request", "Worker", "WorkerLane"]
+
+_AHEAD = 2  # requests per worker, so that the next one has arrived when an answer leaves
+_load = attrgetter("load")
+
+
+class Answer(NamedTuple):
+    """The answer to a request. `start` and `end` are when the worker was busy, as ``perf_counter_ns``.
+
+    `read` returns the value, or raises what the request raised. Call it before the next answer is received.
+    """
+
+    number: int
+    start: int
+    end: int
+    read: Callable[[], Any]
+
+
+class Worker(Protocol):
+    """A process that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
+
+    label: str
+    function: int  # the number of the last function that was sent
+
+    @abstractmethod
+    def send_model(self, number: int, file: int) -> None:
+        """Send a pickled model. Raises like `send`."""
+
+    @abstractmethod
+    def send(self, number: int, word: str, value: Any, address: str) -> None:
+        """Send a request. Raises ConnectionError if the process has ended; nothing is sent if it raises another error."""
+
+    @abstractmethod
+    def receive(self) -> Answer | None:
+        """Wait for the next answer; None if the process has ended."""
+
+    @abstractmethod
+    def death(self) -> ParawrapError:
+        """Wait for the end of the process, and return the error that says how it ended."""
+
+    @abstractmethod
+    def interrupt(self) -> None:
+        """End the thread that receives, and let the process end."""
+
+    @abstractmethod
+    def close(self, *, at_once: bool = True) -> None:
+        """End the process, and wait for its end. Unless `at_once`, an idle process gets time to exit on its own."""
+
+
+class Request(ABC):
+    """A request to a worker. `future` gets the result. Errors of a whole call get a note on the lane."""
+
+    is_call = False
+    is_whole = False
+    __slots__ = ("deaths", "future", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.deaths = 0
+        self.future = LaneFuture()
+
+    @abstractmethod
+    def send(self, worker: Worker) -> None:
+        """Send the request to a worker, with its number."""
+
+    @abstractmethod
+    def result(self, answer: Answer, lane: Lane) -> Any:
+        """Return the result of an answer, or raise its exception. Runs in the lane's thread."""
+
+    def finish(self, answer: Answer, lane: Lane) -> None:
+        """Set the result or the exception of the future."""
+        try:
+            value = self.result(answer, lane)
+        except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
+            if self.is_whole:
+                note(error, f"in {lane}")
+            self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
+        else:
+            self.future.set_result(value)
+
+
+class Backlog:
+    """The calls that wait for a lane with room, and the loads of the lanes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._gate = threading.Lock()
+        self._requests: deque[Request] = deque()
+
+    def requests(self) -> list[Request]:
+        """Return the calls that wait."""
+        with self._gate:
+            return list(self._requests)
+
+    def count(self, lane: WorkerLane, change: int = 1) -> None:
+        """Count a request for a lane."""
+        with self._gate:
+            lane.load += change
+
+    def place(self, request: Request, lanes: Sequence[WorkerLane]) -> WorkerLane | None:
+        """Return the lane with the fewest requests, and count the request there. If no lane has room, keep the request."""
+        with self._gate:
+            lane = min(lanes, key=_load)
+            if lane.load >= _AHEAD:
+                self._requests.append(request)
+                return None
+            lane.load += 1
+            return lane
+
+    def next_for(self, lane: WorkerLane) -> Request | None:
+        """Return the next call for a lane that has ended a request."""
+        with self._gate:
+            while self._requests and lane.load <= _AHEAD:
+                request = self._requests.popleft()
+                if request.future.set_running_or_notify_cancel():
+                    return request
+            lane.load -= 1
+            return None
+
+    def drop(self) -> None:
+        """Cancel the calls that wait."""
+        with self._gate:
+            dropped = list(self._requests)
+            self._requests.clear()
+        for request in dropped:
+            if request.future.cancel():
+                request.future.set_running_or_notify_cancel()
+
+
+class WorkerLane(Lane):
+    """One worker, and the requests that it has not answered yet. Thread-safe.
+
+    `start_worker` starts a process. `install` gives it the model, and returns its process id. `load` is the number of
+    requests for this lane, which `backlog` counts. If the lane `is_over`, it does not replace its worker any more. The thread refers to the lane and not to the pool, so that an abandoned
+    pool can be collected.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        device: torch.device,
+        start_worker: Callable[[int], Worker],
+        install: Callable[[Worker], int],
+        retries: int,
+        backlog: Backlog,
+    ) -> None:
+        super().__init__(index, device, f"{device} (worker {index})")
+        self.load = 0
+        self.backlog = backlog
+        self.pid = 0
+        self._start_worker = start_worker
+        self._install = install
+        self._retries = retries
+        self._sending = threading.Lock()
+        self._unanswered: deque[Request] = deque()
+        self._numbers = count(1)
+        self._worker: Worker | None = None
+        self._is_ready = False  # the worker has the model, and no connection error was seen
+        self._is_installed = False  # the worker has the model
+        self.is_over = False
+        self._failure: BaseException | None = None  # that ended the thread
+
+    @property
+    def unanswered(self) -> list[Request]:
+        """The requests without an answer."""
+        return list(self._unanswered)
+
+    def begin(self) -> Future[None]:
+        """Start the thread and the worker. Return a future that is done when the worker has the model."""
+        ready: Future[None] = Future()
+        self.thread = threading.Thread(target=self._run, args=(ready,), name=f"parawrap-{self}", daemon=True)
+        self.thread.start()
+        return ready
+
+    def post(self, request: Request) -> None:
+        """Send a request that was counted for this lane.
+
+        Raises:
+            UnsendableError: If the value cannot be pickled. Nothing is sent then.
+            SessionError: If the lane has ended, or there is no room for the tensors of the value.
+        """
+        try:
+            with self._sending:
+                if self.is_over or self.thread is None:
+                    raise self._failure or _ended()
+                request.number = next(self._numbers)
+                self._unanswered.append(request)
+                if self._is_ready:
+                    self._send(request)
+        except BaseException as error:
+            if request in self._unanswered:
+                self._unanswered.remove(request)
+            if not isinstance(error, Exception) and self._worker is not None:
+                self._worker.interrupt()  # Ctrl-C, perhaps in the middle of a message
+            self.backlog.count(self, -1)
+            raise
+
+    def end(self) -> None:
+        """End the worker, also in the middle of a request, which then fails with SessionError."""
+        worker = self._worker  # the thread drops it
+        self.is_over = True
+        if worker is not None:
+            worker.close(at_once=bool(self._unanswered))
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the thread, unless it is the calling one."""
+        thread = self.thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _send(self, request: Request) -> None:
+        assert self._worker is not None
+        try:
+            request.send(self._worker)
+        except ConnectionError:
+            self._is_ready = False  # the lane's thread sends the request to the next worker
+
+    def _run(self, ready: Future[None]) -> None:
+        """Serve the lane, in its thread."""
+        here.lane = self  # callbacks of futures run in this thread, and must not wait for lanes
+        try:
+            while self._replace_worker():
+                if not ready.done():
+                    ready.set_result(None)
+                self._receive_all()
+            failure: BaseException = _ended()
+        except BaseException as error:  # noqa: BLE001 (the callers get it)
+            failure = error
+        self._give_up(failure)
+        if not ready.done():
+            ready.set_exception(failure)
+        del failure, ready
+
+    def _receive_all(self) -> None:
+        """Receive answers until the worker ends."""
+        assert self._worker is not None
+        receive = self._worker.receive
+        while (answer := receive()) is not None:
+            request = self._unanswered.popleft()
+            while request.number != answer.number:  # the sending of this request was interrupted
+                request.future.set_exception(_ended())
+                self._take_next()
+                request = self._unanswered.popleft()
+            if request.is_call:
+                self._count(answer)
+            self._take_next()
+            request.finish(answer, self)
+            del request, answer  # a waiting lane keeps nothing of its last call alive
+
+    def _take_next(self) -> None:
+        """Send the next call of the backlog, in the place of a request that has ended."""
+        while (request := self.backlog.next_for(self)) is not None:
+            try:
+                self.post(request)
+            except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
+                self.backlog.count(self)  # for the call after this one
+                request.future.set_exception(error)
+            else:
+                return
+
+    def _count(self, answer: Answer) -> None:
+        self.tasks += 1
+        self.busy_ns += answer.end - answer.start
+        for spans in self.recorders:
+            spans.append(Span(self.index, answer.start, answer.end))
+
+    def _replace_worker(self) -> bool:
+        """Start a worker, or another one in the place of a worker that ended. False if the lane is over."""
+        deaths = 0
+        while not self.is_over:
+            with self._sending:
+                self._is_ready = False
+            if self._worker is not None:
+                error = self._worker.death()
+                if self.is_over:
+                    break
+                if self._is_installed:
+                    self._note_death(error)
+                else:
+                    deaths += 1
+                    if deaths > self._retries:
+                        raise error
+                del error
+            self._is_installed = False
+            self._worker = self._start_worker(self.index)
+            if self.is_over:  # `end` may not have seen this worker
+                self._worker.close()
+                break
+            if self._set_up():
+                return True
+        return False
+
+    def _set_up(self) -> bool:
+        """Give a new worker the model and the unanswered requests. False if it ended."""
+        assert self._worker is not None
+        try:
+            self.pid = self._install(self._worker)
+        except ConnectionError:
+            return False
+        self._is_installed = True
+        with self._sending:
+            self._is_ready = True
+            for request in list(self._unanswered):
+                self._send(request)
+        return True
+
+    def _note_death(self, error: BaseException) -> None:
+        """Count a death for the request that ran. If it is one too many, the request fails."""
+        request = next(iter(self.unanswered), None)
+        if request is None:
+            return
+        request.deaths += 1
+        if request.deaths > self._retries:
+            self._unanswered.popleft()
+            self._take_next()
+            note(error, f"in {self}. {request.deaths} workers ended while they ran this call. Other calls continue")
+            request.future.set_exception(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail all requests. A later `begin` starts again unless the lane is over."""
+        if self._worker is not None and not self.is_over:  # otherwise `end` closes it
+            self._worker.close()
+        with self._sending:
+            self._worker = self.thread = None
+            self._is_ready = False
+            left = list(self._unanswered)
+            self._unanswered.clear()
+        note(error, f"in {self}")
+        self._failure = None if self.is_over else error
+        for request in left:
+            self._take_next()
+            request.future.set_exception(error)
+
+
+def _ended() -> SessionError:
+    return SessionError("the block ended before this call: its workers are gone")
