@@ -157,8 +157,8 @@ class WorkerLane(Lane):
     """One worker, and the requests that it has not answered yet. Thread-safe.
 
     `start_worker` starts a process. `install` gives it the model, and returns its process id. `load` is the number of
-    requests for this lane, which `backlog` counts. If the lane `is_over`, it does not replace its worker any more. The thread refers to the lane and not to the pool, so that an abandoned
-    pool can be collected.
+    requests for this lane, which `backlog` counts. If the lane `is_over`, it does not replace its worker any more. The
+    thread refers to the lane and not to the pool, so that an abandoned pool can be collected.
     """
 
     def __init__(
