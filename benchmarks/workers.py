@@ -20,15 +20,16 @@ from torch import multiprocessing, nn
 
 from benchmarks._measure import Result, Row, Work, arm_of, ratio_of, threads, times_in_turn
 from benchmarks.nets import Net
-from parawrap import parallel
+from parawrap import Platform, parallel
 
 __all__ = ["rows"]
 
 _WORKERS, _IN_FLIGHT = 2, 4
 _BATCHES, _SMALL_BATCHES, _LARGE_BATCHES = 128, 512, 8
-_LEAST_COPY_SPEED, _MOST_SMALL_US = 0.6, 150
+_LEAST_COPY_SPEED, _MOST_SMALL_US, _MOST_OVER_ACTORS = 0.6, 150, 1.2
 _ONE, _LOOP, _LANES, _COPY = "loop, one thread", f"loop, {_WORKERS} threads", "map, lanes in threads", "clone of each batch"
 _COPY_INTO = "copy of each batch into one tensor"
+_ON_RAY, _ACTORS = "map, Ray workers", "ray.util.ActorPool"
 _OURS, _POOL, _JOBLIB = "map, workers", "torch.multiprocessing.Pool", "joblib, loky"
 
 
@@ -71,7 +72,8 @@ _MEBIBYTES = Net("identity, batches of 64 MiB", nn.Identity, (), 16 << 20)
 def rows(rounds: int = 12) -> list[Row]:
     """Measure three nets, one of them by the cost of a batch, and the cost of a worker by small and by large batches."""
     nets = [_net_row(net, goal, rounds) for net, goal in (*NETS, *((net, None) for net in SIZES))]
-    return [*nets, _small_row(rounds), _large_row(rounds)]
+    on_ray = [_ray_row(rounds)] if importlib.util.find_spec("ray") else []
+    return [*nets, _small_row(rounds), _large_row(rounds), *on_ray]
 
 
 def _net_row(net: Net, goal: float | None, rounds: int) -> Row:
@@ -95,6 +97,45 @@ def _large_row(rounds: int) -> Row:
     speeds = [_gain(times, arm).held_to("at least", _LEAST_COPY_SPEED) for arm in (_COPY, _COPY_INTO)]
     note = "torch moves each batch into shared memory in its first round, and copies nothing in later rounds"
     return _row(_MEBIBYTES, times, [*speeds, *_over_peers(times, None)], _LARGE_BATCHES, note)
+
+
+def _ray_row(rounds: int) -> Row:
+    """Compare actors of a block with a bare ActorPool, both on a Ray cluster of this machine."""
+    ray = importlib.import_module("ray")
+    batches = [_KIBIBYTE.batch(_KIBIBYTE.usual) for _ in range(_SMALL_BATCHES)]
+    platform = Platform(device="ray", n_cpus=_WORKERS)
+    ray.init(num_cpus=2 * _WORKERS, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        with torch.inference_mode(), parallel(_KIBIBYTE.make(), platform, out_dims=0) as block:
+            actors = [ray.remote(_RayActor).remote(_KIBIBYTE) for _ in range(_WORKERS)]
+            pool = importlib.import_module("ray.util").ActorPool(actors)
+            works: dict[str, Work] = {
+                _ON_RAY: lambda: _read(block.map(batches, buffersize=_IN_FLIGHT)),
+                _ACTORS: lambda: _read(pool.map(lambda actor, batch: actor.run.remote(batch), batches)),
+            }
+            times = times_in_turn(works, rounds=rounds)
+    finally:
+        ray.shutdown()
+    ratio = ratio_of(times[_ON_RAY], times[_ACTORS])
+    result = Result("time per batch over that of a bare ActorPool", ratio.median, "ratio", ratio.low, ratio.high)
+    return Row(
+        f"workers: {_KIBIBYTE.name}, {_SMALL_BATCHES} batches of {_KIBIBYTE.usual}, {_WORKERS} actors on Ray",
+        {arm: arm_of(values) for arm, values in times.items()},
+        [result.held_to("at most", _MOST_OVER_ACTORS)],
+        peers=f"ray {ray.__version__}",
+    )
+
+
+class _RayActor:
+    """A bare actor with a net."""
+
+    def __init__(self, net: Net) -> None:
+        torch.set_num_threads(1)
+        self._model = net.make().eval()
+
+    def run(self, batch: torch.Tensor) -> Any:
+        with torch.inference_mode():
+            return self._model(batch)
 
 
 def _row(net: Net, times: dict[str, list[float]], results: list[Result], count: int, note: str = "") -> Row:

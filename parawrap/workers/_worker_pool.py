@@ -137,7 +137,12 @@ def post(lane: WorkerLane, request: Request) -> Future[Any]:
 def _outcome(call: ShardCall, future: Future[Any]) -> Outcome:
     """Wait for an answer. Ctrl-C leaves at once."""
     error = future.exception()
-    return Outcome(call.land(future.result())) if error is None else Outcome(error=error)
+    if error is not None:
+        return Outcome(error=error)
+    try:
+        return Outcome(call.land(future.result()))
+    except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
+        return Outcome(error=refused)
 
 
 def _end(lanes: Sequence[WorkerLane]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -81,6 +82,12 @@ class Showing(nn.Module):
 def load_linear(rows, *, bias):
     torch.manual_seed(3)
     return nn.Linear(rows, 2, bias=bias)
+
+
+def warn_about_ones(x):
+    if (x == 1).any():
+        warnings.warn("ones", stacklevel=1)
+    return x
 
 
 def double(batch):
@@ -221,6 +228,17 @@ def test_unsendable_values_are_named(opened):
     with pytest.raises(UnsendableError, match=r"args"):
         session.submit(Entry(model), (torch.ones(2), (each for each in ())), {}).result()
     assert_close(session.submit(Entry(model), (torch.ones(2),), {}).result()[0], torch.full((2,), 2.0))
+
+
+def test_warning_that_is_an_error_names_its_lane(opened):
+    """A warning of a worker is raised here under the filters of this process, as an error of its lane."""
+    session = opened(warn_about_ones)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="ones") as caught:
+            session.call(Entry(warn_about_ones), (torch.ones(8, 2),), {})
+    assert [note for note in caught.value.__notes__ if note.startswith("in lane 0 on cpu")]
+    assert_close(session.call(Entry(warn_about_ones), (torch.zeros(8, 2),), {}), torch.zeros(8, 2))
 
 
 def test_stream_is_in_order(opened):
