@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
@@ -22,7 +23,8 @@ Parcel = tuple[bytes, list[Any]]
 class Actor:
     """Answers requests, one after another. Runs as a Ray actor."""
 
-    def __init__(self, device: str, threads: int, seed: int) -> None:
+    def __init__(self, device: str, threads: int, seed: int, path: list[str]) -> None:
+        sys.path[:0] = [each for each in path if each not in sys.path]  # of the driver, for the modules of its model
         torch.set_num_threads(threads)
         torch.manual_seed(seed)
         self._server = Server(torch.device(device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -145,7 +146,7 @@ class RayWorker:
         self._death: Exception | None = None
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
-        self._actor = actor.remote(str(device), threads, seed)
+        self._actor = actor.remote(str(device), threads, seed, sys.path)
 
     def started(self) -> Any:
         """Return a reference that is ready when the actor runs."""
