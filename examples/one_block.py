@@ -4,8 +4,7 @@
     python examples/one_block.py ray                 # on a node of a Ray cluster
 
 Only the arguments in `LANES` differ between them, and the outputs are the same. The model runs GRU cells in a Python loop.
-Such a model holds Python's interpreter lock, so threads do not make it faster, and processes do. ``make demo`` runs the
-first line.
+Such a model holds Python's interpreter lock, so threads run it one operator at a time. ``make demo`` runs the first line.
 """
 
 from __future__ import annotations

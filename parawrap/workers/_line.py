@@ -266,7 +266,7 @@ def _trimmed(value: Any) -> Any:
     leaves, spec = flatten(value)
     by_storage: dict[int, list[torch.Tensor]] = {}
     for leaf in leaves:
-        if type(leaf) is torch.Tensor and leaf.device.type == "cpu" and _is_plain(leaf):
+        if type(leaf) is torch.Tensor and leaf.device.type == "cpu" and _travels_plainly(leaf):
             by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(leaf)
     cut: dict[int, torch.Tensor] = {}
     for tensors in by_storage.values():
@@ -276,7 +276,7 @@ def _trimmed(value: Any) -> Any:
     return unflatten(spec, [cut.get(id(leaf), leaf) for leaf in leaves]) if cut else value
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _travels_plainly(tensor: torch.Tensor) -> bool:
     bits = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested
     return tensor.layout is torch.strided and not bits and tensor.numel() > 0
 

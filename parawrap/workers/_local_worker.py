@@ -15,7 +15,7 @@ from parawrap.errors import RankDiedError
 from parawrap.launch import Job, Platform, add_note, launch, unpack
 from parawrap.workers._line import Arrival, Line, Message
 from parawrap.workers._serve import serve
-from parawrap.workers._worker_lane import Answer
+from parawrap.workers._worker_lane import Answer, ModelFile
 
 __all__ = ["LocalWorkers"]
 
@@ -64,9 +64,9 @@ class LocalWorker:
         """
         self._line.send(Message(word, value, number), address)
 
-    def send_model(self, number: int, file: int) -> None:
+    def send_model(self, number: int, file: ModelFile) -> None:
         """Send a pickled model."""
-        self._line.send(Message("model", None, number, file=file), "")
+        self._line.send(Message("model", None, number, file=file.number), "")
 
     def receive(self) -> Answer | None:
         """Wait for the next answer; None if the process has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import mmap
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ import torch
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
 from parawrap.launch import Device, Platform, Reservation, add_note, joined, unpack_from
 from parawrap.workers._ray_actor import Actor, loaded, packed_apart
-from parawrap.workers._worker_lane import Answer
+from parawrap.workers._worker_lane import Answer, ModelFile
 
 __all__ = ["RayWorkers", "devices_of"]
 
 _PLACING_S = 60.0  # for the start of an actor
-_LANES = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
+_FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
 _REMEDIES = {
     "seed": "seed torch before the block",
     "max_restarts": "use parallel(..., retries=...)",
@@ -47,7 +47,7 @@ def devices_of(platform: Platform) -> list[torch.device]:
         raise PlatformError(msg)
     default = Platform(device="ray")
     for name, value in vars(platform).items():
-        if name not in _LANES and value != getattr(default, name):
+        if name not in _FIELDS and value != getattr(default, name):
             msg = f"{name}={value!r}: this field has no meaning for a parallel block; {_REMEDIES.get(name, 'leave it out')}"
             raise PlatformError(msg)
     kind = "cuda:0" if platform.device == Device.GPU else "cpu"  # each actor sees its own GPU alone
@@ -64,7 +64,7 @@ class RayWorkers:
         self._ray: Any = None
         self._reservation: Reservation | None = None
         self._has_ended = False
-        self._model: tuple[int, Any] = -1, None
+        self._model: tuple[ModelFile | None, Any] = None, None
 
     def start(self, lane: int, seed: int) -> RayWorker:
         """Start the worker of a lane.
@@ -98,7 +98,7 @@ class RayWorkers:
         """Release the resources. A thread that waits for them raises LaunchError."""
         self._has_ended = True
         with self._changing:
-            reservation, self._reservation, self._model = self._reservation, None, (-1, None)
+            reservation, self._reservation, self._model = self._reservation, None, (None, None)
         if reservation is not None:
             reservation.end()
 
@@ -114,15 +114,16 @@ class RayWorkers:
             msg = f"{self._platform.name}: {why} while workers started"
             raise LaunchError(msg)
 
-    def _stored(self, file: int) -> Any:
+    def _stored(self, file: ModelFile) -> Any:
         """Return the reference of a packed model in the object store. All workers share it."""
         with self._changing:
-            inode = os.fstat(file).st_ino
-            if self._model[0] != inode:
+            if self._model[0] is not file:
                 import numpy as np
 
-                packed = os.pread(file, os.fstat(file).st_size, 0)
-                self._model = inode, self._ray.put(np.frombuffer(packed, dtype=np.uint8))
+                with mmap.mmap(file.number, 0, prot=mmap.PROT_READ) as packed:
+                    array = np.frombuffer(packed, dtype=np.uint8)
+                    self._model = file, self._ray.put(array)
+                    del array  # it refers to the mapping
             return self._model[1]
 
 
@@ -136,7 +137,7 @@ class RayWorker:
         device: torch.device,
         options: dict[str, Any],
         seed: int,
-        stored: Callable[[int], Any],
+        stored: Callable[[ModelFile], Any],
     ) -> None:
         self.label = f"worker {lane} on {device}"
         self.function = -1
@@ -163,7 +164,7 @@ class RayWorker:
         self._check_ray()
         self._sent.put((number, self._actor.answer.remote(word, parcel)))
 
-    def send_model(self, number: int, file: int) -> None:
+    def send_model(self, number: int, file: ModelFile) -> None:
         """Send a pickled model."""
         self._check_ray()
         self._sent.put((number, self._actor.take_model.remote(self._stored(file))))

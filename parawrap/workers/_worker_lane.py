@@ -25,7 +25,7 @@ import torch
 from parawrap.errors import ParawrapError, SessionError
 from parawrap.lanes import Lane, LaneFuture, Span, here, note
 
-__all__ = ["Answer", "Backlog", "Request", "Worker", "WorkerLane"]
+__all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane"]
 
 _AHEAD = 2  # requests per worker, so that the next one has arrived when an answer leaves
 _load = attrgetter("load")
@@ -43,6 +43,15 @@ class Answer(NamedTuple):
     read: Callable[[], Any]
 
 
+class ModelFile:
+    """An open file with a pickled model. A change of the model makes another one."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Worker(Protocol):
     """A process that answers requests in the order of sending. One thread sends at a time, and one thread receives."""
 
@@ -50,7 +59,7 @@ class Worker(Protocol):
     function: int  # the number of the last function that was sent
 
     @abstractmethod
-    def send_model(self, number: int, file: int) -> None:
+    def send_model(self, number: int, file: ModelFile) -> None:
         """Send a pickled model. Raises like `send`."""
 
     @abstractmethod

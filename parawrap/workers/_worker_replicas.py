@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
@@ -22,7 +23,7 @@ from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._server import Call, ModelTensor, Returned, WrittenBuffer, pickled_function
-from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
+from parawrap.workers._worker_lane import Backlog, ModelFile, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
 
 __all__ = ["WorkerReplicas", "Workers", "landed"]
@@ -51,7 +52,7 @@ class WorkerReplicas:
     """
 
     has_model = True
-    is_ready = True
+    is_ready = False
     generators: tuple[torch.Generator, ...] = ()
     structure = 0
 
@@ -72,7 +73,7 @@ class WorkerReplicas:
         self.end_workers = weakref.finalize(self, workers.end)
         self._started = 0
         self._changing = threading.Lock()
-        self._file: int | None = None  # the pickled model
+        self._file: ModelFile | None = None
         self._tensors: list[torch.Tensor] = []
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
@@ -82,8 +83,10 @@ class WorkerReplicas:
         self._is_unsent = True
 
     def ready(self) -> bool:
-        """True: a lazy module is sent after its first, plain call like any other change."""
-        return True
+        """False while a parameter waits for its first call, which runs plainly."""
+        tensors = () if not isinstance(self.target, torch.nn.Module) else self.target.parameters()
+        self.is_ready = not any(map(is_lazy, tensors))
+        return self.is_ready
 
     def stale(self) -> bool:
         """True if the target changed since the last `refresh`, or a lane has no worker."""
@@ -179,7 +182,7 @@ class WorkerReplicas:
             if self._file is None:
                 model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
                 try:
-                    self._file = packed(model, "model", "")
+                    self._file = ModelFile(packed(model, "model", ""))
                 except UnsendableError as error:
                     msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
                     raise UnsendableError(msg) from error.__cause__
@@ -251,7 +254,7 @@ class WorkerReplicas:
     def _drop_file(self) -> None:
         with self._changing:
             if self._file is not None:
-                os.close(self._file)
+                os.close(self._file.number)
                 self._file = None
 
 

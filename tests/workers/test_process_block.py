@@ -56,6 +56,17 @@ def test_map_runs_in_workers_and_keeps_order():
 
 
 @torch.no_grad()
+def test_lazy_module_is_sent_after_its_first_call():
+    """The first call gives a lazy module its parameters, in this process. Workers then have the same ones."""
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU()), torch.randn(8, 3)
+    with parallel(model, CPUS, workers="process", out_dims=0) as p:
+        first = model(x)
+        assert_close(model(x), first)
+        assert_close(p.submit(x).result(), first)
+        assert p.stats().plain == 1
+
+
+@torch.no_grad()
 def test_two_blocks_at_once_are_apart():
     """Two blocks on two models give each model's own output."""
     first, second, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(8, 3)
