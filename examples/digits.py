@@ -2,7 +2,7 @@
 
 Run it with ``make demo``. ``@wrapper`` starts two processes for training. Each trains on half of every batch, and rank 0
 returns the weights and the loss curve. Evaluation runs in this process, in a ``with parallel(...)`` block. The script
-writes three pictures to demo-output/: the loss curve, a confusion matrix, and a timeline of the lanes.
+writes to demo-output/: a picture of the loss curve, one of the confusion matrix, and a page with a timeline of the lanes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from parawrap import Parallel, Platform, current_rank, functional, parallel, wrapper
+from parawrap import Platform, current_rank, functional, parallel, wrapper
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
@@ -90,11 +90,11 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> None:
     """Stream the test images through the lanes, batch by batch."""
     with torch.no_grad(), parallel(model, LANES) as p:
-        with p.trace(OUTPUT / "lanes.json") as trace:
+        with p.trace(OUTPUT / "lanes.html"):
             scores = torch.cat(list(p.map(torch.split(images, 24), progress=True)))
         print(f"evaluated {len(images)} images through map:")
         print(p.stats())
-        draw_timeline(p, [(span.lane, span.start, span.end) for span in trace.spans])
+    print(f"timeline of the lanes: {OUTPUT / 'lanes.html'}")
     correct = (scores.argmax(1) == labels).float().mean().item()
     print(f"test accuracy {correct:.2%}")
     draw_confusion(labels, scores.argmax(1))
@@ -118,19 +118,6 @@ def draw_confusion(labels: Tensor, predicted: Tensor) -> None:
     display = ConfusionMatrixDisplay.from_predictions(labels.numpy(), predicted.numpy(), colorbar=False, cmap="Blues")
     display.ax_.set_title("Handwritten digits, test images")
     save(display.figure_, "confusion.png")
-
-
-def draw_timeline(p: Parallel[nn.Module], spans: list[tuple[int, int, int]]) -> None:
-    """Plot when each lane worked."""
-    figure, axes = plt.subplots(figsize=(9, 0.8 + 0.7 * len(p.devices)), layout="constrained")
-    first = min(start for _, start, _ in spans)
-    for lane, device in enumerate(p.devices):
-        bars = [((start - first) / 1e6, (end - start) / 1e6) for index, start, end in spans if index == lane]
-        axes.broken_barh(bars, (lane - 0.35, 0.7), facecolors=f"C{lane}", edgecolor="white", label=f"{device}")
-    axes.set_yticks(range(len(p.devices)), [f"lane {lane} ({device})" for lane, device in enumerate(p.devices)])
-    axes.set_xlabel("milliseconds")
-    axes.set_title("map: one bar per batch")
-    save(figure, "lanes.png")
 
 
 def save(figure: Figure, name: str) -> None:

@@ -10,7 +10,7 @@ from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import InPlace
 from parawrap.engine._session import Entry, Session
 from parawrap.engine._stats import LaneStats, Stats
-from parawrap.engine._timeline import Trace
+from parawrap.engine._timeline import Recorder, Span, Trace, Work
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.replicas import ReplicaSet, original_method
 
@@ -21,12 +21,15 @@ __all__ = [
     "LaneStats",
     "OutputFolder",
     "Prepare",
+    "Recorder",
     "ReplicaSet",
     "Session",
+    "Span",
     "Stats",
     "Stream",
     "StreamOptions",
     "Trace",
+    "Work",
     "as_call",
     "original_method",
     "stream",

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._session import Entry
+from parawrap.engine._timeline import Recorder
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import note
@@ -23,6 +24,8 @@ _END = object()
 class Stream(Protocol):
     """The part of a session that a stream uses."""
 
+    @property
+    def recorder(self) -> Recorder: ...
     def submit(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
     ) -> Future[Any]: ...
@@ -114,7 +117,8 @@ def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: 
             note(error, f"while batch {number} of the stream was read, counted from 0")
             raise
         if future is None:
-            future = _submit(session, entry, batch, options.prepare)
+            call = entry._replace(batch=number) if session.recorder.traces else entry
+            future = _submit(session, call, batch, options.prepare)
         hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
         flight = _Flight(number, future, batch if options.with_inputs else None, hint)
         del batch, future  # the source makes the next batch

@@ -19,8 +19,8 @@ from parawrap.engine._call_history import Generators, Kind, Kinds
 from parawrap.engine._plain_output import plain_output
 from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._timeline import Trace
-from parawrap.engine._whole_call import Prepare, WholeCall, as_call, originals_of
+from parawrap.engine._timeline import Recorder, Trace, Work
+from parawrap.engine._whole_call import Prepare, WholeCall, originals_of
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
     Lane,
@@ -65,12 +65,14 @@ class Entry(NamedTuple):
     """The functions that run a call of the target.
 
     `plain` is the call without parawrap. `in_lane` is the same for a lane that runs the target itself. `method` is the name
-    of a method of a replica; None calls the replica itself, including its hooks.
+    of a method of a replica; None calls the replica itself, including its hooks. `batch` is the number of a batch in its
+    stream, for traces.
     """
 
     plain: Callable[..., Any]
     method: str | None = None
     in_lane: Callable[..., Any] | None = None
+    batch: int | None = None
 
     def of(self, replica: Any) -> Callable[..., Any]:
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
@@ -159,6 +161,7 @@ class Session:
             self._lane_pool = pool = LanePool(self.devices, home)
         self.pool: Pool = pool
         self.tally = Tally(len(self.devices))
+        self.recorder = Recorder(target)
         self._refreshing = threading.Lock()
         self._kinds = Kinds()
         self._generators = Generators(self.devices)
@@ -227,6 +230,9 @@ class Session:
         if len(plan.sizes) != len(replicas):
             replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
         ways = [self._way_into(entry, replica, whole=whole) for replica in replicas]
+        if self.recorder.traces:
+            works = [self.recorder.work(entry.method, entry.batch, size) for size in plan.sizes]
+            ways = [self._recorded(*each) for each in zip(works, replicas, ways, strict=True)]
         if flat.on_cpu and self._stays_on_cpu:
             return list(map(partial, ways, *plan.columns(flat))), []
         devices = [self.devices[replica.lane] for replica in replicas]
@@ -369,8 +375,12 @@ class Session:
         return self.tally.stats(self.pool.lanes, fresh)
 
     def trace(self, path: str | Path) -> Trace:
-        """Return a recorder of when each lane works."""
-        return Trace(self.pool.lanes, path)
+        """Return a recorder of the calls of each lane."""
+        return Trace(self.recorder, self.pool.lanes, path)
+
+    def _recorded(self, work: Work, replica: LaneReplica, way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `way`, for tasks of the replica's lane, with a record of when it runs."""
+        return partial(self.recorder.run, work, replica.lane, way)
 
     # Plain calls, in the caller's thread
 
@@ -386,7 +396,10 @@ class Session:
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tally.plain()
-        output = entry.plain(*args, **kwargs)
+        plain = entry.plain
+        if self.recorder.records_plain_calls:
+            plain = partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, None), None, plain)
+        output = plain(*args, **kwargs)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 
     def _run_as_witness(
@@ -477,7 +490,7 @@ class Session:
         call = WholeCall(self, entry, replicas[lane.index], sources)
 
         def stage() -> None:
-            call.take(*self.cutters[entry.method].whole(*as_call(prepare(*batch))))
+            call.take(*self.cutters[entry.method].whole(*self.recorder.prepared(prepare, batch, entry.batch, lane.index)))
             call.place()
 
         return self._lane_pool.submit(lane, call.run, modes, stage, sources)
@@ -485,7 +498,7 @@ class Session:
     def _run_prepared(
         self, entry: Entry, replicas: Sequence[LaneReplica], batch: tuple[Any, ...], prepare: Prepare, lane: Lane
     ) -> Any:
-        args, kwargs = as_call(prepare(*batch))
+        args, kwargs = self.recorder.prepared(prepare, batch, entry.batch, lane.index)
         plan, _ = self.cutters[entry.method].whole(args, kwargs)
         return self._run_whole(entry, replicas, plan.rows, args, kwargs, lane)
 
@@ -493,7 +506,7 @@ class Session:
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
     ) -> Any:
         if prepare is not None:
-            args, kwargs = as_call(prepare(*args))
+            args, kwargs = self.recorder.prepared(prepare, args, entry.batch, None)
         return self._run_plainly(entry, args, kwargs)
 
     def _run_whole(
@@ -508,7 +521,10 @@ class Session:
         """Run a call whole as the task of a lane."""
         replica = replicas[lane.index]
         self.tally.whole(lane.index, rows)
-        output = self._way_into(entry, replica, whole=True)(*args, **kwargs)
+        way = self._way_into(entry, replica, whole=True)
+        if self.recorder.traces:
+            way = self._recorded(self.recorder.work(entry.method, entry.batch, rows), replica, way)
+        output = way(*args, **kwargs)
         output = with_originals(output, replica.original_of)
         return output if self.rules.keep_single else join([output], (1,), self.rules)
 

@@ -1,45 +1,146 @@
-"""A timeline of the lanes, in the format of Chrome tracing and Perfetto."""
+"""The timeline of a block: when each lane worked, and on which call."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from types import TracebackType
-from typing import Self
+from typing import Any, NamedTuple, Self
 
-from parawrap.lanes import Lane, Span
+import torch
 
-__all__ = ["Trace"]
+from parawrap import displays
+from parawrap.engine._whole_call import Prepare, as_call
+from parawrap.errors import ShardError
+from parawrap.lanes import Lane, here
+
+__all__ = ["Recorder", "Span", "Trace", "Work"]
+
+_CALLER = "caller's thread"
+
+
+class Work(NamedTuple):
+    """A call of a method: the number of its batch if it belongs to a stream, and its rows if they are known."""
+
+    method: str
+    batch: int | None
+    rows: int | None
+
+    def __str__(self) -> str:
+        batch = "" if self.batch is None else f", batch {self.batch}"
+        rows = "" if self.rows is None else f", {self.rows} row{'s' * (self.rows != 1)}"
+        return f"{self.method}{batch}{rows}"
+
+
+class Span(NamedTuple):
+    """A call of the model, or of `prepare`, in one lane.
+
+    Attributes:
+        lane: The index of the lane; None for a plain call, which runs in the caller's thread.
+        start: The start in nanoseconds, as ``time.perf_counter_ns``.
+        end: The end in nanoseconds.
+        work: The method, the number of the batch in its stream (counted from 0), and the number of rows. Batch and rows are
+            None if they are not known.
+        error: The name of the exception's type if the call raised; None otherwise.
+    """
+
+    lane: int | None
+    start: int
+    end: int
+    work: Work
+    error: str | None
+
+
+class Recorder:
+    """The open traces of a session. Thread-safe."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        name = getattr(target, "__name__", type(target).__name__)
+        self.title = f"{name} in lanes"
+        self._method = "forward" if isinstance(target, torch.nn.Module) else name
+        self.traces: list[Trace] = []
+
+    def work(self, method: str | None, batch: int | None, rows: int | None) -> Work:
+        """Describe a call. Without `method`, it is a call of the target itself."""
+        return Work(method or self._method, batch, rows)
+
+    @property
+    def records_plain_calls(self) -> bool:
+        """True if plain calls of this thread are recorded. A call inside a lane is part of that lane's span."""
+        return bool(self.traces) and here.lane is None
+
+    def run(self, work: Work, lane: int | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and record the call."""
+        start, error = perf_counter_ns(), None
+        try:
+            return function(*args, **kwargs)
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self.record(work, lane, start, perf_counter_ns(), error)
+            del error  # its traceback holds this frame
+
+    def prepared(
+        self, prepare: Prepare, batch: tuple[Any, ...], number: int | None, lane: int | None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments that `prepare` makes of a batch."""
+        if self.traces:
+            prepare = partial(self.run, Work("prepare", number, None), lane, prepare)
+        return as_call(prepare(*batch))
+
+    def record(self, work: Work, lane: int | None, start: int, end: int, error: BaseException | None) -> None:
+        """Add a span to all open traces."""
+        span = Span(lane, start, end, work, None if error is None else type(error).__name__)
+        for trace in tuple(self.traces):
+            trace.spans.append(span)
 
 
 class Trace:
-    """Records the work of each lane inside the ``with`` block, and writes the file at its end.
+    """Records the calls that begin and end inside its ``with`` block, and writes a file at the end of the block.
 
-    `spans` has one entry per task: the index of the lane, and the start and end in nanoseconds of
-    ``time.perf_counter_ns``.
+    `spans` has one entry per call and lane.
     """
 
-    def __init__(self, lanes: Sequence[Lane], path: str | Path) -> None:
+    def __init__(self, recorder: Recorder, lanes: Sequence[Lane], path: str | Path) -> None:
+        refusal = displays.refusal_of_path(path)
+        if refusal is not None:
+            msg = f"trace: {refusal}"
+            raise ShardError(msg)
+        self._recorder = recorder
         self._lanes = lanes
         self._path = Path(path)
         self.spans: list[Span] = []
 
+    def __repr__(self) -> str:
+        return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
+
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        for lane in self._lanes:
-            lane.recorders = (*lane.recorders, self.spans)
+        self._recorder.traces.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for lane in self._lanes:
-            lane.recorders = tuple(spans for spans in lane.recorders if spans is not self.spans)
-        names = [
-            {"name": "thread_name", "ph": "M", "pid": 0, "tid": lane.index, "args": {"name": str(lane)}}
-            for lane in self._lanes
+        self._recorder.traces.remove(self)
+        displays.write_timeline(self._path, self.timeline())
+
+    def timeline(self) -> displays.Timeline:
+        """Return the spans on one track per lane; plain calls are on a track of their own."""
+        tracks = [str(lane) for lane in self._lanes]
+        caller = len(tracks)
+        has_plain_calls = any(span.lane is None for span in self.spans)
+        spans = [
+            displays.Span(
+                track=caller if span.lane is None else span.lane,
+                start=span.start,
+                end=span.end,
+                name=str(span.work),
+                kind=span.work.method,
+                details={"batch": span.work.batch, "rows": span.work.rows, "error": span.error},
+            )
+            for span in self.spans
         ]
-        work = [
-            {"name": "work", "ph": "X", "pid": 0, "tid": s.lane, "ts": s.start / 1e3, "dur": (s.end - s.start) / 1e3}
-            for s in self.spans
-        ]
-        self._path.write_text(json.dumps({"traceEvents": [*names, *work]}))
+        if not has_plain_calls:
+            return displays.Timeline(self._recorder.title, tracks, spans)
+        return displays.Timeline(self._recorder.title, [*tracks, _CALLER], spans, asides=[caller])

@@ -30,7 +30,7 @@ from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,7 +41,7 @@ from parawrap.lanes._first_failure import Outcome, note
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, settle
 
-__all__ = ["Lane", "LanePool", "Span", "Task", "here"]
+__all__ = ["Lane", "LanePool", "Task", "here"]
 
 Errand = Callable[["Lane"], None]
 
@@ -70,14 +70,6 @@ class _Here(threading.local):
 here = _Here()
 
 
-class Span(NamedTuple):
-    """One task in a lane: when it ran, in nanoseconds of ``time.perf_counter_ns``."""
-
-    lane: int
-    start: int
-    end: int
-
-
 class Lane:
     """One device slot and, once a task was sent to it, its thread. Lives as long as its pool; shared between threads.
 
@@ -95,7 +87,6 @@ class Lane:
         self.given = 0
         self.tasks = 0
         self.busy_ns = 0
-        self.recorders: tuple[list[Span], ...] = ()
         self.thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
@@ -113,12 +104,9 @@ class Lane:
             # The first frame is this one, which tells a reader of the traceback nothing.
             return Outcome(error=error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         finally:
-            end = perf_counter_ns()
             here.lane = before
             self.tasks += 1
-            self.busy_ns += end - start
-            for spans in self.recorders:
-                spans.append(Span(self.index, start, end))
+            self.busy_ns += perf_counter_ns() - start
             self.busy.release()
 
     def wait_until_idle(self) -> None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from parawrap.errors import ParawrapError, SessionError
-from parawrap.lanes import Lane, LaneFuture, Span, here, note
+from parawrap.lanes import Lane, LaneFuture, here, note
 
 __all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane"]
 
@@ -84,16 +84,20 @@ class Worker(Protocol):
 
 
 class Request(ABC):
-    """A request to a worker. `future` gets the result. Errors of a whole call get a note on the lane."""
+    """A request to a worker. `future` gets the result. Errors of a whole call get a note on the lane.
+
+    While a trace is open, `record` takes the lane's index, the start and end of the work, and the error if it raised.
+    """
 
     is_call = False
     is_whole = False
-    __slots__ = ("deaths", "future", "number")
+    __slots__ = ("deaths", "future", "number", "record")
 
     def __init__(self) -> None:
         self.number = 0
         self.deaths = 0
         self.future = LaneFuture()
+        self.record: Callable[[int, int, int, BaseException | None], None] | None = None
 
     @abstractmethod
     def send(self, worker: Worker) -> None:
@@ -108,10 +112,14 @@ class Request(ABC):
         try:
             value = self.result(answer, lane)
         except BaseException as error:  # noqa: BLE001 (the reader of the future gets it)
+            if self.record is not None:
+                self.record(lane.index, answer.start, answer.end, error)
             if self.is_whole:
                 note(error, f"in {lane}")
             self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
         else:
+            if self.record is not None:
+                self.record(lane.index, answer.start, answer.end, None)
             self.future.set_result(value)
 
 
@@ -296,8 +304,6 @@ class WorkerLane(Lane):
     def _count(self, answer: Answer) -> None:
         self.tasks += 1
         self.busy_ns += answer.end - answer.start
-        for spans in self.recorders:
-            spans.append(Span(self.index, answer.start, answer.end))
 
     def _replace_worker(self) -> bool:
         """Start a worker, or another one in the place of a worker that ended. False if the lane is over."""

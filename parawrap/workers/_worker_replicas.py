@@ -296,13 +296,16 @@ class _Shard:
         self._method = method
         self._args = args
         self._kwargs = kwargs
+        self.record: Callable[[int, int, int, BaseException | None], None] | None = None  # as in `Request`
 
     def request(self, modes: Modes) -> Request:
         """Return the request for the worker."""
         is_first = self._replica.lane == 0
         sent = self._owner.packed_modes(modes)
         call = Call(self._method, None, sent, torch.get_rng_state(), is_first, self._args, self._kwargs)
-        return CallRequest(call, is_inference=modes.inference)
+        request = CallRequest(call, is_inference=modes.inference)
+        request.record = self.record
+        return request
 
     def land(self, returned: Returned) -> Any:
         """Take what the call left, and return its output."""

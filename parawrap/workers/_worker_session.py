@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 
-from parawrap.engine import Entry, Prepare, Session
+from parawrap.engine import Entry, Prepare, Session, Work
 from parawrap.errors import SessionError
 from parawrap.lanes import Lane, LaneFuture, Modes
 from parawrap.launch import Platform
@@ -61,7 +61,11 @@ class WorkerSession(Session):
         call = Call(entry.method, None, self._workers.packed_modes(modes), None, False, args, kwargs)
         numbered = None if prepare is None else self._numbered(prepare)
         read = partial(self._landed, rows, args, kwargs)
-        return self._worker_pool.submit(CallRequest(call, read, numbered, is_inference=modes.inference))
+        request = CallRequest(call, read, numbered, is_inference=modes.inference)
+        if self.recorder.traces:
+            known_rows = None if prepare is not None else rows
+            request.record = partial(self.recorder.record, self.recorder.work(entry.method, entry.batch, known_rows))
+        return self._worker_pool.submit(request)
 
     def cancel(self) -> None:
         """Drop submitted calls, and end the workers, also in the middle of a call."""
@@ -69,6 +73,10 @@ class WorkerSession(Session):
             lane.is_over = True  # it does not replace its worker any more
         self._workers.end_workers()  # a lane may be waiting for a cluster
         self._worker_pool.cancel()
+
+    def _recorded(self, work: Work, replica: Any, way: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `way`, which makes a lane's part of a call, with a record of when its worker is busy."""
+        return partial(_recorded_shard, partial(self.recorder.record, work), way)
 
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.target, Build) and not self.must_run_plainly():
@@ -121,3 +129,10 @@ def open_session(
     workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
     replicas = WorkerReplicas(target, workers, retries)
     return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device, verify=verify)
+
+
+def _recorded_shard(record: Callable[..., None], way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Return a lane's part of a call, with `record` for its request."""
+    shard = way(*args, **kwargs)
+    shard.record = record
+    return shard

@@ -400,7 +400,7 @@ def test_stats_can_be_read_after_the_block():
 
 def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
     """The file has one complete event per task and a name for each lane."""
-    path = tmp_path / "deep" / "lanes.json"
+    path = tmp_path / "lanes.json"
     with parallel(lambda x: x, THREE) as p:
         p(torch.zeros(6))
         with p.trace(path) as trace:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -15,8 +16,8 @@ import torch
 from parawrap.engine._plain_output import plain_output
 from parawrap.engine._session import Entry
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._timeline import Trace
-from parawrap.engine._whole_call import Prepare, as_call
+from parawrap.engine._timeline import Recorder, Trace
+from parawrap.engine._whole_call import Prepare
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError
@@ -61,6 +62,7 @@ class NeuronSession:
     ) -> None:
         self.devices = (_CPU,) * workers
         self.tally = Tally(workers)
+        self.recorder = Recorder(placed.model)
         self.pool = LanePool(self.devices, labels=[str(placed.cores[i % len(placed.cores)]) for i in range(workers)])
         self._placed = placed
         self._owns_placed = owns_placed
@@ -96,7 +98,7 @@ class NeuronSession:
             run = partial(self._run_in_turn, entry)
             expected = plain_output(run, plan, flat, _CPU, self.devices) if verifies else None
             shards = plan.scatter(flat, (_CPU,) * len(plan.sizes))
-            outputs = self._apply([self._task(entry, shard, index) for index, shard in enumerate(shards)])
+            outputs = self._apply([self._task(entry, *each) for each in zip(shards, plan.sizes, count())])
             output = self._gather(outputs, plan.sizes)
             self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
             if verifies:
@@ -142,8 +144,8 @@ class NeuronSession:
         return self.tally.stats(self.pool.lanes, Freshness())
 
     def trace(self, path: str | Path) -> Trace:
-        """Return a recorder of when each lane works."""
-        return Trace(self.pool.lanes, path)
+        """Return a recorder of the calls of each lane."""
+        return Trace(self.recorder, self.pool.lanes, path)
 
     def in_use(self) -> AbstractContextManager[None]:
         """Keep the model on its cores inside the block, for a call that is about to be made."""
@@ -173,9 +175,16 @@ class NeuronSession:
         with intra_op_threads(self.pool.threads):
             return join(outputs, sizes, self._rules, self._output_device)
 
-    def _task(self, entry: Entry, shard: Shard, index: int) -> Task:
+    def _task(self, entry: Entry, shard: Shard, rows: int, index: int) -> Task:
         cores = self._placed.cores
-        return partial(entry.of(self._placed.on(cores[index % len(cores)])), *shard.args, **shard.kwargs)
+        call = entry.of(self._placed.on(cores[index % len(cores)]))
+        return partial(self._recorded(entry, rows, index % len(self.devices), call), *shard.args, **shard.kwargs)
+
+    def _recorded(self, entry: Entry, rows: int, lane: int | None, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `call`; while a trace is open, with a record of when it runs."""
+        if not self.recorder.traces:
+            return call
+        return partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, rows), lane, call)
 
     def _run_here(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole call in the caller's thread."""
@@ -185,7 +194,8 @@ class NeuronSession:
     def _run_in_turn(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
         """Run a whole call on the next core in turn."""
         shards, plan = self._whole(entry, args, kwargs)
-        return self._joined(entry.of(self._placed.in_turn()), shards, plan.sizes)
+        lane = None if here.lane is None else here.lane.index
+        return self._joined(entry, self._placed.in_turn(), shards, plan.sizes, lane)
 
     def _whole_task(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Lane], Any]:
         """Return the task that runs a whole call in a lane."""
@@ -195,15 +205,16 @@ class NeuronSession:
 
     def _run_prepared(self, entry: Entry, batch: tuple[Any, ...], prepare: Prepare, lane: Lane) -> Any:
         with self._placed.in_use():
-            return self._whole_task(entry, *as_call(prepare(*batch)))(lane)
+            return self._whole_task(entry, *self.recorder.prepared(prepare, batch, entry.batch, lane.index))(lane)
 
     def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
         cores = self._placed.cores
         self.tally.whole(lane.index, sum(sizes))
-        return self._joined(entry.of(self._placed.on(cores[lane.index % len(cores)])), shards, sizes)
+        return self._joined(entry, self._placed.on(cores[lane.index % len(cores)]), shards, sizes, lane.index)
 
-    def _joined(self, call: Callable[..., Any], shards: Sequence[Shard], sizes: Sequence[int]) -> Any:
-        outputs = [call(*shard.args, **shard.kwargs) for shard in shards]
+    def _joined(self, entry: Entry, model: Any, shards: Sequence[Shard], sizes: Sequence[int], lane: int | None) -> Any:
+        calls = [self._recorded(entry, rows, lane, entry.of(model)) for rows in sizes]
+        outputs = [call(*shard.args, **shard.kwargs) for call, shard in zip(calls, shards, strict=True)]
         as_it_is = len(outputs) == 1 and self._rules.keep_single
         return outputs[0] if as_it_is else self._gather(outputs, sizes)
 

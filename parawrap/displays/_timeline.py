@@ -1,0 +1,225 @@
+"""Timelines: spans of time on tracks, as a page for browsers, and as a trace for chrome://tracing and ui.perfetto.dev."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Span", "Timeline", "read_timeline", "refusal_of_path", "write_timeline"]
+
+_SUFFIXES = (".html", ".json")
+_PLACE_OF_DATA = "/* data */"
+_US = 1000  # nanoseconds per microsecond
+
+
+class Span(NamedTuple):
+    """A piece of work on one track.
+
+    Attributes:
+        track: The index of the track.
+        start: The start in nanoseconds. All spans of a timeline use the same clock.
+        end: The end in nanoseconds.
+        name: The text in the picture.
+        kind: Spans of one kind have one color.
+        details: Further facts by name: strings, numbers, or None. The detail "error" marks a failure.
+    """
+
+    track: int
+    start: int
+    end: int
+    name: str
+    kind: str
+    details: Mapping[str, Any] = {}
+
+
+class Timeline(NamedTuple):
+    """Tracks, by their labels, and the spans on them, in any order.
+
+    Tracks whose index is in `asides` have no idle time, because they have other things to do.
+    """
+
+    title: str
+    tracks: Sequence[str]
+    spans: Sequence[Span]
+    asides: Collection[int] = ()
+
+    @property
+    def duration(self) -> int:
+        """Nanoseconds from the first start to the last end."""
+        return max((span.end for span in self.spans), default=0) - self.start
+
+    @property
+    def start(self) -> int:
+        """The first start."""
+        return min((span.start for span in self.spans), default=0)
+
+    @property
+    def slowest(self) -> int | None:
+        """The index of the longest span; None without spans."""
+        return max(range(len(self.spans)), key=lambda index: self.spans[index].end - self.spans[index].start, default=None)
+
+    def gaps(self) -> list[list[tuple[int, int]]]:
+        """Return when each track is idle, as pairs of start and end between the first start and the last end."""
+        busy: list[list[tuple[int, int]]] = [[] for _ in self.tracks]
+        for span in self.spans:
+            busy[span.track].append((span.start, span.end))
+        began, ended = self.start, self.start + self.duration
+        return [_gaps_between(sorted(of_track), began, ended) for of_track in busy]
+
+    def __str__(self) -> str:
+        """Return one line for each track, with its idle time, and one for the slowest span."""
+        if self.slowest is None:
+            return f"{self.title}: no spans"
+        counts, width = Counter(span.track for span in self.spans), max(map(len, self.tracks))
+        lines = [f"{self.title}: {len(self.spans)} spans in {_time(self.duration)}"]
+        for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
+            idle = sum(end - start for start, end in gaps)
+            share = 100 * idle / self.duration if self.duration else 0
+            of_idle = "" if track in self.asides else f"  idle {_time(idle):>9} ({share:.0f}%)"
+            lines.append(f"  {label:<{width}}  {counts[track]:>6} spans{of_idle}")
+        span = self.spans[self.slowest]
+        lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}")
+        return "\n".join(lines)
+
+
+def _gaps_between(busy: Sequence[tuple[int, int]], began: int, ended: int) -> list[tuple[int, int]]:
+    gaps, busy_until = [], began
+    for start, end in (*busy, (ended, ended)):
+        if start > busy_until:
+            gaps.append((busy_until, start))
+        busy_until = max(busy_until, end)
+    return gaps
+
+
+def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
+    """Return why `write_timeline` cannot write a file at this path, and what to do; None if it can."""
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        return f"{str(path)!r} does not end with .html (a page for browsers) or .json (a trace for ui.perfetto.dev)"
+    if not path.parent.is_dir():
+        return f"the folder of {str(path)!r} does not exist. Create {str(path.parent)!r} first"
+    return None
+
+
+def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
+    """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``. Replaces an existing file."""
+    path = Path(path)
+    text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """Read a trace with complete events, such as one of `write_timeline`.
+
+    Raises:
+        ValueError: If the file is not a trace, or has no complete events.
+    """
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed = content if isinstance(content, list) else content["traceEvents"]
+        events = [event for event in listed if event.get("ph") == "X"]
+        named = {_track_of(event): event["args"]["name"] for event in listed if event.get("name") == "thread_name"}
+        numbers = {key: number for number, key in enumerate(dict.fromkeys((*named, *map(_track_of, events))))}
+        spans = [
+            Span(
+                numbers[_track_of(event)],
+                start := round(event["ts"] * _US),
+                start + round(event["dur"] * _US),
+                str(event["name"]),
+                str(event.get("cat") or event["name"]),
+                event.get("args", {}),
+            )
+            for event in events
+        ]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        msg = (
+            f"{str(path)!r} is not a trace in Chrome's format. Give a .json file that p.trace or Platform(trace=...) wrote"
+        )
+        raise ValueError(msg) from error
+    if not spans:
+        msg = f"{str(path)!r} has no complete events (ph is 'X'), so there is nothing to show"
+        raise ValueError(msg)
+    other = content.get("otherData", {}) if isinstance(content, dict) else {}
+    tracks = [str(named.get(key, f"track {key[1]}")) for key in numbers]
+    return Timeline(other.get("title", path.name), tracks, spans, other.get("asides", ()))
+
+
+def _track_of(event: Mapping[str, Any]) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _trace(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline in the format of Chrome and Perfetto, which counts in microseconds."""
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": track, "args": {"name": label}}
+        for track, label in enumerate(timeline.tracks)
+    ]
+    work = [
+        {
+            "name": span.name,
+            "cat": span.kind,
+            "ph": "X",
+            "pid": 0,
+            "tid": span.track,
+            "ts": span.start / _US,
+            "dur": (span.end - span.start) / _US,
+            "args": _known(span.details),
+        }
+        for span in timeline.spans
+    ]
+    return {"traceEvents": [*names, *work], "otherData": {"title": timeline.title, "asides": sorted(timeline.asides)}}
+
+
+def _page(timeline: Timeline) -> str:
+    """Return a page that needs no other file and no network."""
+    kinds = list(dict.fromkeys(span.kind for span in timeline.spans))
+    began = timeline.start
+    data = {
+        "title": timeline.title,
+        "duration": timeline.duration / _US,
+        "slowest": timeline.slowest,
+        "kinds": kinds,
+        "tracks": [
+            {
+                "label": label,
+                "gaps": None if track in timeline.asides else [[(at - began) / _US for at in gap] for gap in gaps],
+            }
+            for track, (label, gaps) in enumerate(zip(timeline.tracks, timeline.gaps(), strict=True))
+        ],
+        "spans": [
+            [
+                span.track,
+                (span.start - began) / _US,
+                (span.end - span.start) / _US,
+                span.name,
+                kinds.index(span.kind),
+                _known(span.details),
+            ]
+            for span in timeline.spans
+        ],
+    }
+    template = (files("parawrap.displays") / "timeline.html").read_text(encoding="utf-8")
+    inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text of the data ends the script element
+    return template.replace(_PLACE_OF_DATA, inert)
+
+
+def _known(details: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in details.items() if value is not None}
+
+
+def _time(nanoseconds: float) -> str:
+    for unit, size in (("s", 1e9), ("ms", 1e6)):
+        if nanoseconds >= size:
+            return f"{nanoseconds / size:.3g} {unit}"
+    return f"{nanoseconds / 1e3:.3g} us"
