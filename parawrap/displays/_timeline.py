@@ -6,13 +6,13 @@ import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Span", "Timeline", "read_timeline", "refusal_of_path", "write_timeline"]
+__all__ = ["TIMELINE_SUFFIXES", "Span", "Timeline", "read_timeline", "refusal_of_path", "write_timeline"]
 
-_SUFFIXES = (".html", ".json")
+TIMELINE_SUFFIXES = ".html", ".json"
+_TEMPLATE = Path(__file__).with_name("timeline.html")
 _PLACE_OF_DATA = "/* data */"
 _US = 1000  # nanoseconds per microsecond
 
@@ -99,7 +99,7 @@ def _gaps_between(busy: Sequence[tuple[int, int]], began: int, ended: int) -> li
 def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     """Return why `write_timeline` cannot write a file at this path, and what to do; None if it can."""
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
+    if path.suffix not in TIMELINE_SUFFIXES:
         return f"{str(path)!r} does not end with .html (a page for browsers) or .json (a trace for ui.perfetto.dev)"
     if not path.parent.is_dir():
         return f"the folder of {str(path)!r} does not exist. Create {str(path.parent)!r} first"
@@ -209,7 +209,7 @@ def _page(timeline: Timeline) -> str:
             for span in timeline.spans
         ],
     }
-    template = (files("parawrap.displays") / "timeline.html").read_text(encoding="utf-8")
+    template = _TEMPLATE.read_text(encoding="utf-8")
     inert = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no text of the data ends the script element
     return template.replace(_PLACE_OF_DATA, inert)
 

@@ -26,6 +26,7 @@ from parawrap.launch import (
     current_rank,
     inside_a_rank,
     launch,
+    numbered_traces,
     preview,
     run_inline,
 )
@@ -223,7 +224,7 @@ class _Calls:
         if max_parallel is not None and max_parallel < 1:
             msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
             raise ValueError(msg)
-        jobs = [self._job((config,), {}) for config in configs]
+        jobs = numbered_traces([self._job((config,), {}) for config in configs])
         for job in jobs:
             _check(job)
         return launch_each(jobs, max_parallel)

@@ -14,6 +14,7 @@ from parawrap.launch.clusters._ray_reservation import Reservation, joined
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
 from parawrap.launch.messages._rank_errors import add_note, pack_exception, traceback_of
+from parawrap.launch.supervision._launch_timeline import numbered_traces
 from parawrap.launch.supervision._watched_launch import cancel_all, cancel_launches
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "launch",
     "launch_array",
     "memory_file",
+    "numbered_traces",
     "pack_exception",
     "packed",
     "pickled_apart",

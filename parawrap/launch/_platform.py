@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
+from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
 from parawrap.launch._launcher_registry import LAUNCHERS
@@ -70,6 +71,9 @@ class Platform:
             ``sbatch`` options by their long names.
         console_logs: A folder for log files. Each launch makes a subfolder with one file per rank: ``rank-0.log``, and so
             on.
+        trace: A path for a timeline of the start, meeting, run, and teardown of each rank: a page (``.html``), or a trace
+            for ui.perfetto.dev (``.json``). Each launch replaces the file at its end. The launches of ``map`` write one
+            file each, such as ``launch-0.html``. ``inline`` and ``"env"`` write none.
         verbose: True to show the ranks' output, with the rank in front of each line.
         print_ranks: The ranks to show, such as ``(0,)``. None shows all. `Launch.logs` keeps the output of every rank.
         upon_finish: Called without arguments in this process after all ranks have returned. Its exceptions are logged.
@@ -108,6 +112,7 @@ class Platform:
     timeout_min: float | None = None
     slurm_additional_parameters: Mapping[str, Any] | None = None
     console_logs: str | Path | None = None
+    trace: str | Path | None = None
     verbose: bool = True
     print_ranks: Sequence[int] | None = None
     upon_finish: Callable[[], object] | None = None
@@ -256,6 +261,10 @@ def _check_texts(platform: Platform) -> None:
         isinstance(platform.console_logs, (str, Path)) and str(platform.console_logs)
     ):
         _refuse("console_logs", platform.console_logs, "give the path of a folder, or None")
+    if platform.trace is not None and not (
+        isinstance(platform.trace, (str, Path)) and Path(platform.trace).suffix in TIMELINE_SUFFIXES
+    ):
+        _refuse("trace", platform.trace, f"give a path that ends with {' or '.join(TIMELINE_SUFFIXES)}, or None")
     if not isinstance(platform.verbose, bool):
         _refuse("verbose", platform.verbose, "give True or False")
     if platform.upon_finish is not None and not callable(platform.upon_finish):

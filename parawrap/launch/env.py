@@ -36,7 +36,7 @@ from parawrap.launch.ranks._set_up_rank import Place, set_up
 __all__ = ["launcher"]
 
 _REQUEUE_WAIT_S = 60.0  # Slurm ends the processes of a requeued job well before this
-_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None}
+_NOT_OURS = {"max_restarts": 0, "hang_timeout_s": None, "console_logs": None, "trace": None}
 _log = logging.getLogger("parawrap.launch")
 
 _calls = count()

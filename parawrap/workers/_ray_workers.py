@@ -27,6 +27,7 @@ _REMEDIES = {
     "seed": "seed torch before the block",
     "max_restarts": "use parallel(..., retries=...)",
     "timeout_min": "use future.result(timeout)",
+    "trace": "use p.trace(...)",
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from parawrap import RankResults, wrapper
+from parawrap.displays import read_timeline
 from tests.contract import scenarios
 from tests.contract.harness import Observation, wait_for_reports
 
@@ -34,6 +35,7 @@ def described(launcher, tmp_path_factory):
         kwargs={"b": "two", "folder": folder},
         verbose=True,
         console_logs=folder / "logs",
+        trace=folder / "trace.json",
         upon_finish=finished,
     )
     assert launcher.name != "local" or threading.active_count() == before
@@ -141,6 +143,21 @@ def test_logs_have_the_output_of_each_rank(launcher, described):
     for rank, text in enumerate(texts):
         assert set(text.splitlines()) <= set(observation.logs[rank].splitlines())
         assert (logs / f"rank-{rank}.log").read_text() == observation.logs[rank]
+
+
+def test_trace_has_the_phases_of_each_rank(launcher, described):
+    """The timeline has the start, meeting, run, and teardown of each rank. Under torchrun and inline, there is no file."""
+    path = described[1] / "trace.json"
+    if launcher.unable("keep output"):
+        assert not path.exists()
+        return
+    timeline = read_timeline(path)
+    ranks = [label.split(" on ")[0] for label in timeline.tracks[1:]]
+    assert ranks == [f"rank {rank}" for rank in range(launcher.world_size)]
+    for track in range(1, launcher.world_size + 1):
+        spans = sorted(span[1:4] for span in timeline.spans if span.track == track)
+        assert [name for _, _, name in spans] == ["start", "meeting", "run", "teardown"]
+        assert all(start <= end for start, end, _ in spans)
 
 
 def test_upon_finish_is_called_once_where_the_launch_was_made(launcher, described):

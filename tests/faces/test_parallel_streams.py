@@ -417,14 +417,91 @@ def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
 
 
 def test_a_trace_is_written_after_an_exception(tmp_path):
-    """The file has the events from before the exception."""
+    """The file has the spans of the call that raised, with the type of the exception."""
 
     def fail(x):
         raise ZeroDivisionError
 
     with parallel(fail, TWO) as p, pytest.raises(ZeroDivisionError), p.trace(tmp_path / "t.json"):
         p(torch.zeros(6))
-    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    errors = [event["args"]["error"] for event in json.loads((tmp_path / "t.json").read_text())["traceEvents"][2:]]
+    assert errors == ["ZeroDivisionError"]  # the first call runs its lanes in turns, up to the first failure
+
+
+def test_spans_are_named_by_method_batch_and_rows(tmp_path):
+    """Cut calls have the rows of each shard, batches of a stream their number, and plain calls no lane."""
+
+    class Net(nn.Linear):
+        def embed(self, x):
+            return self(x)
+
+    model = Net(4, 2)
+    with torch.no_grad(), parallel(model, TWO, out_dims=0, methods=("forward", "embed")) as p:
+        with p.trace(tmp_path / "t.json") as trace:
+            model(torch.zeros(7, 4))
+            list(p.method("embed").map([torch.zeros(rows, 4) for rows in (1, 5)]))
+            p.method("forward").submit(torch.zeros(3, 4)).result()
+            model(torch.zeros(1, 4))
+        works = {(span.lane is None, *span.work) for span in trace.spans}
+    assert works == {
+        (False, "forward", None, 4),
+        (False, "forward", None, 3),
+        (False, "embed", 0, 1),
+        (False, "embed", 1, 5),
+        (True, "forward", None, None),
+    }
+    assert [str(span.work) for span in trace.spans if span.work.batch is not None] == [
+        "embed, batch 0, 1 row",
+        "embed, batch 1, 5 rows",
+    ]
+
+
+def test_a_function_has_its_name_in_a_trace(tmp_path):
+    """The spans of a function have its name. A call of the target inside a lane is part of the lane's span."""
+
+    def doubled(x):
+        return p(x[:, 0]) if x.dim() == 2 else 2 * x
+
+    with parallel(doubled, TWO, out_dims=0) as p, p.trace(tmp_path / "t.json") as trace:
+        p(torch.zeros(4, 1))
+    assert sorted((span.lane, span.work.method) for span in trace.spans) == [(0, "doubled"), (1, "doubled")]
+
+
+def test_prepare_is_a_span_of_its_own(tmp_path):
+    """`prepare` and the call of the model are separate spans of the same batch, one after the other."""
+    with parallel(lambda x: x, TWO) as p, p.trace(tmp_path / "t.json") as trace:
+        list(p.map([torch.zeros(3)] * 4, prepare=lambda batch: batch + 1))
+    for number in range(4):
+        prepare, call = (span for span in trace.spans if span.work.batch == number)
+        assert prepare.work.method == "prepare"
+        assert (prepare.lane, call.work.rows) == (call.lane, 3)
+        assert prepare.end <= call.start
+
+
+def test_traces_may_overlap(tmp_path):
+    """Each of two open traces has the calls inside its own block."""
+    with parallel(lambda x: x, TWO, out_dims=0) as p:
+        with p.trace(tmp_path / "outer.json") as outer:
+            p(torch.zeros(4))
+            with p.trace(tmp_path / "inner.json") as inner:
+                p(torch.zeros(4))
+        p(torch.zeros(4))
+    assert len(outer.spans) == 4
+    assert len(inner.spans) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("gone/t.html", r"the folder of '.*gone/t\.html' does not exist\. Create '.*gone' first"),
+        ("t.png", "does not end with"),
+    ],
+)
+def test_a_trace_that_cannot_be_written_is_refused(tmp_path, name, match):
+    """`trace` raises ShardError before the block, and creates nothing."""
+    with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=match):
+        p.trace(tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------------

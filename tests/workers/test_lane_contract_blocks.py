@@ -910,14 +910,26 @@ def test_stats_count_prepared_rows(lanes):
         assert sum(lane.rows for lane in p.stats().lanes) == 3 * 2
 
 
+@torch.no_grad()
 def test_trace_has_the_spans_of_each_lane(lanes, tmp_path):
-    """The timeline has one span per task, inside the time of the block."""
-    with lanes(double, out_dims=0) as p:
-        p(torch.randn(8, 4))
+    """The timeline has one span per lane and call, with the batch, the rows, and the type of an exception."""
+    model = nn.Linear(4, 4)
+    with lanes(model, out_dims=0) as p:
+        model(torch.randn(8, 4))
         with p.trace(tmp_path / "lanes.json") as trace:
             for _ in range(2):
-                p(torch.randn(8, 4))
-    assert sorted(span.lane for span in trace.spans) == [0, 0, 1, 1]
+                model(torch.randn(7, 4))
+            list(p.map([torch.randn(3, 4)]))
+            with pytest.raises(RuntimeError):
+                p.submit(torch.randn(2, 5)).result()
+    *cut, of_map, failed = trace.spans
+    assert sorted((span.lane, *span.work) for span in cut) == [
+        *[(0, "forward", None, 4)] * 2,
+        *[(1, "forward", None, 3)] * 2,
+    ]
+    assert of_map.work == ("forward", 0, 3)
+    assert failed.work == ("forward", None, 2)
+    assert [span.error for span in trace.spans] == [None] * 5 + ["RuntimeError"]
     assert all(0 < span.start <= span.end for span in trace.spans)
     events = json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
     assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1}

@@ -134,7 +134,9 @@ class JobFollower:
         while ending.requeued and not self._cancelled.is_set():
             self._start += 1
             self._note_start()
+            times = ending.times
             ending = self._follow_start()
+            ending = replace(ending, times=[*times, *ending.times])
         return ending
 
     def _follow_start(self) -> Ending:

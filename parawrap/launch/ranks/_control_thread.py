@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from parawrap.launch._platform import Platform
 from parawrap.launch.messages._message_socket import Wire, close_in_forked_children, is_readable
 from parawrap.launch.ranks._preemption import Preemption
 from parawrap.launch.ranks._rank_assignment import Assignment
@@ -81,6 +82,11 @@ class Control:
     def _restore_sigterm(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def note_phase(self, name: str, platform: Platform) -> None:
+        """Report the begin of a phase, for the launch's timeline."""
+        if platform.trace is not None:
+            self._wire.send("reached", (name, time.time()))
 
     def function_ended(self) -> None:
         """Stop interrupting the main thread: from now on it only reports and exits."""

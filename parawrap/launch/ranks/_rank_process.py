@@ -31,7 +31,7 @@ from parawrap.launch.messages._message_socket import Wire
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.ranks._cluster_signals import heed_signals
 from parawrap.launch.ranks._control_thread import Control, EndOrdered
-from parawrap.launch.ranks._preemption import Preemption, RequeueRequested
+from parawrap.launch.ranks._preemption import RequeueRequested
 from parawrap.launch.ranks._process_groups import Rendezvous, open_store
 from parawrap.launch.ranks._rank_assignment import Assignment
 from parawrap.launch.ranks._set_up_rank import Place, set_up
@@ -103,7 +103,7 @@ def _report(assignment: Assignment, files: Sequence[int], control: Control, spar
     try:
         try:
             control.start()
-            result = _run(assignment, files, control.preemption, spare)
+            result = _run(assignment, files, control, spare)
         finally:
             control.function_ended()
             _free(spare)
@@ -134,13 +134,14 @@ def _description(error: BaseException) -> dict[str, Any]:
     }
 
 
-def _run(assignment: Assignment, files: Sequence[int], preemption: Preemption, spare: list[int]) -> int:
+def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: list[int]) -> int:
     """Set up the process, call the function, and return a file with the pickled result."""
     payload, *line = files
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
-    with being(replace(_set_up_process(assignment, job.platform), preemption=preemption)):
+    with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
+        control.note_phase("run", job.platform)
         result = job.call(*line)
         _join_threads()
         _free(spare)
@@ -157,7 +158,7 @@ def _unpacked(payload: int) -> Job:
         os.close(payload)
 
 
-def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
+def _set_up_process(assignment: Assignment, platform: Platform, control: Control) -> Rank:
     """Set up logging, threads, and environment variables of this process, then the rank itself (`set_up`)."""
     place = assignment.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
@@ -170,6 +171,7 @@ def _set_up_process(assignment: Assignment, platform: Platform) -> Rank:
     meeting = assignment.meeting
     if meeting is None:
         return set_up(place, platform, None)
+    control.note_phase("meeting", platform)
     store = torch.distributed.PrefixStore(f"{place.restart}", open_store(meeting, place.world_size))
     try:
         return set_up(place, platform, store)

@@ -11,6 +11,7 @@ from parawrap.launch._launch_handle import RankResults
 from parawrap.launch._platform import Platform
 from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_failure, values_of
 from parawrap.launch.messages._rank_errors import add_note
+from parawrap.launch.supervision._launch_timeline import RankTimes
 
 __all__ = ["Ending", "verdict"]
 
@@ -29,6 +30,7 @@ class Ending:
         stuck: True if the launch was ended because its ranks waited for ranks that had returned.
         broken: The reason why ranks could not be started.
         requeued: True if the ranks exited to be restarted by the cluster.
+        times: When the phases of each rank began, in all attempts.
     """
 
     outcomes: Mapping[int, Outcome]
@@ -40,6 +42,7 @@ class Ending:
     stuck: bool = False
     broken: str | None = None
     requeued: bool = False
+    times: Sequence[RankTimes] = ()
 
     def close(self) -> None:
         """Close the files of results and exceptions."""

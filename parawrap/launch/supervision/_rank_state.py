@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from parawrap.launch.messages._first_rank_failure import Outcome
 from parawrap.launch.supervision._local_node import Node
@@ -22,6 +22,7 @@ class RankState:
         ordered_to_end: True if the rank was ordered to end before its function had ended.
         killed: True if the supervisor killed the rank.
         stacks: The stacks of the rank's threads at the last request.
+        began: When each phase of the rank began, as in `RankTimes`.
         answered: How often `should_checkpoint` had returned False when the rank was preempted.
     """
 
@@ -36,6 +37,7 @@ class RankState:
     ordered_to_end: bool = False
     owes_stacks: bool = False
     killed: bool = False
+    began: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_running(self) -> bool:

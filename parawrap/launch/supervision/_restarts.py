@@ -15,6 +15,7 @@ from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, R
 from parawrap.launch.ranks._rank_assignment import Assignment
 from parawrap.launch.supervision._event_loop import Loop
 from parawrap.launch.supervision._launch_outcome import Ending
+from parawrap.launch.supervision._launch_timeline import RankTimes
 from parawrap.launch.supervision._local_node import Node
 from parawrap.launch.supervision._rank_state import RankState
 from parawrap.launch.supervision._supervisor import Supervisor
@@ -69,6 +70,7 @@ class Run:
         self._requeues = requeues
         self.failures = failures
         self._history: list[str] = []
+        self._times: list[RankTimes] = []
         limit = platform.timeout_min
         self._up_at = None if limit is None else time.monotonic() + 60 * limit
         self._cancelled = False
@@ -108,6 +110,7 @@ class Run:
         try:
             while True:
                 self._attempt.run()
+                self._times += self._attempt.times(self.restart)
                 wants_more = self._wants_more()
                 is_unfinished = wants_more or self._may_restart()
                 if self._cancelled and is_unfinished:
@@ -200,6 +203,7 @@ class Run:
             stuck=attempt.stuck,
             broken=attempt.broken,
             requeued=requeued,
+            times=self._times,
         )
 
 

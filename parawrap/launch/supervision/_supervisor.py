@@ -29,6 +29,7 @@ from parawrap.launch.messages._first_rank_failure import (
 from parawrap.launch.ranks._control_thread import FORCED
 from parawrap.launch.ranks._rank_assignment import Assignment
 from parawrap.launch.supervision._event_loop import Loop
+from parawrap.launch.supervision._launch_timeline import RankTimes
 from parawrap.launch.supervision._rank_state import RankState
 from parawrap.launch.supervision._stall_hints import StandstillHint
 
@@ -106,6 +107,14 @@ class Supervisor:
         """Return the stacks that were collected at a time limit or a deadlock."""
         return {state.rank: state.stacks for state in self._states if state.stacks is not None}
 
+    def times(self, restart: int) -> list[RankTimes]:
+        """Return when the phases of each started rank began, in the attempt after `restart` others."""
+        return [
+            RankTimes(state.rank, restart, state.node.host, state.began, _failure_in(state.outcome))
+            for state in self._states
+            if state.began
+        ]
+
     @property
     def given_up(self) -> bool:
         """True if the supervisor ended the attempt for another reason than the outcome of a rank."""
@@ -117,6 +126,7 @@ class Supervisor:
         """Start all ranks. If one cannot be started, end the others and raise."""
         try:
             for state in self._states:
+                state.began["start"] = time.time()
                 state.node.start(assignment_of(state.rank), self)
         except BaseException:
             self.end()
@@ -260,6 +270,8 @@ class Supervisor:
             self._last_sign = time.monotonic()
         elif word == "stacks":
             self._on_stacks(state, body)
+        elif word == "reached":
+            phase, state.began[phase] = body
         elif word == "still":
             self._hint.on_still()
         elif word == "where":
@@ -275,6 +287,7 @@ class Supervisor:
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         state = self._states[rank]
         state.is_alive = False
+        state.began["end"] = time.time()
         if state.outcome is None:
             self._settle(state, self._died(state, code, lost_with))
 
@@ -305,6 +318,7 @@ class Supervisor:
             state.transcript.record(outcome.traceback)
             if self.preempted and state.ordered_to_end:  # the rank was late, and its clean-up failed
                 outcome = Ended(outcome.at)
+        state.began["teardown"] = outcome.at
         with self._changed:
             state.outcome = self._outcomes[state.rank] = outcome
             if self.timed_out is None and not self.stuck:
@@ -357,6 +371,10 @@ class Supervisor:
             self.end()
         elif self._end_at is None:
             self._end_at = time.monotonic() + _ECHO_WAIT_S
+
+
+def _failure_in(outcome: Outcome | None) -> str | None:
+    return outcome.summary if isinstance(outcome, (Raised, Died)) else None
 
 
 def _caused_by_order(state: RankState, code: int | None) -> bool:

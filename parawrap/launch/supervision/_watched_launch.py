@@ -6,6 +6,7 @@ import atexit
 import math
 import os
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ from parawrap.launch.ranks._set_up_rank import Place
 from parawrap.launch.supervision import _stall_hints
 from parawrap.launch.supervision._interruptible_event import Latch
 from parawrap.launch.supervision._launch_outcome import Ending, verdict
+from parawrap.launch.supervision._launch_timeline import trace_path, write_trace
 from parawrap.launch.supervision._restarts import Run
 from parawrap.launch.supervision._transcript import Transcript, new_log_folder
 
@@ -52,6 +54,8 @@ class WatchedLaunch(Launch[Any]):
         self._reading = threading.Lock()
         self._known: Ending | BaseException | None = None
         self._verdict: RankResults[Any] | BaseException | None = None
+        self._submitted = time.time()
+        self._trace = trace_path(job.platform)
         self.log_folder = new_log_folder(job.platform, job.name)
         self._transcripts = _transcripts(job.platform, self.log_folder)
         self._watch = threading.Thread(target=self._run, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
@@ -96,6 +100,8 @@ class WatchedLaunch(Launch[Any]):
                 self._known = self._watched()
             finally:
                 self._finish_transcripts()
+            if self._trace is not None:
+                write_trace(self._trace, self._job.name, self._submitted, self._known.times)
             if self._known.is_success:
                 self._job.finish()
         except BaseException as error:  # noqa: BLE001 (raised by `results`)

@@ -1,0 +1,153 @@
+"""Timelines: idle times, the two file formats, and paths that are refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from parawrap.displays import Span, Timeline, read_timeline, refusal_of_path, write_timeline
+
+MS = 1_000_000
+
+
+def span(track, start, end, name="forward", **details):
+    return Span(track, start * MS, end * MS, name, "forward", details)
+
+
+def timeline(*spans, tracks=("lane 0", "lane 1"), asides=()):
+    return Timeline("a block", tracks, spans, asides)
+
+
+def data_of(page):
+    """Return the data that a page holds."""
+    _, _, rest = page.partition('<script id="data" type="application/json">')
+    return json.loads(rest.partition("</script>")[0])
+
+
+def test_gaps_are_the_idle_times_of_each_track():
+    """Overlapping spans count once. The window begins with the first span of all tracks, and ends with the last one."""
+    made = timeline(span(0, 10, 30), span(0, 20, 25), span(0, 40, 50), span(1, 12, 20), span(1, 20, 60))
+    assert made.gaps() == [[(30 * MS, 40 * MS), (50 * MS, 60 * MS)], [(10 * MS, 12 * MS)]]
+    assert made.duration == 50 * MS
+
+
+def test_track_without_spans_is_idle_all_the_time():
+    """A lane that got no call has one gap."""
+    assert timeline(span(0, 0, 5)).gaps() == [[], [(0, 5 * MS)]]
+
+
+def test_text_names_idle_times_and_the_slowest_span():
+    """`str` has one line per track and one for the slowest span. An aside has no idle time."""
+    made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", asides=[2])
+    assert str(made).splitlines() == [
+        "a block: 3 spans in 40 ms",
+        "  a       1 spans  idle     10 ms (25%)",
+        "  b       1 spans  idle     30 ms (75%)",
+        "  c       1 spans",
+        "  slowest: forward, c, 40 ms",
+    ]
+
+
+def test_timeline_without_spans_has_a_text():
+    """No division by the duration, which is 0."""
+    assert str(timeline()) == "a block: no spans"
+
+
+def test_trace_is_read_as_it_was_written(tmp_path):
+    """A .json file keeps the title, the tracks, the spans, and the asides."""
+    made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), asides=[1])
+    write_timeline(tmp_path / "t.json", made)
+    assert read_timeline(tmp_path / "t.json") == Timeline("a block", ["lane 0", "lane 1"], list(made.spans), [1])
+
+
+def test_trace_has_the_format_of_chrome(tmp_path):
+    """Complete events in microseconds, and a thread name for each track, also for a lane without spans."""
+    write_timeline(tmp_path / "t.json", timeline(span(0, 1, 3, "forward, 4 rows", rows=4, batch=None)))
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 0, "args": {"name": "lane 0"}},
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "lane 1"}},
+        {
+            "name": "forward, 4 rows",
+            "cat": "forward",
+            "ph": "X",
+            "pid": 0,
+            "tid": 0,
+            "ts": 1000,
+            "dur": 2000,
+            "args": {"rows": 4},
+        },
+    ]
+
+
+def test_page_has_the_data_of_the_timeline(tmp_path):
+    """Times in the page begin at 0, and are in microseconds. An aside has no gaps."""
+    write_timeline(tmp_path / "t.html", timeline(span(0, 10, 30, rows=4), span(1, 20, 30), asides=[1]))
+    data = data_of((tmp_path / "t.html").read_text())
+    assert data["tracks"] == [{"label": "lane 0", "gaps": []}, {"label": "lane 1", "gaps": None}]
+    assert data["spans"] == [[0, 0, 20000, "forward", 0, {"rows": 4}], [1, 10000, 10000, "forward", 0, {}]]
+    assert (data["duration"], data["slowest"], data["kinds"]) == (20000, 0, ["forward"])
+
+
+def test_page_refers_to_nothing_outside(tmp_path):
+    """The page loads no script, style, font, or picture."""
+    write_timeline(tmp_path / "t.html", timeline(span(0, 1, 2)))
+    page = (tmp_path / "t.html").read_text()
+    assert not any(word in page for word in ("http:", "https:", "src=", "@import", "url("))
+
+
+def test_names_cannot_end_the_data_of_a_page(tmp_path):
+    """Text that looks like HTML stays text."""
+    name = "</script><script>alert(1)</script><!--"
+    write_timeline(tmp_path / "t.html", timeline(span(0, 1, 2, name), tracks=[name, "lane 1"]))
+    page = (tmp_path / "t.html").read_text()
+    assert name not in page
+    data = data_of(page)
+    assert data["spans"][0][3] == data["tracks"][0]["label"] == name
+
+
+def test_writing_replaces_a_file_and_leaves_no_other(tmp_path):
+    """The second timeline replaces the first one. A write that fails keeps the old file."""
+    path = tmp_path / "t.json"
+    for end in (2, 3):
+        write_timeline(path, timeline(span(0, 1, end)))
+    with pytest.raises(TypeError):
+        write_timeline(path, timeline(span(0, 1, 9, value={1})))
+    assert read_timeline(path).duration == 2 * MS
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_trace_of_another_program_is_read(tmp_path):
+    """Events in a bare list, with named and unnamed threads. Other events are left out."""
+    named = {"ph": "M", "name": "thread_name", "pid": 7, "tid": 1, "args": {"name": "main"}}
+    events = [{"ph": "X", "name": "aten::mm", "pid": 7, "tid": tid, "ts": 5.5, "dur": 1.25} for tid in (2, 1)]
+    (tmp_path / "t.json").write_text(json.dumps([named, *events, {"ph": "i", "name": "mark", "ts": 1}]))
+    read = read_timeline(tmp_path / "t.json")
+    assert (read.title, read.tracks) == ("t.json", ["main", "track 2"])
+    assert [(each.track, each.start, each.end) for each in read.spans] == [(1, 5500, 6750), (0, 5500, 6750)]
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("{", "is not a trace in Chrome's format"),
+        ("[1]", "is not a trace in Chrome's format"),
+        ('{"x": []}', "is not a trace in Chrome's format"),
+        ('[{"ph": "X", "name": "a"}]', "is not a trace in Chrome's format"),
+        ("[]", "has no complete events"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, match):
+    """ValueError names the file and the expected format."""
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(ValueError, match=match):
+        read_timeline(tmp_path / "t.json")
+
+
+def test_paths_that_cannot_be_written_are_refused(tmp_path):
+    """The suffix decides on the format, and the folder must exist."""
+    assert refusal_of_path(tmp_path / "t.html") is refusal_of_path(str(tmp_path / "t.json")) is None
+    assert "does not end with .html" in refusal_of_path(tmp_path / "t.txt")
+    assert f"Create {str(tmp_path / 'gone')!r} first" in refusal_of_path(tmp_path / "gone" / "t.html")
+    (tmp_path / "file").touch()
+    assert "does not exist" in refusal_of_path(tmp_path / "file" / "t.html")
