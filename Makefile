@@ -11,7 +11,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 # Tests on real clusters start dozens of processes, and wait minutes for schedulers. Long tests run with them.
 CLUSTERS := contract or slurm or ray or long
 
-.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-clusters test-xla fuzz lint bench bench-cuda docs clean
+.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-clusters test-xla fuzz lint bench bench-cuda docs pictures clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -48,6 +48,11 @@ test-packages: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,packages]'
 	$(BIN)/python -m pytest $(WITH_PACKAGES)
 
+# Open pages in a headless browser. The tests skip without Debian's package chromium.
+test-pages: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,browser]'
+	$(BIN)/python -m pytest tests/displays
+
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
 # that it writes covers all launchers.
@@ -83,6 +88,11 @@ bench-cuda:
 docs: $(STAMP)
 	$(BIN)/towncrier build --draft --version next
 	$(BIN)/python -m pytest docs README.md
+
+# Draw the pictures of docs/. Needs Debian's package chromium.
+pictures: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,browser]'
+	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info

@@ -2,7 +2,7 @@
 
 Run it with ``make demo``. ``@wrapper`` starts two processes for training. Each trains on half of every batch, and rank 0
 returns the weights and the loss curve. Evaluation runs in this process, in a ``with parallel(...)`` block. The script
-writes to demo-output/: a picture of the loss curve, one of the confusion matrix, and a page with a timeline of the lanes.
+writes to demo-output/: pictures of the loss curve and of the confusion matrix, and timelines of the ranks and of the lanes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from parawrap import Platform, current_rank, functional, parallel, wrapper
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-RANKS = Platform(device="cpu", n_cpus=2)  # Platform(device="gpu") uses every GPU of the machine
+OUTPUT = Path("demo-output")
+RANKS = Platform(device="cpu", n_cpus=2, trace=OUTPUT / "launch.html")  # device="gpu" uses every GPU of the machine
 LANES = ["cpu", "cpu"]  # ["cuda:0", "cuda:1"] on a machine with two GPUs; None uses every accelerator
 EPOCHS = 12
 BATCH = 128
-OUTPUT = Path("demo-output")
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -94,7 +94,7 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> None:
             scores = torch.cat(list(p.map(torch.split(images, 24), progress=True)))
         print(f"evaluated {len(images)} images through map:")
         print(p.stats())
-    print(f"timeline of the lanes: {OUTPUT / 'lanes.html'}")
+    print(f"wrote {OUTPUT / 'lanes.html'}, a timeline of the lanes")
     correct = (scores.argmax(1) == labels).float().mean().item()
     print(f"test accuracy {correct:.2%}")
     draw_confusion(labels, scores.argmax(1))
@@ -122,7 +122,6 @@ def draw_confusion(labels: Tensor, predicted: Tensor) -> None:
 
 def save(figure: Figure, name: str) -> None:
     """Write a picture, and print its path."""
-    OUTPUT.mkdir(exist_ok=True)
     figure.savefig(OUTPUT / name, dpi=120)
     plt.close(figure)
     print(f"wrote {OUTPUT / name}")
@@ -130,6 +129,7 @@ def save(figure: Figure, name: str) -> None:
 
 def main() -> None:
     """Train, evaluate, and plot."""
+    OUTPUT.mkdir(exist_ok=True)
     train_images, train_labels, test_images, test_labels = digits()
     print(train.dry_run(train_images, train_labels))
     start = time.perf_counter()
@@ -138,6 +138,7 @@ def main() -> None:
     weights, curve = trained
     print(f"trained {EPOCHS} epochs of {len(train_images)} images in {RANKS.world_size} ranks, batches of {BATCH},")
     print(f"  in {time.perf_counter() - start:.2f} s with the start of the ranks; loss {curve[0]:.3f} to {curve[-1]:.3f}")
+    print(f"wrote {RANKS.trace}, a timeline of the ranks")
     draw_curve(curve)
     model = cnn()
     model.load_state_dict(weights)

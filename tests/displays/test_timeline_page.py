@@ -35,7 +35,7 @@ def view(window):
 def place_of(window, index):
     """Return the middle of a span in the window, in pixels."""
     x, y = window.run(
-        f"(([s, r]) => [r.left + 1 + (x(s.start) + x(s.end)) / 2, r.top + tracks[s.track].top + LABEL + ROW * (s.row + 0.5)])"
+        f"(([s, r]) => [r.left + 1 + (x(s.start) + x(s.end)) / 2, r.top + tracks[s.track].top + LABEL + ROW / 2])"
         f"([spans[{index}], canvas.getBoundingClientRect()])"
     )
     return x, y
