@@ -31,22 +31,22 @@ from parawrap.errors import (
     UnsendableError,
     VerifyError,
 )
-from parawrap.faces.collate import default_collate, tp_collate
-from parawrap.faces.data_parallel import DataParallel, data_parallel
-from parawrap.faces.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
-from parawrap.faces.parallel import Parallel, parallel
-from parawrap.faces.parallel_wrapper import ParallelWrapper
-from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
-from parawrap.faces.tuples import cat, transpose
-from parawrap.faces.tuplewise import Tuplewise
-from parawrap.shards import register_split
 
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
+    from parawrap.faces.collate import default_collate, tp_collate
     from parawrap.faces.compare import Comparison, compare
+    from parawrap.faces.data_parallel import DataParallel, data_parallel
+    from parawrap.faces.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
+    from parawrap.faces.parallel import Parallel, parallel
+    from parawrap.faces.parallel_wrapper import ParallelWrapper
     from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
+    from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
+    from parawrap.faces.tuples import cat, transpose
+    from parawrap.faces.tuplewise import Tuplewise
     from parawrap.faces.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
+    from parawrap.shards import register_split
     from parawrap.workers import build
 
 __all__ = [
@@ -106,28 +106,34 @@ __all__ = [
     "wrapper",
 ]
 
-
-_LAUNCHING = ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank")
-_LATER = {
-    **dict.fromkeys(("Comparison", "compare"), "parawrap.faces.compare"),
-    **dict.fromkeys(
-        ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"), "parawrap.faces.scatter_gather"
-    ),
-    "Wrapper": "parawrap.faces.wrapper",
-    "wrapper": "parawrap.faces.wrapper",
-    "build": "parawrap.workers",
-    **dict.fromkeys(_LAUNCHING, "parawrap.launch"),
+_MODULES = ("cpu", "functional", "neuron")
+_NAMES_IN = {
+    "parawrap.faces.collate": ("default_collate", "tp_collate"),
+    "parawrap.faces.compare": ("Comparison", "compare"),
+    "parawrap.faces.data_parallel": ("DataParallel", "data_parallel"),
+    "parawrap.faces.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),
+    "parawrap.faces.parallel": ("Parallel", "parallel"),
+    "parawrap.faces.parallel_wrapper": ("ParallelWrapper",),
+    "parawrap.faces.scatter_gather": ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"),
+    "parawrap.faces.tuple_parallel": ("TupleParallel", "tuple_fn"),
+    "parawrap.faces.tuples": ("cat", "transpose"),
+    "parawrap.faces.tuplewise": ("Tuplewise",),
+    "parawrap.faces.wrapper": ("Wrapper", "wrapper"),
+    "parawrap.launch": ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank"),
+    "parawrap.shards": ("register_split",),
+    "parawrap.workers": ("build",),
 }
+_MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """Import the parts that many programs do not use when they are first accessed."""
-    if name in ("cpu", "functional", "neuron"):
+    """Import a part when a name of it is first used. ``parawrap --help`` then does not wait for torch."""
+    if name in _MODULES:
         return importlib.import_module(f"parawrap.{name}")
-    if name not in _LATER:
+    if name not in _MODULE_OF:
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
-    value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
     return value
 
 

@@ -35,7 +35,8 @@ ALLOWED = {
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
-    "cli": {"displays", "faces", "launch", "engine", "_version"},
+    "cli": {"displays", "faces", "launch", "backends", "."},
+    "__main__": {"cli"},
     ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron", "workers"},
 }
 

@@ -76,12 +76,12 @@ class Timeline(NamedTuple):
         if self.slowest is None:
             return f"{self.title}: no spans"
         counts, width = Counter(span.track for span in self.spans), max(map(len, self.tracks))
-        lines = [f"{self.title}: {len(self.spans)} spans in {_time(self.duration)}"]
+        lines = [f"{self.title}: {_spans(len(self.spans))} in {_time(self.duration)}"]
         for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
             idle = sum(end - start for start, end in gaps)
             share = 100 * idle / self.duration if self.duration else 0
             of_idle = "" if track in self.asides else f"  idle {_time(idle):>9} ({share:.0f}%)"
-            lines.append(f"  {label:<{width}}  {counts[track]:>6} spans{of_idle}")
+            lines.append(f"  {label:<{width}}  {_spans(counts[track]):>12}{of_idle}")
         span = self.spans[self.slowest]
         lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}")
         return "\n".join(lines)
@@ -216,6 +216,10 @@ def _page(timeline: Timeline) -> str:
 
 def _known(details: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in details.items() if value is not None}
+
+
+def _spans(count: int) -> str:
+    return f"{count} span{'s' * (count != 1)}"
 
 
 def _time(nanoseconds: float) -> str:

@@ -42,9 +42,9 @@ def test_text_names_idle_times_and_the_slowest_span():
     made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", asides=[2])
     assert str(made).splitlines() == [
         "a block: 3 spans in 40 ms",
-        "  a       1 spans  idle     10 ms (25%)",
-        "  b       1 spans  idle     30 ms (75%)",
-        "  c       1 spans",
+        "  a        1 span  idle     10 ms (25%)",
+        "  b        1 span  idle     30 ms (75%)",
+        "  c        1 span",
         "  slowest: forward, c, 40 ms",
     ]
 

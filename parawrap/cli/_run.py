@@ -1,0 +1,176 @@
+"""``parawrap run``: launch a function, and print the result of each rank."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from parawrap.cli._usage_error import UsageError
+from parawrap.errors import PlatformError
+
+if TYPE_CHECKING:
+    from parawrap.faces.wrapper import Launchable
+
+__all__ = ["EXAMPLES", "HELP", "add_options", "run"]
+
+HELP = "Launch a function, and print the result of each rank"
+EXAMPLES = """arguments after -- are Python values: 0.1 is a number, [1, 2] a list, and other text a string. NAME=VALUE is a
+keyword argument. If the function is decorated with @wrapper, the options change the fields of its platform.
+
+examples:
+  parawrap run train:main --device cpu --n 2 -- 0.1 epochs=3
+  parawrap run jobs/train.py:main --device slurm --nodes 2 --n 4 --set partition=long
+  parawrap run train:main --device gpu --dry-run
+"""
+_OPTIONS = {
+    "device": "cpu, gpu, mps, neuron, slurm, or ray",
+    "launcher": "local, slurm, ray, or env",
+    "name": "the name of the job on a cluster",
+    "trace": "a .html or .json file for the timeline of the ranks",
+}
+_WITH_CPUS = "cpu", "slurm", "ray"  # the devices whose ranks need no accelerator
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of this subcommand."""
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="a module or a .py file, and a function in it")
+    for name, text in _OPTIONS.items():
+        parser.add_argument(f"--{name}", help=text)
+    parser.add_argument("--n", type=int, help="ranks per node: n_cpus of a CPU platform, n_gpus of others")
+    parser.add_argument("--nodes", type=int, dest="n_nodes", help="the number of machines")
+    parser.add_argument("--timeout-min", type=float, dest="timeout_min", help="minutes until the launch is ended")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field of Platform; may be repeated"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="describe the launch, and start nothing")
+    parser.add_argument("--inline", action="store_true", help="run in this process as rank 0 of 1, for a debugger")
+
+
+def run(given: argparse.Namespace) -> int:
+    """Launch the function. An exception of a rank is printed with its traceback, and gives exit code 1."""
+    function = _found(given.target)
+    args, kwargs = _arguments(given.rest)
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+        launchable = _launchable(function, given)
+        if given.dry_run:
+            print(launchable.dry_run(*args, **kwargs))
+            return 0
+    except PlatformError as error:
+        raise UsageError(str(error)) from error
+    except TypeError as error:
+        msg = f"{given.target}: {error}"
+        raise UsageError(msg) from error
+    try:
+        results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
+    except Exception:  # noqa: BLE001 (the function may raise anything)
+        traceback.print_exc()
+        return 1
+    for rank, result in enumerate(results):
+        print(f"rank {rank}: {result!r}")
+    return 0
+
+
+def _found(target: str) -> Callable[..., Any]:
+    """Import a module or a file, and return its function.
+
+    Raises:
+        UsageError: If there is no such module, file, or function.
+    """
+    place, colon, name = target.rpartition(":")
+    if not (colon and place and name):
+        msg = f"{target!r} does not name a function. Give MODULE:FUNCTION, such as train:main or jobs/train.py:main"
+        raise UsageError(msg)
+    module = _imported_file(Path(place)) if place.endswith(".py") else _imported(place, Path.cwd())
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        known = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        msg = f"{place!r} has no function {name!r}. It has {', '.join(known) or 'no functions'}"
+        raise UsageError(msg)
+    return function  # type: ignore[no-any-return]
+
+
+def _imported_file(path: Path) -> Any:
+    if not path.is_file():
+        msg = f"there is no file {str(path)!r}"
+        raise UsageError(msg)
+    module = _imported(path.stem, path.resolve().parent)
+    if Path(module.__file__ or "").resolve() != path.resolve():
+        msg = f"{path.stem!r} is the name of another module, {module.__file__}. Rename {str(path)!r}"
+        raise UsageError(msg)
+    return module
+
+
+def _imported(name: str, folder: Path) -> Any:
+    sys.path.insert(0, str(folder))  # ranks get it too
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        msg = f"there is no module {name!r} in {folder} or on sys.path"
+        raise UsageError(msg) from error
+
+
+def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+    """Return positional and keyword arguments."""
+    args, kwargs = [], {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if equals and name.isidentifier():
+            kwargs[name] = _value(value)
+        else:
+            args.append(_value(text))
+    return args, kwargs
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
+    """Return the decorated function. Options change the platform that it has, or make one."""
+    from parawrap.faces.wrapper import wrapper
+    from parawrap.launch import Platform
+
+    own = getattr(function, "platform", None)
+    if not isinstance(own, Platform):
+        return wrapper(Platform(**_changes(given, "auto")))(function)
+    changes = _changes(given, own.device)
+    return wrapper(replace(own, **changes))(function.__wrapped__) if changes else function
+
+
+def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Return the fields of Platform that the options name. `device` is the kind of device without them."""
+    named = {name: getattr(given, name) for name in (*_OPTIONS, "n_nodes", "timeout_min")}
+    changes = {name: value for name, value in named.items() if value is not None}
+    for text in given.set:
+        name, equals, value = text.partition("=")
+        if not equals:
+            msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
+            raise UsageError(msg)
+        changes[name] = _value(value)
+    if given.n is not None:
+        changes[_count_of(changes.get("device", device))] = given.n
+    return changes
+
+
+def _count_of(device: str) -> str:
+    """Return the field of Platform that counts the ranks of a node."""
+    from parawrap.launch import Platform
+
+    kind = Platform().device if device == "auto" else device
+    return "n_cpus" if kind in _WITH_CPUS else "n_gpus"

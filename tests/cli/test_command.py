@@ -1,0 +1,129 @@
+"""The command line as a whole: help, completion, wrong usage, and Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.cli.conftest import ROOT
+
+SUBCOMMANDS = ["doctor", "run", "timeline", "completion"]
+
+
+def test_help_lists_the_subcommands_and_examples(parawrap):
+    """`parawrap --help` has each subcommand, and examples."""
+    shown = parawrap("--help")
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in SUBCOMMANDS)
+    assert "examples:" in shown.stdout
+
+
+@pytest.mark.parametrize("name", SUBCOMMANDS)
+def test_each_subcommand_has_examples(parawrap, name):
+    """The help of a subcommand ends with examples of its own."""
+    shown = parawrap(name, "--help")
+    assert shown.returncode == 0
+    assert f"parawrap {name} " in shown.stdout.partition("examples:")[2]
+
+
+@pytest.mark.parametrize("args", ['["--help"]', '["run", "--help"]', '["completion", "bash"]', '["timeline", "none.json"]'])
+def test_help_does_not_import_torch(args):
+    """Help, completion, and timelines do not wait for torch."""
+    code = f"""
+import sys
+from parawrap.cli import main
+try:
+    main({args})
+except SystemExit:
+    pass
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_version_is_that_of_the_package(parawrap):
+    """`parawrap --version` prints the package's version."""
+    import parawrap as package
+
+    assert parawrap("--version").stdout == f"parawrap {package.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "the following arguments are required: COMMAND"),
+        (("doctr",), "invalid choice: 'doctr'"),
+        (("doctor", "--", "1"), "doctor takes no arguments after --"),
+        (("completion", "cmd"), "invalid choice: 'cmd'"),
+        (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
+    ],
+)
+def test_wrong_usage_has_one_line_and_exit_code_2(parawrap, args, message):
+    """The message names the wrong value. There is no traceback."""
+    shown = parawrap(*args)
+    assert shown.returncode == 2
+    assert message in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_completion_is_a_script(parawrap):
+    """The script for bash is valid, and knows the subcommands and their options."""
+    script = parawrap("completion", "bash").stdout
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    assert all(word in script for word in (*SUBCOMMANDS, "--dry-run"))
+
+
+def test_completion_without_its_package_names_it(parawrap, tmp_path):
+    """Without shtab, the message says what to install."""
+    (tmp_path / "shtab.py").write_text("raise ImportError")
+    shown = parawrap("completion", "bash", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert shown.returncode == 2
+    assert "pip install 'parawrap[cli]'" in shown.stderr
+
+
+def test_ctrl_c_ends_a_launch_without_a_traceback(tmp_path, parawrap):
+    """Ctrl-C gives exit code 130, one word, and no process that survives."""
+    started = tmp_path / "started"
+    command = [sys.executable, "-m", "parawrap", "run", "train:forever", "--device", "cpu", "--", str(started)]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": ROOT},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    while not (started.exists() and started.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in errors
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_colors_are_for_terminals(tmp_path):
+    """The states of checks are colored on a terminal, unless NO_COLOR is set, and never in a pipe."""
+    code = "from parawrap.cli._doctor import _colored; print(_colored('ok', 'ok'))"
+
+    def shown_on_terminal(**environ):
+        reader, writer = pty.openpty()
+        run = {"cwd": ROOT, "check": True, "env": {**os.environ, "TERM": "xterm", **environ}}
+        subprocess.run([sys.executable, "-c", code], stdout=writer, **run)
+        os.close(writer)
+        shown = os.read(reader, 100)
+        os.close(reader)
+        return shown.strip()
+
+    assert shown_on_terminal(NO_COLOR="") == b"\x1b[32mok\x1b[0m"
+    assert shown_on_terminal(NO_COLOR="1") == b"ok"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout == b"ok\n"
