@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from parawrap import Platform, current_rank, parallel, wrapper
 
 IMAGES = Path(__file__).parent / "images"
 WIDTH = 1000
+RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
 def normalized(batch: torch.Tensor) -> torch.Tensor:
@@ -41,9 +43,25 @@ def train() -> None:
 
 def launch(path: Path) -> None:
     """Launch a function in two ranks, and write the timeline."""
-    launched = wrapper(Platform(device="cpu", n_cpus=2, trace=path, verbose=False))(train)
+    launched = wrapper(replace(RANKS, trace=path))(train)
     launched()
     launched()  # from the warm process
+
+
+def notebook(path: Path) -> None:
+    """Write a page with the tables that a notebook shows."""
+    launch = wrapper(RANKS)(square).submit()
+    launched = launch.results()
+    with torch.no_grad(), parallel(nn.Linear(16, 4), ["cpu", "cpu"], out_dims=0) as p:
+        list(p.map(torch.randn(640, 16).split(64)))
+    tables = [value._repr_html_() for value in (launch, launched, p.stats())]
+    path.write_text(f"<body style='font:14px sans-serif;margin:16px'>{'<br>'.join(tables)}</body>")
+
+
+def square() -> int:
+    """Return the square of the rank's number."""
+    print("computing a square")
+    return current_rank().global_rank ** 2
 
 
 def draw(page: Page, path: Path, name: str) -> None:
@@ -53,15 +71,18 @@ def draw(page: Page, path: Path, name: str) -> None:
     page.screenshot(path=IMAGES / name, full_page=True)
 
 
+PICTURES = {block: "timeline.png", launch: "launch.png", notebook: "notebook.png"}
+
+
 def main() -> None:
-    """Write docs/images/timeline.png and docs/images/launch.png."""
+    """Write the pictures to docs/images."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": WIDTH, "height": 200})
-        for make in (block, launch):
+        for make, name in PICTURES.items():
             path = Path(folder, f"{make.__name__}.html")
             make(path)
-            draw(page, path, {"block": "timeline.png", "launch": "launch.png"}[make.__name__])
+            draw(page, path, name)
         browser.close()
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
     "launch": {"displays", "backends"},
     "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
-    "faces": {"workers", "engine", "launch", "shards", "lanes", "tree", "backends"},
+    "faces": {"displays", "workers", "engine", "launch", "shards", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},

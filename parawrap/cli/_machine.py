@@ -82,7 +82,7 @@ def _memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
             return int((root / name).read_text())
-        except (OSError, ValueError):  # "max" is no limit
+        except (OSError, ValueError):  # not there, or "max"
             pass
     return None
 

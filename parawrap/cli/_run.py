@@ -36,7 +36,7 @@ _OPTIONS = {
     "name": "the name of the job on a cluster",
     "trace": "a .html or .json file for the timeline of the ranks",
 }
-_WITH_CPUS = "cpu", "slurm", "ray"  # the devices whose ranks need no accelerator
+_WITH_CPUS = "cpu", "slurm", "ray"  # devices with ranks on CPUs, unless n_gpus is set
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def _found(target: str) -> Callable[..., Any]:
     """Import a module or a file, and return its function.
 
     Raises:
-        UsageError: If there is no such module, file, or function.
+        UsageError: If the module, the file, or the function does not exist.
     """
     place, colon, name = target.rpartition(":")
     if not (colon and place and name):
@@ -102,7 +102,7 @@ def _found(target: str) -> Callable[..., Any]:
 
 def _imported_file(path: Path) -> Any:
     if not path.is_file():
-        msg = f"there is no file {str(path)!r}"
+        msg = f"the file {str(path)!r} does not exist"
         raise UsageError(msg)
     module = _imported(path.stem, path.resolve().parent)
     if Path(module.__file__ or "").resolve() != path.resolve():
@@ -118,7 +118,7 @@ def _imported(name: str, folder: Path) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        msg = f"there is no module {name!r} in {folder} or on sys.path"
+        msg = f"module {name!r} was not found in {folder} or on sys.path"
         raise UsageError(msg) from error
 
 

@@ -1,4 +1,4 @@
-"""The trials of ``parawrap doctor``: a block, a launch, and a block on workers, each in a process of its own.
+"""The trials of ``parawrap doctor``: a block, a launch, and a block on workers, each in a separate process.
 
 ``python -m parawrap.cli._trials NAME`` runs one trial, and prints its result as JSON on the last line.
 """

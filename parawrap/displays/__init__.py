@@ -1,5 +1,15 @@
-"""What people look at: timelines as pages and traces. Knows names and times, and no lanes, ranks, or tensors."""
+"""Pages, traces, and tables for people. This package knows names and numbers, but not lanes, ranks, or tensors."""
 
+from parawrap.displays._table import Table, shortened
 from parawrap.displays._timeline import TIMELINE_SUFFIXES, Span, Timeline, read_timeline, refusal_of_path, write_timeline
 
-__all__ = ["TIMELINE_SUFFIXES", "Span", "Timeline", "read_timeline", "refusal_of_path", "write_timeline"]
+__all__ = [
+    "TIMELINE_SUFFIXES",
+    "Span",
+    "Table",
+    "Timeline",
+    "read_timeline",
+    "refusal_of_path",
+    "shortened",
+    "write_timeline",
+]

@@ -40,7 +40,7 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
     """Tracks, by their labels, and the spans on them, in any order.
 
-    Tracks whose index is in `asides` have no idle time, because they have other things to do.
+    `asides` are indices of tracks without idle times: their threads have other things to do.
     """
 
     title: str

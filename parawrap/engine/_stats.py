@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from parawrap.displays import Table
 from parawrap.lanes import Lane
 from parawrap.replicas import Freshness
 
@@ -28,7 +29,7 @@ class LaneStats:
     busy_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
 
@@ -48,14 +49,23 @@ class Stats:
     copied_bytes: int
     lanes: tuple[LaneStats, ...]
 
+    def __repr__(self) -> str:
+        return f"<Stats: {self.calls} calls ({self.plain} plain), {len(self.lanes)} lanes>"
+
     def __str__(self) -> str:
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
         shards = f"last shards {list(self.shards)}, " if self.shards else ""
-        head = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
-        rows = (
-            f"  lane {index} {lane.label:<8} {lane.tasks:>7} tasks {lane.rows:>9} rows {lane.busy_s:>9.3f} s"
+        title = f"{self.calls} calls ({self.plain} plain), {shards}{self.refreshes} refreshes ({self.copied_bytes} bytes)"
+        rows = [
+            (f"lane {index}", lane.label, f"{lane.tasks}", f"{lane.rows}", f"{lane.busy_s:.3f}")
             for index, lane in enumerate(self.lanes)
-        )
-        return "\n".join([head, *rows])
+        ]
+        return Table(title, ("lane", "device", "tasks", "rows", "busy s"), rows, texts=("lane", "device"))
 
 
 class Tally:

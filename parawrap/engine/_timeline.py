@@ -1,4 +1,4 @@
-"""The timeline of a block: when each lane worked, and on which call."""
+"""The timeline of a block: the calls of each lane."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Trace:
         displays.write_timeline(self._path, self.timeline())
 
     def timeline(self) -> displays.Timeline:
-        """Return the spans on one track per lane; plain calls are on a track of their own."""
+        """Return the spans on one track per lane; plain calls are on a separate track."""
         tracks = [str(lane) for lane in self._lanes]
         caller = len(tracks)
         has_plain_calls = any(span.lane is None for span in self.spans)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from parawrap.displays import Table
+
 __all__ = ["Comparison", "Difference", "Way", "difference"]
 
 _HEADER = "way", "median ms", "middle half ms", "speed-up", "extra MiB", "page faults", "outputs differ", "gradients differ"
@@ -69,16 +71,22 @@ class Comparison:
         return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
 
     def __str__(self) -> str:
-        table: list[tuple[str, ...]] = [_HEADER]
+        return str(self._table())
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        rows = []
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
             speed_up = f"{self.ways[0].quartiles[1] / way.quartiles[1]:.2f}"
             extra = "unknown" if way.extra_bytes is None else f"{way.extra_bytes / 2**20:.1f}"
             numbers = way.name, median, f"{low} to {high}", speed_up, extra, f"{way.page_faults:.0f}"
-            table.append((*numbers, str(way.outputs), str(way.gradients)))
-        columns = list(zip(*table, strict=True))[: None if self.ways[0].gradients else -1]
-        aligned = [[cell.rjust(max(map(len, column))) for cell in column] for column in columns]
-        return "\n".join([self.title, *map("  ".join, zip(*aligned, strict=True))])
+            rows.append((*numbers, str(way.outputs), str(way.gradients)))
+        if self.ways[0].gradients:
+            return Table(self.title, _HEADER, rows)
+        return Table(self.title, _HEADER[:-1], [row[:-1] for row in rows])
 
 
 def difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Difference:

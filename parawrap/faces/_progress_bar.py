@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -12,12 +13,22 @@ from parawrap.engine import Stats
 __all__ = ["Progress"]
 
 
+def _bar_class() -> Any:
+    """Return the class of a bar for the terminal, or for a notebook."""
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TqdmWarning)  # about ipywidgets; without them, a bar of text is shown
+        from tqdm.auto import tqdm
+    return tqdm
+
+
 class Progress:
     """A tqdm bar that counts batches. `stats` returns the counters of the block."""
 
     def __init__(self, stats: Callable[[], Stats], total: int | None, desc: str | None) -> None:
         try:
-            from tqdm.auto import tqdm
+            tqdm = _bar_class()
         except ImportError as error:
             msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap[cli]'"
             raise ImportError(msg) from error

@@ -171,6 +171,9 @@ class Wrapper:
         _check_platform(platform, "Wrapper")
         self.platform = platform
 
+    def __repr__(self) -> str:
+        return f"Wrapper({self.platform!r})"
+
     def start(
         self,
         task: Callable[[int, int, ProcessGroup | None, tuple[Any, ...] | None], T],

@@ -7,7 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
+from parawrap.displays import Table, shortened
+
 __all__ = ["Launch", "RankResults", "State"]
+
+_LONGEST = 200  # characters of a value
+_MOST_SHOWN = 16  # ranks
 
 R = TypeVar("R", covariant=True)
 
@@ -27,7 +32,14 @@ class RankResults(tuple[R, ...]):
         return super().__new__(cls, tuple(values))
 
     def __repr__(self) -> str:
-        return f"RankResults({', '.join(map(repr, self))})"
+        shown = [shortened(repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
+        more = [f"... {len(self)} ranks"] if len(self) > _MOST_SHOWN else []
+        return f"RankResults({', '.join([*shown, *more])})"
+
+    def _repr_html_(self) -> str:
+        rows = [(f"{rank}", type(value).__name__, shortened(repr(value), _LONGEST)) for rank, value in enumerate(self)]
+        title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
+        return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()
 
 
 class Launch(ABC, Generic[R]):
@@ -48,6 +60,15 @@ class Launch(ABC, Generic[R]):
     """
 
     log_folder: Path | None = None
+
+    def _repr_html_(self) -> str:
+        """Return the state now: one row per rank with its state and its last line of output."""
+        rows = [(f"{rank}", state, shortened(line, _LONGEST)) for rank, (state, line) in enumerate(self._states())]
+        return Table(repr(self)[1:-1], ("rank", "state", "last line"), rows, texts=("state", "last line")).html()
+
+    @abstractmethod
+    def _states(self) -> list[tuple[str, str]]:
+        """Return the state and the last line of output of each rank."""
 
     @abstractmethod
     def results(self, timeout: float | None = None) -> RankResults[R]:

@@ -9,8 +9,10 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
+from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
 from parawrap.launch.messages._pickle_values import MainObjects, SourceLines, packed, unpack
@@ -97,7 +99,7 @@ def unpacked_call(file: int) -> Job:
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Preview:
     """A description of a launch that is not started; ``print`` shows it.
 
@@ -129,15 +131,23 @@ class Preview:
     payload: int
     script: str = ""
 
+    def __repr__(self) -> str:
+        return f"<Preview of {self.function}: {len(self.ranks)} ranks on launcher {self.launcher!r}>"
+
     def __str__(self) -> str:
-        lines = [
+        return "\n".join([*self._facts(), *self.ranks, *([self.script] if self.script else [])])
+
+    def _repr_html_(self) -> str:
+        rows = [each.split(": ", 1) for each in self.ranks]
+        table = Table("\n".join(self._facts()), ("rank", "place"), rows, texts=("rank", "place"))
+        return table.html() + (f"<pre>{escape(self.script)}</pre>" if self.script else "")
+
+    def _facts(self) -> list[str]:
+        return [
             f"{self.function} on launcher {self.launcher!r}: {self.command}",
             f"meeting at {self.meeting}; {self.groups}" if self.meeting else "no process group",
             f"{self.payload:,} bytes of function and arguments for each of {len(self.ranks)} ranks",
-            *self.ranks,
-            *([self.script] if self.script else []),
         ]
-        return "\n".join(lines)
 
 
 def preview(job: Job, launcher: str, command: str, *, host: str | None = None, script: str = "") -> Preview:

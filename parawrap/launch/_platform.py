@@ -141,6 +141,12 @@ class Platform:
         _check_visible(self)
         _check_print_ranks(self)
 
+    def __repr__(self) -> str:
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        ordinary = {each.name: () if each.name == "ipc_groups" else each.default for each in fields(self)}
+        shown = {name: value for name, value in given.items() if value != ordinary[name]} | {"device": str(self.device)}
+        return f"Platform({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
     @property
     def ranks_per_node(self) -> int:
         """The number of ranks on each node."""

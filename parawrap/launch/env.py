@@ -57,7 +57,7 @@ class _Env:
                 ending = _run(fitted, world)
         if isinstance(ending, RankResults):
             fitted.finish()
-        return _EndedCall(fitted.platform, ending)
+        return _EndedCall(fitted, ending)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
@@ -189,9 +189,16 @@ def _line_to_store(world: World) -> dist.Store:
 class _EndedCall(Launch[Any]):
     """A call that has ended. Its ranks wrote their output to their own streams, so `logs` is empty."""
 
-    def __init__(self, platform: Platform, ending: RankResults[Any] | BaseException) -> None:
-        self._platform = platform
+    def __init__(self, job: Job, ending: RankResults[Any] | BaseException) -> None:
+        self._name = job.name
+        self._platform = job.platform
         self._ending = ending
+
+    def __repr__(self) -> str:
+        return f"<launch of {self._name} on {self._platform.world_size} ranks: {self.state}>"
+
+    def _states(self) -> list[tuple[str, str]]:
+        return [(self.state, "")] * self._platform.world_size
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
         if isinstance(self._ending, BaseException):

@@ -101,8 +101,8 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
     [
         (["train"], "'train' does not name a function. Give MODULE:FUNCTION"),
         (["train:"], "does not name a function"),
-        (["gone:main"], "there is no module 'gone' in "),
-        (["gone.py:main"], "there is no file 'gone.py'"),
+        (["gone:main"], "module 'gone' was not found in "),
+        (["gone.py:main"], "the file 'gone.py' does not exist"),
         (["train:gone"], "'train' has no function 'gone'. It has main, decorated, fail, forever, Group"),
         (["train:main", "--device", "tpu", "--", "1"], "device='tpu': give auto, cpu, gpu"),
         (["train:main", "--set", "seed", "--", "1"], "--set seed: give FIELD=VALUE"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+from tests.notebooks import run_notebook
 
 CELLS = [
     """
@@ -56,23 +56,10 @@ except Failure as error:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory):
     """The output lines of each cell of an executed notebook, sorted."""
-    folder = tmp_path_factory.mktemp("notebook")
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in CELLS])
-    path = folder / "launches.ipynb"
-    nbformat.write(notebook, path)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
-            patch.setenv(name, str(folder / name.lower()))
-        client = NotebookClient(
-            nbformat.read(path, as_version=4),
-            timeout=60,
-            kernel_name="python3",
-            resources={"metadata": {"path": str(folder)}},
-        )
-        executed = client.execute()
+    executed = run_notebook(CELLS, tmp_path_factory.mktemp("notebook"))
     return [
         sorted("".join(output.text for output in cell.outputs if output.output_type == "stream").splitlines())
-        for cell in executed.cells
+        for cell in executed
     ]
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from parawrap.errors import LaunchError, RankDiedError
 from parawrap.launch._launch_handle import RankResults
@@ -88,6 +88,7 @@ class Returned:
 
     at: float
     value: Parcel
+    summary: ClassVar[str] = "returned"
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,7 @@ class Requeued:
     """The function requested a restart of the launch."""
 
     at: float
+    summary: ClassVar[str] = "requested a restart"
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class Ended:
     """The launch ended the rank before its function had ended."""
 
     at: float
+    summary: ClassVar[str] = "was ended"
 
 
 def exit_text(code: int) -> str:

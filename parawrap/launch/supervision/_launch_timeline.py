@@ -56,7 +56,7 @@ def trace_path(platform: Platform) -> Path | None:
 
 
 def numbered_traces(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs with a trace of its own for each: launch.html becomes launch-0.html, launch-1.html, and so on."""
+    """Return the jobs with numbered traces: launch.html becomes launch-0.html, launch-1.html, and so on."""
     return [
         job if job.platform.trace is None else replace(job, platform=replace(job.platform, trace=_numbered(job, number)))
         for number, job in enumerate(jobs)

@@ -91,6 +91,10 @@ class Run:
         """Return the stacks of every running rank."""
         return self._attempt.collect_stacks()
 
+    def state_of(self, rank: int) -> str:
+        """Describe the state of a rank."""
+        return self._attempt.state_of(rank)
+
     # -- called by the running thread
 
     def begin(self) -> None:

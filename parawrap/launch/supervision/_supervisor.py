@@ -107,6 +107,13 @@ class Supervisor:
         """Return the stacks that were collected at a time limit or a deadlock."""
         return {state.rank: state.stacks for state in self._states if state.stacks is not None}
 
+    def state_of(self, rank: int) -> str:
+        """Describe the state of a rank."""
+        state = self._states[rank]
+        if state.outcome is not None:
+            return state.outcome.summary
+        return "running" if state.pid else "starting"
+
     def times(self, restart: int) -> list[RankTimes]:
         """Return when the phases of each started rank began, in the attempt after `restart` others."""
         return [

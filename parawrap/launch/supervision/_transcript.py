@@ -105,6 +105,12 @@ class Transcript:
         with self._access:
             return self._spool.everything().decode(errors="replace")
 
+    def last_line(self) -> str:
+        """Return the last line of output that is not empty, or the end of a long one."""
+        with self._access:
+            end = self._spool.end(_LONGEST_LINE).decode(errors="replace")
+        return end.rstrip().rpartition("\n")[2]
+
     def last_words(self, at_most: int) -> str:
         with self._access:
             end = self._spool.end(_SEARCHED)

@@ -171,6 +171,16 @@ class WatchedLaunch(Launch[Any]):
     def __repr__(self) -> str:
         return f"<launch of {self._job.name} on {self._platform.world_size} ranks: {self.state}>"
 
+    def _states(self) -> list[tuple[str, str]]:
+        known, ranks = self._known, range(self._platform.world_size)
+        outcomes = known.outcomes if isinstance(known, Ending) else {}
+        states = [outcomes[rank].summary if rank in outcomes else self._state_of(rank) for rank in ranks]
+        return list(zip(states, (transcript.last_line() for transcript in self._transcripts), strict=True))
+
+    def _state_of(self, rank: int) -> str:
+        """Return the state of a rank without a known outcome."""
+        return self.state
+
 
 class RunLaunch(WatchedLaunch):
     """A launch with ranks that this process supervises, on any machine. Subclasses implement `_begun`."""
@@ -218,6 +228,9 @@ class RunLaunch(WatchedLaunch):
     def preempt(self) -> None:
         if self._run_of_ranks is not None:
             self._run_of_ranks.preempt()
+
+    def _state_of(self, rank: int) -> str:
+        return super()._state_of(rank) if self.done() or self._run_of_ranks is None else self._run_of_ranks.state_of(rank)
 
     def stacks(self) -> dict[int, str]:
         return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()

@@ -1,0 +1,54 @@
+"""Tables: as aligned text, and as HTML for notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+__all__ = ["Table", "shortened"]
+
+_CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
+_SHORTEST = 4
+
+
+class Table(NamedTuple):
+    """A title, a header, and rows of texts. The columns named in `texts` are left-aligned; others hold numbers."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    texts: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        columns = list(zip(self.header, *self.rows, strict=True))
+        aligned = [
+            [cell.ljust(width) if column[0] in self.texts else cell.rjust(width) for cell in column]
+            for column, width in ((column, max(map(len, column))) for column in columns)
+        ]
+        return "\n".join([self.title, *("  ".join(row).rstrip() for row in zip(*aligned, strict=True))])
+
+    def html(self) -> str:
+        """Return a fragment without styles or scripts of the page, for dark and light notebooks."""
+        head = "".join(f'<th scope="col" style="{self._style(name)}">{escape(name)}</th>' for name in self.header)
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f'<td style="{self._style(name)}">{escape(cell)}</td>' for name, cell in zip(self.header, row, strict=True)
+            )
+            + "</tr>"
+            for row in self.rows
+        )
+        return (
+            '<div style="overflow-x:auto"><table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
+            f'<caption style="text-align:left;white-space:pre-line;padding:2px 0">{escape(self.title)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
+
+    def _style(self, name: str) -> str:
+        return f"{_CELL}:{'left' if name in self.texts else 'right'}"
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most `most` characters, with dots in the place of what is left out."""
+    return text if len(text) <= most else f"{text[: most - _SHORTEST]} ..."

@@ -1,0 +1,199 @@
+"""Tables and reprs: short texts, and HTML for notebooks."""
+
+from __future__ import annotations
+
+import threading
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+
+from parawrap import Platform, RankResults, Wrapper, compare, current_rank, parallel, wrapper
+from parawrap.displays import Table, shortened
+from tests.notebooks import run_notebook
+
+TWO = ["cpu", "cpu"]
+RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
+
+
+class Parsed(HTMLParser):
+    """The texts of a fragment by element. Fails if an element is not closed, or might run a script."""
+
+    def __init__(self, fragment):
+        super().__init__()
+        self.open = []
+        self.texts = {}
+        self.feed(fragment)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in ("script", "style", "link", "img", "b")
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def html(value):
+    return Parsed(value._repr_html_()).texts
+
+
+def test_text_columns_are_left_aligned():
+    """Numbers are aligned on the right, and lines have no spaces at their end."""
+    table = Table("title", ("name", "n", "note"), [("a", "10", "x"), ("long", "2", "")], texts=("name", "note"))
+    assert str(table).splitlines() == ["title", "name   n  note", "a     10  x", "long   2"]
+
+
+def test_html_has_the_cells_and_escapes_them():
+    """Every cell is text, also if it looks like HTML."""
+    assert Parsed(Table("<b>", ("<b>", "n"), [("<b>&", "1")]).html()).texts == {
+        "caption": ["<b>"],
+        "th": ["<b>", "n"],
+        "td": ["<b>&", "1"],
+    }
+
+
+def test_long_texts_are_shortened():
+    """The result has at most the given length, and says that something is left out."""
+    assert shortened("x" * 10, 10) == "x" * 10
+    assert shortened("x" * 11, 10) == "xxxxxx ..."
+
+
+def test_stats_have_the_same_figures_as_text_and_html():
+    """The table of `print(p.stats())` is the one in a notebook."""
+    with parallel(nn.Linear(3, 2), TWO, out_dims=0) as p:
+        p(torch.zeros(5, 3))
+        stats = p.stats()
+    assert repr(stats) == "<Stats: 1 calls (0 plain), 2 lanes>"
+    head, *lines = str(stats).splitlines()
+    shown = html(stats)
+    assert shown["caption"] == [head]
+    assert lines[0].split() == " ".join(shown["th"]).split()
+    assert [shown["td"][index] for index in (0, 3, 5, 8)] == ["lane 0", "3", "lane 1", "2"]
+    assert lines[1].split()[:5] == ["lane", "0", "cpu", "1", "3"]
+
+
+def test_comparison_is_a_table():
+    """One row per way, with as many cells as the header has."""
+    comparison = compare(nn.Linear(3, 2), torch.zeros(8, 3), TWO, rounds=2, calls=1, show=False)
+    shown = html(comparison)
+    assert shown["caption"] == [comparison.title]
+    assert len(shown["td"]) == 2 * len(shown["th"])
+    assert shown["td"][0] == "plain"
+
+
+def test_preview_lists_the_ranks():
+    """The caption has the facts of the launch, and each row a rank."""
+    preview = wrapper(RANKS)(current_rank).dry_run()
+    assert repr(preview) == "<Preview of current_rank: 2 ranks on launcher 'local'>"
+    assert html(preview)["td"] == ["rank 0", "node 0, local rank 0, cpu", "rank 1", "node 0, local rank 1, cpu"]
+    assert html(preview)["caption"][0].splitlines() == str(preview).splitlines()[:3]
+
+
+def test_results_show_types_and_short_values():
+    """A long value is shortened. The repr of many ranks ends with their number."""
+    results = RankResults(["<b>", torch.zeros(3), list(range(1000))])
+    shown = html(results)["td"]
+    assert shown[:6] == ["0", "str", "'<b>'", "1", "Tensor", "tensor([0., 0., 0.])"]
+    assert shown[8].startswith("[0, 1, 2")
+    assert shown[8].endswith(" ...")
+    assert len(repr(results)) < 300
+    assert repr(RankResults(range(100))).endswith("15, ... 100 ranks)")
+    assert repr(RankResults([1, "a"])) == "RankResults(1, 'a')"
+
+
+def test_launch_shows_its_state_now(tmp_path):
+    """Rows show the state and the last line of each rank: while it runs, and after its end."""
+    started = tmp_path / "started"
+
+    def train():
+        print("first\nlast")
+        if current_rank().global_rank == 0:
+            started.touch()
+        while not (tmp_path / "go").exists():
+            pass
+        if current_rank().global_rank == 1:
+            raise ValueError("<b>")
+
+    launch = wrapper(RANKS)(train).submit()
+    waiting = threading.Event()
+    while not started.exists() or "last" not in launch.logs(0):
+        waiting.wait(0.01)
+    shown = html(launch)
+    assert shown["caption"][0].endswith("train on 2 ranks: running")
+    assert shown["td"][:3] == ["0", "running", "last"]
+    (tmp_path / "go").touch()
+    with pytest.raises(ValueError, match="<b>"):
+        launch.results()
+    shown = html(launch)
+    assert shown["caption"][0].endswith("failed")
+    assert shown["td"][-3:] == ["1", "ValueError: <b>", "ValueError: <b>"]
+
+
+def test_cancelled_launch_has_a_display():
+    """A launch that was cancelled at once shows its state."""
+    launch = wrapper(RANKS)(lambda: threading.Event().wait()).submit()
+    launch.cancel()
+    assert html(launch)["caption"][0].endswith("cancelled")
+
+
+def test_platform_shows_what_was_given():
+    """The repr has the kind of device, and the fields that differ from their defaults."""
+    assert repr(Platform(device="cpu")) == "Platform(device='cpu')"
+    assert repr(Platform(name="a", device="cpu", n_cpus=3, ipc_groups=[[0, 1]])) == (
+        "Platform(name='a', device='cpu', n_cpus=3, ipc_groups=((0, 1),))"
+    )
+    assert eval(repr(RANKS)) == RANKS
+
+
+def test_reprs_are_one_short_line(tmp_path):
+    """Each object that a user gets has a repr of at most 100 characters."""
+    launchable = wrapper(RANKS)(current_rank)
+    launch = launchable.submit()
+    with parallel(nn.Linear(3, 2), TWO) as p:
+        p(torch.zeros(8, 3))
+        shown = [launchable, launchable.dry_run(), launch, RANKS, Wrapper(RANKS), p, p.method("forward"), p.stats()]
+        shown += [p.stats().lanes[0], p.submit(torch.zeros(1, 3)), p.map([]), p.trace(tmp_path / "t.html")]
+    shown += list(launch.results())
+    for value in shown:
+        assert len(repr(value)) <= 100 + len(str(tmp_path))
+        assert "\n" not in repr(value)
+        assert "object at 0x" not in repr(value) or "generator" in repr(value)
+
+
+def test_notebook_shows_tables_and_a_bar(tmp_path):
+    """A notebook displays each object as HTML. `map(progress=True)` shows a widget."""
+    block = "import torch\nfrom parawrap import Platform, parallel, wrapper\nmodel = torch.nn.Linear(3, 2)\n"
+    launching = "train = wrapper(Platform(device='cpu', n_cpus=2, verbose=False))(int)\n"
+    cells = run_notebook(
+        [
+            f"{block}with parallel(model, ['cpu', 'cpu']) as p:\n    x = p(torch.zeros(4, 3))\np.stats()",
+            f"{launching}train.dry_run()",
+            "launch = train.submit()\nlaunch.results()",
+            "launch",
+            "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, progress=True))",
+        ],
+        tmp_path,
+    )
+    for cell, text in zip(cells, ["busy s", "local rank 1", "results of 2 ranks", "finished"], strict=False):
+        (shown,) = (output.data for output in cell.outputs if output.output_type == "execute_result")
+        assert text in shown["text/html"]
+        Parsed(shown["text/html"])
+    (bar,) = cells[-1].outputs
+    assert "application/vnd.jupyter.widget-view+json" in bar.data
+
+
+def test_notebook_without_widgets_shows_a_bar_of_text(tmp_path):
+    """Without ipywidgets, `map(progress=True)` shows a bar of text, and no warning."""
+    hide = "import sys\nsys.modules['ipywidgets'] = None\n"
+    block = "import torch\nfrom parawrap import parallel\nmodel = torch.nn.Linear(3, 2)\n"
+    stream = "with parallel(model, 2) as p:\n    outputs = list(p.map([torch.zeros(2, 3)] * 3, progress=True))"
+    (cell,) = run_notebook([hide + block + stream], tmp_path)
+    (bar,) = cell.outputs
+    assert bar.name == "stderr"
+    assert "3/3" in bar.text
+    assert "Warning" not in bar.text
