@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from parawrap import __version__
-from parawrap.cli import _completion, _doctor, _run, _timeline
+from parawrap.cli import _completion, _doctor, _run, _trace_to_page
 from parawrap.cli._usage_error import UsageError
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = _doctor, _run, _timeline, _completion
+_SUBCOMMANDS = {"doctor": _doctor, "run": _run, "timeline": _trace_to_page, "completion": _completion}
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _EXAMPLES = """examples:
   parawrap doctor                                    # check this machine
@@ -58,9 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"parawrap {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for subcommand in _SUBCOMMANDS:
+    for name, subcommand in _SUBCOMMANDS.items():
         added = commands.add_parser(
-            subcommand.__name__.rpartition("._")[2],
+            name,
             help=subcommand.HELP,
             description=f"{subcommand.HELP}.",
             epilog=subcommand.EXAMPLES,

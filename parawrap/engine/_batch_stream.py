@@ -9,9 +9,9 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._session import Entry
-from parawrap.engine._timeline import Recorder
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import note

@@ -16,11 +16,11 @@ import torch
 
 from parawrap.backends import Backend, device_of, record_use
 from parawrap.engine._call_history import Generators, Kind, Kinds
+from parawrap.engine._call_recorder import Recorder, Trace, Work
 from parawrap.engine._plain_output import plain_output
 from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._timeline import Recorder, Trace, Work
-from parawrap.engine._whole_call import Prepare, WholeCall, originals_of
+from parawrap.engine._whole_call import Prepare, WholeCall, originals_of, prepared
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
     Lane,
@@ -490,7 +490,7 @@ class Session:
         call = WholeCall(self, entry, replicas[lane.index], sources)
 
         def stage() -> None:
-            call.take(*self.cutters[entry.method].whole(*self.recorder.prepared(prepare, batch, entry.batch, lane.index)))
+            call.take(*self.cutters[entry.method].whole(*prepared(prepare, batch, self.recorder, entry.batch, lane.index)))
             call.place()
 
         return self._lane_pool.submit(lane, call.run, modes, stage, sources)
@@ -498,7 +498,7 @@ class Session:
     def _run_prepared(
         self, entry: Entry, replicas: Sequence[LaneReplica], batch: tuple[Any, ...], prepare: Prepare, lane: Lane
     ) -> Any:
-        args, kwargs = self.recorder.prepared(prepare, batch, entry.batch, lane.index)
+        args, kwargs = prepared(prepare, batch, self.recorder, entry.batch, lane.index)
         plan, _ = self.cutters[entry.method].whole(args, kwargs)
         return self._run_whole(entry, replicas, plan.rows, args, kwargs, lane)
 
@@ -506,7 +506,7 @@ class Session:
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
     ) -> Any:
         if prepare is not None:
-            args, kwargs = self.recorder.prepared(prepare, args, entry.batch, None)
+            args, kwargs = prepared(prepare, args, self.recorder, entry.batch, None)
         return self._run_plainly(entry, args, kwargs)
 
     def _run_whole(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from parawrap.engine._call_recorder import Recorder, Work
 from parawrap.engine._shard_task import Placed
 from parawrap.replicas import LaneReplica
 from parawrap.shards import FlatCall, Shard, ShardPlan
@@ -16,7 +17,7 @@ from parawrap.shards import FlatCall, Shard, ShardPlan
 if TYPE_CHECKING:
     from parawrap.engine._session import Entry, Session
 
-__all__ = ["Prepare", "WholeCall", "as_call", "originals_of"]
+__all__ = ["Prepare", "WholeCall", "as_call", "originals_of", "prepared"]
 
 Prepare = Callable[[Any], Any]
 """A function of one batch that returns the arguments of a call, in one of the forms of `as_call`."""
@@ -28,6 +29,15 @@ def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (), dict(batch)
     is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)
     return (tuple(batch), {}) if is_spread else ((batch,), {})
+
+
+def prepared(
+    prepare: Prepare, batch: tuple[Any, ...], recorder: Recorder, number: int | None, lane: int | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that `prepare` makes of a batch, in this lane. `number` is that of the batch, for traces."""
+    if recorder.traces:
+        prepare = partial(recorder.run, Work("prepare", number, None), lane, prepare)
+    return as_call(prepare(*batch))
 
 
 class WholeCall:

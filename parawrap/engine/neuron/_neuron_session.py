@@ -13,11 +13,11 @@ from weakref import WeakSet
 
 import torch
 
+from parawrap.engine._call_recorder import Recorder, Trace
 from parawrap.engine._plain_output import plain_output
 from parawrap.engine._session import Entry
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._timeline import Recorder, Trace
-from parawrap.engine._whole_call import Prepare
+from parawrap.engine._whole_call import Prepare, prepared
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError
@@ -205,7 +205,7 @@ class NeuronSession:
 
     def _run_prepared(self, entry: Entry, batch: tuple[Any, ...], prepare: Prepare, lane: Lane) -> Any:
         with self._placed.in_use():
-            return self._whole_task(entry, *self.recorder.prepared(prepare, batch, entry.batch, lane.index))(lane)
+            return self._whole_task(entry, *prepared(prepare, batch, self.recorder, entry.batch, lane.index))(lane)
 
     def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
         cores = self._placed.cores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from types import TracebackType
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from parawrap import displays
-from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import ShardError
 from parawrap.lanes import Lane, here
 
@@ -82,14 +80,6 @@ class Recorder:
         finally:
             self.record(work, lane, start, perf_counter_ns(), error)
             del error  # its traceback holds this frame
-
-    def prepared(
-        self, prepare: Prepare, batch: tuple[Any, ...], number: int | None, lane: int | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments that `prepare` makes of a batch."""
-        if self.traces:
-            prepare = partial(self.run, Work("prepare", number, None), lane, prepare)
-        return as_call(prepare(*batch))
 
     def record(self, work: Work, lane: int | None, start: int, end: int, error: BaseException | None) -> None:
         """Add a span to all open traces."""
