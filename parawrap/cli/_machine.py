@@ -10,7 +10,9 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from parawrap.cli._check import Check
@@ -22,26 +24,6 @@ _FEW_FILES = 1024
 _SMALL_SHM = 64 << 20  # the default of docker
 _GIB = 1 << 30
 _ASK_S = 5.0
-
-
-def machine_checks() -> Iterator[Check]:
-    """Yield one check per part: interpreter, torch, memory, limits, devices, and clusters."""
-    yield _python()
-    yield _torch()
-    yield _cores()
-    yield _memory()
-    yield _shared_memory()
-    yield _open_files()
-    yield _cuda()
-    yield _mps()
-    yield _xla()
-    yield _neuron()
-    yield _other_accelerator()
-    yield _gloo()
-    yield _nccl()
-    yield _slurm()
-    yield _package("Ray", "ray", "launches and workers on Ray")
-    yield _package("tqdm", "cli", "progress bars of map")
 
 
 def _python() -> Check:
@@ -204,3 +186,33 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+_LOOKS: dict[str, Callable[[], Check]] = {
+    "Python": _python,
+    "torch": _torch,
+    "CPU cores": _cores,
+    "memory": _memory,
+    "shared memory": _shared_memory,
+    "open files": _open_files,
+    "CUDA": _cuda,
+    "MPS": _mps,
+    "XLA": _xla,
+    "NeuronCores": _neuron,
+    "other accelerator": _other_accelerator,
+    "gloo": _gloo,
+    "NCCL": _nccl,
+    "Slurm": _slurm,
+    "Ray": partial(_package, "Ray", "ray", "launches and workers on Ray"),
+    "tqdm": partial(_package, "tqdm", "cli", "progress bars of map"),
+}
+
+
+def machine_checks() -> Iterator[Check]:
+    """Yield one check per part. A check that raises is a problem of its part, and the others follow."""
+    for name, look in _LOOKS.items():
+        try:
+            yield look()
+        except Exception as error:  # noqa: BLE001 (drivers and commands of the machine may fail in any way)
+            cure = "Try this part without parawrap"
+            yield Check(name, "problem", f"{type(error).__name__}: {error}", cure, traceback=traceback.format_exc())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -37,6 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"parawrap {given.command}: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # as in `parawrap doctor | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -110,7 +111,7 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
     """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``. Replaces an existing file."""
     path = Path(path)
     text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)

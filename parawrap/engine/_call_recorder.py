@@ -12,7 +12,7 @@ import torch
 
 from parawrap import displays
 from parawrap.errors import ShardError
-from parawrap.lanes import Lane, here
+from parawrap.lanes import Lane
 
 __all__ = ["Recorder", "Span", "Trace", "Work"]
 
@@ -63,11 +63,6 @@ class Recorder:
     def work(self, method: str | None, batch: int | None, rows: int | None) -> Work:
         """Describe a call. Without `method`, it is a call of the target itself."""
         return Work(method or self._method, batch, rows)
-
-    @property
-    def records_plain_calls(self) -> bool:
-        """True if plain calls of this thread are recorded. A call inside a lane is part of that lane's span."""
-        return bool(self.traces) and here.lane is None
 
     def run(self, work: Work, lane: int | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record the call."""

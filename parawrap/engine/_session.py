@@ -397,7 +397,7 @@ class Session:
     def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.tally.plain()
         plain = entry.plain
-        if self.recorder.records_plain_calls:
+        if self.recorder.traces and here.lane is None:  # inside a lane, the call is part of that lane's span
             plain = partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, None), None, plain)
         output = plain(*args, **kwargs)
         return output if self.rules.keep_single else join([output], (1,), self.rules)

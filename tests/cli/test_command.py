@@ -127,3 +127,11 @@ def test_colors_are_for_terminals(tmp_path):
     assert shown_on_terminal(NO_COLOR="") == b"\x1b[32mok\x1b[0m"
     assert shown_on_terminal(NO_COLOR="1") == b"ok"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True).stdout == b"ok\n"
+
+
+def test_closed_output_ends_the_command_quietly():
+    """A reader that stops reading, such as `head -1`, causes no traceback."""
+    command = f"{sys.executable} -m parawrap completion bash | head -1"
+    shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert len(shown.stdout.splitlines()) == 1
+    assert shown.stderr == ""

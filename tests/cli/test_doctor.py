@@ -125,3 +125,12 @@ def test_a_gpu_without_a_cuda_build_is_a_warning(monkeypatch):
     assert "CUDA build" in _machine._cuda().cure
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     assert "CUDA_VISIBLE_DEVICES" in _machine._cuda().cure
+
+
+def test_a_check_that_raises_is_a_problem_of_its_part(monkeypatch):
+    """A broken driver does not hide the other parts."""
+    monkeypatch.setattr(_machine, "_LOOKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
+    broken, fine = _machine.machine_checks()
+    assert (broken.name, broken.state) == ("a", "problem")
+    assert broken.detail.startswith("ZeroDivisionError: ")
+    assert fine.state == "ok"

@@ -57,6 +57,15 @@ def test_page_shows_the_timeline_without_overflow(window, path, width, scheme):
     assert opened.text("kinds").split("\n") == ["forward", "raised an exception"]
 
 
+def test_long_names_do_not_widen_the_page(window, tmp_path):
+    """Names without spaces wrap, or are cut off in the picture."""
+    name = "x" * 300
+    write_timeline(tmp_path / "t.html", Timeline(name, [name, name], [Span(0, 0, MS, name, name, {"error": name})]))
+    opened = window(tmp_path / "t.html", 390)
+    opened.page.click("#slowest")
+    assert opened.run(FITS)
+
+
 def test_spans_are_painted_where_they_lie(window, path):
     """Batches have one color, the batch that raised has another, and the lane has its own color where it is idle."""
     opened = window(path)
