@@ -6,6 +6,8 @@ import pytest
 
 from tests.conftest import require_packages
 
+collect_ignore = ["conf.py", "pictures.py"]  # scripts that need the packages of the extras docs and browser
+
 _PACKAGES = {"transformers.md": ("transformers",)}
 
 
