@@ -6,6 +6,7 @@ import os
 from itertools import pairwise
 
 import pytest
+import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.displays import read_timeline
@@ -46,6 +47,7 @@ def test_the_failure_is_in_the_phase_of_the_rank_that_raised(tmp_path):
     """The run of the failing rank has the exception. The launch still writes the file, and raises."""
 
     def train():
+        dist.barrier()  # the launch ends the other rank, which must have begun its run
         if current_rank().global_rank == 1:
             raise ValueError("no data")
 
