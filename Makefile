@@ -51,7 +51,7 @@ test-packages: $(STAMP)
 # Open pages in a headless browser. The tests skip without Debian's package chromium.
 test-pages: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,browser]'
-	$(BIN)/python -m pytest tests/displays
+	$(BIN)/python -m pytest tests/displays tests/site
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
@@ -85,9 +85,11 @@ bench-cuda:
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
 	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
 
+# The site. Its examples run in `make test`.
 docs: $(STAMP)
 	$(BIN)/towncrier build --draft --version next
-	$(BIN)/python -m pytest docs README.md
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet --fresh-env docs docs/_build
+	@echo "wrote docs/_build/index.html"
 
 # Draw the pictures of docs/. Needs Debian's package chromium.
 pictures: $(STAMP)

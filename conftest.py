@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-# Several folders of tests use the clusters.
-pytest_plugins = ["tests.clusters.fixtures"]
+# Several folders of tests use the clusters and the browser.
+pytest_plugins = ["tests.clusters.fixtures", "tests.browser"]
 
 # A simulated accelerator becomes torch's accelerator for the whole process, so its tests need a separate process.
 _ON_DEVICES = ["tests/simdevice", "tests/devices"]

@@ -43,8 +43,8 @@ def keep_freed_memory() -> Iterator[None]:
     that glibc's own adjustment reaches. One change stays: glibc no longer adjusts the thresholds.
 
     The block only writes a log message if the C library is not glibc, or if the environment sets a threshold
-    (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_, or GLIBC_TUNABLES). It does not affect a preloaded allocator such as
-    jemalloc.
+    (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_TRIM_THRESHOLD_``, or ``GLIBC_TUNABLES``). It does not affect a preloaded
+    allocator such as jemalloc.
 
     Example:
         >>> import torch

@@ -1,0 +1,152 @@
+"""The documentation site: every page in a real browser, all links, and the search."""
+
+from __future__ import annotations
+
+import http.server
+import importlib.util
+import subprocess
+import sys
+import threading
+from functools import partial
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urldefrag, urljoin
+
+import pytest
+
+import parawrap
+from parawrap import errors
+from tests.conftest import require
+
+ROOT = Path(__file__).parents[2]
+NARROW, WIDE = 390, 1280
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder of a built site."""
+    require("browser", None if importlib.util.find_spec("sphinx") else "it needs the packages of the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable,
+        "-m",
+        "sphinx",
+        "--fail-on-warning",
+        "--quiet",
+        "--fresh-env",
+        str(ROOT / "docs"),
+        str(folder),
+    ]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (built.returncode, built.stderr) == (0, "")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def address(site):
+    """The address of a server of the site on this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+class Page(HTMLParser):
+    """The links and the ids of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.ids = [], set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        for name, value in attrs:
+            if name == "id":
+                self.ids.add(value)
+            elif (tag, name) in (("a", "href"), ("img", "src"), ("script", "src"), ("link", "href"), ("object", "data")):
+                self.links.append(value)
+
+
+def pages_of(site):
+    return {str(path.relative_to(site)): Page(path) for path in sorted(site.rglob("*.html")) if "_static" not in path.parts}
+
+
+def test_links_between_pages_lead_somewhere(site):
+    """Every relative link has its file and its anchor. Scripts, styles, and pictures are files of the site."""
+    pages = pages_of(site)
+    dead = []
+    for name, page in pages.items():
+        for link in page.links:
+            if link.startswith(("http:", "https:", "data:", "mailto:")):
+                continue
+            target, anchor = urldefrag(urljoin(name, link))
+            path = unquote(target).partition("?")[0] or name
+            if not (site / path).is_file() or (anchor and path in pages and unquote(anchor) not in pages[path].ids):
+                dead.append(f"{name}: {link}")
+    assert dead == []
+
+
+def test_pages_need_no_network(site):
+    """Only links that a reader clicks lead to other sites."""
+    for path in site.rglob("*.html"):
+        head = path.read_text().partition("</head>")[0]
+        assert "https://" not in head.replace("https://github.com/pradyunsg/furo", "")
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW])
+def test_each_page_fits_and_has_no_error(chromium, site, address, width):
+    """No page is wider than the window, and no page writes an error to the console."""
+    messages, wide, requests = [], [], set()
+    window = chromium.new_page(viewport={"width": width, "height": 800})
+    window.on(
+        "console", lambda message: messages.append(f"{window.url}: {message.text}") if message.type == "error" else None
+    )
+    window.on("pageerror", lambda error: messages.append(f"{window.url}: {error}"))
+    window.on("request", lambda request: requests.add(request.url))
+    for name in pages_of(site):
+        window.goto(address + name)
+        if not window.evaluate("document.documentElement.scrollWidth <= innerWidth"):
+            wide.append(name)
+    window.close()
+    assert messages == []
+    assert wide == []
+    assert all(url.startswith((address, "data:")) for url in requests)
+
+
+@pytest.mark.parametrize(
+    ("words", "page"), [("GatherError", "errors.html"), ("generate", "transformers.html"), ("Slurm", "launch_slurm.html")]
+)
+def test_search_finds(chromium, address, words, page):
+    """The search of the site works without another server."""
+    window = chromium.new_page(viewport={"width": WIDE, "height": 800})
+    window.goto(f"{address}search.html?q={words}")
+    window.wait_for_selector("#search-results li a")
+    found = window.eval_on_selector_all("#search-results li a", "links => links.map(link => link.getAttribute('href'))")
+    window.close()
+    assert any(page in link for link in found)
+
+
+def test_reference_has_every_public_name(site):
+    """Each name of `parawrap.__all__`, and of its public modules, has an entry in the reference."""
+    entries = set().union(*(page.ids for name, page in pages_of(site).items() if name.startswith("reference")))
+    shown = {entry.rpartition(".")[2] for entry in entries}
+    modules = {"cpu", "functional", "neuron", "__version__"}
+    assert {*parawrap.__all__} - modules <= shown
+    for module in ("functional", "neuron", "cpu", "testing"):
+        assert {*getattr(__import__(f"parawrap.{module}"), module).__all__} <= shown
+
+
+def test_error_page_has_every_exception(site):
+    """Each exception has a section with causes and cures."""
+    anchors = pages_of(site)["errors.html"].ids
+    names = [name for name, value in vars(errors).items() if isinstance(value, type) and name != "ParawrapError"]
+    names = [name for name in names if issubclass(getattr(errors, name), errors.ParawrapError)]
+    assert len(names) > 10
+    assert [name for name in names if name.lower() not in anchors] == []
