@@ -1,4 +1,4 @@
-"""The time that ``import parawrap`` adds to ``import torch``."""
+"""The time that the import of a block adds to ``import torch``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rows() -> list[Row]:
     arms = take_turns(
         {
             "import torch": lambda: _run("import torch"),
-            "import torch, parawrap": lambda: _run("import torch, parawrap"),
+            "from parawrap import parallel": lambda: _run("import torch; from parawrap import parallel"),
         },
         rounds=15,
     )

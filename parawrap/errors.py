@@ -25,12 +25,26 @@ the device, and the shard.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from signal import Signals
 
+_PLACE = re.compile(r" \(docs/errors\.md#\w+\)")
+
 
 class ParawrapError(Exception):
-    """The base class of every exception that parawrap defines."""
+    """The base class of every exception that parawrap defines.
+
+    The text of an exception ends with its section in the documentation, such as ``(docs/errors.md#gathererror)``.
+    """
+
+    @property
+    def message(self) -> str:
+        """The text without its place in the documentation, and without the places of errors that it quotes."""
+        return _PLACE.sub("", super().__str__())
+
+    def __str__(self) -> str:
+        return f"{self.message} (docs/errors.md#{type(self).__name__.lower()})"
 
 
 class ShardError(ParawrapError, ValueError):

@@ -40,6 +40,7 @@ ALLOWED = {
     ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron", "workers"},
 }
 
+IN_MOST_PROGRAMS = "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, tp_collate"
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
     "parawrap.backends.neuron", "parawrap.launch", "parawrap.workers",
@@ -117,13 +118,20 @@ def test_modules_import_no_private_files_of_other_subpackages(module):
         assert not private or subpackage_of(name) == subpackage_of(module), f"{module} imports the private module {name}"
 
 
+def test_importing_parawrap_does_not_load_torch():
+    """In a new interpreter, `import parawrap` loads its exceptions only, so that `parawrap --help` answers at once."""
+    script = "import sys, parawrap; print([name for name in sys.modules if name.startswith(('torch', 'parawrap.'))])"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "['parawrap._version', 'parawrap.errors']"
+
+
 def test_importing_parawrap_loads_no_slow_packages():
-    """In a new interpreter, `import parawrap` loads no package that most programs do not need.
+    """In a new interpreter, blocks and wrappers load no package that most programs do not need.
 
     Packages that `import torch` loads do not count. For example, torch.hub loads tqdm if it is installed.
     """
     script = (
-        "import sys, torch; before = set(sys.modules); import parawrap; "
+        f"import sys, torch; before = set(sys.modules); from parawrap import {IN_MOST_PROGRAMS}; "
         f"print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
@@ -138,7 +146,7 @@ def state():
     return (threading.active_count(), torch.get_num_threads(), dict(os.environ), signal.getsignal(signal.SIGINT),
             torch.get_default_dtype(), torch.is_grad_enabled(), torch.cuda.is_initialized(), sys.excepthook)
 before = state()
-import parawrap
+from parawrap import *
 assert state() == before, (before, state())
 """
     found = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)

@@ -59,6 +59,7 @@ launcher behaves differently from its cell.
 
 """
 
+PLACE = re.compile(r" \(docs/errors\.md#\w+\)")  # of an error in the documentation
 _MASKS = [
     (r"\[[^\]]*gloo[^\]]*\].*", "… (gloo) connection closed"),
     (r"Connection (closed|reset) by peer.*", "… (gloo) connection closed"),
@@ -100,7 +101,7 @@ RECORDED = Table()
 def _cell(behaviour):
     if isinstance(behaviour, str):
         return masked(behaviour)
-    lines = behaviour.message.splitlines() or [""]
+    lines = PLACE.sub("", behaviour.message).splitlines() or [""]
     return f"`{behaviour.kind.__name__}`: {masked(lines[0])}"
 
 

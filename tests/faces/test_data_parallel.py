@@ -484,7 +484,7 @@ def test_the_cure_of_an_output_names_the_face_that_has_the_option():
         def forward(self, x):
             return torch.zeros(len(x), len(x))
 
-    with pytest.raises(GatherError, match=r"options of parallel\(model, devices\)$"):
+    with pytest.raises(GatherError, match=r"options of parallel\(model, devices\) \(docs/errors\.md#gathererror\)$"):
         DataParallel(Model(), TWO)(torch.zeros(5))
     with parallel(Model(), TWO, join="list") as p:
         assert [output.shape for output in p.target(torch.zeros(5))] == [(3, 3), (2, 2)]

@@ -357,7 +357,7 @@ def test_other_shapes_and_dtypes_are_refused_by_name(host, x, rest, says):
 
 def test_dynamic_batching_is_not_advised_for_a_model_that_cannot_use_it(host):
     """The advice omits dynamic batching if an output has no batch dimension."""
-    with pytest.raises(RuntimeError, match=r"Trace the model for this shape\n"):
+    with pytest.raises(RuntimeError, match=r"Trace the model for this shape \(docs/errors\.md#shapeerror\)\n"):
         host.trace(torch.sum, A)(torch.zeros(3, 3))
 
 
