@@ -30,23 +30,21 @@ class Table(NamedTuple):
 
     def html(self) -> str:
         """Return a fragment without styles or scripts of the page, for dark and light notebooks."""
-        head = "".join(f'<th scope="col" style="{self._style(name)}">{escape(name)}</th>' for name in self.header)
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td style="{self._style(name)}">{escape(cell)}</td>' for name, cell in zip(self.header, row, strict=True)
-            )
-            + "</tr>"
-            for row in self.rows
-        )
+        head = "".join(self._cell("th", name, name, ' scope="col"') for name in self.header)
+        body = "".join(f"<tr>{self._row(row)}</tr>" for row in self.rows)
         return (
             '<div style="overflow-x:auto"><table style="border-collapse:collapse;font-variant-numeric:tabular-nums">'
             f'<caption style="text-align:left;white-space:pre-line;padding:2px 0">{escape(self.title)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
         )
 
-    def _style(self, name: str) -> str:
-        return f"{_CELL}:{'left' if name in self.texts else 'right'}"
+    def _row(self, row: Sequence[str]) -> str:
+        first, *others = zip(self.header, row, strict=True)
+        return self._cell("th", *first, ' scope="row"') + "".join(self._cell("td", *each) for each in others)
+
+    def _cell(self, tag: str, column: str, text: str, scope: str = "") -> str:
+        weight = ";font-weight:normal" if "row" in scope else ""
+        return f'<{tag}{scope} style="{_CELL}:{"left" if column in self.texts else "right"}{weight}">{escape(text)}</{tag}>'
 
 
 def shortened(text: str, most: int) -> str:

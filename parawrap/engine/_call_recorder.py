@@ -12,7 +12,7 @@ import torch
 
 from parawrap import displays
 from parawrap.errors import ShardError
-from parawrap.lanes import Lane
+from parawrap.lanes import Lane, note
 
 __all__ = ["Recorder", "Span", "Trace", "Work"]
 
@@ -108,7 +108,12 @@ class Trace:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._recorder.traces.remove(self)
-        displays.write_timeline(self._path, self.timeline())
+        try:
+            displays.write_timeline(self._path, self.timeline())
+        except OSError as failure:
+            if error is None:
+                raise
+            note(error, f"the trace could not be written: {failure}")
 
     def timeline(self) -> displays.Timeline:
         """Return the spans on one track per lane; plain calls are on a separate track."""

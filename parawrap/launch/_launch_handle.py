@@ -11,8 +11,8 @@ from parawrap.displays import Table, shortened
 
 __all__ = ["Launch", "RankResults", "State"]
 
-_LONGEST = 200  # characters of a value
-_MOST_SHOWN = 16  # ranks
+_LONGEST = 100  # characters of a value
+_MOST_SHOWN = 8  # ranks
 
 R = TypeVar("R", covariant=True)
 

@@ -18,7 +18,10 @@ RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
 
 
 class Parsed(HTMLParser):
-    """The texts of a fragment by element. Fails if an element is not closed, or might run a script."""
+    """The texts of a fragment by element; the heads of rows count as cells.
+
+    Fails if an element is not closed, or might run a script.
+    """
 
     def __init__(self, fragment):
         super().__init__()
@@ -30,12 +33,13 @@ class Parsed(HTMLParser):
     def handle_starttag(self, tag, attrs):
         assert tag not in ("script", "style", "link", "img", "b")
         self.open.append(tag)
+        self.kind = "td" if ("scope", "row") in attrs else tag
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.setdefault(self.open[-1], []).append(data)
+        self.texts.setdefault(self.kind, []).append(data)
 
 
 def html(value):
@@ -102,7 +106,7 @@ def test_results_show_types_and_short_values():
     assert shown[8].startswith("[0, 1, 2")
     assert shown[8].endswith(" ...")
     assert len(repr(results)) < 300
-    assert repr(RankResults(range(100))).endswith("15, ... 100 ranks)")
+    assert repr(RankResults(range(100))).endswith("7, ... 100 ranks)")
     assert repr(RankResults([1, "a"])) == "RankResults(1, 'a')"
 
 

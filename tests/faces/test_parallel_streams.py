@@ -490,6 +490,25 @@ def test_traces_may_overlap(tmp_path):
     assert len(inner.spans) == 2
 
 
+def test_a_trace_that_fails_hides_no_exception(tmp_path):
+    """If the file cannot be written after an exception of the block, this exception is raised, with a note."""
+    folder = tmp_path / "folder"
+
+    def leave(error):
+        folder.mkdir()
+        with p.trace(folder / "t.json"):
+            folder.rmdir()
+            if error is not None:
+                raise error
+
+    with parallel(lambda x: x, TWO) as p:
+        with pytest.raises(ZeroDivisionError) as caught:
+            leave(ZeroDivisionError())
+        assert "the trace could not be written" in caught.value.__notes__[0]
+        with pytest.raises(FileNotFoundError):
+            leave(None)
+
+
 @pytest.mark.parametrize(
     ("name", "match"),
     [
