@@ -45,7 +45,7 @@ def refusal_of(situation, name, **fields):
     with pytest.raises(LaunchError) as raised:
         wrapper(Platform(device=name, verbose=False, **fields))(scenarios.exit_3).submit()
     RECORDED.note(situation, name, ErrorRecord.of(raised.value))
-    return str(raised.value)
+    return raised.value.message
 
 
 @pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("ray", "Ray")])
