@@ -16,7 +16,7 @@ import pytest
 pytest_plugins = ["tests.clusters.fixtures", "tests.browser"]
 
 # A simulated accelerator becomes torch's accelerator for the whole process, so its tests need a separate process.
-_ON_DEVICES = ["tests/simdevice", "tests/devices"]
+_ON_DEVICES = ["tests/simdevice", "tests/devices", "tests/neuron_devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES
 
 

@@ -1,6 +1,7 @@
 """AWS NeuronCores: the API of torch_neuronx, on NeuronCores or on cores that parawrap emulates.
 
-The same code runs on inf2 and trn1, and on any other machine with emulated cores. The environment variable
+The same code runs on inf2 and trn1, and on any other machine with emulated cores. On trn2 and trn3 with the newer
+torch_neuronx, NeuronCores are torch devices: use `parawrap.parallel` with ``"neuron:0"`` instead. The environment variable
 PARAWRAP_NEURON_RUNTIME names the runtime: torch_neuronx, torch_neuron, or host, which emulates cores on the CPU. By default
 parawrap uses the vendor's runtime that is installed, torch_neuronx first. Without either, it uses host and warns.
 
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 import torch
 
+from parawrap.backends import backend_of, neuron_is_device
 from parawrap.backends.neuron import NeuronCore, quiet_about_torchscript, runtime
 from parawrap.faces.neuron_data_parallel import DataParallel
 
@@ -29,7 +31,8 @@ __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", 
 def core_count() -> int:
     """Return the number of NeuronCores that are allocated to this process.
 
-    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets another number.
+    The emulated runtime has 2 cores, unless NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES sets another number. If
+    NeuronCores are torch devices, it is the number of these devices.
 
     Raises:
         DeviceUnavailableError: If the runtime is not installed, or the cores cannot be counted.
@@ -41,7 +44,7 @@ def core_count() -> int:
         ...     neuron.core_count()
         8
     """
-    return runtime().core_count()
+    return backend_of("neuron").count() if neuron_is_device() else runtime().core_count()
 
 
 def trace(

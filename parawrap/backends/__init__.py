@@ -6,6 +6,7 @@ interface. ``_backend_registry.py`` maps each kind of device to a module, which 
 
 from parawrap.backends._backend import Backend, Stream, Traits
 from parawrap.backends._backend_registry import backend_of, best_backend, register_backend
+from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
 from parawrap.backends._warnings import warn_caller
@@ -22,6 +23,7 @@ __all__ = [
     "bring_into",
     "device_of",
     "names_cores",
+    "neuron_is_device",
     "record_use",
     "register_backend",
     "resolve_device",

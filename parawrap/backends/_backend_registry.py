@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 import threading
+from types import ModuleType
 
 import torch
 
 from parawrap.backends._backend import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["CORE_KINDS", "backend_of", "best_backend", "not_there", "register_backend"]
+__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "register_backend"]
 
 _MODULES = {
     "cpu": "parawrap.backends.cpu_backend",
@@ -19,7 +20,7 @@ _MODULES = {
     "xla": "parawrap.backends.xla_backend",
 }
 CORE_KINDS = ("nc", "neuron")
-"""The names of NeuronCores. They are not torch devices, and have no backend here."""
+"""The names of NeuronCores. "neuron" is also a torch device if torch_neuronx registers one."""
 
 _ANY_ACCELERATOR = "parawrap.backends.accelerator_backend"
 _loaded: dict[str, Backend] = {}
@@ -37,7 +38,8 @@ def backend_of(kind: str) -> Backend:
     """Return the backend of a kind such as "cpu". Kinds that only torch knows get the general accelerator backend.
 
     Raises:
-        DeviceUnavailableError: If `kind` names NeuronCores, or neither parawrap nor torch knows it.
+        DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names NeuronCores that are not torch
+            devices.
     """
     backend = _loaded.get(kind)
     if backend is not None:
@@ -56,6 +58,11 @@ def best_backend() -> Backend:
     return backend_of("cpu")
 
 
+def is_torch_device(kind: str) -> bool:
+    """True if this process has a device module of torch that can count the devices of this kind."""
+    return _device_module(kind) is not None
+
+
 def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
     """Return the error for a device that this process does not see. It lists the devices that the process sees."""
     named = kind if index is None else f"{kind}:{index}"
@@ -71,21 +78,27 @@ def _load(kind: str) -> Backend:
         backend = importlib.import_module(_MODULES[kind]).BACKEND
         assert isinstance(backend, Backend)
         return backend
-    if kind in CORE_KINDS:
-        msg = (
-            f"{kind!r} names NeuronCores, which are not torch devices. Compile the model with parawrap.neuron.trace, then "
-            "pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
-        )
-        raise DeviceUnavailableError(msg)
-    try:
-        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
-        module = torch.get_device_module(torch.device(kind, 0))
-    except RuntimeError as error:
-        raise DeviceUnavailableError(_unknown(kind)) from error
-    if not hasattr(module, "device_count"):
-        raise DeviceUnavailableError(_unknown(kind))
+    if not is_torch_device(kind):
+        raise DeviceUnavailableError(_cores(kind) if kind in CORE_KINDS else _unknown(kind))
     accelerator: Backend = importlib.import_module(_ANY_ACCELERATOR).AcceleratorBackend(kind)
     return accelerator
+
+
+def _device_module(kind: str) -> ModuleType | None:
+    """Return torch's device module of this kind; None if there is none, or if it cannot count devices."""
+    try:
+        # With an index: without one, torch can mistake "nn" for a kind of device, because torch.nn is a module.
+        module: ModuleType = torch.get_device_module(torch.device(kind, 0))
+    except RuntimeError:
+        return None
+    return module if hasattr(module, "device_count") else None
+
+
+def _cores(kind: str) -> str:
+    return (
+        f"{kind!r} names NeuronCores, which are not torch devices in this process. Compile the model with "
+        "parawrap.neuron.trace, then pass the cores to parallel(model, ['nc:0', 'nc:1']) or to neuron.DataParallel"
+    )
 
 
 def _unknown(kind: str) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend
+from parawrap.backends._backend_registry import backend_of, best_backend
+from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
 __all__ = ["DeviceLike", "Devices", "names_cores", "resolve_device", "resolve_devices"]
@@ -43,9 +44,13 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
 
 
 def names_cores(devices: object) -> bool:
-    """True if `devices` names a NeuronCore: "nc", "neuron", "nc:0", or a sequence with one of these."""
+    """True if `devices` names a NeuronCore for compiled models: "nc", "nc:0", or a sequence with one of these.
+
+    "neuron" and "neuron:0" mean the same, unless torch has devices of kind "neuron".
+    """
     entries = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    return any(str(entry).partition(":")[0] in CORE_KINDS for entry in entries)  # str of a NeuronCore is "nc:0"
+    kinds = {str(entry).partition(":")[0] for entry in entries}  # str of a NeuronCore is "nc:0"
+    return "nc" in kinds or ("neuron" in kinds and not neuron_is_device())
 
 
 def resolve_device(device: DeviceLike) -> torch.device:

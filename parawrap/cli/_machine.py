@@ -122,8 +122,11 @@ def _xla() -> Check:
 
 
 def _neuron() -> Check:
+    from parawrap.backends import backend_of, neuron_is_device
     from parawrap.backends.neuron import runtime
 
+    if neuron_is_device():
+        return _neuron_devices(backend_of("neuron").count())
     cores = [str(path) for path in sorted(Path("/dev").glob("neuron[0-9]*"))]
     packages = [name for name in ("torch_neuronx", "torch_neuron") if importlib.util.find_spec(name)]
     if packages:
@@ -133,6 +136,13 @@ def _neuron() -> Check:
         cure = "Install torch-neuronx from the vendor's index: see docs/neuron_hardware.md"
         return Check("NeuronCores", "warning", f"{', '.join(cores)}, but torch-neuronx is not installed", cure)
     return Check("NeuronCores", "missing", "no device; parawrap can emulate cores for tests")
+
+
+def _neuron_devices(count: int) -> Check:
+    found = f"{count} torch devices of kind 'neuron'"
+    if count:
+        return Check("NeuronCores", "ok", found)
+    return Check("NeuronCores", "warning", found, "Check the driver with neuron-ls: see docs/neuron_hardware.md")
 
 
 def _other_accelerator() -> Check:

@@ -60,7 +60,8 @@ class DataParallel(torch.nn.Module):
 
     Raises:
         DeviceListError: If `device_ids` is empty, repeats a core, or has an entry that is not a core.
-        DeviceUnavailableError: If this process does not have one of the cores, or the runtime is not installed.
+        DeviceUnavailableError: If this process does not have one of the cores, the runtime is not installed, or the
+            installed torch_neuronx makes NeuronCores torch devices.
         ReplicaError: If `model` was not traced for NeuronCores.
         ShardError: If `dim` is not a dim of the inputs, or `num_workers` or `split_size` is set to less than 1.
         RuntimeError: If the runtime cannot load the model, for example because it does not fit into memory.

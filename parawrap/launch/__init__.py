@@ -3,7 +3,7 @@
 This package starts processes, connects them, and ends them. It does not depend on modules or lanes.
 """
 
-from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._devices import Device, make_current, rank_device
 from parawrap.launch._launch_handle import Launch, RankResults
 from parawrap.launch._launcher import launch, launch_array, preview, runs_here
 from parawrap.launch._packed_call import Job, Preview
@@ -35,6 +35,7 @@ __all__ = [
     "joined",
     "launch",
     "launch_array",
+    "make_current",
     "memory_file",
     "numbered_traces",
     "pack_exception",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import torch
 
+from parawrap.backends import backend_of, neuron_is_device
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
-__all__ = ["Device", "core_of", "rank_device", "visible"]
+__all__ = ["Device", "core_of", "make_current", "rank_device", "visible"]
 
 
 class Device(enum.StrEnum):
@@ -56,15 +57,23 @@ def visible(kind: Device) -> int:
     if kind is Device.MPS:
         return int(torch.backends.mps.is_available())
     if kind is Device.NEURON:
-        return len(_neuron_cores())
+        return backend_of("neuron").count() if neuron_is_device() else len(_neuron_cores())
     return usable_cores()
 
 
 def rank_device(kind: Device, local_rank: int) -> torch.device:
-    """Return the device for a rank's tensors. On NeuronCores it is the CPU, because tensors stay on the host."""
+    """Return the device for a rank's tensors. It is the CPU on NeuronCores that are not torch devices."""
     if kind is Device.GPU:
         return torch.device("cuda", local_rank)
+    if kind is Device.NEURON and neuron_is_device():
+        return torch.device("neuron", local_rank)
     return torch.device("mps" if kind is Device.MPS else "cpu")
+
+
+def make_current(device: torch.device) -> None:
+    """Make this the current device of its kind. The CPU and MPS have a single device."""
+    if device.type in ("cuda", "neuron"):
+        torch.get_device_module(device).set_device(device)
 
 
 def core_of(local_rank: int) -> str:

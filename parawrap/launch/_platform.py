@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
+from parawrap.backends import neuron_is_device
 from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, visible
@@ -39,9 +40,10 @@ class Platform:
 
     Args:
         name: The name of the job on a Slurm or Ray cluster.
-        device: The kind of device: ``"cpu"``, ``"gpu"``, ``"mps"``, or ``"neuron"``. Each rank gets one. ``"auto"`` selects
-            the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs
-            if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with ``Device.from_str(name)``.
+        device: The kind of device: ``"cpu"``, ``"gpu"``, ``"mps"``, or ``"neuron"``. Each rank gets one. On NeuronCores
+            that are no torch devices, its tensors stay on the CPU, and it sees its core as nc:0. ``"auto"`` selects the
+            first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs if
+            `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with ``Device.from_str(name)``.
         launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job. ``"ray"`` reserves
             resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
             None selects ``"env"`` in such a process and ``"local"`` elsewhere.
@@ -183,7 +185,12 @@ class Platform:
     @property
     def process_group_backend(self) -> str:
         """The backend to pass to ``torch.distributed.init_process_group``."""
-        return self.backend or ("cpu:gloo,cuda:nccl" if self.device == Device.GPU else "gloo")
+        if self.backend is not None:
+            return self.backend
+        if self.device == Device.GPU:
+            return "cpu:gloo,cuda:nccl"
+        offers_neuron = self.device == Device.NEURON and neuron_is_device() and dist.is_backend_available("neuron")
+        return "cpu:gloo,neuron:neuron" if offers_neuron else "gloo"
 
 
 if not TYPE_CHECKING:  # __new__ would hide the fields from help() and completion

@@ -53,7 +53,7 @@ def _called(job: Job, rank: Rank) -> Any:
 
 @contextmanager
 def _current_device(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
+    if device.type not in ("cuda", "neuron"):
         yield
         return
     with torch.cuda.device(device):

@@ -110,7 +110,8 @@ def test_a_named_runtime_that_is_not_installed_is_an_error(monkeypatch, name):
     monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", name)
     with pytest.raises(DeviceUnavailableError) as refused:
         runtime()
-    for said in (f"{name} is not installed", _INDEX, name.replace("_", "-"), "PARAWRAP_NEURON_RUNTIME=host"):
+    package = {"torch_neuronx": "'torch-neuronx==2.9.*'", "torch_neuron": "torch-neuron "}[name]
+    for said in (f"{name} is not installed", _INDEX, package, "PARAWRAP_NEURON_RUNTIME=host"):
         assert said in str(refused.value)
 
 

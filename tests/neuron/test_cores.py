@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from parawrap.backends import names_cores
+from parawrap.backends import names_cores, resolve_device
 from parawrap.backends.neuron import NeuronCore, cores_given, resolve_cores
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
@@ -162,6 +164,16 @@ def test_names_of_cores_are_recognised(devices):
 def test_other_devices_name_no_cores(devices):
     """Indices alone do not name NeuronCores, because any kind of device has indices."""
     assert not names_cores(devices)
+
+
+def test_a_module_torch_neuron_alone_is_no_kind_of_device(monkeypatch):
+    """torch_neuron for Inf1 adds the module torch.neuron, but registers no torch device: "neuron:0" is still a core."""
+    module = ModuleType("torch.neuron")
+    module.device_count = lambda: 4
+    monkeypatch.setattr(torch, "neuron", module, raising=False)
+    assert names_cores("neuron:0")
+    with pytest.raises(DeviceUnavailableError, match=r"'neuron' names NeuronCores, which are not torch devices in this"):
+        resolve_device("neuron:0")
 
 
 @pytest.mark.parametrize(

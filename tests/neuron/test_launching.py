@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from parawrap import Platform, PlatformError, neuron, wrapper
+from parawrap import Platform, PlatformError, current_rank, neuron, wrapper
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +27,13 @@ def test_each_rank_has_its_own_core(monkeypatch, variable, value, cores):
     @wrapper(Platform(device="neuron", verbose=False))
     def serve(x):
         net = neuron.DataParallel(neuron.trace(torch.nn.ReLU(), torch.zeros(1, 3)))
-        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, net(x)
+        device = str(current_rank().device)
+        return os.environ["NEURON_RT_VISIBLE_CORES"], neuron.core_count(), net.device_ids, device, net(x)
 
     x = torch.randn(4, 3)
     results = list(serve(x))
-    assert [result[:3] for result in results] == [(core, 1, [0]) for core in cores]
-    assert all(torch.equal(result[3], x.relu()) for result in results)
+    assert [result[:4] for result in results] == [(core, 1, [0], "cpu") for core in cores]
+    assert all(torch.equal(result[4], x.relu()) for result in results)
 
 
 def test_more_ranks_than_cores_are_refused(monkeypatch):

@@ -2,7 +2,8 @@
 
 ``install()`` adds the device type ``sim`` to torch: devices ``sim:0`` to ``sim:3`` in host memory, which
 behave as separate devices do. An operator over two of them raises, an ordinal out of range raises, every
-copy between them is counted, and backward runs on a worker thread per device::
+copy between them is counted, and backward runs on a worker thread per device. ``install(name="neuron")``
+gives the type another name::
 
     if (reason := simdevice.available()) is None:
         sim = simdevice.install()           # also torch.sim and torch.get_device_module("sim")
@@ -139,26 +140,26 @@ class Stats:
         return sum(self.live_bytes_by_device)
 
 
-def available() -> str | None:
+def available(name: str = _NAME) -> str | None:
     """Return why the device cannot be installed here, or None if it can."""
-    return next(_obstacles(), None)
+    return next(_obstacles(name), None)
 
 
-def install(count: int = 4) -> ModuleType:
-    """Add ``count`` devices of type ``sim`` to torch and return their module, ``torch.sim``.
+def install(count: int = 4, name: str = _NAME) -> ModuleType:
+    """Add ``count`` devices of type ``name`` to torch and return their module, such as ``torch.sim``.
 
     A second call in one process returns the same module, and with another number of devices it raises
         ValueError. The first call ever compiles the device, which takes about a minute.
     """
     with _install_lock:
         if (module := _installed()) is None:
-            if (reason := available()) is not None:
+            if (reason := available(name)) is not None:
                 raise RuntimeError(f"the simulated device cannot be installed: {reason}")
             extension = _load_extension()
             extension.start(count)
+            backend_registration.rename_privateuse1_backend(name)
             module = _device_module(extension)
-            backend_registration.rename_privateuse1_backend(_NAME)
-            torch._register_device_module(_NAME, module)  # type: ignore[no-untyped-call]
+            torch._register_device_module(name, module)  # type: ignore[no-untyped-call]
             backend_registration.generate_methods_for_privateuse1_backend()
         elif module.device_count() != count:
             raise ValueError(f"{module.device_count()} simulated devices are installed, not {count}")
@@ -186,8 +187,13 @@ def reset_stats() -> None:
 
 
 def _installed() -> ModuleType | None:
-    module = getattr(torch, _NAME, None)
+    module = getattr(torch, _name(), None)
     return module if hasattr(module, "_parawrap_extension") else None
+
+
+def _name() -> str:
+    """Return the name that the device type has in this process."""
+    return torch._C._get_privateuse1_backend_name()
 
 
 def _extension() -> _Extension:
@@ -206,8 +212,8 @@ def _index(device: _Device, extension: _Extension) -> int:
         return device
     if device is not None:
         device = torch.device(device)
-        if device.type != _NAME:
-            raise ValueError(f"expected a {_NAME} device, got {device}")
+        if device.type != _name():
+            raise ValueError(f"expected a {_name()} device, got {device}")
         if device.index is not None:
             return device.index
     return extension.current_device()
@@ -215,7 +221,7 @@ def _index(device: _Device, extension: _Extension) -> int:
 
 def _device_module(extension: _Extension) -> ModuleType:
     """Return the device module, with the functions of torch.cuda that torch calls."""
-    module = ModuleType(f"torch.{_NAME}", "The simulated devices of parawrap's tests.")
+    module = ModuleType(f"torch.{_name()}", "The simulated devices of parawrap's tests.")
     vars(module).update(_of_devices(extension), **_of_streams(extension), _parawrap_extension=extension)
     return module
 
@@ -249,10 +255,10 @@ def _of_devices(extension: _Extension) -> dict[str, Callable[..., object]]:
     def memory_allocated(device: _Device = None) -> int:
         return extension.read_memory()[_index(device, extension)][1]
 
-    def get_rng_state(device: _Device = _NAME) -> torch.Tensor:
+    def get_rng_state(device: _Device = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(new_state: torch.Tensor, device: _Device = _NAME) -> None:
+    def set_rng_state(new_state: torch.Tensor, device: _Device = None) -> None:
         torch.set_rng_state(new_state)
 
     return {
@@ -285,11 +291,11 @@ def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
         def __new__(cls, device: _Device = None, priority: int = 0, **numbers: int) -> Self:
             if numbers:
                 return super().__new__(cls, priority=priority, **numbers)
-            return super().__new__(cls, torch.device(_NAME, _index(device, extension)), priority=priority)
+            return super().__new__(cls, torch.device(_name(), _index(device, extension)), priority=priority)
 
     def event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> torch.Event:
         return torch.Event(
-            _NAME, enable_timing=enable_timing
+            _name(), enable_timing=enable_timing
         )  # a function, because torch compares only torch.Event objects
 
     def numbered(stream_id: int, device: _Device) -> Stream:
@@ -336,12 +342,12 @@ def _of_streams(extension: _Extension) -> dict[str, Callable[..., object]]:
 # ---------------------------------------------------------------- building
 
 
-def _obstacles() -> Iterator[str]:
+def _obstacles(name: str) -> Iterator[str]:
     """Yield the reasons why the device cannot be installed."""
     if _installed() is not None:
         return
     backend = torch._C._get_privateuse1_backend_name()
-    if backend not in ("privateuseone", _NAME):
+    if backend not in ("privateuseone", name):
         yield f"the device type {backend!r} takes torch's only place for a custom device"
     if importlib.util.find_spec("fcntl") is None:
         yield "it is built under a file lock, which needs a POSIX system"

@@ -303,7 +303,7 @@ def test_autocast() -> None:
     assert model.weight.grad.dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_traced_module() -> None:
     """A module traced on a device runs and trains there."""
     model, x = conv_net().to("sim:1"), torch.randn(2, 2, 6, 6, device="sim:1")

@@ -13,7 +13,7 @@ from parawrap.backends._warnings import warn_caller
 from parawrap.backends.neuron._runtime import NeuronRuntime
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["runtime", "using"]
+__all__ = ["emulates_cores", "runtime", "using"]
 
 _VENDORS = {
     "torch_neuronx": "parawrap.backends.neuron._torch_neuronx:TorchNeuronx",
@@ -21,7 +21,7 @@ _VENDORS = {
 }
 # By name: this package must not import parawrap.testing, which imports it.
 _RUNTIMES = {"host": "parawrap.testing:NeuronHost", **_VENDORS}
-_PACKAGES = {"torch_neuronx": "torch-neuronx neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
+_PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
 _INDEX = "https://pip.repos.neuron.amazonaws.com"
 _WRONG_PACKAGE = "wrong package"  # from the error of the placeholder packages on PyPI, in lower case
 
@@ -37,7 +37,8 @@ def runtime() -> NeuronRuntime:
     emulated runtime.
 
     Raises:
-        DeviceUnavailableError: If the named runtime is unknown or not installed, or a placeholder from PyPI is installed.
+        DeviceUnavailableError: If the named runtime is unknown or not installed, if a placeholder from PyPI is installed,
+            or if the installed torch_neuronx makes NeuronCores torch devices and has no trace.
         ImportError: If the named runtime is installed but cannot be imported.
     """
     global _chosen
@@ -48,6 +49,12 @@ def runtime() -> NeuronRuntime:
             named = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip()
             _chosen = _load(named) if named else _first_installed()
         return _chosen
+
+
+def emulates_cores() -> bool:
+    """True if PARAWRAP_NEURON_RUNTIME=host or a `using` block selects the runtime. It imports no runtime."""
+    with _choosing:
+        return bool(_overrides) or os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip() == "host"
 
 
 @contextmanager

@@ -85,5 +85,5 @@ def quiet_about_torchscript() -> Iterator[None]:
     Only one thread at a time runs inside this block.
     """
     with _filtering, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)", DeprecationWarning)
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")
         yield

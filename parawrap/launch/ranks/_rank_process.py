@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from parawrap.backends import neuron_is_device
 import torch
 
 from parawrap.backends.cpu_backend import usable_cores
@@ -162,7 +163,7 @@ def _set_up_process(assignment: Assignment, platform: Platform, control: Control
     """Set up logging, threads, and environment variables of this process, then the rank itself (`set_up`)."""
     place = assignment.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
-    if platform.device == Device.NEURON:
+    if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
         os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
     torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
     os.environ |= _variables(place, assignment.meeting)

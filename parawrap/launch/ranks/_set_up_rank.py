@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap.errors import PlatformError
-from parawrap.launch._devices import Device, rank_device
+from parawrap.launch._devices import Device, make_current, rank_device, visible
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank
 from parawrap.launch._seeds import seed
@@ -46,7 +46,9 @@ def set_up(place: Place, platform: Platform, store: dist.Store | None, group: di
     device = rank_device(Device(platform.device), place.local_rank)
     if device.type == "cuda":
         _check_cuda(place)
-        torch.cuda.set_device(device)
+    if device.type == "neuron":
+        _check_neuron(place)
+    make_current(device)
     seed(platform.seed)
     if place.world_size > 1:
         watch_loaders()
@@ -73,3 +75,13 @@ def _check_cuda(place: Place) -> None:
         f"rank {place.global_rank} needs GPU {place.local_rank} of node {place.node} ({socket.gethostname()}), but {lacks}"
     )
     raise PlatformError(msg)
+
+
+def _check_neuron(place: Place) -> None:
+    there = visible(Device.NEURON)
+    if place.local_rank >= there:
+        msg = (
+            f"rank {place.global_rank} needs neuron:{place.local_rank} of node {place.node} ({socket.gethostname()}), but "
+            f"torch sees {there} NeuronCore(s) there: reduce n_gpus, or check NEURON_RT_VISIBLE_CORES and `neuron-ls` there"
+        )
+        raise PlatformError(msg)
