@@ -30,6 +30,7 @@ from parawrap.errors import (
     ShardError,
     UnsendableError,
     VerifyError,
+    VersionError,
 )
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ __all__ = [
     "Tuplewise",
     "UnsendableError",
     "VerifyError",
+    "VersionError",
     "Wrapper",
     "__version__",
     "build",

@@ -15,6 +15,7 @@ the device, and the shard.
     ├── ResumeError (RuntimeError)              the folder of ``map(resume=...)`` does not fit this stream, or is in use
     ├── DeviceListError (ValueError)            a device list is malformed: empty, of mixed types, or not of devices
     ├── DeviceUnavailableError (RuntimeError)   this machine does not have the device
+    ├── VersionError (RuntimeError)             this release of torch or Python lacks what parawrap needs
     ├── PlatformError (ValueError)              a field of Platform has a value that is not allowed
     └── LaunchError (RuntimeError)              a launch could not start or finish
         ├── RankDiedError                       a rank was killed, or exited without a result
@@ -84,6 +85,10 @@ class DeviceListError(ParawrapError, ValueError):
 
 class DeviceUnavailableError(ParawrapError, RuntimeError):
     """This machine does not have a device. The message names the devices that it has."""
+
+
+class VersionError(ParawrapError, RuntimeError):
+    """The installed release of torch or Python lacks something that parawrap needs. The message names it."""
 
 
 class PlatformError(ParawrapError, ValueError):

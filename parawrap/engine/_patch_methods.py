@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from parawrap.engine._session import Entry
-from parawrap.replicas import PlainView, StandIn, put, restore
+from parawrap.replicas import COMPILED_CALL, PlainView, StandIn, compiler, put, restore
 
 __all__ = ["Caller", "InPlace"]
 
@@ -61,9 +60,9 @@ class InPlace:
             self._install()
 
     def _install(self) -> None:
-        if getattr(self._module, "_compiled_call_impl", None) is not None:
+        if getattr(self._module, COMPILED_CALL, None) is not None:
             # module.compile() would trace through the stand-in and run the batch as one.
-            self._replace("_compiled_call_impl", None)
+            self._replace(COMPILED_CALL, None)
         for name in dict.fromkeys(self._methods):
             plain = getattr(self._module, name)
             if name not in self._stand_ins or self._stand_ins[name].__wrapped__ != plain:
@@ -136,4 +135,4 @@ def _left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Loading it takes a second. If it is loaded later, a call that it compiles runs plainly, as part of the graph.
     """
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return function if compiler() is None else torch.compiler.disable(function)

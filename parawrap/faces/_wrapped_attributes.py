@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["wrapped_attribute"]
+__all__ = ["submodule", "wrapped_attribute"]
+
+
+def submodule(module: torch.nn.Module, name: str) -> torch.nn.Module | None:
+    """Return a submodule by its name; None before the module has it, as before ``__init__`` and during unpickling."""
+    try:
+        found = torch.nn.Module.__getattr__(module, name)
+    except AttributeError:
+        return None
+    return found if isinstance(found, torch.nn.Module) else None
 
 
 def wrapped_attribute(wrapper: torch.nn.Module, module: torch.nn.Module | None, name: str, missing: AttributeError) -> Any:

@@ -14,7 +14,7 @@ from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, reso
 from parawrap.engine import Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
-from parawrap.faces._wrapped_attributes import wrapped_attribute
+from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
@@ -110,7 +110,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         try:
             return super().__getattr__(name)
         except AttributeError as missing:
-            return wrapped_attribute(self, self.__dict__.get("_modules", {}).get("module"), name, missing)
+            return wrapped_attribute(self, submodule(self, "module"), name, missing)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Scatter the inputs, replicate the module, apply the replicas, and gather the outputs.

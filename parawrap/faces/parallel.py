@@ -402,7 +402,7 @@ def parallel(
             - A kind such as ``"cuda"`` uses every device of that kind.
             - A number uses that many devices of the best kind.
             - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
-              uses every NeuronCore.
+              uses every NeuronCore. If torch has devices of kind "neuron", ``"neuron:0"`` is such a device.
             - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
         dim: The dim of inputs and outputs that the rows lie on.
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or

@@ -8,13 +8,11 @@ from typing import Any, Self
 import torch
 
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
-from parawrap.faces._wrapped_attributes import wrapped_attribute
+from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.data_parallel import DataParallel
 
 __all__ = ["ParallelWrapper"]
 
-# torch.nn.Module.to reads its arguments with this; it has no public name.
-_parse_to: Any = getattr(torch._C, "_nn")._parse_to  # noqa: B009
 _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
@@ -67,10 +65,9 @@ class ParallelWrapper(torch.nn.Module):
         if given is not None and given != "auto":
             resolve_device(given)  # raises before anything changes
         if args or kwargs:
-            device, *_ = _parse_to(*args, **kwargs)
-            given = device if given is None else given
-            kwargs.pop("device", None)
             self._inner().to(*args, **kwargs)
+            like = args[0] if args else kwargs.get("tensor")
+            given = like.device if given is None and isinstance(like, torch.Tensor) else given
         if given is not None:
             self._place(self._inner(), given)
         return self
@@ -86,7 +83,7 @@ class ParallelWrapper(torch.nn.Module):
         self.device = str(resolved) if is_auto else device
 
     def _inner(self) -> torch.nn.Module:
-        model = self.__dict__["_modules"]["model"]
+        model = submodule(self, "model")
         inner = model.module if isinstance(model, DataParallel) else model
         assert isinstance(inner, torch.nn.Module)
         return inner
@@ -95,11 +92,10 @@ class ParallelWrapper(torch.nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError as missing:
-            is_made = "model" in self.__dict__.get("_modules", {})  # not before __init__, as during unpickling
-            return wrapped_attribute(self, self._inner() if is_made else None, name, missing)
+            return wrapped_attribute(self, submodule(self, "model") and self._inner(), name, missing)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or "model" not in self.__dict__.get("_modules", {}) or name in self.__dict__:
+        if name in _OWN or submodule(self, "model") is None or name in self.__dict__:
             super().__setattr__(name, value)
         else:
             setattr(self._inner(), name, value)

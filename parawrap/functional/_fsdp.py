@@ -12,6 +12,7 @@ from torch import nn
 
 from parawrap.functional._averages import buckets
 from parawrap.functional._collectives import collective_device, exchange_texts, group_size
+from parawrap.launch import make_current
 
 __all__ = ["blocks_of", "fully_sharded"]
 
@@ -24,8 +25,7 @@ def fully_sharded(module: nn.Module, device: torch.device, **options: Any) -> nn
     if isinstance(module, FSDPModule):
         return module
     _take_from_rank_0(module)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # fully_shard moves each block to the current device
+    make_current(device)  # fully_shard moves each block to the current device
     options = {"mesh": init_device_mesh(device.type, (group_size(),)), **options}
     for block in blocks_of(module):
         fully_shard(block, **options)

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from parawrap.functional._collectives import group_size
 from parawrap.functional._fsdp import fully_sharded
-from parawrap.launch import Device, Platform, current_rank, inside_a_rank, rank_device, seed_all
+from parawrap.functional._private_names import BatchNorm
+from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
 
 __all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
 
@@ -74,7 +74,7 @@ def has_batch_norm(module: nn.Module) -> bool:
     >>> has_batch_norm(torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)))
     True
     """
-    return any(isinstance(layer, _BatchNorm) for layer in module.modules())
+    return any(isinstance(layer, BatchNorm) for layer in module.modules())
 
 
 @overload
@@ -143,8 +143,7 @@ def to(
     - ``strategy="fsdp2"`` applies torch's ``fully_shard`` in place. Each rank holds its part of the parameters, gradients,
       and optimiser state. Ranks exchange parameters block by block, and all parameters outside blocks together. A block is
       a child of a ModuleList or Sequential that has a sibling of its class, and shares no parameters with the rest of the
-      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronised only at the start. torch 2.6
-      supports ``fully_shard`` on accelerators only.
+      module. For other blocks, call ``fully_shard`` yourself. Buffers are synchronised only at the start.
 
     On CUDA, batch normalisation is synchronised between ranks. torch's SyncBatchNorm does not work on the CPU. Create the
     optimiser after this call.
@@ -222,7 +221,7 @@ def device(module: nn.Module) -> torch.device:
 
 
 def set_default_device(local_rank: int | None = None, platform: Platform | None = None) -> None:
-    """Make this rank's device the default device for new tensors, and the current CUDA device.
+    """Make this rank's device the default device for new tensors, and the current device of its kind.
 
     Args:
         local_rank: The index of the device; by default the local rank.
@@ -238,6 +237,5 @@ def set_default_device(local_rank: int | None = None, platform: Platform | None 
     RankResults('cpu', 'cpu')
     """
     target = _target(local_rank, None if platform is None else platform.device)
-    if target.type == "cuda":
-        torch.cuda.set_device(target)
+    make_current(target)
     torch.set_default_device(target)

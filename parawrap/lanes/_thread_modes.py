@@ -11,21 +11,22 @@ import functools
 import threading
 from collections.abc import Callable, Iterable
 from itertools import repeat
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+
+from parawrap.lanes._private_names import (
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    functorch_level,
+    profiler_runs,
+    saved_tensor_hooks,
+)
 
 __all__ = ["Modes", "intra_op_threads", "sees_only_its_own_thread", "settle"]
 
 T = TypeVar("T")
-
-_C: Any = torch._C  # the state of a thread has no public name and no types
-# torch has it since 2.8; before that, hooks on saved tensors are not seen here.
-_top_hooks: Callable[[bool], object] = getattr(_C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
-_function_modes: Callable[[], list[Any]] = _get_current_function_mode_stack
-_set_grad_enabled: Callable[[bool], None] = _C._set_grad_enabled  # what torch.set_grad_enabled makes an object for
 
 
 class _Autocast(NamedTuple):
@@ -60,9 +61,9 @@ class Modes(NamedTuple):
             torch.is_inference_mode_enabled(),
             _autocast(kinds) if any(map(torch.is_autocast_enabled, kinds)) else (),
             torch.is_autocast_cache_enabled(),
-            _default_device() if _C._len_torch_function_stack() else None,
+            _default_device(),
             contextvars.copy_context(),
-            _C._autograd._profiler_enabled(),
+            profiler_runs(),
             kinds,
             () if dtypes == defaults else dtypes,
         )
@@ -79,14 +80,10 @@ class Modes(NamedTuple):
         if self.inference != torch.is_inference_mode_enabled():
             with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad):
                 return self._run_with_autocast(work, default_device)
-        before = torch.is_grad_enabled()
-        _set_grad_enabled(self.grad)
-        try:
+        with torch.set_grad_enabled(self.grad):
             if not self.autocast and default_device is None and not self.dtypes:
                 return self.context.copy().run(work)  # a context can be entered by one thread at a time
             return self._run_with_autocast(work, default_device)
-        finally:
-            _set_grad_enabled(before)
 
     def _run_with_autocast(self, work: Callable[[], T], default_device: torch.device | None) -> T:
         context = self.context.copy()
@@ -112,11 +109,11 @@ def sees_only_its_own_thread() -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or _C._get_tracing_state() is not None
-        or _C._len_torch_dispatch_stack() > 0
-        or _top_hooks(False) is not None
-        or _C._functorch.peek_interpreter_stack() is not None
-        or (_C._len_torch_function_stack() > 0 and not _only_default_devices())
+        or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        or dispatch_modes() > 0
+        or saved_tensor_hooks(False) is not None
+        or functorch_level() is not None
+        or not all(isinstance(mode, DeviceContext) for mode in function_modes())
     )
 
 
@@ -124,13 +121,9 @@ def _default_in_lane(default: torch.device | None, device: torch.device, home: t
     return device if (torch.device("cpu") if default is None else default) == home else default
 
 
-def _only_default_devices() -> bool:
-    return all(isinstance(mode, DeviceContext) for mode in _function_modes())
-
-
 def _default_device() -> torch.device | None:
     """The innermost default device, of ``torch.set_default_device`` or of ``with torch.device(...)``."""
-    devices = [mode.device for mode in _function_modes() if isinstance(mode, DeviceContext)]
+    devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
     return devices[-1] if devices else None
 
 

@@ -56,7 +56,7 @@ def _current_device(device: torch.device) -> Iterator[None]:
     if device.type not in ("cuda", "neuron"):
         yield
         return
-    with torch.cuda.device(device):
+    with torch.get_device_module(device).device(device):
         yield
 
 

@@ -9,10 +9,12 @@ from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_structure import Survey
 from parawrap.replicas._detect_changes import Ledger, Watch
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
+from parawrap.replicas._private_names import COMPILED_CALL, buffers_of, compiler, version_of
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
 from parawrap.replicas._replica import may_be_written_unseen
 
 __all__ = [
+    "COMPILED_CALL",
     "Freshness",
     "LaneReplica",
     "Ledger",
@@ -21,10 +23,13 @@ __all__ = [
     "StandIn",
     "Survey",
     "Watch",
+    "buffers_of",
+    "compiler",
     "home_of",
     "lasting",
     "may_be_written_unseen",
     "original_method",
     "put",
     "restore",
+    "version_of",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from parawrap.backends import backend_of, bring, bring_into
+from parawrap.replicas._private_names import copy_all
 
 __all__ = ["Parcel", "can_be_sent", "lasting"]
 
@@ -42,7 +43,7 @@ class Parcel:
             bring_into(copies[index], self._tensors[index])
         for pack, flat in self._packs:
             pieces = self._unpacked(pack, bring(flat, copies[0].device))
-            torch._foreach_copy_([copies[i] for i in pack], pieces)  # pyright: ignore[reportPrivateImportUsage]
+            copy_all([copies[i] for i in pack], pieces)
 
     def _unpacked(self, pack: Sequence[int], flat: torch.Tensor) -> list[torch.Tensor]:
         pieces = flat.split([self._tensors[index].numel() for index in pack])

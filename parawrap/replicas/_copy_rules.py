@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from parawrap.replicas._attributes import CopyOf, Part, attributes_of, clear_attributes, fill_attributes
+from parawrap.replicas._private_names import COMPILED_CALL, COMPILED_FROM, IS_REPLICA, NOT_CALLED, recompiled
 from parawrap.replicas._torchscript import fill_script, new_script, tensors_of_script
 
 __all__ = [
@@ -45,13 +46,6 @@ __all__ = [
 ]
 
 _NOTHING: tuple[Part, ...] = ()
-# Dictionaries of a module that calls do not read. They stay shared.
-_NOT_CALLED = frozenset(
-    {
-        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-        "_non_persistent_buffers_set",
-    }
-)
 _EMPTY = object()
 _PLAIN = (dict, OrderedDict)
 
@@ -153,16 +147,16 @@ class Module(Instance):
 
     def parts(self, value: Any) -> Iterable[Part]:
         left_out = getattr(type(value), "_left_out_of_replicas", ())
-        return [part for part in attributes_of(value) if part[0] not in _NOT_CALLED and part[0] not in left_out]
+        return [part for part in attributes_of(value) if part[0] not in NOT_CALLED and part[0] not in left_out]
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
         fill_attributes(value, copy, copy_of)
         own = vars(copy)
-        own["_is_replica"] = True
+        own[IS_REPLICA] = True
         for name in getattr(type(value), "_left_out_of_replicas", ()):
             own.pop(name, None)
-        if own.get("_compiled_call_impl") is not None:
-            own["_compiled_call_impl"] = None
+        if own.get(COMPILED_CALL) is not None:
+            own[COMPILED_CALL] = None
 
 
 class Compiled(Module):
@@ -171,9 +165,9 @@ class Compiled(Module):
     turn = 5
 
     def fill(self, value: Any, copy: Any, copy_of: CopyOf) -> None:
-        type(value).__init__(copy, copy_of(value._orig_mod), value.dynamo_ctx)
+        recompiled(copy, value, copy_of)
         hooks = {name: copy_of(part) for name, part in vars(value).items() if name.endswith("_hooks")}
-        vars(copy).update(hooks, _is_replica=True)
+        vars(copy).update(hooks, **{IS_REPLICA: True})
 
 
 class Script(Content):
@@ -382,10 +376,10 @@ class CompiledFunction(Content):
     is_fixed = True
 
     def parts(self, value: Any) -> Iterable[Part]:
-        return (("_torchdynamo_orig_callable", value._torchdynamo_orig_callable),)
+        return ((COMPILED_FROM, getattr(value, COMPILED_FROM)),)
 
     def new(self, value: Any, copy_of: CopyOf) -> Any:
-        return copy_of(value._torchdynamo_orig_callable)
+        return copy_of(getattr(value, COMPILED_FROM))
 
     def place(self, key: Any) -> str:
         return f".{key}"

@@ -18,13 +18,14 @@ from parawrap.replicas._attributes import has_slots
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_rules import Cell, Content, Dict, Function, Instance, List, Partial, Script, Set, Weak
 from parawrap.replicas._copy_structure import Node
+from parawrap.replicas._private_names import version_of
 from parawrap.replicas._rule_by_class import ATOMS
 from parawrap.replicas._torchscript import ScriptedState
 
 __all__ = ["Change", "Ledger", "Lengths", "Watch", "is_watched_apart", "parts_of"]
 
 _PLAIN_DICTS = (dict, OrderedDict)
-_requires_grad, _dtype, _version = attrgetter("requires_grad"), attrgetter("dtype"), attrgetter("_version")
+_requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class Change(NamedTuple):
@@ -175,7 +176,7 @@ class Ledger:
         copied = list(copied)
         self.unversioned = [tensor for tensor in copied if tensor.is_inference()]
         self._copied = [tensor for tensor in copied if not tensor.is_inference()]
-        self._versions = [*map(_version, self._copied)]
+        self._versions = [*map(version_of, self._copied)]
 
     def same_form(self) -> bool:
         """True if every tensor has the memory, the dtype, and the ``requires_grad`` that it had."""
@@ -190,11 +191,11 @@ class Ledger:
 
     def unwritten(self) -> bool:
         """True if every copied tensor has the version that it had."""
-        return not self.unversioned and [*map(_version, self._copied)] == self._versions
+        return not self.unversioned and [*map(version_of, self._copied)] == self._versions
 
     def written(self) -> list[torch.Tensor]:
         """The copied tensors with another version, and those without versions: they were made in inference mode."""
-        now = map(_version, self._copied)
+        now = map(version_of, self._copied)
         same = map(eq, now, self._versions)
         return self.unversioned + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
 
@@ -205,7 +206,7 @@ class Ledger:
 
     def enter_versions(self) -> None:
         """Take the versions of now."""
-        self._versions = [*map(_version, self._copied)]
+        self._versions = [*map(version_of, self._copied)]
 
 
 def _can_be_compared(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

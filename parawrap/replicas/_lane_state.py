@@ -15,12 +15,13 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._copy_rules import Cell, Dict, Instance
 from parawrap.replicas._copy_structure import Copy, Node, Survey
 from parawrap.replicas._detect_changes import Lengths, is_watched_apart, parts_of
+from parawrap.replicas._private_names import BUFFERS, CHILDREN, PARAMETERS
 from parawrap.replicas._replica_tensors import Tensors
 from parawrap.replicas._rule_by_class import ATOMS
 
 __all__ = ["LaneState"]
 
-_NOT_STATE = frozenset({"_buffers", "_parameters"})  # tensors have rules of their own
+_NOT_STATE = frozenset({BUFFERS, PARAMETERS})  # tensors have rules of their own
 _MOST_NAMED = 3
 _NEW = object()
 
@@ -39,7 +40,7 @@ class LaneState:
             each if isinstance(node.content, Dict) else vars(each) for node, each in zip(self._nodes, copies, strict=True)
         ]
         self._others = [(node, copy.of(node.value)) for node in nodes if is_watched_apart(node)]
-        self._growing = [(node, copy.of(node.value)) for node in survey.makeable if node.key in ("_modules", "_parameters")]
+        self._growing = [(node, copy.of(node.value)) for node in survey.makeable if node.key in (CHILDREN, PARAMETERS)]
         self._grown_from = [dict(own) for _, own in self._growing]
         self.accept()
 
@@ -153,13 +154,13 @@ class LaneState:
 
     def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
         """True for another value, unless a hook of torch computes it at each call."""
-        if now is before or key in _NOT_STATE or key == "_modules":
+        if now is before or key in _NOT_STATE or key == CHILDREN:
             return False
         if type(now) in ATOMS:
             return before is _NEW or type(before) is not type(now) or bool(now != before)
         if isinstance(now, dict | list | set | deque) and not now:
             return False
-        parameters = own.get("_parameters")
+        parameters = own.get(PARAMETERS)
         if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
             return False
         return not isinstance(now, torch.Tensor) or self._tensors.original_of(now) is None

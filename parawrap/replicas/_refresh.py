@@ -17,6 +17,7 @@ from parawrap.replicas._copy_structure import Survey
 from parawrap.replicas._detect_changes import Change, Ledger, Watch
 from parawrap.replicas._gradients import Mirror, send
 from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
+from parawrap.replicas._private_names import buffers_of
 from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 
@@ -234,7 +235,7 @@ class ReplicaSet:
         self._unseen = [
             buffer
             for module in self._survey.all_modules()
-            for buffer in module._buffers.values()
+            for buffer in buffers_of(module).values()
             if buffer is not None and may_be_written_unseen(module, buffer)
         ]
         for replica in self._replicas:

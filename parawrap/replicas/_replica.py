@@ -14,6 +14,7 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_structure import Copy, Node, Survey
 from parawrap.replicas._lane_state import LaneState
+from parawrap.replicas._private_names import buffers_of
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 from parawrap.replicas._torchscript import script_pairs
 
@@ -83,7 +84,7 @@ class Replica:
             (module, copy, name, buffer)
             for node in survey.modules
             for module, copy in _pairs(node.value, self.copy.of(node.value))
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is None or not buffer.requires_grad
         ]
         buffers = {id(buffer) for *_, buffer in self._buffers}
@@ -207,11 +208,12 @@ def _give(module: torch.nn.Module, name: str, buffer: torch.Tensor, now: torch.T
 
 
 def _buffer(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    return module._buffers[name] if name in module._buffers else None  # noqa: SIM401  # a scripted module's has no `get`
+    buffers = buffers_of(module)
+    return buffers[name] if name in buffers else None  # noqa: SIM401  # a scripted module's has no `get`
 
 
 def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor | None) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         setattr(module, name, value)
     else:
-        module._buffers[name] = value
+        buffers_of(module)[name] = value

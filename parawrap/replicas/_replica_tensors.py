@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import attrgetter, ne
+from operator import ne
 from typing import Any
 from weakref import ref
 
@@ -13,10 +13,10 @@ import torch
 from parawrap.backends import backend_of
 from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
 from parawrap.replicas._gradients import Mirror
+from parawrap.replicas._private_names import copy_all, version_of
 
 __all__ = ["Tensors", "is_computed", "is_parameter"]
 
-_version = attrgetter("_version")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -91,7 +91,7 @@ class Tensors:
 
     def written(self) -> list[torch.Tensor]:
         """Return the originals of the copies that the lane has written."""
-        now = [*map(_version, self._copies)]
+        now = [*map(version_of, self._copies)]
         if now == self._versions:
             return []
         changed = map(ne, now, self._versions)
@@ -100,7 +100,7 @@ class Tensors:
     def wrote(self, original: torch.Tensor) -> bool:
         """True if the lane has written its copy of that tensor."""
         index = next(index for index, tensor in enumerate(self._originals) if tensor is original)
-        return self._copies[index]._version != self._versions[index]
+        return version_of(self._copies[index]) != self._versions[index]
 
     def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.
@@ -138,7 +138,7 @@ class Tensors:
             self.is_fresh = False
         else:
             with lasting():
-                torch._foreach_copy_(*self._aliases)  # pyright: ignore[reportPrivateImportUsage]
+                copy_all(*self._aliases)
 
     @property
     def renews_in_lane(self) -> bool:
@@ -147,7 +147,7 @@ class Tensors:
 
     def _look(self) -> None:
         """Note the versions of the copies, and alias them for `renew_in_lane`."""
-        self._versions = [*map(_version, self._copies)]
+        self._versions = [*map(version_of, self._copies)]
         pairs = zip(self._copies, self._originals, strict=True)
         same = [(copy.data, tensor.detach()) for copy, tensor in pairs if copy.device == tensor.device]
         self._aliases = [copy for copy, _ in same], [tensor for _, tensor in same]

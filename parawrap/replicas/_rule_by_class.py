@@ -42,6 +42,7 @@ from parawrap.replicas._copy_rules import (
     WeakProxy,
     WeakReference,
 )
+from parawrap.replicas._private_names import COMPILED_FROM, is_compiled_module
 
 __all__ = ["ATOMS", "content_of", "is_sentinel"]
 
@@ -95,7 +96,7 @@ _BY_CLASS: dict[Any, Content | None] = {
     weakref.WeakMethod: WeakMethod(),
     weakref.ProxyType: WeakProxy(),
     weakref.CallableProxyType: WeakProxy(),
-    functools._lru_cache_wrapper: CachedFunction(),
+    type(functools.lru_cache(len)): CachedFunction(),
 }
 # Their instances describe code, and lead to the whole of it. No call reads them.
 _DESCRIBE_CODE = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
@@ -105,7 +106,7 @@ def content_of(value: Any) -> Content | None:
     """Return the rule for an object; None for an atom."""
     cls = type(value)
     if cls is types.FunctionType:
-        return _COMPILED_FUNCTION if "_torchdynamo_orig_callable" in vars(value) else _FUNCTION
+        return _COMPILED_FUNCTION if COMPILED_FROM in vars(value) else _FUNCTION
     if cls is types.BuiltinFunctionType:
         return None if value.__self__ is None or isinstance(value.__self__, types.ModuleType | type) else _METHOD
     try:
@@ -118,8 +119,7 @@ def content_of(value: Any) -> Content | None:
 def _content_of_class(cls: type) -> Content | None:
     if (cls.__module__, cls.__qualname__) in _DESCRIBE_CODE:
         return None
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # loaded by the first torch.compile
-    if eval_frame is not None and issubclass(cls, eval_frame.OptimizedModule):
+    if is_compiled_module(cls):
         return _COMPILED
     for bases, content in _BY_BASE:
         if issubclass(cls, bases):

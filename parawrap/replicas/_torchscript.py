@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import chain
 from operator import call, is_
 from typing import Any
 
 import torch
 
+from parawrap.replicas._private_names import HOOK_KIND, children_of, getters_of_script, replicate_script
 from parawrap.tree import flatten, unflatten
 
 __all__ = ["ScriptedState", "fill_script", "new_script", "script_pairs", "tensors_of_script"]
 
-_HOOKED = "_is_full_backward_hook"
 _COPIES = "_copies_of_children"
 
 
 def new_script(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of a scripted module, and of those in it, that shares code and, until `fill_script`, attributes."""
-    copy: torch.nn.Module = module._replicate_for_data_parallel()
+    copy = replicate_script(module)
     children = []
-    for name, child in module._modules.items():
+    for name, child in children_of(module).items():
         if child is not None:
             children.append((child, new_script(child)))
             setattr(copy, name, children[-1][1])
@@ -56,17 +55,7 @@ def script_pairs(module: torch.nn.Module, copy: torch.nn.Module) -> Iterator[tup
 
 def _attributes_of(module: torch.nn.Module) -> dict[str, Any]:
     """The attributes of one scripted module by name, with its parameters and buffers, without its submodules."""
-    cpp: Any = module._c
-    return {name: cpp.getattr(name) for name in _names_of(module)}
-
-
-def _names_of(module: torch.nn.Module) -> list[str]:
-    """The names of its attributes, which are fixed when a module is compiled."""
-    concrete: Any = vars(module).get("_concrete_type")
-    if concrete is None:  # torch.jit.freeze leaves it out
-        cpp: Any = module._c
-        concrete = torch._C.ConcreteModuleType.from_jit_type(cpp._type())
-    return [*concrete.get_attributes()]
+    return {name: read() for name, read in getters_of_script(module).items()}
 
 
 class ScriptedState:
@@ -76,14 +65,13 @@ class ScriptedState:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        parts: list[Any] = [*module.modules()]
-        # The dictionary inside torch's own, there since 1.2, and ten times as fast to read.
-        self._children: list[dict[str, Any]] = [part._modules._python_modules for part in parts]
+        parts = [*module.modules()]
+        self._children = [*map(children_of, parts)]
         self._getters = [
-            partial(part._c.getattr, name)
+            read
             for part in parts
-            for name in _names_of(part)
-            if part is module or name != _HOOKED  # hooks of the modules in it never run
+            for name, read in getters_of_script(part).items()
+            if part is module or name != HOOK_KIND  # hooks of the modules in it never run
         ]
         self._before = self._now()
 
@@ -98,7 +86,7 @@ class ScriptedState:
         return all(map(is_, now, self._before)) or all(map(_is_same, now, self._before))
 
     def _now(self) -> list[Any]:
-        children = chain.from_iterable(map(dict.values, self._children))
+        children = chain.from_iterable(each.values() for each in self._children)
         return [*children, *map(call, self._getters)]
 
 

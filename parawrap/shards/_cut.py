@@ -26,6 +26,7 @@ from parawrap.shards._cut_errors import (
     refuse_unknown,
 )
 from parawrap.shards._parameter_names import Parameters
+from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import placed, splitter_of
 from parawrap.shards._shard_sizes import Sizes, balanced, equal, telling
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
@@ -129,7 +130,7 @@ class ShardPlan:
     def written(self, flat: FlatCall) -> list[int]:
         """Return the version of each tensor that every lane gets whole; a write in place changes it."""
         whole = [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
-        return [leaf._version for leaf in whole if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+        return [version_of(leaf) for leaf in whole if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
 
     def cut(self, flat: FlatCall) -> list[Piece]:
         """Return one piece per size."""
@@ -379,7 +380,7 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
     its rows (``x += self.bias``), so each view is detached from the others.
     """
     parts = tensor.split_with_sizes(sizes, dim)
-    if not tensor.requires_grad and forward_ad._current_level < 0:
+    if not tensor.requires_grad and forward_ad.unpack_dual(tensor).tangent is None:
         return [part.detach() for part in parts]
     return parts
 

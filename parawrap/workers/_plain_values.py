@@ -73,7 +73,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.dtype in _CODES
         and not (tensor.is_nested or tensor.requires_grad or tensor.is_conj() or tensor.is_neg())
-        and not (tensor.__dict__ or tensor._backward_hooks)
+        and not tensor.__dict__
         and tensor.is_contiguous()
         and tensor.numel() > 0
     )

@@ -17,7 +17,7 @@ from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
 from parawrap.launch import pickled_apart
-from parawrap.replicas import may_be_written_unseen
+from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, unflatten
 
 __all__ = ["Call", "ModelTensor", "Returned", "SentModes", "SentWarning", "Server", "WrittenBuffer", "pickled_function"]
@@ -266,12 +266,12 @@ class Server:
         """Give the buffers that a call wrote to the model of this process, and return them."""
         if not self._is_model or (write_back := self._replicas.current[0].write_back) is None:
             return ()
-        before = [{name: _state_of(each) for name, each in module._buffers.items()} for module in self._modules]
+        before = [{name: _state_of(each) for name, each in buffers_of(module).items()} for module in self._modules]
         write_back()
         written = tuple(
             (index, name, buffer)
             for index, (module, states) in enumerate(zip(self._modules, before, strict=True))
-            for name, buffer in module._buffers.items()
+            for name, buffer in buffers_of(module).items()
             if buffer is not None and (states.get(name) != _state_of(buffer) or may_be_written_unseen(module, buffer))
         )
         self._is_changed = self._is_changed or bool(written)
@@ -287,12 +287,12 @@ def _version_of(leaf: Any) -> int | None:
     if isinstance(leaf, torch.Generator):
         msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
         raise SessionError(msg)
-    return leaf._version if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+    return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
 
 
 def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
     """Return what a write into a buffer changes, unless `may_be_written_unseen`."""
-    return id(buffer), None if buffer is None or buffer.is_inference() else buffer._version
+    return id(buffer), None if buffer is None or buffer.is_inference() else version_of(buffer)
 
 
 @functools.lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import packed
-from parawrap.replicas import Freshness, Ledger, Survey, Watch, home_of, lasting, may_be_written_unseen
+from parawrap.replicas import Freshness, Ledger, Survey, Watch, buffers_of, home_of, lasting, may_be_written_unseen
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
@@ -152,7 +152,7 @@ class WorkerReplicas:
     def take_buffers(self, written: Sequence[WrittenBuffer]) -> None:
         """Write buffers that came from a worker into the target."""
         for index, name, value in written:
-            buffers = self._modules[index]._buffers
+            buffers = buffers_of(self._modules[index])
             buffer = buffers.get(name)
             with lasting():
                 if buffer is not None and buffer.shape == value.shape:
@@ -244,7 +244,7 @@ class WorkerReplicas:
         buffers = {
             id(buffer)
             for module in self._modules
-            for buffer in module._buffers.values()
+            for buffer in buffers_of(module).values()
             if buffer is not None and may_be_written_unseen(module, buffer)
         }
         unseen = [index for index, each in enumerate(self._tensors) if id(each) in buffers or each.is_inference()]

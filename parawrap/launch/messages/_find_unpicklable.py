@@ -9,12 +9,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from parawrap.launch._private_names import REGISTERED_BY_MODULES
+
 __all__ = ["find_unpicklable"]
 
 _MOST_STEPS = 50
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
 _PLACES = ("the result", "the function")
-_REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")
 
 Part = tuple[Any, str]
 
@@ -127,7 +128,7 @@ def _parts_of_state(state: Any, address: str) -> Iterator[Part]:
         yield state, f"the state of {address}"
         return
     for name, part in state.items():
-        if name in _REGISTERED_BY_MODULES and isinstance(part, dict):
+        if name in REGISTERED_BY_MODULES and isinstance(part, dict):
             for child, value in part.items():
                 yield value, _within(address, f"[{child}]" if child.isdecimal() else f".{child}")
         else:

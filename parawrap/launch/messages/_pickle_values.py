@@ -182,6 +182,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduced_tensor(self, tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
         """Reduce a tensor to a view of its storage. Each storage is pickled once, so tensors still share memory."""
+        torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
         storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
@@ -195,7 +196,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
         tensor.layout is torch.strided
         and tensor.device.type != "meta"
         and not tensor.is_nested
-        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__ or tensor._backward_hooks)
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.__dict__)
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import gc
 import logging
@@ -10,21 +9,21 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from parawrap.backends import neuron_is_device
 import torch
 
+from parawrap.backends import neuron_is_device
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.launch import _packed_call
 from parawrap.launch._devices import Device, core_of
 from parawrap.launch._packed_call import Job, unpacked_call
 from parawrap.launch._platform import Platform
+from parawrap.launch._private_names import join_threads, run_exit_handlers
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch.messages import _rank_errors as failures
 from parawrap.launch.messages._first_rank_failure import Died
@@ -144,7 +143,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run", job.platform)
         result = job.call(*line)
-        _join_threads()
+        join_threads()
         _free(spare)
         return packed(result, "result", "the result")
 
@@ -213,14 +212,9 @@ def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
     return max(1, usable_cores() // ranks_per_node)
 
 
-def _join_threads() -> None:
-    """Wait for the non-daemon threads that the function started."""
-    threading._shutdown()  # type: ignore[attr-defined]  # pyright: ignore  # also ends idle thread-pool workers
-
-
 def _leave(code: int) -> NoReturn:
     """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
-    for step in (atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
+    for step in (run_exit_handlers, sys.stdout.flush, sys.stderr.flush):
         try:
             step()
         except Exception:  # noqa: BLE001 (reported as the interpreter reports it)

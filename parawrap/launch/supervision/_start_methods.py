@@ -24,6 +24,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from parawrap.errors import LaunchError, PlatformError
+from parawrap.launch._private_names import forget_exit_handlers
 from parawrap.launch._system_limits import explained
 from parawrap.launch.messages._first_rank_failure import exit_text
 from parawrap.launch.messages._message_socket import close_in_forked_children
@@ -283,7 +284,7 @@ class _ForkedServer:
 def _serve_in_fork(requests: socket.socket) -> NoReturn:
     """Serve one launch in a fork of the user's process. Never return, so that the user's program does not continue here."""
     try:
-        atexit._clear()  # exit handlers belong to the process that registered them
+        forget_exit_handlers()  # exit handlers belong to the process that registered them
         os.setsid()
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would block forever
         serve(requests)

@@ -1,0 +1,12 @@
+"""The private name of torch that helpers of ranks use. CONTRIBUTING.md lists it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parawrap._private_name import private_name
+
+__all__ = ["BatchNorm"]
+
+# The base class of all batch norms, also of a user's own
+BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm", "checks for batch norm")

@@ -1,0 +1,22 @@
+"""The private names of torch that lanes use. CONTRIBUTING.md lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parawrap._private_name import private_name
+
+__all__ = ["DeviceContext", "dispatch_modes", "function_modes", "functorch_level", "profiler_runs", "saved_tensor_hooks"]
+
+
+def _name(path: str) -> Any:
+    return private_name(path, "lanes")
+
+
+# What watches the calling thread
+DeviceContext: Any = _name("torch.utils._device.DeviceContext")
+function_modes = _name("torch.overrides._get_current_function_mode_stack")
+dispatch_modes = _name("torch._C._len_torch_dispatch_stack")
+saved_tensor_hooks = _name("torch._C._autograd._top_saved_tensors_default_hooks")
+functorch_level = _name("torch._C._functorch.peek_interpreter_stack")
+profiler_runs = _name("torch._C._autograd._profiler_enabled")

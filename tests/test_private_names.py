@@ -1,0 +1,357 @@
+"""The private names of torch and Python: where they may stand, what each does today, and what happens without it."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import BatchNorm2d, Linear, Sequential, SyncBatchNorm
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import parawrap
+from parawrap import VersionError, parallel
+from parawrap._private_name import private_name
+from parawrap.functional import _private_names as of_functional
+from parawrap.lanes import _private_names as of_lanes
+from parawrap.launch import _private_names as of_launch
+from parawrap.replicas import _private_names as of_replicas
+
+PACKAGE = Path(parawrap.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {file: ast.parse(file.read_text()) for file in FILES}
+
+# Documented, in spite of the underscore
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames"}
+# Private names of optional packages, in the only file that uses them
+OF_OTHERS = {
+    "_slurm_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
+    "xla_backend.py": {"_XLAC", "_xla_sync_multi"},
+    "_geometric_batches.py": {"_inc_dict", "_key", "_slice_dict"},
+    "_transformers_caches.py": {"_quantized_keys"},
+    "collate.py": {"torch.utils.data._utils"},
+}
+OF_MODULES = {"_parameters", "_buffers", "_modules"}
+CANARIES = {}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name != "_"
+
+
+def defined_names():
+    """The names that parawrap itself defines, as functions, classes, variables, or attributes."""
+    found = set()
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            match node:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found.add(name)
+                case ast.Attribute(attr=name, ctx=ast.Store()) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+    return found
+
+
+OURS = defined_names() - {"_version"}
+
+
+def private_attributes(tree):
+    """Yield the private names of objects other than parawrap's, and the private modules that are imported."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(attr=name) if is_private(name) and (name not in OURS or name in OF_MODULES):
+                yield name
+            case ast.ImportFrom(module=str(module)) if module.partition(".")[0] != "parawrap":
+                if any(map(is_private, module.split("."))):
+                    yield module
+                yield from (each.name for each in node.names if is_private(each.name))
+            case ast.Constant(value=str(name)) if name in NAMES:
+                yield name
+
+
+def names_in(file):
+    """The private names in one file `_private_names.py`: the last part of each path, attributes, and strings."""
+    for node in ast.walk(TREES[file]):
+        match node:
+            case ast.Constant(value=str(text)) if text.isidentifier() and is_private(text):
+                yield text
+            case ast.Call(func=ast.Name(id="private_name" | "_name"), args=[ast.Constant(value=str(path)), *_]):
+                yield path.rpartition(".")[2]
+            case ast.Attribute(attr=name) if is_private(name):
+                yield name
+
+
+LISTS = {file: set(names_in(file)) for file in FILES if file.name == "_private_names.py"}
+NAMES = set().union(*LISTS.values())
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file not in LISTS], ids=lambda file: file.stem)
+def test_only_the_lists_hold_private_names(file):
+    """A private name of torch or Python stands in the file `_private_names.py` of its room, and nowhere else."""
+    found = set(private_attributes(TREES[file])) - DOCUMENTED - OF_OTHERS.get(file.name, set())
+    assert not found
+
+
+def test_contributing_lists_every_private_name():
+    """CONTRIBUTING.md has one row for each name and room."""
+    text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Private names")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:4] for line in section.splitlines() if line.startswith("| `")]
+    listed = {
+        (name.strip(" `"), each.strip()) for names, room, _ in rows for name in names.split(",") for each in room.split(",")
+    }
+    assert listed == {(name, file.parent.name) for file, names in LISTS.items() for name in names}
+
+
+def canary(*names):
+    """Mark the test of what these names do today."""
+
+    def mark(test):
+        CANARIES.update(dict.fromkeys(names, test))
+        return test
+
+    return mark
+
+
+def test_every_name_has_a_canary():
+    """No private name is used without a test of what it does."""
+    assert set(CANARIES) == NAMES
+
+
+# What each name does today. A failure names the feature that a new release of torch or Python would break.
+
+
+@canary("DeviceContext", "_get_current_function_mode_stack")
+def test_default_devices_are_seen():
+    """Lanes use the caller's default device. Other function modes make a call plain."""
+    assert of_lanes.function_modes() == []
+    with torch.device("meta"):
+        (mode,) = of_lanes.function_modes()
+    assert isinstance(mode, of_lanes.DeviceContext)
+    assert mode.device == torch.device("meta")
+
+
+@canary("_len_torch_dispatch_stack")
+def test_dispatch_modes_are_seen():
+    """A call under a dispatch mode, such as a FLOP counter, is plain."""
+    assert of_lanes.dispatch_modes() == 0
+    with TorchDispatchMode():
+        assert of_lanes.dispatch_modes() == 1
+
+
+@canary("_top_saved_tensors_default_hooks")
+def test_hooks_on_saved_tensors_are_seen():
+    """A call under hooks on saved tensors is plain."""
+    assert of_lanes.saved_tensor_hooks(False) is None
+    with torch.autograd.graph.save_on_cpu():
+        assert of_lanes.saved_tensor_hooks(False) is not None
+
+
+@canary("peek_interpreter_stack")
+def test_functorch_is_seen():
+    """A call inside vmap or grad is plain."""
+    seen = []
+
+    def square(x):
+        seen.append(of_lanes.functorch_level())
+        return x * x
+
+    torch.func.vmap(square)(torch.ones(2))
+    assert of_lanes.functorch_level() is None
+    assert seen[0] is not None
+
+
+@canary("_profiler_enabled")
+def test_profilers_are_seen():
+    """A profiler shows the operators of lanes, because a call under it runs in the caller's thread."""
+    assert not of_lanes.profiler_runs()
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert of_lanes.profiler_runs()
+
+
+@canary("_version")
+def test_tensors_count_writes():
+    """Replicas on other devices are renewed after a write in place."""
+    tensor = torch.zeros(2)
+    before = of_replicas.version_of(tensor)
+    tensor.add_(1)
+    assert of_replicas.version_of(tensor) == before + 1
+
+
+@canary("_parameters", "_buffers", "_modules")
+def test_modules_keep_three_dictionaries():
+    """Replicas follow new parameters, buffers, and submodules; messages of launches name them without the dictionary."""
+    module = BatchNorm2d(2)
+    assert set(vars(module)[of_replicas.PARAMETERS]) == {"weight", "bias"}
+    assert set(vars(module)[of_replicas.BUFFERS]) == {"running_mean", "running_var", "num_batches_tracked"}
+    assert set(vars(Sequential(module))[of_replicas.CHILDREN]) == {"0"}
+    assert of_replicas.buffers_of(module) is vars(module)[of_replicas.BUFFERS]
+    assert of_replicas.children_of(module) is vars(module)[of_replicas.CHILDREN]
+    assert set(of_launch.REGISTERED_BY_MODULES) == {of_replicas.PARAMETERS, of_replicas.BUFFERS, of_replicas.CHILDREN}
+
+
+@canary("_is_replica")
+def test_modules_know_that_they_are_replicas():
+    """Torch warns if zero_grad is called on a replica, where it has no effect."""
+    module = Linear(2, 2)
+    setattr(module, of_replicas.IS_REPLICA, True)
+    with pytest.warns(UserWarning, match="zero_grad"):
+        module.zero_grad()
+
+
+@canary(
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+)
+def test_modules_keep_attributes_that_calls_do_not_read():
+    """Replicas share these attributes, so that they are made faster."""
+    assert set(vars(Linear(2, 2))) >= of_replicas.NOT_CALLED
+
+
+@canary("_foreach_copy_")
+def test_many_tensors_are_copied_at_once():
+    """Small parameters are copied together."""
+    copies, originals = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    of_replicas.copy_all(copies, originals)
+    assert all(map(torch.equal, copies, originals))
+
+
+@canary("_compiled_call_impl")
+def test_a_module_keeps_its_compiled_call():
+    """Lanes run the uncompiled code of a module whose `compile` was called."""
+    module = Linear(2, 2)
+    assert getattr(module, of_replicas.COMPILED_CALL) is None
+    module.compile(backend="eager")
+    assert getattr(module, of_replicas.COMPILED_CALL) is not None
+
+
+@canary("_torchdynamo_orig_callable")
+def test_a_compiled_function_has_its_original():
+    """Lanes run the uncompiled code of a compiled function."""
+
+    def double(x):
+        return x * 2
+
+    assert getattr(torch.compile(double, backend="eager"), of_replicas.COMPILED_FROM) is double
+
+
+@canary("_orig_mod")
+def test_a_compiled_module_is_compiled_again():
+    """Each replica of a compiled module compiles its own copy of the module."""
+    model = Linear(2, 2)
+    compiled = torch.compile(model, backend="eager")
+    assert of_replicas.compiler() is sys.modules["torch._dynamo"]
+    assert of_replicas.is_compiled_module(type(compiled))
+    copy = type(compiled).__new__(type(compiled))
+    replica = Linear(2, 2)
+    of_replicas.recompiled(copy, compiled, {model: replica}.__getitem__)
+    x = torch.ones(1, 2)
+    assert torch.equal(copy(x), replica(x))
+
+
+@canary("_is_full_backward_hook", "_replicate_for_data_parallel", "_c", "_type", "from_jit_type")
+def test_scripted_modules_are_copied():
+    """Replicas of a scripted module share its code, and have attributes of their own."""
+    module = torch.jit.script(Linear(2, 2))
+    copy = of_replicas.replicate_script(module)
+    copy.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    assert module.weight.any()
+    readers = of_replicas.getters_of_script(module)
+    assert {"weight", "bias", "training", of_replicas.HOOK_KIND} <= set(readers)
+    assert torch.equal(readers["weight"](), module.weight)
+
+
+@canary("_BatchNorm")
+def test_batch_norms_have_one_base():
+    """`to(sync_batch_norm=True)` and its check see every batch norm, also of a user's own class."""
+    assert all(isinstance(each, of_functional.BatchNorm) for each in (BatchNorm2d(2), SyncBatchNorm(2)))
+    assert not isinstance(Linear(2, 2), of_functional.BatchNorm)
+
+
+@canary("_clear", "_run_exitfuncs")
+def test_exit_handlers_run_once_or_are_forgotten():
+    """A rank runs its exit handlers before it exits. A fork of the user's process does not run the user's."""
+    script = """
+import atexit
+from parawrap.launch._private_names import forget_exit_handlers, run_exit_handlers
+atexit.register(print, "forgotten")
+forget_exit_handlers()
+atexit.register(print, "once")
+run_exit_handlers()
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["once"]
+
+
+@canary("_shutdown")
+def test_threads_of_the_function_are_joined():
+    """A rank ends when the threads of its function end. Idle workers of thread pools do not hold it."""
+    script = """
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from parawrap.launch._private_names import join_threads
+pool = ThreadPoolExecutor(1)
+pool.submit(print, "pool").result()
+go = threading.Event()
+threading.Thread(target=lambda: (go.wait(), print("thread"))).start()
+threading.Timer(0.1, go.set).start()
+join_threads()
+print("joined")
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["pool", "thread", "joined"]
+
+
+# Without a name
+
+
+def test_parawrap_can_be_imported_without_any_private_name():
+    """If all names are missing, every module imports. What needs a name raises VersionError; the rest works."""
+    script = """
+import importlib, pkgutil, sys
+import torch
+
+def missing(path):
+    raise AttributeError(path)
+
+pkgutil.resolve_name = missing
+import parawrap
+for module in pkgutil.walk_packages(parawrap.__path__, "parawrap."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(parawrap.default_collate(2)([torch.ones(1), torch.ones(1)]))
+with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
+    try:
+        p(torch.ones(4, 2))
+    except parawrap.VersionError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    collated, error = found.stdout.splitlines()
+    assert collated == "(tensor([[1.]]), tensor([[1.]]))"
+    assert error.startswith("lanes need torch._C._")
+    assert f"with torch {torch.__version__.partition('+')[0]}" in error
+
+
+@pytest.mark.parametrize("name", [name for name in of_lanes.__all__ if name != "DeviceContext"])
+def test_a_call_without_a_name_is_refused(name, monkeypatch):
+    """If lanes cannot see one kind of watcher, a call raises VersionError instead of running where it is not seen."""
+    monkeypatch.setattr(f"parawrap.lanes._thread_modes.{name}", private_name("torch.gone", "lanes"))
+    model = Linear(2, 2)
+    with parallel(model, ["cpu", "cpu"]), pytest.raises(VersionError, match=r"lanes need torch\.gone, which Python 3"):
+        model(torch.ones(4, 2))
+
+
+def test_a_class_without_its_name_matches_nothing():
+    """`isinstance` with a missing class raises VersionError."""
+    with pytest.raises(VersionError, match="lanes need"):
+        isinstance(1, private_name("torch.Gone", "lanes"))
