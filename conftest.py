@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
 import faulthandler
 import gc
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,28 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     guard = threading.Timer(_PATIENCE_S, end)
     guard.daemon = True
     guard.start()
+
+
+_GLOO = re.compile(r"^(\[rank \d+\] )?\[Gloo\] Rank .*\n", re.MULTILINE)
+
+
+def pytest_configure() -> None:
+    """Let examples pass with torch 2.8, whose ranks print a line of their own whenever a process group starts."""
+    if not version("torch").startswith("2.8."):
+        return
+    check = doctest.OutputChecker.check_output
+    without_gloo = lambda self, want, got, flags: check(self, want, _GLOO.sub("", got), flags)  # noqa: E731
+    doctest.OutputChecker.check_output = without_gloo  # type: ignore[method-assign]
+
+
+_LONG_S = 900
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give long tests a longer limit, because they may run beside others."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(_LONG_S))
 
 
 def pytest_collection_finish() -> None:

@@ -399,7 +399,7 @@ def test_a_torchscript_module_is_parallel(make):
 def test_a_frozen_torchscript_module_is_parallel(freeze):
     """A frozen module, which has no train mode and no parameters, works in calls and in map."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         model = freeze(torch.jit.script(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))).eval())
     x = torch.randn(7, 4)
     with torch.no_grad():

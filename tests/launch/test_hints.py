@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -44,8 +45,8 @@ def test_a_hint_names_the_lines_at_which_ranks_wait(caplog, tmp_path):
     assert launch.results(timeout=60) == ("done", "done")
     (hint,) = hints_of(caplog)
     assert "the launch continues" in hint
-    assert "rank 0 waits at test_hints.py" in hint
-    assert "in lopsided: dist.barrier()" in hint
+    # A rank on a busy machine may use so much processor time that it "is at" a line where it waits.
+    assert re.search(r"rank 0 (waits|is) at test_hints\.py:\d+ in lopsided: dist\.barrier\(\)", hint)
     assert "rank 1" in hint
     assert "time.sleep(0.01)" in hint or "while not go.exists()" in hint
 

@@ -680,7 +680,9 @@ def test_a_thread_that_blocks_signals_can_launch(method, tmp_path):
         print(launch.state, flush=True)
         os._exit(0)
 
-    threading.Thread(target=launches).start()
+    launching = threading.Thread(target=launches)
+    launching.start()
+    launching.join()  # Python 3.12 starts no threads after the main thread has ended
     """
     lines = run_script(tmp_path, text).splitlines()
     assert lines[0] == "RankResults(1, 1)"

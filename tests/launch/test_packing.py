@@ -158,6 +158,14 @@ def test_parameters_stay_parameters(requires_grad):
         assert_same(got, nn.Parameter(data, requires_grad))
 
 
+def test_hooks_on_a_tensor_are_left_with_a_warning():
+    """A hook of `Tensor.register_hook` is not sent, and torch's warning says so."""
+    tensor = torch.ones(2, requires_grad=True)
+    tensor.register_hook(print)
+    with pytest.warns(UserWarning, match="backward hook .* will not be serialized"):
+        assert_same(sent(tensor), tensor)
+
+
 def test_a_computed_tensor_arrives_as_a_leaf():
     """The tensor still requires a gradient but has no autograd history."""
     got = sent(2 * torch.ones(2, requires_grad=True))

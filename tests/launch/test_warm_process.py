@@ -105,9 +105,13 @@ def test_a_launch_with_a_stopped_warm_process_can_end(moment, end, tmp_path):
 
     def submit(**limit):
         launch = wrapper(ranks(grace_s=0.3, **limit))(sleeps).submit(tmp_path)
-        if not before:
-            pids_in(tmp_path, 2)
-            os.kill(warm, signal.SIGSTOP)
+        try:
+            if not before:
+                pids_in(tmp_path, 2)
+                os.kill(warm, signal.SIGSTOP)
+        except KeyboardInterrupt:
+            launch.cancel()
+            raise
         return launch
 
     with resumed_later(warm):
