@@ -25,7 +25,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        msg = "completion needs the package shtab. Run pip install 'parawrap[cli]'"
+        msg = "completion needs the package shtab. Run pip install 'parawrap-torch[cli]'"
         raise UsageError(msg) from error
     print(shtab.complete(given.parser, given.shell))
     return 0

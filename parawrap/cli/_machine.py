@@ -180,14 +180,16 @@ def _slurm() -> Check:
     answer = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False)
     found = answer.stdout.strip() or "sbatch"
     if _version("submitit") is None:
-        return Check("Slurm", "warning", f"{found}, but submitit is not installed", "Run pip install 'parawrap[slurm]'")
+        return Check(
+            "Slurm", "warning", f"{found}, but submitit is not installed", "Run pip install 'parawrap-torch[slurm]'"
+        )
     return Check("Slurm", "ok", f"{found}, submitit {_version('submitit')}")
 
 
 def _package(name: str, extra: str, purpose: str) -> Check:
     version = _version(name.lower())
     if version is None:
-        return Check(name, "missing", f"not installed; for {purpose}: pip install 'parawrap[{extra}]'")
+        return Check(name, "missing", f"not installed; for {purpose}: pip install 'parawrap-torch[{extra}]'")
     return Check(name, "ok", version)
 
 

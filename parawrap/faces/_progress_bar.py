@@ -30,7 +30,7 @@ class Progress:
         try:
             tqdm = _bar_class()
         except ImportError as error:
-            msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap[cli]'"
+            msg = "progress=True needs tqdm, which is not installed. Run pip install 'parawrap-torch[cli]'"
             raise ImportError(msg) from error
         self._stats = stats
         self._make: Callable[[], Any] = lambda: tqdm(total=total, desc=desc, unit="batch")

@@ -85,7 +85,7 @@ class Streams(ABC):
             resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
                 outputs without computing them. The source must give the same batches in the same order in every run. Use
                 only folders that you trust: outputs are loaded with pickle.
-            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap[cli]'``).
+            progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap-torch[cli]'``).
             total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
             desc: The text in front of the bar.
 

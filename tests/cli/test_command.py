@@ -84,7 +84,7 @@ def test_completion_without_its_package_names_it(parawrap, tmp_path):
     (tmp_path / "shtab.py").write_text("raise ImportError")
     shown = parawrap("completion", "bash", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert shown.returncode == 2
-    assert "pip install 'parawrap[cli]'" in shown.stderr
+    assert "pip install 'parawrap-torch[cli]'" in shown.stderr
 
 
 def test_ctrl_c_ends_a_launch_without_a_traceback(tmp_path, parawrap):

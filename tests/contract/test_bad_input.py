@@ -55,7 +55,7 @@ def test_a_missing_package_is_named_with_its_extra(name, package, folders, monke
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, package.lower(), None)
     error = refusal_of("no extra", name)
-    assert error == f"launcher={name!r} needs {package}: pip install 'parawrap[{name}]'"
+    assert error == f"launcher={name!r} needs {package}: pip install 'parawrap-torch[{name}]'"
 
 
 def test_without_slurm_the_missing_command_is_named(folders, tmp_path, monkeypatch):

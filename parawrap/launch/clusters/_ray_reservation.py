@@ -52,7 +52,7 @@ def joined(platform: Platform) -> Any:
         ray: Any = importlib.import_module("ray")
         importlib.import_module("ray.util.client")
     except ImportError as error:
-        msg = "launcher='ray' needs Ray: pip install 'parawrap[ray]'"
+        msg = "launcher='ray' needs Ray: pip install 'parawrap-torch[ray]'"
         raise LaunchError(msg) from error
     if not ray.is_initialized():
         _join(ray, platform)

@@ -110,7 +110,7 @@ def _submitit() -> Any:
     try:
         import submitit.slurm.slurm
     except ImportError as error:
-        msg = "launcher='slurm' needs submitit: pip install 'parawrap[slurm]'"
+        msg = "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]'"
         raise LaunchError(msg) from error
     return submitit
 
