@@ -49,7 +49,7 @@ SUITES = {
     "workers": Suite("Worker processes", ("workers",), time_unit="ms", on_every_core=True),
     "cuda": Suite("On one GPU", ("cuda", "cpu_lanes"), command="make bench-cuda", on_every_core=True, needs_gpu=True),
 }
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(os.environ.get("PARAWRAP_BENCHMARK_RESULTS") or Path(__file__).parent / "results")
 
 
 def main(words: Sequence[str]) -> int:
@@ -106,7 +106,7 @@ def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) ->
 
 
 def _measure(suite: str, names: Sequence[str]) -> int:
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     before = Neighbours.now()
     keep = len(names) == len(SUITES[suite].names)
     rows = [row for name in names for row in _rows(name)]
@@ -124,14 +124,14 @@ def _rows(name: str) -> list[Row]:
 def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = None) -> None:
     """Print a suite's tables. If `keep` is true, write its files and the summary."""
     title, unit = SUITES[suite].title, SUITES[suite].time_unit
-    hardware = _hardware()
+    machine = hardware()
     if others is not None:
-        hardware["others"] = f"other processes on {others:.2f} cores"
+        machine["others"] = f"other processes on {others:.2f} cores"
     document: dict[str, Any] = {
         "date": str(dt.datetime.now(dt.UTC).date()),
         "command": f"{SUITES[suite].command} (python -m benchmarks {suite})",
-        "hardware": hardware,
-        "versions": _versions(),
+        "hardware": machine,
+        "versions": versions(),
         "rows": [row.as_json() for row in rows],
     }
     print(f"\n{summary.machine_of(document)}\n\n{summary.tables(document['rows'], unit)}\n", flush=True)
@@ -143,7 +143,8 @@ def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = Non
         summary.write(RESULTS, {name: each.title for name, each in SUITES.items()})
 
 
-def _hardware() -> dict[str, str]:
+def hardware() -> dict[str, str]:
+    """Return the architecture, the cores, and the GPU of this machine."""
     import torch
 
     from parawrap.backends.cpu_backend import usable_cores
@@ -161,7 +162,8 @@ def _driver() -> str:
     return answer.partition("\n")[0].strip() or "unknown"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of torch, CUDA, Python, and parawrap."""
     import torch
 
     import parawrap

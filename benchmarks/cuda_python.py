@@ -6,14 +6,14 @@ network. This module imports only the standard library until torch is found.
 
 from __future__ import annotations
 
-import configparser
 import importlib
 import importlib.metadata
 import re
 import sys
+import tomllib
 from pathlib import Path
 
-SETUP = Path(__file__).parents[1] / "setup.cfg"
+PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 def main() -> int:
@@ -37,10 +37,9 @@ def _why_not() -> str | None:
 
 
 def requirements() -> list[str]:
-    """Return parawrap's requirements from setup.cfg."""
-    setup = configparser.ConfigParser()
-    setup.read(SETUP)
-    return setup["options"]["install_requires"].split()
+    """Return parawrap's requirements from pyproject.toml."""
+    required: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    return required
 
 
 def lacking(required: list[str]) -> list[str]:
