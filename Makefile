@@ -4,14 +4,19 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LIMITS := $(VENV)/constraints.txt
+
+# The release of torch, if it is not the one in constraints.txt: `make TORCH=2.15.0 test`.
+TORCH :=
 
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
-# Tests on real clusters start dozens of processes, and wait minutes for schedulers. Long tests run with them.
-CLUSTERS := contract or slurm or ray or long
+# Tests on real clusters start dozens of processes, and wait minutes for schedulers.
+CLUSTERS := contract or slurm or ray
+SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-clusters test-xla fuzz lint bench bench-cuda docs pictures clean
+.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -24,45 +29,60 @@ test: $(STAMP)
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 
 test-local-launches: $(STAMP)
-	$(BIN)/python -m pytest $(LOCAL_LAUNCHES) -m 'not ($(CLUSTERS))'
+	$(BIN)/python -m pytest $(LOCAL_LAUNCHES) -m 'not ($(SLOW))'
 
 test-launches: $(STAMP)
-	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(CLUSTERS))'
+	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(SLOW))'
 
 FACES := tests/faces tests/functional tests/neuron
 
 test-faces: $(STAMP)
-	$(BIN)/python -m pytest $(FACES) -m 'not ($(CLUSTERS))'
+	$(BIN)/python -m pytest $(FACES) -m 'not ($(SLOW))'
 
 test-core: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/launch $(FACES:%=--ignore=%) -m 'not ($(CLUSTERS))'
+	$(BIN)/python -m pytest --ignore=tests/launch $(FACES:%=--ignore=%) -m 'not ($(SLOW))'
 
-# In a process of their own: a simulated accelerator becomes torch's accelerator for the whole process.
+# In processes of their own: a simulated accelerator becomes torch's accelerator for the whole process, under one name.
 test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
+	$(BIN)/python -m pytest tests/neuron_devices
 
 WITH_PACKAGES := tests/shards/test_packages.py tests/faces/test_packages.py tests/faces/test_transformers.py docs/transformers.md
 
 # Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
-test-packages: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,packages]'
+test-packages: $(VENV)/.with-packages
 	$(BIN)/python -m pytest $(WITH_PACKAGES)
 
 # Open pages in a headless browser. The tests skip without Debian's package chromium.
-test-pages: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,browser]'
+test-pages: $(VENV)/.with-browser
 	$(BIN)/python -m pytest tests/displays tests/site
 
 # Not part of `make test`, which takes minutes and needs only Python. These tests need root and the Debian packages slurmctld,
 # slurmd, slurm-client, munge, and iproute2; they skip without them. They include the whole contract suite, because the page
 # that it writes covers all launchers.
-test-clusters: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,slurm,ray]'
+test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray
 	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
 
-# In a separate environment: torch_xla needs another release of torch than the other tests.
+# Tests that take a minute each.
+test-long: $(STAMP)
+	$(BIN)/python -m pytest tests -m 'long and not ($(CLUSTERS))'
+
+# Build the wheel and the source distribution, and check what is in them.
+test-distribution: $(VENV)/.with-dist
+	$(BIN)/python -m pytest tests/distribution
+
+# Test the wheel with several releases of Python and torch, and enter the results into docs/versions.md. PYTHONS and TORCHES
+# name them; by default, all interpreters that are found. Each environment takes up to 6 GB, for a few minutes.
+PYTHONS :=
+TORCHES :=
+MATRIX := --page docs/versions.md
+matrix: $(STAMP)
+	$(BIN)/python -m tests.matrix $(if $(PYTHONS),--python $(PYTHONS)) $(if $(TORCHES),--torch $(TORCHES)) $(MATRIX)
+
+# In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
+# for the torch_neuronx that compiles models.
 test-xla: $(XLA_STAMP)
-	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla
+	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuron
 
 # Compare random models, calls, and changes with the plain call. `make test` runs 300 of these cases.
 fuzz: $(STAMP)
@@ -75,8 +95,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-bench: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,bench]'
+bench: $(VENV)/.with-bench
 	$(BIN)/python -m benchmarks
 
 # For a machine with a GPU. Uses $(PYTHON) if it has CUDA torch and parawrap's requirements, else the Python of the venv.
@@ -85,6 +104,13 @@ bench-cuda:
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
 	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
 
+# For a borrowed machine with a GPU: the tests and benchmarks that need it, and those of the CPU that need many cores, in at
+# most ten minutes. Writes benchmarks/results/device.
+device:
+	@if $(PYTHON) -m benchmarks.cuda_python; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
+	&& echo "device runs under $$python" && $$python -m benchmarks.device
+
 # The site. Its examples run in `make test`.
 docs: $(STAMP)
 	$(BIN)/towncrier build --draft --version next
@@ -92,20 +118,25 @@ docs: $(STAMP)
 	@echo "wrote docs/_build/index.html"
 
 # Draw the pictures of docs/. Needs Debian's package chromium.
-pictures: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,browser]'
+pictures: $(VENV)/.with-browser
 	$(BIN)/python docs/pictures.py
 
 clean:
 	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info
 
-$(STAMP): setup.cfg constraints.txt
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parawrap needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,docs]'
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(LIMITS)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[test,lint,docs]'
 	touch $@
 
-$(XLA_STAMP): setup.cfg constraints.txt
+# The packages of one extra, such as .venv/.with-ray. Installed once: while pip installs, parawrap cannot be imported.
+$(VENV)/.with-%: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[$*]'
+	touch $@
+
+$(XLA_STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(XLA_VENV)
 	sed '/^torch==/d' constraints.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA_VENV)/constraints.txt -e . \

@@ -1,0 +1,207 @@
+"""Test the wheel with releases of Python and torch: ``python -m tests.matrix [--python PATH ...] [--torch VERSION ...]``.
+
+Each cell is one Python with one torch, in an environment of its own. It runs the examples of README.md and docs/, and a
+quick part of the tests, in about three minutes. ``--page docs/versions.md`` enters the results into that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
+TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
+FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "docs", "tests", "examples", "benchmarks")
+EXAMPLES = ("README.md", "docs", "tests/engine", "tests/launch/test_packing.py", "tests/launch/test_world.py")
+QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
+SLOW = "contract or slurm or ray or long or stress"
+SUMMARY = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
+RULE = "|---|---|---|---|---|---|---:|---|\n"
+
+
+class Cell(NamedTuple):
+    """One environment. `packages` is "pinned" as in constraints.txt, or "lowest": the lower bounds of pyproject.toml."""
+
+    python: str
+    torch: str
+    packages: str
+
+
+class Row(NamedTuple):
+    """The result of a cell, as a row of the page."""
+
+    python: str
+    torch: str
+    packages: str
+    system: str
+    examples: str
+    tests: str
+    seconds: str
+    date: str
+
+    @property
+    def is_green(self) -> bool:
+        return not re.search("failed|error|not", self.examples + self.tests)
+
+    def __str__(self) -> str:
+        return f"| {' | '.join(self)} |"
+
+
+def pythons() -> Iterator[str]:
+    """Yield the interpreters of this machine that parawrap may run on: those on PATH, and those of pyenv."""
+    yield from filter(None, map(shutil.which, NAMES))
+    for folder in sorted(Path("~/.pyenv/versions").expanduser().glob("3.*")):
+        if (3, 11) <= tuple(map(int, re.findall(r"\d+", folder.name)[:2])) <= (3, 14):
+            yield str(folder / "bin" / "python")
+
+
+def distinct(found: Sequence[str]) -> list[str]:
+    """Return the interpreters without other names of the same one."""
+    return list({version_of(python): python for python in reversed(found)}.values())[::-1]
+
+
+def version_of(python: str) -> str:
+    """Return the version of an interpreter, with a t if it is free-threaded."""
+    script = "import platform, sysconfig; print(platform.python_version(), sysconfig.get_config_var('Py_GIL_DISABLED'))"
+    version, without_gil = _printed(python, script).split()
+    return version + "t" * (without_gil == "1")
+
+
+def _printed(python: str, script: str, folder: Path | None = None) -> str:
+    return subprocess.run([python, "-c", script], cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def lower_bounds() -> list[str]:
+    """Return the lowest releases that pyproject.toml allows, also of the packages for Slurm and Ray."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    return [each.replace(">=", "==") for each in (*project["dependencies"], *extras["slurm"], *extras["ray"])]
+
+
+def install(cell: Cell, wheel: Path, folder: Path) -> str:
+    """Make the environment of a cell, and return its interpreter."""
+    subprocess.run([cell.python, "-m", "venv", folder / "venv"], check=True)
+    python = str(folder / "venv" / "bin" / "python")
+    limits = folder / "constraints.txt"
+    if cell.packages == "lowest":
+        limits.write_text("\n".join(lower_bounds()))
+    else:
+        lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
+        limits.write_text("\n".join(lines))
+    torch = [] if cell.packages == "lowest" else ["torch" if cell.torch == "newest" else f"torch=={cell.torch}"]
+    extras = "test,slurm,ray" if cell.packages == "lowest" else "test"
+    command = [python, "-m", "pip", "install", "--quiet", "-c", str(limits), f"{wheel}[{extras}]", *torch]
+    subprocess.run(command, check=True)
+    return python
+
+
+def run(cell: Cell, wheel: Path, folder: Path) -> Row:
+    """Install and test one cell."""
+    python = install(cell, wheel, folder)
+    files = folder / "files"
+    copy_files(files)
+    torch, where = _printed(python, "import torch, parawrap; print(torch.__version__, parawrap.__file__)", files).split()
+    assert str(folder / "venv") in where, f"the cell would test {where} instead of the wheel"
+    began = time.monotonic()
+    running = [tested(python, part, files, folder / f"{number}.log") for number, part in enumerate((EXAMPLES, QUICK))]
+    examples, tests = (outcome(*each) for each in running)
+    seconds = f"{time.monotonic() - began:.0f}"
+    return Row(
+        version_of(cell.python), torch, cell.packages, " ".join(platform.libc_ver()), examples, tests, seconds, today()
+    )
+
+
+def copy_files(target: Path) -> None:
+    """Copy what the tests read, without the package: the cell has it from the wheel."""
+    target.mkdir()
+    for source in map(ROOT.joinpath, FILES):
+        if source.is_dir():
+            shutil.copytree(source, target / source.name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+        else:
+            shutil.copy(source, target)
+
+
+def today() -> str:
+    return dt.date.today().isoformat()
+
+
+def tested(python: str, part: Sequence[str], files: Path, log: Path) -> tuple[subprocess.Popen[bytes], Path]:
+    command = [python, "-m", "pytest", *part, "-q", "-m", f"not ({SLOW})"]
+    with log.open("wb") as output:
+        return subprocess.Popen(command, cwd=files, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL), log
+
+
+def outcome(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Return pytest's counts. If a test failed, print the end of the log."""
+    code = process.wait()
+    text = log.read_text(errors="replace")
+    if code:
+        print(text[-6000:], flush=True)
+    counts = SUMMARY.findall(text)
+    return counts[-1] if counts else f"not finished: exit code {code}"
+
+
+def enter(rows: Sequence[Row], page: Path) -> None:
+    """Replace the rows of the same Python, torch, and packages in the table of a page."""
+    head, _, old = page.read_text().partition(RULE)
+    table, _, tail = old.partition("\n\n")
+    lines = {_cell_of(line): line for line in filter(None, table.splitlines())}
+    lines.update({_cell_of(str(row)): str(row) for row in rows})
+    ordered = sorted(lines, key=lambda cell: [int(part) for part in re.findall(r"\d+", " ".join(cell[:2]))])
+    page.write_text(head + RULE + "\n".join(lines[cell] for cell in ordered) + "\n\n" + tail)
+
+
+def _cell_of(line: str) -> tuple[str, ...]:
+    return tuple(line.strip("| ").split(" | ")[:3])
+
+
+def result(cell: Cell, wheel: Path) -> Row:
+    """Return the row of a cell, also if it could not be installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return run(cell, wheel, Path(folder))
+        except subprocess.CalledProcessError as error:
+            print(error, error.stderr or "", flush=True)
+            return Row(version_of(cell.python), cell.torch, cell.packages, "", "not installed", "", "", today())
+
+
+def main() -> int:
+    """Run the cells; return 1 if one is not green."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="*", help="interpreters; default: those that are found")
+    parser.add_argument("--torch", nargs="*", default=TORCHES, help='releases of torch, such as 2.8.0, or "newest"')
+    parser.add_argument("--lowest", action="store_true", help="test the lower bounds of pyproject.toml instead")
+    parser.add_argument("--page", type=Path, help="enter the results into this page")
+    options = parser.parse_args()
+    found = distinct(options.python or list(pythons()))
+    releases = [("", "lowest")] if options.lowest else [(torch, "pinned") for torch in options.torch]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT)]
+        subprocess.run(build, check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        for python in found:
+            for torch, packages in releases:
+                rows.append(result(Cell(python, torch, packages), wheel))
+                print(rows[-1], flush=True)
+                if options.page:
+                    enter(rows[-1:], options.page)
+    return int(not all(row.is_green for row in rows))
+
+
+if __name__ == "__main__":
+    os.environ.pop("PYTHONPATH", None)
+    raise SystemExit(main())
