@@ -92,12 +92,6 @@ def test_few_open_files_are_a_warning(monkeypatch):
     assert "ulimit -n" in _machine._open_files().cure
 
 
-def test_python_with_stale_replicas_is_a_problem(monkeypatch):
-    """Python 3.13.0 is refused."""
-    monkeypatch.setattr(_machine.sys, "version_info", (3, 13, 0, "final", 0))
-    assert _machine._python().state == "problem"
-
-
 @pytest.mark.parametrize(
     ("files", "limit"),
     [
