@@ -16,7 +16,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures clean
+.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -78,6 +78,12 @@ TORCHES :=
 MATRIX := --page docs/versions.md
 matrix: $(STAMP)
 	$(BIN)/python -m tests.matrix $(if $(PYTHONS),--python $(PYTHONS)) $(if $(TORCHES),--torch $(TORCHES)) $(MATRIX)
+
+# Look for flaky tests: run tiers again and again while other processes compute, and add the results to tests/tally.jsonl.
+TIERS := test
+RUNS := 20
+tally: $(STAMP)
+	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS)
 
 # In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
 # for the torch_neuronx that compiles models.
