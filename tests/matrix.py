@@ -27,7 +27,8 @@ TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
 FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "docs", "tests", "examples", "benchmarks")
 EXAMPLES = ("README.md", "docs", "tests/engine", "tests/launch/test_packing.py", "tests/launch/test_world.py")
 QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
-SLOW = "contract or slurm or ray or long or stress"
+SLOW = "contract or long or stress"
+CLUSTERS = ("tests/clusters", "tests/workers/test_ray_workers.py")
 SUMMARY = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s", re.MULTILINE)
 RULE = "|---|---|---|---|---|---|---:|---|\n"
 
@@ -116,7 +117,8 @@ def run(cell: Cell, wheel: Path, folder: Path) -> Row:
     torch, where = _printed(python, "import torch, parawrap; print(torch.__version__, parawrap.__file__)", files).split()
     assert str(folder / "venv") in where, f"the cell would test {where} instead of the wheel"
     began = time.monotonic()
-    running = [tested(python, part, files, folder / f"{number}.log") for number, part in enumerate((EXAMPLES, QUICK))]
+    parts = (EXAMPLES + CLUSTERS if cell.packages == "lowest" else EXAMPLES, QUICK)
+    running = [tested(python, part, files, folder / f"{number}.log") for number, part in enumerate(parts)]
     examples, tests = (outcome(*each) for each in running)
     seconds = f"{time.monotonic() - began:.0f}"
     return Row(

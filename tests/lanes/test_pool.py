@@ -721,18 +721,16 @@ def return_value(made):
 def test_a_lane_holds_nothing_of_a_call_once_the_caller_is_told(pool, task):
     """The thread of a lane may sleep before its next line, so it frees the outcome before it reports the end."""
     told, made, kept = SimpleQueue(), [], []
-    inbox = pool.lanes[1].inbox = Recorded()
+    looked = threading.Event()
 
-    def look_at_each_line(frame, event, argument):
-        # The lane's thread is held at its first line after the end of the call, until the test has looked.
-        is_told = inbox.errands and not inbox.errands[0].done.locked()
-        if frame.f_code in codes and is_told and not looked.is_set():
+    def hold_at_the_end(frame, event, argument):
+        # The lane's thread is held after the last line of the call, until the test has looked.
+        if frame.f_code is _lane_pool._Call.__call__.__code__ and event == "return":
             told.put(None)
             looked.wait(20)
-        return look_at_each_line
+        return hold_at_the_end
 
-    looked, codes = threading.Event(), {_lane_pool._Call.__call__.__code__, _lane_pool._serve.__code__}
-    threading.settrace(look_at_each_line)
+    threading.settrace(hold_at_the_end)
     try:
         outcomes = run(pool, [lambda: None, lambda: task(made)])
     finally:
