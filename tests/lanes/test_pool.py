@@ -440,11 +440,13 @@ def logged():
 def test_a_caller_that_waits_long_for_its_lanes_logs_where_they_are(pool, logged):
     """The warning names each lane that has a thread and shows the thread's stack, and the call then returns."""
     messages, written = logged
+    begun = threading.Event()
 
     def waits_for_another_thread():
+        begun.set()
         return written.wait(20)
 
-    assert values(run(pool, [lambda: None, waits_for_another_thread])) == [None, True]
+    assert values(run(pool, [lambda: begun.wait(20), waits_for_another_thread])) == [True, True]
     assert "a call has been waiting for its lanes" in messages[0]
     assert "lane 1 on cpu:\n" in messages[0]
     assert "waits_for_another_thread" in messages[0]
