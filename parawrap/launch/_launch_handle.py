@@ -32,14 +32,21 @@ class RankResults(tuple[R, ...]):
         return super().__new__(cls, tuple(values))
 
     def __repr__(self) -> str:
-        shown = [shortened(repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
+        shown = [_short_repr(value) for value in self[:_MOST_SHOWN]]
         more = [f"... {len(self)} ranks"] if len(self) > _MOST_SHOWN else []
         return f"RankResults({', '.join([*shown, *more])})"
 
     def _repr_html_(self) -> str:
-        rows = [(f"{rank}", type(value).__name__, shortened(repr(value), _LONGEST)) for rank, value in enumerate(self)]
+        rows = [(f"{rank}", type(value).__name__, _short_repr(value)) for rank, value in enumerate(self)]
         title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()
+
+
+def _short_repr(value: object) -> str:
+    try:
+        return shortened(repr(value), _LONGEST)
+    except Exception as error:  # noqa: BLE001 (a __repr__ may raise anything)
+        return f"<{type(value).__name__}: its __repr__ raised {type(error).__name__}>"
 
 
 class Launch(ABC, Generic[R]):

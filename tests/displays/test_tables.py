@@ -110,6 +110,18 @@ def test_results_show_types_and_short_values():
     assert repr(RankResults([1, "a"])) == "RankResults(1, 'a')"
 
 
+class Unshowable:
+    def __repr__(self):
+        raise KeyError("state")
+
+
+def test_result_without_a_repr_hides_no_other_result():
+    """A result whose `__repr__` raises is shown as its type and the exception. The other results are shown."""
+    results = RankResults([1, Unshowable()])
+    assert repr(results) == "RankResults(1, <Unshowable: its __repr__ raised KeyError>)"
+    assert html(results)["td"] == ["0", "int", "1", "1", "Unshowable", "<Unshowable: its __repr__ raised KeyError>"]
+
+
 def test_launch_shows_its_state_now(tmp_path):
     """Rows show the state and the last line of each rank: while it runs, and after its end."""
     started = tmp_path / "started"
