@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from parawrap import Platform, RankResults, Wrapper, compare, current_rank, parallel, wrapper
-from parawrap.displays import Table, shortened
+from parawrap.displays import Table, last_shown_line, shortened
 from tests.notebooks import run_notebook
 
 TWO = ["cpu", "cpu"]
@@ -148,6 +149,37 @@ def test_launch_shows_its_state_now(tmp_path):
     shown = html(launch)
     assert shown["caption"][0].endswith("failed")
     assert shown["td"][-3:] == ["1", "ValueError: <b>", "ValueError: <b>"]
+
+
+def test_launch_shows_the_newest_state_of_a_progress_bar():
+    """The last line of a rank is the one that a terminal would show, without escape codes."""
+
+    def train():
+        print("epoch 1")
+        print(" 10%|#         |\r\x1b[32m 20%|##        |\x1b[0m\r100%|##########|", end="", flush=True)
+
+    launch = wrapper(replace(RANKS, n_cpus=1))(train).submit()
+    launch.results()
+    assert html(launch)["td"] == ["0", "returned", "100%|##########|"]
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("", ""),
+        ("a\n\n  \n\x1b[0m\n", "a"),
+        ("old text\rnew", "new text"),
+        ("long text\r\x1b[Knew", "new"),
+        ("long text\rnew\x1b[K", "new"),
+        ("50%\r100%\r\n", "100%"),
+        ("done\n50%\r   \r", "done"),
+        ("\router 1\n\rinner bar 1\x1b[A\router 2", "outer 2"),
+        ("\x1b]0;title\x07a\x1b[1;31mb\x1b(B\x00c\x1b[3", "abc"),
+    ],
+)
+def test_last_shown_line_is_what_a_terminal_shows(output, line):
+    """Carriage returns write over the line, erased text is gone, and escape codes and blank lines are not shown."""
+    assert last_shown_line(output) == line
 
 
 def test_cancelled_launch_has_a_display():

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from parawrap.displays import last_shown_line
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 
@@ -106,10 +107,10 @@ class Transcript:
             return self._spool.everything().decode(errors="replace")
 
     def last_line(self) -> str:
-        """Return the last line of output that is not empty, or the end of a long one."""
+        """Return the last line of output that is not blank, or the end of a long one, as a terminal shows it."""
         with self._access:
-            end = self._spool.end(_LONGEST_LINE).decode(errors="replace")
-        return end.rstrip().rpartition("\n")[2]
+            end = self._spool.end(_LONGEST_LINE)
+        return last_shown_line(end.decode(errors="replace"))
 
     def last_words(self, at_most: int) -> str:
         with self._access:
