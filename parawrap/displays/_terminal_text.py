@@ -27,7 +27,7 @@ def last_shown_line(output: str) -> str:
 
 
 def _shown(line: str) -> str:
-    """Return a line whose parts after a carriage return are written over its start."""
+    """Return a line in which each part after a carriage return overwrites the start."""
     shown = ""
     for part in line.split("\r"):
         text = _UNSEEN.sub("", part)

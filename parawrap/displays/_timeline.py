@@ -98,12 +98,26 @@ def _gaps_between(busy: Sequence[tuple[int, int]], began: int, ended: int) -> li
 
 
 def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
-    """Return why `write_timeline` cannot write a file at this path, and what to do; None if it can."""
+    """Return why `write_timeline` cannot write a file at this path, and what to do; None if it can.
+
+    Creates a file in the folder and removes it, which also detects missing permissions, read-only disks, and long names.
+    """
+    if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
+        return f"{path!r} is not a path. Give a string or a pathlib.Path, such as 'lanes.html'"
     path = Path(path)
     if path.suffix not in TIMELINE_SUFFIXES:
-        return f"{str(path)!r} does not end with .html (a page for browsers) or .json (a trace for ui.perfetto.dev)"
-    if not path.parent.is_dir():
-        return f"the folder of {str(path)!r} does not exist. Create {str(path.parent)!r} first"
+        return f"{str(path)!r} is not NAME.html (a page for browsers) or NAME.json (a trace for ui.perfetto.dev)"
+    try:
+        if path.is_dir():
+            return f"{str(path)!r} is a folder. Give the path of a file in it, such as {str(path / 'lanes.html')!r}"
+        unfinished = _unfinished(path)
+        unfinished.touch()
+        unfinished.unlink()
+    except (OSError, ValueError) as error:
+        if isinstance(error, (FileNotFoundError, NotADirectoryError)) and not path.parent.is_dir():
+            return f"the folder of {str(path)!r} does not exist. Create {str(path.parent)!r} first"
+        why = error.strerror if isinstance(error, OSError) else error
+        return f"{str(path)!r} cannot be written: {why}. Give another path"
     return None
 
 
@@ -111,12 +125,16 @@ def write_timeline(path: str | os.PathLike[str], timeline: Timeline) -> None:
     """Write a page if the path ends with ``.html``, and a trace if it ends with ``.json``. Replaces an existing file."""
     path = Path(path)
     text = _page(timeline) if path.suffix == ".html" else json.dumps(_trace(timeline))
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    unfinished = _unfinished(path)
     try:
         unfinished.write_text(text, encoding="utf-8")
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
 
 
 def read_timeline(path: str | os.PathLike[str]) -> Timeline:

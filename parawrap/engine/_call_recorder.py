@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from parawrap import displays
-from parawrap.errors import ShardError
+from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import Lane, note
 
 __all__ = ["Recorder", "Span", "Trace", "Work"]
@@ -77,16 +77,17 @@ class Recorder:
             del error  # its traceback holds this frame
 
     def record(self, work: Work, lane: int | None, start: int, end: int, error: BaseException | None) -> None:
-        """Add a span to all open traces."""
+        """Add a span to all traces that were open when it began."""
         span = Span(lane, start, end, work, None if error is None else type(error).__name__)
         for trace in tuple(self.traces):
-            trace.spans.append(span)
+            if start >= trace.began:
+                trace.spans.append(span)
 
 
 class Trace:
     """Records the calls that begin and end inside its ``with`` block, and writes a file at the end of the block.
 
-    `spans` has one entry per call and lane.
+    `spans` has one entry per call and lane. `began` is the start of the block, as ``time.perf_counter_ns``.
     """
 
     def __init__(self, recorder: Recorder, lanes: Sequence[Lane], path: str | Path) -> None:
@@ -96,13 +97,20 @@ class Trace:
             raise ShardError(msg)
         self._recorder = recorder
         self._lanes = lanes
-        self._path = Path(path)
+        self._path = Path(path).absolute()  # the block may change the working directory
+        self._is_used = False
+        self.began = 0
         self.spans: list[Span] = []
 
     def __repr__(self) -> str:
         return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
 
     def __enter__(self) -> Self:
+        if self._is_used:
+            msg = f"the trace for {str(self._path)!r} was already used. Call p.trace(...) for each `with` block"
+            raise SessionError(msg)
+        self._is_used = True
+        self.began = perf_counter_ns()
         self._recorder.traces.append(self)
         return self
 
@@ -117,9 +125,10 @@ class Trace:
 
     def timeline(self) -> displays.Timeline:
         """Return the spans on one track per lane; plain calls are on a separate track."""
+        recorded = tuple(self.spans)  # lanes may add more
         tracks = [str(lane) for lane in self._lanes]
         caller = len(tracks)
-        has_plain_calls = any(span.lane is None for span in self.spans)
+        has_plain_calls = any(span.lane is None for span in recorded)
         spans = [
             displays.Span(
                 track=caller if span.lane is None else span.lane,
@@ -129,7 +138,7 @@ class Trace:
                 kind=span.work.method,
                 details={"batch": span.work.batch, "rows": span.work.rows, "error": span.error},
             )
-            for span in self.spans
+            for span in recorded
         ]
         if not has_plain_calls:
             return displays.Timeline(self._recorder.title, tracks, spans)

@@ -231,6 +231,9 @@ class Parallel(Streams, Generic[TargetT]):
 
         At the end of the block, `path` holds a trace for chrome://tracing or ui.perfetto.dev. ``trace.spans`` holds the
         same data.
+
+        Raises:
+            ShardError: If no file can be written at `path`, or its name does not end with .html or .json.
         """
         return self._opened().trace(path)
 

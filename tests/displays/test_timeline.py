@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -144,10 +146,41 @@ def test_other_files_are_refused(tmp_path, content, match):
         read_timeline(tmp_path / "t.json")
 
 
-def test_paths_that_cannot_be_written_are_refused(tmp_path):
-    """The suffix decides on the format, and the folder must exist."""
-    assert refusal_of_path(tmp_path / "t.html") is refusal_of_path(str(tmp_path / "t.json")) is None
-    assert "does not end with .html" in refusal_of_path(tmp_path / "t.txt")
-    assert f"Create {str(tmp_path / 'gone')!r} first" in refusal_of_path(tmp_path / "gone" / "t.html")
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        (None, r"None is not a path\. Give a string or a pathlib\.Path"),
+        (3, "3 is not a path"),
+        (b"t.html", r"b't\.html' is not a path"),
+        ("t.txt", r"'.*t\.txt' is not NAME\.html .* or NAME\.json"),
+        (".html", r"'.*\.html' is not NAME\.html"),
+        ("folder.html", r"'.*folder\.html' is a folder\. Give the path of a file in it"),
+        ("gone/t.html", r"the folder of '.*t\.html' does not exist\. Create '.*gone' first"),
+        ("file/t.html", "does not exist"),
+        ("a\0b.html", r"'.*a\\x00b\.html' cannot be written: embedded null"),
+        ("a\0b/t.html", "cannot be written: embedded null"),
+        (f"{'x' * 250}.html", r"x\.html' cannot be written: File name too long\. Give another path"),
+    ],
+)
+def test_paths_that_cannot_be_written_are_refused(tmp_path, name, match):
+    """The message has the path, the fault, and what to do. Nothing is created."""
     (tmp_path / "file").touch()
-    assert "does not exist" in refusal_of_path(tmp_path / "file" / "t.html")
+    (tmp_path / "folder.html").mkdir()
+    found = refusal_of_path(f"{tmp_path}/{name}" if isinstance(name, str) else name)
+    assert re.search(match, found), found
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.html"}
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="it needs /proc")
+def test_a_folder_that_takes_no_files_is_refused():
+    """The message for an existing folder does not call it missing."""
+    assert "'/proc/t.html' cannot be written" in refusal_of_path("/proc/t.html")
+
+
+def test_paths_that_can_be_written_are_accepted(tmp_path):
+    """A path is a string or a path object, also of a file that exists. The check leaves no file."""
+    assert refusal_of_path(tmp_path / "t.html") is refusal_of_path(str(tmp_path / "t.json")) is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "t.html").write_text("old")
+    assert refusal_of_path(tmp_path / "t.html") is None
+    assert (tmp_path / "t.html").read_text() == "old"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections import namedtuple
 from concurrent.futures import CancelledError, Future
@@ -513,7 +514,8 @@ def test_a_trace_that_fails_hides_no_exception(tmp_path):
     ("name", "match"),
     [
         ("gone/t.html", r"the folder of '.*gone/t\.html' does not exist\. Create '.*gone' first"),
-        ("t.png", "does not end with"),
+        ("t.png", r"'.*t\.png' is not NAME\.html"),
+        ("a\0.html", r"'.*a\\x00\.html' cannot be written: embedded null"),
     ],
 )
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path, name, match):
@@ -521,6 +523,69 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path, name, match):
     with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=match):
         p.trace(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_keeps_its_place_when_the_folder_changes(tmp_path, monkeypatch):
+    """A relative path is relative to the working directory of the call of `trace`."""
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with parallel(lambda x: x, TWO) as p, p.trace("t.json"):
+        os.chdir("other")
+    assert [path.name for path in tmp_path.rglob("*.json")] == ["t.json"]
+    assert (tmp_path / "t.json").exists()
+
+
+def test_a_trace_has_no_call_that_began_before_it(tmp_path):
+    """A call that runs when a trace is opened is not part of it, also if another trace is open."""
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(x):
+        begun.set()
+        assert go.wait(20)
+        return x
+
+    with parallel(wait, TWO) as p, p.trace(tmp_path / "outer.json") as outer:
+        early = p.submit(torch.zeros(2))
+        assert begun.wait(20)
+        with p.trace(tmp_path / "inner.json") as inner:
+            go.set()
+            early.result(20)
+            p.submit(torch.zeros(3)).result(20)
+    assert [span.work.rows for span in outer.spans] == [2, 3]
+    assert [span.work.rows for span in inner.spans] == [3]
+
+
+@pytest.mark.parametrize("again", ["inside", "after"])
+def test_a_trace_is_used_once(tmp_path, again):
+    """A second `with` block of the same trace raises SessionError. The file has the spans of the first one."""
+    with parallel(lambda x: x, TWO, out_dims=0) as p:
+        with p.trace(tmp_path / "t.json") as trace:
+            p(torch.zeros(4))
+            if again == "inside":
+                with pytest.raises(SessionError, match=r"t\.json' was already used\. Call p\.trace\(\.\.\.\) for each"):
+                    trace.__enter__()
+        if again == "after":
+            with pytest.raises(SessionError, match="was already used"):
+                trace.__enter__()
+    assert len(trace.spans) == 2
+    assert len(json.loads((tmp_path / "t.json").read_text())["traceEvents"]) == 4
+
+
+class GrowingSpans(list):
+    """Spans that get a plain call after each iteration."""
+
+    def __iter__(self):
+        spans = tuple(super().__iter__())
+        yield from spans
+        self.append(spans[0]._replace(lane=None))
+
+
+def test_a_timeline_may_be_read_while_calls_run(tmp_path):
+    """`timeline` has the calls up to now, also if another thread adds the first plain call meanwhile."""
+    with parallel(lambda x: x, TWO, out_dims=0) as p, p.trace(tmp_path / "t.json") as trace:
+        p(torch.zeros(4))
+        trace.spans = GrowingSpans(trace.spans)
+        assert "2 spans" in str(trace.timeline())
 
 
 # -- verify ----------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def trace_path(platform: Platform) -> Path | None:
     """Return the absolute path of ``Platform.trace``; None if it is not set.
 
     Raises:
-        LaunchError: If its folder does not exist.
+        LaunchError: If no file can be written there.
     """
     if platform.trace is None:
         return None
