@@ -619,6 +619,15 @@ def test_a_result_that_cannot_be_sent_is_named_by_its_address():
     assert seconds < SOON_S
 
 
+def test_an_open_file_is_no_result(tmp_path):
+    """A rank that returns an open file raises UnsendableError with the address and the rank."""
+    (tmp_path / "data.txt").write_text("1 2 3")
+    error, _ = failure_of(lambda: {"data": (tmp_path / "data.txt").open()})
+    assert type(error) is UnsendableError
+    assert "the result['data'] cannot be sent to another process: TextIOWrapper: an open file" in str(error)
+    assert "of 2 (node 0" in notes_of(error)
+
+
 def test_an_argument_that_cannot_be_unpickled_raises():
     """An exception while a rank unpickles its arguments is raised with a note that says so."""
 

@@ -8,6 +8,7 @@ import gc
 import io
 import os
 import sys
+import tempfile
 import threading
 import types
 from dataclasses import dataclass
@@ -527,6 +528,32 @@ def ring_with_lock() -> list[Any]:
 def test_an_unsendable_part_is_named_by_its_address(value, place):
     """The address is the expression of the innermost part."""
     assert address_of(value) == place
+
+
+@pytest.mark.parametrize("mode", ["r", "w", "r+", "rb", "wb", "r+b"])
+def test_open_files_are_refused(tmp_path, mode):
+    """No file object is sent: neither its content nor the object. The message says what to send."""
+    (tmp_path / "data.txt").write_text("1 2 3")
+    with (tmp_path / "data.txt").open(mode) as file:
+        assert address_of({"files": [file]}) == "value['files'][0]"
+        assert address_of(capturing(file)) == "the variable 'part' captured by value"
+        assert "an open file belongs to its process: send the path, and open the file there" in refusal(file)
+    with tempfile.NamedTemporaryFile("w+") as file:
+        assert address_of([file]) == "value[0].file"
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_standard_streams_are_those_of_the_reader(monkeypatch, name):
+    """`sys.stdout` and `sys.stderr` stand for the streams of the process that unpacks them."""
+    with Path(os.devnull).open("w") as ours, Path(os.devnull).open("w") as theirs:
+        monkeypatch.setattr(sys, name, ours)
+        file = memory_file("test")
+        try:
+            pack([ours], file, "value")
+            monkeypatch.setattr(sys, name, theirs)
+            assert unpack(file) == [theirs]
+        finally:
+            os.close(file)
 
 
 def test_addresses_of_arguments_start_with_args_or_kwargs():

@@ -2,7 +2,8 @@
 
 The reader maps the file and builds tensors on the mapping. A result of gigabytes is therefore written once and read without
 a copy. It takes one descriptor for any number of tensors, and is freed with the last tensor. Functions that the reader
-cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU.
+cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU. Open files are
+refused, because cloudpickle would send their content as text.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import mmap
 import os
 import pickle
 import struct
+import sys
 import tempfile
 import types
 from collections.abc import Callable
@@ -33,6 +35,7 @@ _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
 _ALIGNMENT = 64
 _WORTH_MAPPING = 1 << 20
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -163,6 +166,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return dict, (self._sources,)
         if isinstance(obj, types.FunctionType):
             self._note_source(obj.__code__.co_filename)
+        if type(obj) in _FILES and obj is not sys.stdout and obj is not sys.stderr:
+            msg = "an open file belongs to its process: send the path, and open the file there"
+            raise pickle.PicklingError(msg)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             msg = "DistributedDataParallel belongs to the process group of its rank: send model.module instead"
             raise pickle.PicklingError(msg)
