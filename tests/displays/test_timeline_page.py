@@ -200,6 +200,29 @@ def test_spans_that_overlap_lie_in_rows(window, tmp_path):
     assert window(tmp_path / "t.html").run("spans.map(span => span.row)") == [0, 1, 0]
 
 
+@pytest.mark.parametrize(("count", "scale", "track"), [(3000, 1, 0), (3000, 1, 2999), (600, 4, 300)])
+def test_every_track_of_a_long_page_is_shown(window, tmp_path, count, scale, track):
+    """Thousands of tracks are painted while the page scrolls, also on screens with many pixels."""
+    spans = [batch(track, track, 0, 10) for track in range(count)]
+    write_timeline(tmp_path / "t.html", Timeline("t", [f"lane {track}" for track in range(count)], spans))
+    opened = window(tmp_path / "t.html", device_scale_factor=scale)
+    opened.run(f"scrollTo(0, tracks[{track}].top - 100)")
+    opened.page.wait_for_timeout(100)
+    left, top = opened.run(
+        f"(view => [view.left + x(5000), view.top + tracks[{track}].top + LABEL + 4])"
+        '(element("view").getBoundingClientRect())'
+    )
+    opened.page.mouse.move(left, top)
+    assert f"\nlane {track}\n" in opened.run("tip.textContent")
+    alpha = opened.run(
+        f"""(canvasBox => {{
+          const [left, top] = [{left} - canvasBox.left, {top} - canvasBox.top];
+          return pen.getImageData(left * devicePixelRatio, top * devicePixelRatio, 1, 1).data[3];
+        }})(canvas.getBoundingClientRect())"""
+    )
+    assert alpha == 255
+
+
 def test_timeline_without_spans_is_a_page(window, tmp_path):
     """The page says that nothing was recorded, and its keys and buttons do nothing."""
     write_timeline(tmp_path / "t.html", Timeline("t", ["lane 0"], []))
