@@ -206,12 +206,12 @@ class Session:
             device = None if self._stays_on_cpu else self.device_of_output(flat)
             originals = partial(originals_of, replicas, len(plan.sizes), shards)
             output = self.gather(outputs, plan.sizes, device, originals, evidence, witness)
-        self.tally.cut(plan.sizes)
         if expected is not None:
             check_equal(output, expected[0])
             kind.verified = True
         if len(plan.sizes) == 1 < min(lanes, plan.rows) and self._learns:
             self._keep_witness(kind, output, plan, flat)
+        self.tally.cut(plan.sizes)
         return output
 
     # The four verbs
@@ -394,13 +394,23 @@ class Session:
             or (not self._stays_on_cpu and self.pool.backend.is_capturing())
         )
 
-    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.tally.plain()
+    def _run_plainly(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: Callable[[Any], None] | None = None,
+    ) -> Any:
+        """Run a call in the caller's thread. `check` may raise for its output."""
         plain = entry.plain
         if self.recorder.traces and here.lane is None:  # inside a lane, the call is part of that lane's span
             plain = partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, None), None, plain)
         output = plain(*args, **kwargs)
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+        output = output if self.rules.keep_single else join([output], (1,), self.rules)
+        if check is not None:
+            check(output)
+        self.tally.plain()
+        return output
 
     def _run_as_witness(
         self,
@@ -414,11 +424,13 @@ class Session:
         """Run a call with too few rows for shards of different sizes whole. Its output is evidence for one row count."""
         held = self._replicas.generators if self._replicas else ()
         shared, own = self._generators.state(flat.leaves, held), self._generators.own_state()
-        output = self._run_plainly(entry, args, kwargs)
-        drew = shared != self._generators.state(flat.leaves, held)
-        self._note(kind, own, drew_shared=drew, in_turns=True)
-        self._keep_witness(kind, output, plan, flat)
-        return output
+
+        def learn(output: Any) -> None:
+            drew = shared != self._generators.state(flat.leaves, held)
+            self._note(kind, own, drew_shared=drew, in_turns=True)
+            self._keep_witness(kind, output, plan, flat)
+
+        return self._run_plainly(entry, args, kwargs, learn)
 
     # The steps of a call
 
@@ -520,13 +532,14 @@ class Session:
     ) -> Any:
         """Run a call whole as the task of a lane."""
         replica = replicas[lane.index]
-        self.tally.whole(lane.index, rows)
         way = self._way_into(entry, replica, whole=True)
         if self.recorder.traces:
             way = self._recorded(self.recorder.work(entry.method, entry.batch, rows), replica, way)
         output = way(*args, **kwargs)
         output = with_originals(output, replica.original_of)
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+        output = output if self.rules.keep_single else join([output], (1,), self.rules)
+        self.tally.whole(lane.index, rows)
+        return output
 
     # Devices
 

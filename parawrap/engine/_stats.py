@@ -17,9 +17,10 @@ __all__ = ["LaneStats", "Stats", "Tally"]
 
 @dataclass(frozen=True, slots=True)
 class LaneStats:
-    """One lane: its device and label, the tasks it ran, their rows, and the seconds it was busy.
+    """One lane: its device and label, the tasks it ran, the rows of calls that returned, and the seconds it was busy.
 
-    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0".
+    The label is the name of the device, or of the NeuronCore that the lane feeds, such as "nc:0". Tasks and busy seconds
+    include tasks that raised.
     """
 
     device: torch.device
@@ -33,10 +34,12 @@ class LaneStats:
 class Stats:
     """Counters of a parallel block since it was opened; `print` shows them as a table.
 
+    A call counts when it returns. A call that raised, was refused, or was cancelled does not count.
+
     Attributes:
         calls: All calls, including plain calls.
         plain: Calls that ran plainly, on the original module in the caller's thread. Examples are calls with one row.
-        shards: The number of rows of each lane in the last cut call.
+        shards: The number of rows of each lane in the last cut call that returned.
         refreshes: The number of times that changes were copied into the replicas in place.
         copied_bytes: The size of these copies, in bytes.
         lanes: One entry per lane.

@@ -56,7 +56,6 @@ class WholeCall:
         """Set the arguments."""
         self._plan, self._flat = plan, flat
         (self._placed,), _ = self._session.scatter(self._entry, [self._replica], plan, flat, self._sources, whole=True)
-        self._session.tally.whole(self._replica.lane, plan.rows)
 
     def place(self) -> None:
         """Copy the arguments to the lane's device."""
@@ -68,6 +67,7 @@ class WholeCall:
         device = self._session.device_of_output(self._flat)
         output = self._session.gather([self._placed.run_placed()], self._plan.sizes, device, originals)
         self._plan.update(self._flat, [self._placed.shard])
+        self._session.tally.whole(self._replica.lane, self._plan.rows)
         return output
 
 

@@ -78,16 +78,22 @@ class WorkerSession(Session):
         """Return `way`, which makes a lane's part of a call, with a record of when its worker is busy."""
         return partial(_recorded_shard, partial(self.recorder.record, work), way)
 
-    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(self.target, Build) and not self.must_run_plainly():
-            return self.submit(entry, args, kwargs).result()  # this process has no model
-        return super()._run_plainly(entry, args, kwargs)
+    def _run_plainly(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[Any], None] | None = None
+    ) -> Any:
+        if not isinstance(self.target, Build) or self.must_run_plainly():
+            return super()._run_plainly(entry, args, kwargs, check)
+        output = self.submit(entry, args, kwargs).result()  # this process has no model
+        if check is not None:
+            check(output)
+        return output
 
     def _landed(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned, lane: Lane) -> Any:
         """Count a whole call, and return its output."""
-        self.tally.whole(lane.index, rows)
         output = landed(self._workers, returned, args, kwargs)
-        return output if self.rules.keep_single else join([output], (1,), self.rules)
+        output = output if self.rules.keep_single else join([output], (1,), self.rules)
+        self.tally.whole(lane.index, rows)
+        return output
 
     def _rows(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         cutter = self.cutters[entry.method]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import SessionError, ShardError, VerifyError, parallel
+from parawrap import GatherError, SessionError, ShardError, VerifyError, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -319,9 +319,9 @@ def test_submitted_calls_run_in_idle_lanes():
         lanes = p.stats().lanes
         hold.set()
         held.result(20)
-    assert (lanes[held.lane].tasks, lanes[held.lane].rows) == (0, 1)
+    assert (lanes[held.lane].tasks, lanes[held.lane].rows) == (0, 0)  # its call has not returned
     assert sum(lane.tasks for lane in lanes) == 12
-    assert sum(lane.rows for lane in lanes) == 25
+    assert sum(lane.rows for lane in lanes) == 24
 
 
 def test_counters_include_calls_that_finished_at_the_end_of_the_block():
@@ -397,6 +397,19 @@ def test_stats_can_be_read_after_the_block():
     with parallel(lambda x: x, TWO) as p:
         p(torch.zeros(4))
     assert p.stats().calls == 1
+
+
+@pytest.mark.parametrize("rows", [2, 8])
+def test_stats_leave_out_calls_whose_output_is_refused(rows):
+    """A call that raises GatherError or VerifyError after its lanes have finished does not count."""
+    with parallel(lambda x: x.mean(), TWO) as p:
+        with pytest.raises(GatherError):
+            p(torch.randn(rows, 2))
+        assert p.stats().calls == 0
+    with parallel(lambda x: x.softmax(0), TWO, verify=True) as p:
+        with pytest.raises(VerifyError):
+            p(torch.randn(8, 2))
+        assert p.stats().calls == 0
 
 
 def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):

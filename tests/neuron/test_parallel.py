@@ -45,6 +45,19 @@ def test_the_same_object_runs_on_the_cores(host, devices):
     torch.testing.assert_close(model(x[:2]), plain(x[:2]))
 
 
+def test_stats_leave_out_calls_that_raise(host):
+    """Cut calls, plain calls, and submitted calls count when they return, and not if a core raises."""
+    model = neuron.trace(nn.Embedding(5, 2).eval(), torch.zeros(2, dtype=torch.int64))
+    bad = torch.full((8,), 9)
+    with parallel(model, ["nc:0", "nc:1"]) as p:
+        p(torch.zeros(8, dtype=torch.int64))
+        for call in (p, lambda x: p(x[:1]), lambda x: p.submit(x[:2]).result()):
+            with pytest.raises((IndexError, RuntimeError)):
+                call(bad)
+        stats = p.stats()
+    assert (stats.calls, stats.plain, sum(lane.rows for lane in stats.lanes)) == (1, 0, 8)
+
+
 def test_nothing_is_left_on_the_cores_after_the_block(host):
     """The replicas are unloaded, also if the block ends with an exception."""
     _, model = models()

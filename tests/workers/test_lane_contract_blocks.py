@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import json
@@ -899,6 +900,35 @@ def test_stats_count_rows_and_tasks(lanes):
     assert sum(lane.tasks for lane in inside.lanes) == 3 * 2 + 4
     assert all(lane.busy_s > 0 for lane in inside.lanes)
     assert after == inside
+
+
+@torch.no_grad()
+def test_stats_leave_out_calls_that_raise(lanes):
+    """Cut calls, plain calls, whole calls, and calls with `prepare` count when they return. Tasks that raised are tasks."""
+
+    def refuse(x):
+        if bool((x < 0).any()):
+            raise ZeroDivisionError
+        return x
+
+    good, bad = torch.ones(4, 2), -torch.ones(4, 2)
+    with lanes(refuse, out_dims=0) as p:
+        for call in (p, lambda x: p(x[:1]), lambda x: p.submit(x).result(), lambda x: list(p.map([x], prepare=torch.neg))):
+            before = p.stats().calls
+            outcomes = []
+            for x in (good, bad):
+                with contextlib.suppress(ZeroDivisionError):
+                    call(x)
+                    outcomes.append(x)
+            assert len(outcomes) == 1
+            assert p.stats().calls == before + 1
+        with pytest.raises(ZeroDivisionError):
+            list(p.map([good], prepare=lambda batch: 1 // 0))
+        with pytest.raises(ShardError):
+            p(torch.ones(3), torch.ones(4))
+        stats = p.stats()
+    assert (stats.calls, stats.plain, stats.shards) == (4, 1, (2, 2))
+    assert sum(lane.tasks for lane in stats.lanes) >= 4 + 3
 
 
 @in_threads_alone("this process does not see prepared rows")

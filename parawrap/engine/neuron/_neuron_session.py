@@ -100,10 +100,10 @@ class NeuronSession:
             shards = plan.scatter(flat, (_CPU,) * len(plan.sizes))
             outputs = self._apply([self._task(entry, *each) for each in zip(shards, plan.sizes, count())])
             output = self._gather(outputs, plan.sizes)
-            self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
             if verifies:
                 check_equal(output, expected)
                 self._verified.add(plan)
+            self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
             return output
 
     def submit(
@@ -188,8 +188,9 @@ class NeuronSession:
 
     def _run_here(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole call in the caller's thread."""
+        output = self._run_in_turn(entry, *args, **kwargs)
         self.tally.plain()
-        return self._run_in_turn(entry, *args, **kwargs)
+        return output
 
     def _run_in_turn(self, entry: Entry, *args: Any, **kwargs: Any) -> Any:
         """Run a whole call on the next core in turn."""
@@ -209,8 +210,9 @@ class NeuronSession:
 
     def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
         cores = self._placed.cores
+        output = self._joined(entry, self._placed.on(cores[lane.index % len(cores)]), shards, sizes, lane.index)
         self.tally.whole(lane.index, sum(sizes))
-        return self._joined(entry, self._placed.on(cores[lane.index % len(cores)]), shards, sizes, lane.index)
+        return output
 
     def _joined(self, entry: Entry, model: Any, shards: Sequence[Shard], sizes: Sequence[int], lane: int | None) -> Any:
         calls = [self._recorded(entry, rows, lane, entry.of(model)) for rows in sizes]
