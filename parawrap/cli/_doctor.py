@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 import textwrap
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -33,8 +34,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", action="store_true", help="show the traceback of each problem")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="for each trial (default: %(default)g)"
+        "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="for each trial (default: %(default)g)"
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        msg = f"{text} is not a number of seconds above 0"
+        raise argparse.ArgumentTypeError(msg)
+    return seconds
 
 
 def run(given: argparse.Namespace) -> int:

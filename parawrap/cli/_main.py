@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -25,8 +27,10 @@ _EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _print_any_character()
     parser = _parser()
     options, rest = _split(argv)
+    _check_command(parser, options)
     given = parser.parse_args(options)
     try:
         if rest and given.run is not _run.run:
@@ -34,17 +38,37 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UsageError(msg)
         given.rest = rest
         code: int = given.run(given)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as after >&-
+            sys.stdout.flush()
     except UsageError as error:
         print(f"parawrap {given.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # as in `parawrap doctor | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+    except OSError as error:  # of standard output: the subcommands handle others
+        if sys.stdout is not None:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        if not isinstance(error, BrokenPipeError):  # as in `parawrap doctor | head -1`
+            print(f"parawrap {given.command}: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     return code
+
+
+def _print_any_character() -> None:
+    """Print escapes for characters that the encoding of the terminal does not have."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _check_command(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
+    """Suggest the subcommand that a wrong name resembles, as argparse does only since Python 3.14."""
+    command = options[0] if options and not options[0].startswith("-") else None
+    if command is not None and command not in _SUBCOMMANDS:
+        similar = difflib.get_close_matches(command, _SUBCOMMANDS, n=1)
+        remedy = f"Did you mean {similar[0]}?" if similar else f"Give one of {', '.join(_SUBCOMMANDS)}"
+        parser.error(f"{command!r} is not a command. {remedy}")
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -59,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Run PyTorch code in parallel, check a machine, and look at timelines.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"parawrap {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
@@ -69,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
             description=f"{subcommand.HELP}.",
             epilog=subcommand.EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         subcommand.add_options(added)
         added.set_defaults(run=subcommand.run, parser=parser)

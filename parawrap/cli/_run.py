@@ -8,16 +8,18 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from parawrap.cli._usage_error import UsageError
+from parawrap.displays import refusal_of_path, safe_repr
 from parawrap.errors import PlatformError
 
 if TYPE_CHECKING:
     from parawrap.faces.wrapper import Launchable
+    from parawrap.launch import Preview
 
 __all__ = ["EXAMPLES", "HELP", "add_options", "run"]
 
@@ -36,6 +38,7 @@ _OPTIONS = {
     "name": "the name of the job on a cluster",
     "trace": "a .html or .json file for the timeline of the ranks",
 }
+_NOT_INLINE = {"n_cpus", "n_gpus", "n_nodes", "launcher", "trace"}
 _WITH_CPUS = "cpu", "slurm", "ray"  # devices with ranks on CPUs, unless n_gpus is set
 
 
@@ -50,46 +53,68 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="any other field of Platform; may be repeated"
     )
-    parser.add_argument("--dry-run", action="store_true", help="describe the launch, and start nothing")
-    parser.add_argument("--inline", action="store_true", help="run in this process as rank 0 of 1, for a debugger")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--dry-run", action="store_true", help="describe the launch, and start nothing")
+    instead.add_argument("--inline", action="store_true", help="run in this process as rank 0 of 1, for a debugger")
 
 
 def run(given: argparse.Namespace) -> int:
     """Launch the function. An exception of a rank is printed with its traceback, and gives exit code 1."""
-    function = _found(given.target)
-    args, kwargs = _arguments(given.rest)
     try:
-        inspect.signature(function).bind(*args, **kwargs)
+        function = _found(given)
+        args, kwargs = _arguments(given.rest)
+        _check_call(given, function, args, kwargs)
         launchable = _launchable(function, given)
         if given.dry_run:
-            print(launchable.dry_run(*args, **kwargs))
+            print(_preview(launchable, args, kwargs))
             return 0
-    except PlatformError as error:
-        raise UsageError(str(error)) from error
-    except TypeError as error:
-        msg = f"{given.target}: {error}"
-        raise UsageError(msg) from error
-    try:
         results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
-    except Exception:  # noqa: BLE001 (the function may raise anything)
+    except (UsageError, BrokenPipeError):
+        raise
+    except Exception:  # noqa: BLE001 (the module and the function may raise anything)
         traceback.print_exc()
         return 1
     for rank, result in enumerate(results):
-        print(f"rank {rank}: {result!r}")
+        print(f"rank {rank}: {safe_repr(result)}")
     return 0
 
 
-def _found(target: str) -> Callable[..., Any]:
+def _preview(launchable: Launchable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Preview:
+    try:
+        return launchable.dry_run(*args, **kwargs)
+    except PlatformError as error:
+        raise UsageError(str(error)) from error
+
+
+def _check_call(given: argparse.Namespace, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if the arguments do not match the signature."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        msg = f"{given.target}: {error}"
+        raise UsageError(msg) from error
+
+
+def _found(given: argparse.Namespace) -> Callable[..., Any]:
     """Import a module or a file, and return its function.
 
     Raises:
-        UsageError: If the module, the file, or the function does not exist.
+        UsageError: If the module, the file, or the function does not exist, or the module exits.
     """
-    place, colon, name = target.rpartition(":")
-    if not (colon and place and name):
-        msg = f"{target!r} does not name a function. Give MODULE:FUNCTION, such as train:main or jobs/train.py:main"
+    place, _, name = given.target.rpartition(":")
+    if not (name and all(place.split("."))):
+        msg = f"{given.target!r} does not name a function. Give MODULE:FUNCTION, such as train:main or jobs/train.py:main"
         raise UsageError(msg)
-    module = _imported_file(Path(place)) if place.endswith(".py") else _imported(place, Path.cwd())
+    sys.argv = [place, *given.rest]  # as a script would see; ranks see it too
+    try:
+        module = _imported_file(Path(place)) if place.endswith(".py") else _imported(place, Path.cwd())
+    except SystemExit as error:
+        msg = f"{place} exits while it is imported, with {error.code!r}. Put its script under if __name__ == '__main__':"
+        raise UsageError(msg) from error
     function: Any = module
     for part in name.split("."):
         function = getattr(function, part, None)
@@ -104,8 +129,12 @@ def _imported_file(path: Path) -> Any:
     if not path.is_file():
         msg = f"the file {str(path)!r} does not exist"
         raise UsageError(msg)
-    module = _imported(path.stem, path.resolve().parent)
-    if Path(module.__file__ or "").resolve() != path.resolve():
+    path = path.resolve()  # as Python does with the file of a script
+    if "." in path.stem:
+        msg = f"{str(path)!r} cannot be imported, because a module's name has no dots. Rename the file"
+        raise UsageError(msg)
+    module = _imported(path.stem, path.parent)
+    if Path(module.__file__ or "").resolve() != path:
         msg = f"{path.stem!r} is the name of another module, {module.__file__}. Rename {str(path)!r}"
         raise UsageError(msg)
     return module
@@ -137,20 +166,27 @@ def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
 def _value(text: str) -> Any:
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # as its documentation lists
         return text
 
 
 def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any]:
-    """Return the decorated function. Options change the platform that it has, or make one."""
-    from parawrap.faces.wrapper import wrapper
+    """Return the decorated function. Options change the platform that it has, or make one.
+
+    Raises:
+        UsageError: If the options contradict each other, or `Platform` refuses a value.
+    """
+    from parawrap.faces.wrapper import is_launchable, wrapper
     from parawrap.launch import Platform
 
-    own = getattr(function, "platform", None)
-    if not isinstance(own, Platform):
-        return wrapper(Platform(**_changes(given, "auto")))(function)
-    changes = _changes(given, own.device)
-    return wrapper(replace(own, **changes))(function.__wrapped__) if changes else function
+    own = function.platform if is_launchable(function) else None
+    changes = _changes(given, "auto" if own is None else own.device)
+    try:
+        if own is None:
+            return wrapper(Platform(**changes))(function)
+        return wrapper(replace(own, **changes))(function.__wrapped__) if changes else function
+    except PlatformError as error:
+        raise UsageError(str(error)) from error
 
 
 def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
@@ -162,10 +198,24 @@ def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
         if not equals:
             msg = f"--set {text}: give FIELD=VALUE, such as --set seed=1"
             raise UsageError(msg)
-        changes[name] = _value(value)
+        _add(changes, name, _value(value))
     if given.n is not None:
-        changes[_count_of(changes.get("device", device))] = given.n
+        _add(changes, _count_of(changes.get("device", device)), given.n)
+    if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
+        msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
+        raise UsageError(msg)
+    refusal = refusal_of_path(changes["trace"]) if "trace" in changes else None
+    if refusal is not None:
+        msg = f"trace: {refusal}"
+        raise UsageError(msg)
     return changes
+
+
+def _add(changes: dict[str, Any], name: str, value: object) -> None:
+    if name in changes:
+        msg = f"{name} is given twice, as {changes[name]!r} and {value!r}. Leave one of them out"
+        raise UsageError(msg)
+    changes[name] = value
 
 
 def _count_of(device: str) -> str:

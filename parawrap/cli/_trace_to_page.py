@@ -25,10 +25,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Write the page, and print the idle times and the slowest span."""
+    if not given.file.name:
+        msg = f"{str(given.file)!r} is a folder. Give the .json file of a trace"
+        raise UsageError(msg)
     page: Path = given.output or given.file.with_suffix(".html")
-    refusal = refusal_of_path(page)
-    if refusal is not None:
-        raise UsageError(refusal)
     if page.suffix != ".html":
         msg = f"{str(page)!r} does not end with .html"
         raise UsageError(msg)
@@ -39,6 +39,9 @@ def run(given: argparse.Namespace) -> int:
         raise UsageError(msg) from error
     except ValueError as error:
         raise UsageError(str(error)) from error
+    refusal = refusal_of_path(page)
+    if refusal is not None:
+        raise UsageError(refusal)
     write_timeline(page, timeline)
     print(timeline)
     print(f"wrote {page.resolve().as_uri()}")

@@ -1,6 +1,6 @@
 """Pages, traces, and tables for people. This package knows names and numbers, but not lanes, ranks, or tensors."""
 
-from parawrap.displays._table import Table, shortened
+from parawrap.displays._table import Table, safe_repr, shortened
 from parawrap.displays._terminal_text import last_shown_line
 from parawrap.displays._timeline import TIMELINE_SUFFIXES, Span, Timeline, read_timeline, refusal_of_path, write_timeline
 
@@ -12,6 +12,7 @@ __all__ = [
     "last_shown_line",
     "read_timeline",
     "refusal_of_path",
+    "safe_repr",
     "shortened",
     "write_timeline",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-__all__ = ["Table", "shortened"]
+__all__ = ["Table", "safe_repr", "shortened"]
 
 _CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
 _SHORTEST = 4
@@ -50,3 +50,11 @@ class Table(NamedTuple):
 def shortened(text: str, most: int) -> str:
     """Return a text of at most `most` characters, with dots in the place of what is left out."""
     return text if len(text) <= most else f"{text[: most - _SHORTEST]} ..."
+
+
+def safe_repr(value: object) -> str:
+    """Return the repr of a value, or a text that says that it raises."""
+    try:
+        return repr(value)
+    except Exception as error:  # noqa: BLE001 (a __repr__ may raise anything)
+        return f"<{type(value).__name__}: its __repr__ raised {type(error).__name__}>"

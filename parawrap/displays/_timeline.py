@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections import Counter
@@ -157,11 +158,13 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
                 start + round(event["dur"] * _US),
                 str(event["name"]),
                 str(event.get("cat") or event["name"]),
-                event.get("args", {}),
+                dict(event.get("args", {})),
             )
             for event in events
         ]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        other = content.get("otherData", {}) if isinstance(content, dict) else {}
+        title, asides = str(other.get("title", path.name)), frozenset(other.get("asides", ()))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         msg = (
             f"{str(path)!r} is not a trace in Chrome's format. Give a .json file that p.trace or Platform(trace=...) wrote"
         )
@@ -169,9 +172,8 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     if not spans:
         msg = f"{str(path)!r} has no complete events (ph is 'X'), so there is nothing to show"
         raise ValueError(msg)
-    other = content.get("otherData", {}) if isinstance(content, dict) else {}
     tracks = [str(named.get(key, f"track {key[1]}")) for key in numbers]
-    return Timeline(other.get("title", path.name), tracks, spans, other.get("asides", ()))
+    return Timeline(title, tracks, spans, asides)
 
 
 def _track_of(event: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -234,7 +236,12 @@ def _page(timeline: Timeline) -> str:
 
 
 def _known(details: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in details.items() if value is not None}
+    """Return details for JSON, which has no infinite numbers, and no NaN."""
+    return {name: value if _is_finite(value) else str(value) for name, value in details.items() if value is not None}
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _spans(count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar, cast, overload
 
 import wrapt
 
@@ -34,7 +34,7 @@ from parawrap.launch import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Launchable", "Wrapper", "wrapper"]
+__all__ = ["Launchable", "Wrapper", "is_launchable", "wrapper"]
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -245,6 +245,11 @@ class _Calls:
 
 def _call(_wrapped: object, _instance: object, _args: object, _kwargs: object) -> None:
     raise AssertionError  # the classes below define __call__, so wrapt never calls this
+
+
+def is_launchable(function: object) -> TypeGuard[Launchable[..., Any]]:
+    """True for a function that `wrapper` decorated."""
+    return isinstance(function, _Calls)
 
 
 class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]

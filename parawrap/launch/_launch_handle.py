@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
-from parawrap.displays import Table, shortened
+from parawrap.displays import Table, safe_repr, shortened
 
 __all__ = ["Launch", "RankResults", "State"]
 
@@ -32,21 +32,14 @@ class RankResults(tuple[R, ...]):
         return super().__new__(cls, tuple(values))
 
     def __repr__(self) -> str:
-        shown = [_short_repr(value) for value in self[:_MOST_SHOWN]]
+        shown = [shortened(safe_repr(value), _LONGEST) for value in self[:_MOST_SHOWN]]
         more = [f"... {len(self)} ranks"] if len(self) > _MOST_SHOWN else []
         return f"RankResults({', '.join([*shown, *more])})"
 
     def _repr_html_(self) -> str:
-        rows = [(f"{rank}", type(value).__name__, _short_repr(value)) for rank, value in enumerate(self)]
+        rows = [(f"{rank}", type(value).__name__, shortened(safe_repr(value), _LONGEST)) for rank, value in enumerate(self)]
         title = f"results of {len(self)} rank{'s' * (len(self) != 1)}"
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()
-
-
-def _short_repr(value: object) -> str:
-    try:
-        return shortened(repr(value), _LONGEST)
-    except Exception as error:  # noqa: BLE001 (a __repr__ may raise anything)
-        return f"<{type(value).__name__}: its __repr__ raised {type(error).__name__}>"
 
 
 class Launch(ABC, Generic[R]):

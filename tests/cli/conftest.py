@@ -38,6 +38,25 @@ def forever(path):
     time.sleep(600)
 
 
+class Unprintable:
+    def __repr__(self):
+        raise OSError("gone")
+
+
+def odd_results():
+    return ["\u2192", Unprintable()][current_rank().global_rank]
+
+
+class WithPlatform:
+    platform = Platform(device="cpu")
+
+    def __call__(self):
+        return "called"
+
+
+with_platform = WithPlatform()
+
+
 class Group:
     @staticmethod
     def member():

@@ -58,7 +58,12 @@ def test_version_is_that_of_the_package(parawrap):
     ("args", "message"),
     [
         ((), "the following arguments are required: COMMAND"),
-        (("doctr",), "invalid choice: 'doctr'"),
+        (("doctr",), "'doctr' is not a command. Did you mean doctor?"),
+        (("x",), "'x' is not a command. Give one of doctor, run, timeline, completion"),
+        (("doctor", "--timeout", "inf"), "inf is not a number of seconds above 0"),
+        (("doctor", "--timeout", "nan"), "nan is not a number of seconds above 0"),
+        (("doctor", "--timeout", "0"), "0 is not a number of seconds above 0"),
+        (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),
         (("doctor", "--", "1"), "doctor takes no arguments after --"),
         (("completion", "cmd"), "invalid choice: 'cmd'"),
         (("timeline", "none.json"), "'none.json' cannot be read: No such file or directory"),
@@ -134,4 +139,19 @@ def test_closed_output_ends_the_command_quietly():
     command = f"{sys.executable} -m parawrap completion bash | head -1"
     shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert len(shown.stdout.splitlines()) == 1
+    assert shown.stderr == ""
+
+
+def test_output_that_cannot_be_written_is_an_error():
+    """A full disk gives exit code 1, and one line with the reason."""
+    command = f"{sys.executable} -m parawrap completion bash > /dev/full"
+    shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.returncode == 1
+    assert shown.stderr == "parawrap completion: the output cannot be written: No space left on device\n"
+
+
+def test_closed_standard_output_is_no_error():
+    """Without a standard output, a command that succeeds has exit code 0."""
+    command = f"{sys.executable} -m parawrap completion bash >&-"
+    shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stderr == ""

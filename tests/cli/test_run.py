@@ -15,6 +15,7 @@ def here(tmp_path, monkeypatch, capfd, parawrap):
     """As `parawrap`, in this process: the folder with train.py is the current one."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
     modules = {*sys.modules}
 
     def run(*args):
@@ -103,12 +104,25 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
         (["train:"], "does not name a function"),
         (["gone:main"], "module 'gone' was not found in "),
         (["gone.py:main"], "the file 'gone.py' does not exist"),
-        (["train:gone"], "'train' has no function 'gone'. It has main, decorated, fail, forever, Group"),
+        (["train:gone"], "'train' has no function 'gone'. It has main, decorated, fail, forever, Unprintable"),
         (["train:main", "--device", "tpu", "--", "1"], "device='tpu': give auto, cpu, gpu"),
         (["train:main", "--set", "seed", "--", "1"], "--set seed: give FIELD=VALUE"),
         (["train:main", "--set", "sed=1", "--", "1"], "sed=1: Platform has no such field: did you mean seed?"),
         (["train:main"], "train:main: missing a required argument: 'lr'"),
         (["train:main", "--n", "x"], "argument --n: invalid int value: 'x'"),
+        ([".train:main"], "'.train:main' does not name a function"),
+        (["train..x:main"], "'train..x:main' does not name a function"),
+        (["train:main", "--set", "n_cpus=3", "--n", "2", "--", "1"], "n_cpus is given twice, as 3 and 2"),
+        (["train:main", "--device", "cpu", "--set", "device=gpu", "--", "1"], "device is given twice, as 'cpu' and 'gpu'"),
+        (
+            ["train:main", "--inline", "--n", "2", "--", "1"],
+            "--inline runs one rank in this process, so n_cpus has no effect",
+        ),
+        (["train:main", "--inline", "--trace", "t.html", "--", "1"], "so trace has no effect"),
+        (["train:main", "--inline", "--dry-run"], "argument --dry-run: not allowed with argument --inline"),
+        (["train:main", "--dry", "--", "1"], "unrecognized arguments: --dry"),
+        (["train:main", "--trace", "gone/t.html", "--", "1"], "trace: the folder of 'gone/t.html' does not exist"),
+        (["train:main", "--set", "n_cpus=abc", "--", "1"], "n_cpus='abc'"),
     ],
 )
 def test_wrong_names_and_options(here, args, message):
@@ -122,4 +136,59 @@ def test_wrong_names_and_options(here, args, message):
 def test_a_file_with_the_name_of_a_module_is_refused(here, tmp_path):
     """A file that another module hides is not replaced by that module."""
     (tmp_path / "os.py").write_text("def main(): pass\n")
-    assert "Rename 'os.py'" in here("run", "os.py:main").stderr
+    assert f"Rename '{tmp_path / 'os.py'}'" in here("run", "os.py:main").stderr
+
+
+def test_text_that_is_no_literal_is_a_string(here):
+    """A literal that Python cannot build, such as a set of sets, is passed as text."""
+    assert here("run", "train:main", "--inline", "--", "{{}}").stdout.endswith("rank 0: (0, '{{}}', (), 1)\n")
+
+
+def test_results_that_cannot_be_printed_are_described(parawrap):
+    """A character that the terminal lacks is escaped, and a value whose repr raises has its type."""
+    shown = parawrap("run", "train:odd_results", "--device", "cpu", "--n", "2", PYTHONIOENCODING="ascii")
+    assert shown.stdout == "rank 0: '\\u2192'\nrank 1: <Unprintable: its __repr__ raised OSError>\n"
+    assert shown.returncode == 0
+
+
+def test_an_object_with_a_platform_is_launched_like_a_function(here):
+    """Only functions that @wrapper decorated bring their own platform."""
+    assert here("run", "train:with_platform", "--device", "cpu").stdout == "rank 0: 'called'\n"
+
+
+def test_a_module_that_exits_is_an_error(here, tmp_path):
+    """A script without a main guard does not look like a success."""
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    shown = here("run", "script:main", "--inline")
+    assert shown.returncode == 2
+    assert "script exits while it is imported, with 0. Put its script under if __name__" in shown.stderr
+
+
+def test_the_module_has_the_arguments_of_a_script(here, tmp_path):
+    """sys.argv has the module and the arguments after --, in this process and in ranks."""
+    (tmp_path / "argv.py").write_text("import sys\ndef main(*_): return sys.argv\n")
+    expected = "rank 0: ['argv.py', '1']\n"
+    assert here("run", "argv.py:main", "--inline", "--", "1").stdout == expected
+    assert here("run", "argv.py:main", "--device", "cpu", "--", "1").stdout == expected
+
+
+def test_a_link_is_followed(here, tmp_path):
+    """As with `python FILE`, modules next to the file are found, and not those next to the link."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "near.py").write_text("value = 1\n")
+    (tmp_path / "real" / "script.py").write_text("from near import value\ndef main(): return value\n")
+    (tmp_path / "link.py").symlink_to(tmp_path / "real" / "script.py")
+    assert here("run", "link.py:main", "--inline").stdout == "rank 0: 1\n"
+
+
+def test_a_file_with_a_dot_in_its_name_is_refused(here, tmp_path):
+    """The name of a module has no dots."""
+    (tmp_path / "my.job.py").write_text("def main(): pass\n")
+    shown = here("run", "my.job.py:main")
+    assert shown.returncode == 2
+    assert "a module's name has no dots. Rename the file" in shown.stderr
+
+
+def test_a_builtin_without_a_signature_is_called(here):
+    """Python checks the arguments if nothing else can."""
+    assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"

@@ -36,3 +36,40 @@ def test_a_place_that_is_no_page_is_refused(trace, tmp_path, output):
     """The page ends with .html, and its folder exists. Nothing is written."""
     assert main(["timeline", str(trace), "-o", str(tmp_path / output)]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["lanes.json"]
+
+
+@pytest.mark.parametrize("file", ["", ".", "/"])
+def test_a_folder_is_no_trace(file, capsys):
+    """A path without a file name is refused."""
+    assert main(["timeline", file]) == 2
+    assert "is a folder. Give the .json file of a trace" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[1, 2]",
+        '{"traceEvents": 3}',
+        '[{"ph": "X", "name": "a"}]',
+        '[{"ph": "X", "name": "a", "ts": Infinity, "dur": 1}]',
+        '[{"ph": "X", "name": "a", "ts": 1, "dur": 1, "args": 3}]',
+        '{"traceEvents": [{"ph": "X", "name": "a", "ts": 1, "dur": 1}], "otherData": [1]}',
+        "[" * 100_000,
+    ],
+)
+def test_files_of_other_formats_are_refused(tmp_path, content, capsys):
+    """The message names the file and what belongs there. No page is written."""
+    (tmp_path / "odd.json").write_text(content)
+    assert main(["timeline", str(tmp_path / "odd.json")]) == 2
+    assert "is not a trace in Chrome's format" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["odd.json"]
+
+
+def test_numbers_that_json_lacks_are_shown_as_text(trace):
+    """A page with a bare NaN or Infinity would be blank."""
+    content = trace.read_text().replace('"args": {}', '"args": {"loss": NaN, "scale": [Infinity]}')
+    assert "NaN" in content
+    trace.write_text(content)
+    assert main(["timeline", str(trace)]) == 0
+    assert '{"loss":"nan","scale":"[inf]"}' in trace.with_suffix(".html").read_text()
