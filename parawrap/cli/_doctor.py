@@ -8,7 +8,6 @@ import os
 import platform
 import sys
 import textwrap
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ examples:
   parawrap doctor --json > machine.json
   parawrap doctor --verbose        # with the traceback of each problem
 """
+_LONGEST_S = 1_000_000  # poll(2) counts milliseconds in 32 bits
 _COLORS = {"ok": "32", "missing": "2", "warning": "33", "problem": "31"}
 
 
@@ -43,8 +43,8 @@ def _seconds(text: str) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds <= threading.TIMEOUT_MAX:
-        msg = f"{text} is not a number of seconds above 0"
+    if not 0 < seconds <= _LONGEST_S:
+        msg = f"{text} is not a number of seconds above 0, and at most {_LONGEST_S}"
         raise argparse.ArgumentTypeError(msg)
     return seconds
 

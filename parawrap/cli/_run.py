@@ -65,18 +65,25 @@ def run(given: argparse.Namespace) -> int:
         args, kwargs = _arguments(given.rest)
         _check_call(given, function, args, kwargs)
         launchable = _launchable(function, given)
-        if given.dry_run:
-            print(_preview(launchable, args, kwargs))
-            return 0
-        results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
-    except (UsageError, BrokenPipeError):
+        outcome = _outcome(launchable, given, args, kwargs)
+    except UsageError:
         raise
+    except SystemExit as error:
+        print(f"parawrap run: rank 0 called sys.exit({error.code!r}) and returned nothing", file=sys.stderr)
+        return 1
     except Exception:  # noqa: BLE001 (the module and the function may raise anything)
         traceback.print_exc()
         return 1
-    for rank, result in enumerate(results):
-        print(f"rank {rank}: {safe_repr(result)}")
+    print(outcome)
     return 0
+
+
+def _outcome(launchable: Launchable[..., Any], given: argparse.Namespace, args: Any, kwargs: Any) -> str:
+    """Launch the function, or describe the launch. Return what to print."""
+    if given.dry_run:
+        return str(_preview(launchable, args, kwargs))
+    results = (launchable.inline if given.inline else launchable)(*args, **kwargs)
+    return "\n".join(f"rank {rank}: {safe_repr(result)}" for rank, result in enumerate(results))
 
 
 def _preview(launchable: Launchable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Preview:
@@ -106,12 +113,13 @@ def _found(given: argparse.Namespace) -> Callable[..., Any]:
         UsageError: If the module, the file, or the function does not exist, or the module exits.
     """
     place, _, name = given.target.rpartition(":")
-    if not (name and all(place.split("."))):
+    is_file = place.endswith(".py")
+    if not (name and place and (is_file or all(place.split(".")))):
         msg = f"{given.target!r} does not name a function. Give MODULE:FUNCTION, such as train:main or jobs/train.py:main"
         raise UsageError(msg)
     sys.argv = [place, *given.rest]  # as a script would see; ranks see it too
     try:
-        module = _imported_file(Path(place)) if place.endswith(".py") else _imported(place, Path.cwd())
+        module = _imported_file(Path(place)) if is_file else _imported(place, Path.cwd())
     except SystemExit as error:
         msg = f"{place} exits while it is imported, with {error.code!r}. Put its script under if __name__ == '__main__':"
         raise UsageError(msg) from error
@@ -130,8 +138,8 @@ def _imported_file(path: Path) -> Any:
         msg = f"the file {str(path)!r} does not exist"
         raise UsageError(msg)
     path = path.resolve()  # as Python does with the file of a script
-    if "." in path.stem:
-        msg = f"{str(path)!r} cannot be imported, because a module's name has no dots. Rename the file"
+    if path.suffix != ".py" or "." in path.stem:
+        msg = f"{str(path)!r} cannot be imported. Rename the file: its name ends with .py, and has no other dot"
         raise UsageError(msg)
     module = _imported(path.stem, path.parent)
     if Path(module.__file__ or "").resolve() != path:
@@ -185,7 +193,7 @@ def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any
         if own is None:
             return wrapper(Platform(**changes))(function)
         return wrapper(replace(own, **changes))(function.__wrapped__) if changes else function
-    except PlatformError as error:
+    except (PlatformError, TypeError) as error:  # TypeError: a coroutine function, for example
         raise UsageError(str(error)) from error
 
 
@@ -204,7 +212,7 @@ def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
     if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
         msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
         raise UsageError(msg)
-    refusal = refusal_of_path(changes["trace"]) if "trace" in changes else None
+    refusal = None if changes.get("trace") is None else refusal_of_path(changes["trace"])
     if refusal is not None:
         msg = f"trace: {refusal}"
         raise UsageError(msg)

@@ -47,6 +47,14 @@ def odd_results():
     return ["\u2192", Unprintable()][current_rank().global_rank]
 
 
+async def coroutine():
+    pass
+
+
+def leave():
+    raise SystemExit(0)
+
+
 class WithPlatform:
     platform = Platform(device="cpu")
 

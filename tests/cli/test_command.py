@@ -61,6 +61,7 @@ def test_version_is_that_of_the_package(parawrap):
         (("doctr",), "'doctr' is not a command. Did you mean doctor?"),
         (("x",), "'x' is not a command. Give one of doctor, run, timeline, completion"),
         (("doctor", "--timeout", "inf"), "inf is not a number of seconds above 0"),
+        (("doctor", "--timeout", "1e9"), "1e9 is not a number of seconds above 0, and at most 1000000"),
         (("doctor", "--timeout", "nan"), "nan is not a number of seconds above 0"),
         (("doctor", "--timeout", "0"), "0 is not a number of seconds above 0"),
         (("doctor", "--timeout", "1m"), "1m is not a number of seconds above 0"),

@@ -110,6 +110,7 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
         (["train:main", "--set", "sed=1", "--", "1"], "sed=1: Platform has no such field: did you mean seed?"),
         (["train:main"], "train:main: missing a required argument: 'lr'"),
         (["train:main", "--n", "x"], "argument --n: invalid int value: 'x'"),
+        (["train:coroutine"], "coroutine"),
         ([".train:main"], "'.train:main' does not name a function"),
         (["train..x:main"], "'train..x:main' does not name a function"),
         (["train:main", "--set", "n_cpus=3", "--n", "2", "--", "1"], "n_cpus is given twice, as 3 and 2"),
@@ -186,9 +187,28 @@ def test_a_file_with_a_dot_in_its_name_is_refused(here, tmp_path):
     (tmp_path / "my.job.py").write_text("def main(): pass\n")
     shown = here("run", "my.job.py:main")
     assert shown.returncode == 2
-    assert "a module's name has no dots. Rename the file" in shown.stderr
+    assert "Rename the file: its name ends with .py, and has no other dot" in shown.stderr
 
 
 def test_a_builtin_without_a_signature_is_called(here):
     """Python checks the arguments if nothing else can."""
     assert here("run", "builtins:max", "--inline", "--", "1", "2").stdout == "rank 0: 2\n"
+
+
+def test_a_path_may_begin_with_dots(here, tmp_path, monkeypatch):
+    """Dots of a path are not those of a module."""
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    assert here("run", "../train.py:Group.member", "--inline").stdout == "rank 0: 'member'\n"
+
+
+def test_an_inline_function_that_exits_has_no_result(here):
+    """sys.exit(0) in the function is a failure, as it is in a rank."""
+    shown = here("run", "train:leave", "--inline")
+    assert shown.returncode == 1
+    assert shown.stderr == "parawrap run: rank 0 called sys.exit(0) and returned nothing\n"
+
+
+def test_trace_may_be_none(here):
+    """--set trace=None is the default of the field."""
+    assert here("run", "train:decorated", "--set", "trace=None").stdout == "rank 0: (2, 0)\nrank 1: (2, 0)\n"
