@@ -163,7 +163,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
             for event in events
         ]
         other = content.get("otherData", {}) if isinstance(content, dict) else {}
-        title, asides = str(other.get("title", path.name)), frozenset(other.get("asides", ()))
+        title, asides = str(other.get("title", path.name)), list(other.get("asides", ()))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         msg = (
             f"{str(path)!r} is not a trace in Chrome's format. Give a .json file that p.trace or Platform(trace=...) wrote"
