@@ -146,7 +146,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     """
     path = Path(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), parse_float=_finite, parse_constant=str)
         listed = content if isinstance(content, list) else content["traceEvents"]
         events = [event for event in listed if event.get("ph") == "X"]
         named = {_track_of(event): event["args"]["name"] for event in listed if event.get("name") == "thread_name"}
@@ -174,6 +174,12 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         raise ValueError(msg)
     tracks = [str(named.get(key, f"track {key[1]}")) for key in numbers]
     return Timeline(title, tracks, spans, asides)
+
+
+def _finite(text: str) -> float | str:
+    """Return a number, or its text if it is infinite: JSON for a page has no infinite numbers."""
+    number = float(text)
+    return number if math.isfinite(number) else text
 
 
 def _track_of(event: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -236,12 +242,7 @@ def _page(timeline: Timeline) -> str:
 
 
 def _known(details: Mapping[str, Any]) -> dict[str, Any]:
-    """Return details for JSON, which has no infinite numbers, and no NaN."""
-    return {name: value if _is_finite(value) else str(value) for name, value in details.items() if value is not None}
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+    return {name: value for name, value in details.items() if value is not None}
 
 
 def _spans(count: int) -> str:
