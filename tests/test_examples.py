@@ -67,7 +67,8 @@ def test_ranks_train_like_the_plain_loop():
     assert found.returncode == 0, found.stderr
     (plain_losses, plain), (losses, accuracy), *ranks = json.loads(found.stdout.splitlines()[-1])
     assert ranks[0] == ranks[1]
-    assert ranks[0][0] == pytest.approx(losses, rel=1e-3)
+    # Rounding depends on the alignment of memory. In late epochs, with losses near 0, it shows.
+    assert ranks[0][0] == pytest.approx(losses, rel=1e-3, abs=1e-3)
     assert ranks[0][1] == pytest.approx(accuracy, abs=1 / 389)  # one image of 389
     assert plain_losses[0] == pytest.approx(losses[0], rel=0.05)
     assert abs(plain - accuracy) < 0.015
