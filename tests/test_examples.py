@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several threads on busy cores are slower
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -37,7 +38,7 @@ def test_a_preempted_training_ends_with_the_same_weights():
 def test_one_block_runs_on_threads_and_processes():
     """One program runs unchanged on threads and on processes, and compares all outputs with the plain loop."""
     command = [sys.executable, "-W", "error", EXAMPLES / "one_block.py", "threads", "processes"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.count("are those of the plain loop") == 2
 
@@ -62,8 +63,7 @@ def test_ranks_train_like_the_plain_loop():
         "print(json.dumps([plain, one, *two]))"
     )
     command = [sys.executable, "-W", "error", "-c", script]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several threads on busy cores are slower
-    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=environ)
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=EXAMPLES, env=ONE_THREAD)
     assert found.returncode == 0, found.stderr
     (plain_losses, plain), (losses, accuracy), *ranks = json.loads(found.stdout.splitlines()[-1])
     assert ranks[0] == ranks[1]
