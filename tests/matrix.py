@@ -1,6 +1,6 @@
 """Test the wheel with releases of Python and torch: ``python -m tests.matrix [--python PATH ...] [--torch VERSION ...]``.
 
-Each cell is one Python with one torch, in an environment of its own. It runs the examples of README.md and docs/, and a
+Each cell is a new environment with one Python and one torch. It runs the examples of README.md and docs/, and a
 quick part of the tests, in about three minutes. ``--page docs/versions.md`` enters the results into that page.
 """
 

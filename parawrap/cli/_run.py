@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -93,14 +92,11 @@ def _preview(launchable: Launchable[..., Any], args: Sequence[Any], kwargs: Mapp
         raise UsageError(str(error)) from error
 
 
-def _check_call(given: argparse.Namespace, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if the arguments do not match the signature."""
+def _check_call(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from parawrap.faces.wrapper import check_signature
+
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return
-    try:
-        signature.bind(*args, **kwargs)
+        check_signature(function, args, kwargs)
     except TypeError as error:
         msg = f"{given.target}: {error}"
         raise UsageError(msg) from error
@@ -159,7 +155,7 @@ def _imported(name: str, folder: Path) -> Any:
         raise UsageError(msg) from error
 
 
-def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(texts: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return positional and keyword arguments."""
     args, kwargs = [], {}
     for text in texts:
@@ -168,7 +164,7 @@ def _arguments(texts: Sequence[str]) -> tuple[list[Any], dict[str, Any]]:
             kwargs[name] = _value(value)
         else:
             args.append(_value(text))
-    return args, kwargs
+    return tuple(args), kwargs
 
 
 def _value(text: str) -> Any:

@@ -34,7 +34,7 @@ from parawrap.launch import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Launchable", "Wrapper", "is_launchable", "wrapper"]
+__all__ = ["Launchable", "Wrapper", "check_signature", "is_launchable", "wrapper"]
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -197,7 +197,7 @@ class Wrapper:
             raise TypeError(msg)
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job)
-        _check_arguments(task, (0, 0, None, args), {})
+        check_signature(task, (0, 0, None, args), {})
         return _called(job)
 
 
@@ -362,10 +362,10 @@ def _launched(job: Job) -> Launch[Any]:
 def _check(job: Job) -> None:
     """Raise if a call cannot succeed, before any rank starts."""
     _refuse_in_a_rank(job)
-    _check_arguments(job.function, (*job.bound_to, *job.args), job.kwargs or {})
+    check_signature(job.function, (*job.bound_to, *job.args), job.kwargs or {})
 
 
-def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
     try:
         signature = inspect.signature(function)

@@ -108,7 +108,7 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
         (["train:main", "--device", "tpu", "--", "1"], "device='tpu': give auto, cpu, gpu"),
         (["train:main", "--set", "seed", "--", "1"], "--set seed: give FIELD=VALUE"),
         (["train:main", "--set", "sed=1", "--", "1"], "sed=1: Platform has no such field: did you mean seed?"),
-        (["train:main"], "train:main: missing a required argument: 'lr'"),
+        (["train:main"], "train:main: main() missing a required argument: 'lr'"),
         (["train:main", "--n", "x"], "argument --n: invalid int value: 'x'"),
         (["train:coroutine"], "coroutine"),
         ([".train:main"], "'.train:main' does not name a function"),
