@@ -813,4 +813,4 @@ def test_a_loop_leaves_no_file_open():
     with pipe() as (reading, _):
         loop.watch(reading, lambda: None)
         loop.close()
-    assert psutil.Process().num_fds() == before
+    assert psutil.Process().num_fds() <= before  # less, if files of earlier tests were collected
