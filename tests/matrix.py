@@ -1,4 +1,4 @@
-"""Test the wheel with releases of Python and torch: ``python -m tests.matrix [--python PATH ...] [--torch VERSION ...]``.
+"""Test the wheel with releases of Python and torch: ``python -m tests.matrix [--python 3.12 ...] [--torch VERSION ...]``.
 
 Each cell is a new environment with one Python and one torch. It runs the examples of README.md and docs/, and a
 quick part of the tests, in about three minutes. ``--page docs/versions.md`` enters the results into that page.
@@ -7,6 +7,7 @@ quick part of the tests, in about three minutes. ``--page docs/versions.md`` ent
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime as dt
 import os
 import platform
@@ -67,17 +68,34 @@ class Row(NamedTuple):
         return f"| {' | '.join(self)} |"
 
 
-def pythons() -> Iterator[str]:
-    """Yield the interpreters of this machine that parawrap may run on: those on PATH, and those of pyenv."""
-    yield from filter(None, map(shutil.which, NAMES))
-    for folder in sorted(Path("~/.pyenv/versions").expanduser().glob("3.*")):
-        if (3, 11) <= tuple(map(int, re.findall(r"\d+", folder.name)[:2])) <= (3, 14):
-            yield str(folder / "bin" / "python")
+def pythons() -> dict[str, str]:
+    """Return the interpreters that parawrap may run on by version: those on PATH, and those of pyenv."""
+    paths = [*filter(None, map(shutil.which, NAMES)), *Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python")]
+    found: dict[str, str] = {}
+    for path in map(str, paths):
+        with contextlib.suppress(subprocess.CalledProcessError):  # a shim of pyenv for a Python that is not active
+            found.setdefault(version_of(path), path)
+    return {version: found[version] for version in sorted(found, key=numbers) if (3, 11) <= numbers(version) < (3, 15)}
 
 
-def distinct(found: Sequence[str]) -> list[str]:
-    """Return the interpreters without other names of the same one."""
-    return list({version_of(python): python for python in reversed(found)}.values())[::-1]
+def chosen(names: Sequence[str]) -> Iterator[str]:
+    """Yield the interpreters that are named by a path, or by a version such as 3.12 or 3.14t if this machine has it."""
+    found = pythons()
+    for name in names:
+        release = name.removesuffix("t")
+        if not re.fullmatch(r"[\d.]+", release):
+            yield name
+            continue
+        fits = [version for version in found if f"{version}.".startswith(f"{release}.")]
+        fits = [version for version in fits if version.endswith("t") == name.endswith("t")]
+        if fits:
+            yield found[fits[-1]]
+        else:
+            print(f"No Python {name} on this machine.", flush=True)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def version_of(python: str) -> str:
@@ -170,7 +188,7 @@ def enter(rows: Sequence[Row], page: Path) -> None:
     table, _, tail = old.partition("\n\n")
     lines = {_cell_of(line): line for line in filter(None, table.splitlines())}
     lines.update({_cell_of(str(row)): str(row) for row in rows})
-    ordered = sorted(lines, key=lambda cell: [int(part) for part in re.findall(r"\d+", " ".join(cell[:2]))])
+    ordered = sorted(lines, key=lambda cell: numbers(" ".join(cell[:2])))
     page.write_text(head + RULE + "\n".join(lines[cell] for cell in ordered) + "\n\n" + tail)
 
 
@@ -191,12 +209,12 @@ def result(cell: Cell, wheel: Path) -> Row:
 def main() -> int:
     """Run the cells; return 1 if one is not green."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--python", nargs="*", help="interpreters; default: those that are found")
+    parser.add_argument("--python", nargs="*", help="versions such as 3.12, or paths; default: all that are found")
     parser.add_argument("--torch", nargs="*", default=TORCHES, help='releases of torch, such as 2.8.0, or "newest"')
     parser.add_argument("--lowest", action="store_true", help="test the lower bounds of pyproject.toml instead")
     parser.add_argument("--page", type=Path, help="enter the results into this page")
     options = parser.parse_args()
-    found = distinct(options.python or list(pythons()))
+    found = chosen(options.python) if options.python else pythons().values()
     releases = [("", "lowest")] if options.lowest else [(torch, "pinned") for torch in options.torch]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
