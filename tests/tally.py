@@ -55,6 +55,7 @@ def run(tier: str, load: int) -> dict[str, Any]:
         "commit": _printed("git", "rev-parse", "--short", "HEAD"),
         "tier": tier,
         "load": load,
+        "load_average": round(os.getloadavg()[2], 1),  # of the last 15 minutes
         "cores": len(os.sched_getaffinity(0)),
         "seconds": round(time.monotonic() - began),
         "passed": sum(map(int, COUNT.findall(text))),
