@@ -6,13 +6,17 @@ Each room keeps the private names that it uses in one file, `_private_names.py`.
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from importlib.metadata import version
+from operator import attrgetter
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from parawrap.errors import VersionError
 
-__all__ = ["private_name"]
+__all__ = ["missing_name", "private_attribute", "private_name", "private_reader"]
+
+_ABSENT = object()
 
 
 class _Missing:
@@ -22,14 +26,18 @@ class _Missing:
         self._refusal = (path, feature)
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        path, feature = self._refusal
-        msg = (
-            f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
-            "Install releases that docs/versions.md lists"
-        )
-        raise VersionError(msg)
+        raise missing_name(*self._refusal)
 
-    __call__ = __instancecheck__ = __getattr__ = _refuse
+    __call__ = __instancecheck__ = __subclasscheck__ = __getattr__ = _refuse
+
+
+def missing_name(path: str, feature: str) -> VersionError:
+    """Return the error for a name that this release of torch or Python lacks."""
+    msg = (
+        f"{feature} need {path}, which Python {platform.python_version()} with torch {version('torch')} does not have. "
+        "Install releases that docs/versions.md lists"
+    )
+    return VersionError(msg)
 
 
 def private_name(path: str, feature: str) -> Any:
@@ -47,3 +55,22 @@ def private_name(path: str, feature: str) -> Any:
         return resolve_name(path)
     except (ImportError, AttributeError):
         return _Missing(path, feature)
+
+
+def private_reader(path: str, feature: str) -> Callable[[Any], Any]:
+    """Return a function that reads the attribute of a class, such as ``torch.Tensor._version``, from an instance.
+
+    If the class lacks it, the function raises VersionError.
+    """
+    found: Any = private_name(path, feature)
+    return found if isinstance(found, _Missing) else attrgetter(path.rpartition(".")[2])
+
+
+def private_attribute(owner: Any, name: str, feature: str) -> Any:
+    """Return an attribute that only instances have. Raise VersionError if this one lacks it."""
+    found = getattr(owner, name, _ABSENT)
+    if found is _ABSENT:
+        cls = type(owner)
+        path = f"{cls.__module__}.{cls.__qualname__}.{name}"
+        raise missing_name(path, feature)
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parawrap
 from parawrap import VersionError, parallel
-from parawrap._private_name import private_name
+from parawrap._private_name import private_attribute, private_name, private_reader
+from parawrap.backends import _private_names as of_backends
 from parawrap.functional import _private_names as of_functional
 from parawrap.lanes import _private_names as of_lanes
 from parawrap.launch import _private_names as of_launch
@@ -26,7 +28,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {file: ast.parse(file.read_text()) for file in FILES}
 
 # Documented, in spite of the underscore
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames"}
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_replace"}
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
     "_slurm_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
@@ -43,11 +45,11 @@ def is_private(name):
     return name.startswith("_") and not name.startswith("__") and name != "_"
 
 
-def defined_names():
-    """The names that parawrap itself defines, as functions, classes, variables, or attributes."""
+def defined_names(room):
+    """The names that one package of parawrap defines, as functions, classes, variables, or attributes."""
     found = set()
-    for tree in TREES.values():
-        for node in ast.walk(tree):
+    for file, tree in TREES.items():
+        for node in ast.walk(tree) if file.parent == room else ():
             match node:
                 case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
                     found.add(name)
@@ -56,16 +58,17 @@ def defined_names():
     return found
 
 
-OURS = defined_names() - {"_version"}
+OURS = {room: defined_names(room) - {"_version"} for room in {file.parent for file in FILES}}
 
 
-def private_attributes(tree):
+def private_attributes(file):
     """Yield the private names of objects other than parawrap's, and the private modules that are imported."""
-    for node in ast.walk(tree):
+    ours = OURS[file.parent] - OF_MODULES
+    for node in ast.walk(TREES[file]):
         match node:
             case ast.Attribute(value=ast.Name(id="self" | "cls")):
                 pass
-            case ast.Attribute(attr=name) if is_private(name) and (name not in OURS or name in OF_MODULES):
+            case ast.Attribute(attr=name) if is_private(name) and name not in ours:
                 yield name
             case ast.ImportFrom(module=str(module)) if module.partition(".")[0] != "parawrap":
                 if any(map(is_private, module.split("."))):
@@ -81,8 +84,12 @@ def names_in(file):
         match node:
             case ast.Constant(value=str(text)) if text.isidentifier() and is_private(text):
                 yield text
-            case ast.Call(func=ast.Name(id="private_name" | "_name"), args=[ast.Constant(value=str(path)), *_]):
+            case ast.Call(
+                func=ast.Name(id="private_name" | "private_reader" | "_name"), args=[ast.Constant(value=str(path)), *_]
+            ):
                 yield path.rpartition(".")[2]
+            case ast.Call(func=ast.Name(id="private_attribute"), args=[_, ast.Constant(value=str(name)), _]):
+                yield name
             case ast.Attribute(attr=name) if is_private(name):
                 yield name
 
@@ -94,7 +101,7 @@ NAMES = set().union(*LISTS.values())
 @pytest.mark.parametrize("file", [file for file in FILES if file not in LISTS], ids=lambda file: file.stem)
 def test_only_the_lists_hold_private_names(file):
     """A private name of torch or Python stands in the file `_private_names.py` of its room, and nowhere else."""
-    found = set(private_attributes(TREES[file])) - DOCUMENTED - OF_OTHERS.get(file.name, set())
+    found = set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set())
     assert not found
 
 
@@ -184,6 +191,14 @@ def test_tensors_count_writes():
     assert of_replicas.version_of(tensor) == before + 1
 
 
+@canary("_indices", "_values")
+def test_sparse_tensors_have_parts():
+    """The memory of a sparse tensor that is not coalesced belongs to its indices and values."""
+    sparse = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), is_coalesced=False)
+    assert torch.equal(of_backends.indices_of(sparse)(), torch.tensor([[1, 1]]))
+    assert torch.equal(of_backends.values_of(sparse)(), torch.tensor([2.0, 3.0]))
+
+
 @canary("_parameters", "_buffers", "_modules")
 def test_modules_keep_three_dictionaries():
     """Replicas follow new parameters, buffers, and submodules; messages of launches name them without the dictionary."""
@@ -244,7 +259,7 @@ def test_a_compiled_function_has_its_original():
     assert getattr(torch.compile(double, backend="eager"), of_replicas.COMPILED_FROM) is double
 
 
-@canary("_orig_mod")
+@canary("_orig_mod", "dynamo_ctx", "OptimizedModule")
 def test_a_compiled_module_is_compiled_again():
     """Each replica of a compiled module compiles its own copy of the module."""
     model = Linear(2, 2)
@@ -355,3 +370,34 @@ def test_a_class_without_its_name_matches_nothing():
     """`isinstance` with a missing class raises VersionError."""
     with pytest.raises(VersionError, match="lanes need"):
         isinstance(1, private_name("torch.Gone", "lanes"))
+    with pytest.raises(VersionError, match="lanes need"):
+        issubclass(int, private_name("torch.Gone", "lanes"))
+    with pytest.raises(VersionError, match="lanes need"):
+        private_reader("torch.Tensor._gone", "lanes")(torch.ones(1))
+
+
+@pytest.mark.parametrize("name", ["PARAMETERS", "BUFFERS", "CHILDREN", "COMPILED_CALL"])
+def test_replicas_of_other_modules_are_refused(name, monkeypatch):
+    """If modules no longer have an attribute that replicas change, a block raises VersionError, and runs no replica."""
+    monkeypatch.setattr(of_replicas, name, "_gone")
+    of_replicas.check_modules.cache_clear()
+    model = Linear(2, 2)
+    with pytest.raises(VersionError, match=r"replicas need torch\.nn\S*\.Module\._gone"), parallel(model, ["cpu", "cpu"]):
+        model(torch.ones(4, 2))
+
+
+def test_compiled_functions_without_originals_are_refused(monkeypatch):
+    """If the original of a compiled function cannot be found, a block raises VersionError instead of sharing its code."""
+    monkeypatch.setattr(of_replicas, "COMPILED_FROM", "_gone")
+    of_replicas._check_compiled_functions.cache_clear()
+    model = Linear(2, 2)
+    model.double = torch.compile(lambda x: x * 2, backend="eager")
+    with pytest.raises(VersionError, match="replicas of compiled models need _gone"), parallel(model, ["cpu", "cpu"]):
+        model(torch.ones(4, 2))
+
+
+def test_instances_without_an_attribute_are_refused():
+    """An attribute that only instances have is looked for when it is needed."""
+    with pytest.raises(VersionError, match=r"replicas need fractions\.Fraction\._gone"):
+        private_attribute(Fraction(1, 2), "_gone", "replicas")
+    assert private_attribute(Fraction(1, 2), "_numerator", "replicas") == 1

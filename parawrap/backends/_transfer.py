@@ -13,6 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from parawrap.backends._backend_registry import backend_of
+from parawrap.backends._private_names import indices_of, values_of
 from parawrap.tree import Opaque
 
 __all__ = ["bring", "bring_into", "device_of", "record_use"]
@@ -74,7 +75,7 @@ def _record(tensor: torch.Tensor) -> None:
     elif tensor.is_nested:
         record_use(tensor.unbind())
     elif tensor.layout is torch.sparse_coo:
-        record_use((tensor._indices(), tensor._values()))
+        record_use((indices_of(tensor)(), values_of(tensor)()))
     elif tensor.layout is torch.strided:
         stream = backend_of(tensor.device.type).stream(tensor.device)
         if stream is not None:

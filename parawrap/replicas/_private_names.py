@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
-from operator import attrgetter
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from parawrap._private_name import private_name
+from parawrap._private_name import missing_name, private_attribute, private_name, private_reader
 
 __all__ = [
     "BUFFERS",
@@ -22,10 +21,12 @@ __all__ = [
     "NOT_CALLED",
     "PARAMETERS",
     "buffers_of",
+    "check_modules",
     "children_of",
     "compiler",
     "copy_all",
     "getters_of_script",
+    "is_compiled_function",
     "is_compiled_module",
     "recompiled",
     "replicate_script",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 # A tensor's count of writes in place
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "replicas")
 
 # What torch.nn.Module keeps, by attribute
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
@@ -48,6 +49,14 @@ NOT_CALLED = frozenset(
 )
 
 
+@cache
+def check_modules() -> None:
+    """Raise VersionError if modules lack what replicas copy or change: they could be wrong without an error."""
+    module = torch.nn.Module()
+    for name in (PARAMETERS, BUFFERS, CHILDREN, COMPILED_CALL):
+        private_attribute(module, name, "replicas")
+
+
 def buffers_of(module: torch.nn.Module) -> Any:
     """Return the module's own dictionary of buffers."""
     return module._buffers
@@ -58,14 +67,18 @@ def children_of(module: torch.nn.Module) -> Any:
     return module._modules
 
 
+_copy_all = private_name("torch._foreach_copy_", "replicas")
+
+
 def copy_all(copies: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> None:
     """Copy each original into its copy, faster than a loop over `Tensor.copy_`."""
-    torch._foreach_copy_(copies, originals)  # type: ignore[arg-type]  # pyright: ignore
+    _copy_all(copies, originals)
 
 
 # torch.compile
 COMPILED_CALL = "_compiled_call_impl"  # of a module whose `compile` was called
 COMPILED_FROM = "_torchdynamo_orig_callable"  # of a compiled function
+_COMPILED = "replicas of compiled models"
 
 
 def compiler() -> Any:
@@ -75,25 +88,43 @@ def compiler() -> Any:
 
 def is_compiled_module(cls: type) -> bool:
     """True for the class of the modules that torch.compile returns."""
-    return compiler() is not None and issubclass(cls, compiler().OptimizedModule)
+    return compiler() is not None and issubclass(cls, private_name("torch._dynamo.OptimizedModule", _COMPILED))
+
+
+def is_compiled_function(function: Any) -> bool:
+    """True for a function that torch.compile returned."""
+    if compiler() is not None:
+        _check_compiled_functions()
+    return COMPILED_FROM in vars(function)
+
+
+@cache
+def _check_compiled_functions() -> None:
+    """Raise VersionError if compiled functions do not have their originals. Lanes would share compiled code."""
+    if not hasattr(torch.compiler.disable(lambda: None), COMPILED_FROM):
+        raise missing_name(COMPILED_FROM, _COMPILED)
 
 
 def recompiled(copy: Any, compiled: Any, copy_of: Callable[[Any], Any]) -> None:
     """Make an empty `copy` of a compiled module compile the copy of the module in it."""
-    type(compiled).__init__(copy, copy_of(compiled._orig_mod), compiled.dynamo_ctx)
+    module = private_attribute(compiled, "_orig_mod", _COMPILED)
+    context = private_attribute(compiled, "dynamo_ctx", _COMPILED)
+    type(compiled).__init__(copy, copy_of(module), context)
 
 
 # TorchScript
-_type_of_script = private_name("torch._C.ConcreteModuleType.from_jit_type", "replicas of TorchScript modules")
+_SCRIPTED = "replicas of TorchScript modules"
+_type_of_script = private_name("torch._C.ConcreteModuleType.from_jit_type", _SCRIPTED)
 
 
 def replicate_script(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy of one scripted module that shares code and attributes."""
-    copy: torch.nn.Module = module._replicate_for_data_parallel()
+    copy: torch.nn.Module = private_attribute(module, "_replicate_for_data_parallel", _SCRIPTED)()
     return copy
 
 
 def getters_of_script(module: torch.nn.Module) -> dict[str, Callable[[], Any]]:
     """Return a function that reads it for each attribute that a scripted module has in C++, by name."""
-    cpp: Any = module._c
-    return {name: partial(cpp.getattr, name) for name in _type_of_script(cpp._type()).get_attributes()}
+    cpp: Any = private_attribute(module, "_c", _SCRIPTED)
+    script_type = private_attribute(cpp, "_type", _SCRIPTED)()
+    return {name: partial(cpp.getattr, name) for name in _type_of_script(script_type).get_attributes()}

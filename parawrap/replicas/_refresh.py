@@ -17,7 +17,7 @@ from parawrap.replicas._copy_structure import Survey
 from parawrap.replicas._detect_changes import Change, Ledger, Watch
 from parawrap.replicas._gradients import Mirror, send
 from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
-from parawrap.replicas._private_names import buffers_of
+from parawrap.replicas._private_names import buffers_of, check_modules
 from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 
@@ -88,11 +88,13 @@ class ReplicaSet:
 
     Raises:
         ReplicaError: If the target cannot be copied.
+        VersionError: If this release of torch lacks a private name that replicas need.
     """
 
     def __init__(
         self, target: Any, devices: Sequence[torch.device], *, detach: bool = False, gives_back: bool = True
     ) -> None:
+        check_modules()
         self.original = target
         self.devices = tuple(devices)
         self._detach = detach

@@ -42,7 +42,7 @@ from parawrap.replicas._copy_rules import (
     WeakProxy,
     WeakReference,
 )
-from parawrap.replicas._private_names import COMPILED_FROM, is_compiled_module
+from parawrap.replicas._private_names import is_compiled_function, is_compiled_module
 
 __all__ = ["ATOMS", "content_of", "is_sentinel"]
 
@@ -106,7 +106,7 @@ def content_of(value: Any) -> Content | None:
     """Return the rule for an object; None for an atom."""
     cls = type(value)
     if cls is types.FunctionType:
-        return _COMPILED_FUNCTION if COMPILED_FROM in vars(value) else _FUNCTION
+        return _COMPILED_FUNCTION if is_compiled_function(value) else _FUNCTION
     if cls is types.BuiltinFunctionType:
         return None if value.__self__ is None or isinstance(value.__self__, types.ModuleType | type) else _METHOD
     try:

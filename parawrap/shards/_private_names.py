@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import attrgetter
 
 import torch
 
+from parawrap._private_name import private_reader
+
 __all__ = ["version_of"]
 
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")  # a tensor's count of writes in place
+version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "batches")  # counts writes in place
