@@ -137,7 +137,10 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
         try:
             with agreement, at_signal(agreement.request):
                 result = _called(
-                    job, replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption), group
+                    job,
+                    exchange,
+                    replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption),
+                    group,
                 )
             exchange.report_result(result)
         except RequeueRequested as wanted:
@@ -161,8 +164,9 @@ def _keep_group() -> None:
     """Keep a process group that the user created."""
 
 
-def _called(job: Job, rank: Rank, group: dist.ProcessGroup | None) -> Any:
+def _called(job: Job, exchange: Exchange, rank: Rank, group: dist.ProcessGroup | None) -> Any:
     """Call the function as this rank. If the user created `group`, destroy the groups of ``ipc_groups`` afterwards."""
+    exchange.report_joined()
     try:
         with being(rank):
             return job.call()

@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from parawrap import (
     LaunchError,
@@ -33,8 +35,8 @@ from parawrap import (
 from parawrap.launch._world import surrounding_world
 
 HERE = Path(__file__).resolve()
-PATIENCE_S = 80
-CPU = Platform(device="cpu", timeout_min=0.1)
+PATIENCE_S = 110
+CPU = Platform(device="cpu", timeout_min=0.5)
 
 SCENARIOS = {}
 ISOLATED_SCENARIOS = {}
@@ -82,7 +84,7 @@ def environment(**added):
     """Return this process's variables, without any world's variables, plus `added`."""
     worlds = ("SLURM", "OMPI", "PMI", "PMIX", "MPI_", "TORCHELASTIC", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(worlds)}
-    return kept | {"OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in added.items()}
+    return kept | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"} | {name: str(value) for name, value in added.items()}
 
 
 TORCHRUN = "from torch.distributed.run import main; main()"
@@ -110,15 +112,18 @@ def start_script(*request):
 
 
 def exit_codes(processes):
-    """Wait for processes and return their exit codes; kill late processes and their children."""
+    """Wait for processes and return their exit codes. Late ones and their children print their stacks, and are killed."""
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
     for late in [process for process in processes if process.poll() is None]:
-        for each in [*psutil.Process(late.pid).children(recursive=True), late]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        family = [*psutil.Process(late.pid).children(recursive=True), psutil.Process(late.pid)]
+        for number in signal.SIGABRT, signal.SIGKILL:
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            psutil.wait_procs(family, timeout=2)
     return [process.wait() for process in processes]
 
 
@@ -305,6 +310,47 @@ def test_a_launch_within_a_rank_of_a_world_raises(world):
     for kind, message, _ in returned(world, "recursion"):
         assert kind == "LaunchError"
         assert "a rank cannot launch ranks" in message
+
+
+@scenario
+def a_rank_that_joins_late():
+    """Rank 0 returns at once. Rank 1 takes longer than a rank lingers, and looks whether rank 0 has left the group."""
+    mark = Path(sys.argv[1], "rank-0-has-left")
+    join, leave = dist.init_process_group, dist.destroy_process_group
+
+    def late(*args, **options):
+        join(*args, **options)
+        if os.environ["RANK"] == "1":
+            time.sleep(2)
+            assert not mark.exists()
+
+    def marked(*args):
+        if os.environ["RANK"] == "0":
+            mark.touch()
+        leave(*args)
+
+    with mock.patch.object(dist, "init_process_group", late), mock.patch.object(dist, "destroy_process_group", marked):
+        return wrapper(CPU)(lambda: current_rank().global_rank)()
+
+
+def test_no_rank_leaves_before_all_have_joined(world):
+    """On busy cores, a rank may connect seconds later than another one. It would lose a rank that had returned."""
+    assert returned(world, "a_rank_that_joins_late") == [(0, 1)] * 2
+
+
+@scenario
+def a_failed_meeting():
+    """Both ranks fail to join: rank 1 after torch has counted its group, and rank 0 before."""
+    counted, uncounted = (distributed_c10d, "_new_process_group_helper"), (dist, "init_process_group")
+    broken = counted if os.environ["RANK"] == "1" else uncounted
+    with mock.patch.object(*broken, wraps=getattr(*broken), side_effect=[RuntimeError("no route"), mock.DEFAULT]):
+        failed = outcome_of(wrapper(CPU)(total))
+    return failed[:2], wrapper(CPU)(total)()[1][-1]
+
+
+def test_a_call_after_a_failed_meeting_works(world):
+    """Torch numbers groups, and counts one that could not be joined. All ranks still give the next one the same number."""
+    assert returned(world, "a_failed_meeting") == [(("RuntimeError", "no route"), 21)] * 2
 
 
 # --- an existing process group ---

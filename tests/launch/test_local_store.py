@@ -177,3 +177,31 @@ def test_a_stranger_at_the_store_is_named_or_harmless(disturb):
     finally:
         is_over.set()
         stranger.join()
+
+
+def test_no_rank_leaves_before_all_have_joined(tmp_path):
+    """On busy cores, a rank may connect seconds later than another one. It would lose a rank that had returned."""
+    pid_file = tmp_path / "pid"
+
+    class JoinsLate:
+        def __reduce__(self):
+            def patched():  # when the rank unpickles its argument, before it joins
+                join = dist.init_process_group
+
+                def late(*args, **options):
+                    join(*args, **options)
+                    if os.environ["RANK"] == "1":
+                        time.sleep(2)
+                        assert psutil.Process(int(pid_file.read_text())).status() != psutil.STATUS_ZOMBIE
+
+                dist.init_process_group = late
+
+            return patched, ()
+
+    def function(_):
+        rank = current_rank().global_rank
+        if rank == 0:
+            pid_file.write_text(str(os.getpid()))
+        return rank
+
+    assert wrapper(ranks(2))(function)(JoinsLate()) == (0, 1)

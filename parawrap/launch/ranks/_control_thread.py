@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.launch._platform import Platform
 from parawrap.launch.messages._message_socket import Wire, close_in_forked_children, is_readable
 from parawrap.launch.ranks._preemption import Preemption
 from parawrap.launch.ranks._rank_assignment import Assignment
@@ -68,6 +67,7 @@ class Control:
         self._main = threading.main_thread()
         self._end_ordered = threading.Event()
         self._signal_handled = threading.Event()
+        self._met = threading.Event()
         self._dismissed = threading.Event()
         self._may_interrupt = True
         self._main_thread = _MainThread()
@@ -83,17 +83,20 @@ class Control:
         if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def note_phase(self, name: str, platform: Platform) -> None:
-        """Report the begin of a phase, for the launch's timeline."""
-        if platform.trace is not None:
-            self._wire.send("reached", (name, time.time()))
+    def note_phase(self, name: str) -> None:
+        """Report the begin of a phase. From "run" on, other ranks may end: this one has joined the process groups."""
+        self._wire.send("reached", (name, time.time()))
 
     def function_ended(self) -> None:
         """Stop interrupting the main thread: from now on it only reports and exits."""
         self._may_interrupt = False
 
     def linger(self, seconds: float) -> None:
-        """Wait until all ranks have ended, for at most `seconds`: their collectives may still need this process."""
+        """Wait until all ranks have joined the process groups, then until all have ended, for at most `seconds`.
+
+        Until then, the others may need this process: to connect to it, or in a collective.
+        """
+        self._met.wait()
         self._dismissed.wait(seconds)
 
     def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
@@ -124,7 +127,9 @@ class Control:
 
     def _on_message(self, word: str, body: Any) -> None:
         if word == "bye":
-            self._dismissed.set()
+            self._dismiss()
+        elif word == "met":
+            self._met.set()
         elif word == "left":
             self._others_left = True
         elif word == "stacks":
@@ -136,9 +141,13 @@ class Control:
         elif word == "checkpoint":
             self.preemption.decide(body)
 
+    def _dismiss(self) -> None:
+        self._met.set()
+        self._dismissed.set()
+
     def _end(self) -> None:
         """End this process: by an exception in the main thread, or by ``os._exit`` if that thread does not react."""
-        self._dismissed.set()
+        self._dismiss()
         if not self._signal_handled.is_set() and not self._end_ordered.is_set():
             self._end_ordered.set()
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)

@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
 _LINGER_S = 1.0
 _LONGEST_READ_S = 60.0
-_FAILED, _REQUEUED, _CLEARED = "failed", "requeued", "cleared"
+_FAILED, _REQUEUED, _CLEARED, _JOINED = "failed", "requeued", "cleared", "joined"
 
 
 class Exchange:
@@ -60,6 +60,10 @@ class Exchange:
         limit = platform.timeout_min
         self._place = f"node {world.node}, {socket.gethostname()}"
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
+
+    def report_joined(self) -> None:
+        """Report that this rank has joined the process groups. Until all ranks have, none leaves them after a success."""
+        self._store.add(_JOINED, 1)
 
     def report_result(self, result: Any) -> None:
         file = packed(result, "result", "the result")
@@ -115,8 +119,8 @@ class Exchange:
         """Wait for the outcomes of all ranks. Return their results, or the restart request of one of them.
 
         Args:
-            hang_up: Leaves the process group. Called after a short wait, so that ranks that wait for this one in a
-                collective fail.
+            hang_up: Leaves the process group. Called a short time after all ranks have joined it, so that ranks that
+                wait for this one in a collective fail.
         """
         self._wait_for_all(_LINGER_S)
         hang_up()
@@ -167,10 +171,15 @@ class Exchange:
             raise _FailedElsewhere(self._failure())
 
     def _wait_for_all(self, seconds: float) -> None:
-        """Wait until all ranks have ended or one has failed, for at most `seconds`."""
-        until = time.monotonic() + seconds
+        """Wait until all ranks have ended or one has failed, for at most `seconds` after all have joined the groups."""
+        until = self._deadline
+        has_met = False
         ended = [f"{rank}" for rank in range(self._world.world_size)]
-        while not (self._store.check(ended) or self._store.check([_FAILED])) and time.monotonic() < until:
+        while not (self._store.check(ended) or self._store.check([_FAILED])):
+            if not has_met and self._store.add(_JOINED, 0) == self._world.world_size:
+                has_met, until = True, time.monotonic() + seconds
+            if until is not None and time.monotonic() >= until:
+                break
             time.sleep(_LOOK_S)
 
     def _wait_for_cause(self) -> bool:

@@ -97,16 +97,31 @@ def enter_groups(
     """
     if one_machine:
         _stay_on_loopback()
-    dist.init_process_group(
-        platform.process_group_backend,
-        store=store,
-        rank=rank,
-        world_size=world_size,
-        device_id=device if device.type == "cuda" else None,
-    )
+    try:
+        dist.init_process_group(
+            platform.process_group_backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device if device.type == "cuda" else None,
+        )
+    except Exception:
+        _number_groups_anew()
+        raise
     if not platform.ipc_groups:
         return cast("dist.ProcessGroup", dist.group.WORLD)
     return own_group(platform.ipc_groups, rank)
+
+
+def _number_groups_anew() -> None:
+    """Make torch number the next groups as the first ones.
+
+    It counts a group that could not be joined, and starts anew only when it destroys the default group. Ranks whose groups
+    have different numbers would wait for each other forever.
+    """
+    with contextlib.suppress(Exception):  # the first error is raised
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    leave_groups()
 
 
 def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:

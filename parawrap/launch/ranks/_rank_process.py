@@ -141,7 +141,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     faulthandler.enable()
     job = _unpacked(payload)
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
-        control.note_phase("run", job.platform)
+        control.note_phase("run")
         result = job.call(*line)
         join_threads()
         _free(spare)
@@ -171,7 +171,7 @@ def _set_up_process(assignment: Assignment, platform: Platform, control: Control
     meeting = assignment.meeting
     if meeting is None:
         return set_up(place, platform, None)
-    control.note_phase("meeting", platform)
+    control.note_phase("meeting")
     store = torch.distributed.PrefixStore(f"{place.restart}", open_store(meeting, place.world_size))
     try:
         return set_up(place, platform, store)

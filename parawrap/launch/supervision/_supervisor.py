@@ -279,6 +279,7 @@ class Supervisor:
             self._on_stacks(state, body)
         elif word == "reached":
             phase, state.began[phase] = body
+            self._release()
         elif word == "still":
             self._hint.on_still()
         elif word == "where":
@@ -354,6 +355,14 @@ class Supervisor:
             self._end_at = None  # the reported echo came from this exit
         self._agree_on_checkpoint(rank)
         self._end_stuck()
+        self._release()
+
+    def _release(self) -> None:
+        """Let ranks that have returned end, once all others have joined the process groups."""
+        if all("run" in state.began or not state.is_running for state in self._states):
+            for state in self._living():
+                if not state.is_running:
+                    state.node.send(state.rank, "met")
 
     def _on_stuck(self, state: RankState, stacks: str | None) -> None:
         """Note that a rank waits in torch.distributed since others exited, or, without stacks, that it moved on."""
