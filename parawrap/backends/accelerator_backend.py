@@ -27,8 +27,8 @@ class AcceleratorBackend(Backend):
         return torch.get_device_module(self.type)
 
     def count(self) -> int:
-        module = self.module
-        return int(module.device_count()) if module.is_available() else 0
+        is_available = getattr(self.module, "is_available", None)
+        return int(self.module.device_count()) if is_available is None or is_available() else 0
 
     def device(self, index: int | None) -> torch.device:
         count = self.count()

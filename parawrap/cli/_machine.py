@@ -118,15 +118,17 @@ def _xla() -> Check:
 
 def _neuron() -> Check:
     from parawrap.backends import backend_of, neuron_is_device
-    from parawrap.backends.neuron import runtime
+    from parawrap.backends.neuron import emulates_cores, runtime
 
     if neuron_is_device():
         return _neuron_devices(backend_of("neuron").count())
     cores = [str(path) for path in sorted(Path("/dev").glob("neuron[0-9]*"))]
-    packages = [name for name in ("torch_neuronx", "torch_neuron") if importlib.util.find_spec(name)]
-    if packages:
-        name = type(runtime()).__name__
-        return Check("NeuronCores", "ok", f"{runtime().core_count()} cores with {packages[0]} ({name})")
+    if emulates_cores():
+        return Check(
+            "NeuronCores", "ok", f"{runtime().core_count()} emulated cores, as PARAWRAP_NEURON_RUNTIME=host asks for"
+        )
+    if any(map(importlib.util.find_spec, ("torch_neuronx", "torch_neuron"))):
+        return Check("NeuronCores", "ok", f"{runtime().core_count()} cores with {runtime().name}")
     if cores:
         cure = "Install torch-neuronx from the vendor's index: see docs/neuron_hardware.md"
         return Check("NeuronCores", "warning", f"{', '.join(cores)}, but torch-neuronx is not installed", cure)

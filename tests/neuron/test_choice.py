@@ -13,6 +13,7 @@ import pytest
 
 from parawrap import neuron
 from parawrap.backends.neuron import NeuronRuntime, _choose_runtime, runtime, using
+from parawrap.cli._machine import machine_checks
 from parawrap.errors import DeviceUnavailableError
 from parawrap.testing import NeuronHost
 
@@ -138,27 +139,40 @@ def test_an_error_is_not_cached(install, monkeypatch):
     assert runtime().name == "torch_neuronx"
 
 
-def test_a_broken_runtime_is_named_in_the_warning(install):
-    """A package that cannot be imported is skipped, and the warning gives the reason."""
-    install("torch_neuronx", "raise ImportError('libnrt.so.1: cannot open shared object file')")
-    with pytest.warns(UserWarning, match=r"torch_neuronx is installed but cannot be imported: libnrt\.so\.1"):
-        assert isinstance(runtime(), NeuronHost)
-
-
-def test_a_named_runtime_that_is_broken_raises_its_own_error(install, monkeypatch):
-    """No other runtime replaces it."""
-    install("torch_neuronx", "raise ImportError('libnrt.so.1: cannot open shared object file')")
-    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
-    with pytest.raises(ImportError, match=r"libnrt\.so\.1"):
+@pytest.mark.parametrize("named", [True, False], ids=["named", "found"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("raise ImportError('libnrt.so.1: cannot open')", r"ImportError: libnrt\.so\.1: cannot open"),
+        ("raise OSError('libnrt.so.1: cannot open')", r"OSError: libnrt\.so\.1: cannot open"),
+        ("import module_that_is_not_there", "ModuleNotFoundError: No module named 'module_that_is_not_there'"),
+    ],
+    ids=["import-error", "library", "dependency"],
+)
+def test_a_broken_runtime_is_replaced_by_no_other(install, monkeypatch, named, content, reason):
+    """The error gives the reason, and what to do. Emulated cores would hide that the machine's own are idle."""
+    install("torch_neuronx", content)
+    install("torch_neuron")
+    if named:
+        monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
+    with pytest.raises(DeviceUnavailableError, match=rf"torch_neuronx is installed, but cannot be imported \({reason}"):
         runtime()
+    (check,) = [check for check in machine_checks() if check.name == "NeuronCores"]
+    assert check.state == "problem"
 
 
-def test_a_missing_dependency_of_a_runtime_is_named(install, monkeypatch):
-    """If torch_neuronx lacks torch_xla, the error names torch_xla and does not call torch_neuronx missing."""
-    install("torch_neuronx", "import module_that_is_not_there")
-    monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", "torch_neuronx")
-    with pytest.raises(ModuleNotFoundError, match="module_that_is_not_there"):
-        runtime()
+def test_doctor_names_the_runtime(install, monkeypatch):
+    """It says if the cores are emulated, also where a vendor's package is installed."""
+    monkeypatch.setenv("NEURON_RT_NUM_CORES", "3")
+    install("torch_neuron")
+    details = []
+    for named in "", "host":
+        monkeypatch.setenv("PARAWRAP_NEURON_RUNTIME", named)
+        monkeypatch.setattr(_choose_runtime, "_chosen", None)
+        (check,) = [check for check in machine_checks() if check.name == "NeuronCores"]
+        details.append((check.state, check.detail))
+    emulated = "3 emulated cores, as PARAWRAP_NEURON_RUNTIME=host asks for"
+    assert details == [("ok", "3 cores with torch_neuron"), ("ok", emulated)]
 
 
 def test_concurrent_first_calls_get_one_runtime(monkeypatch):

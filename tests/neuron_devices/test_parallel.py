@@ -128,6 +128,13 @@ def test_a_device_module_that_cannot_count_is_not_used(monkeypatch):
     assert names_cores("neuron:0")
 
 
+def test_a_device_module_need_not_say_that_it_is_available(monkeypatch):
+    """Then its devices are counted."""
+    monkeypatch.delattr(torch.neuron, "is_available")
+    assert neuron.core_count() == 4
+    assert named(parallel(mlp(), "neuron")) == ALL
+
+
 def test_core_count_is_the_number_of_devices():
     """It needs no runtime for compiled models."""
     assert neuron.core_count() == 4

@@ -33,13 +33,12 @@ _overrides: list[NeuronRuntime] = []  # the runtimes of active `using` blocks; t
 def runtime() -> NeuronRuntime:
     """Return the runtime that PARAWRAP_NEURON_RUNTIME names: host, torch_neuronx, or torch_neuron.
 
-    Without the variable, return the first vendor runtime that can be imported. If there is none, warn and return the
+    Without the variable, return the first vendor runtime that is installed. If there is none, warn and return the
     emulated runtime.
 
     Raises:
-        DeviceUnavailableError: If the named runtime is unknown or not installed, if a placeholder from PyPI is installed,
-            or if the installed torch_neuronx makes NeuronCores torch devices and has no trace.
-        ImportError: If the named runtime is installed but cannot be imported.
+        DeviceUnavailableError: If the runtime is unknown, not installed, a placeholder from PyPI, or cannot be imported; or
+            if the installed torch_neuronx makes NeuronCores torch devices and has no trace.
     """
     global _chosen
     with _choosing:
@@ -70,17 +69,12 @@ def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
 
 
 def _first_installed() -> NeuronRuntime:
-    broken = ""
     for name in _VENDORS:
-        if importlib.util.find_spec(name) is None:
-            continue
-        try:
+        if importlib.util.find_spec(name) is not None:
             return _load(name)
-        except ImportError as error:
-            broken += f" ({name} is installed but cannot be imported: {error})"
     warn_caller(
-        f"no NeuronCore runtime is installed{broken}, so parawrap emulates NeuronCores on the CPU. Set "
-        "PARAWRAP_NEURON_RUNTIME=host to do this without a warning"
+        "no NeuronCore runtime is installed, so parawrap emulates NeuronCores on the CPU. Set PARAWRAP_NEURON_RUNTIME=host "
+        "to do this without a warning"
     )
     return _load("host")
 
@@ -93,15 +87,18 @@ def _load(name: str) -> NeuronRuntime:
     make: Callable[[], NeuronRuntime] = getattr(importlib.import_module(module), maker)
     try:
         return make()
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise DeviceUnavailableError(_with_advice(name, "is not installed")) from error
-    except ImportError as error:
-        if _WRONG_PACKAGE not in str(error).lower():
-            raise
-        fault = "is installed from PyPI, which has only a placeholder of this name. Uninstall it"
-        raise DeviceUnavailableError(_with_advice(name, fault)) from error
+    except DeviceUnavailableError:
+        raise
+    except Exception as error:  # the import of a vendor's package may fail in any way
+        raise DeviceUnavailableError(_with_advice(name, _fault(name, error))) from error
+
+
+def _fault(name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return "is not installed"
+    if _WRONG_PACKAGE in str(error).lower():
+        return "is installed from PyPI, which has only a placeholder of this name. Uninstall it"
+    return f"is installed, but cannot be imported ({type(error).__name__}: {error})"
 
 
 def _with_advice(name: str, fault: str) -> str:

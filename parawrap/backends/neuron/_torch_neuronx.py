@@ -23,7 +23,7 @@ class TorchNeuronx(VendorRuntime):
     """The vendor's runtime for Inf2 and Trn. Thread-safe; one instance lives as long as the process.
 
     Raises:
-        ImportError: If torch_neuronx is not installed, or cannot be imported.
+        ImportError: If torch_neuronx is not installed, or lacks a package that it needs.
         DeviceUnavailableError: If the package is of the newer generation, which has torch devices and no trace.
     """
 

@@ -125,8 +125,8 @@ class VendorRuntime(NeuronRuntime):
             if found is not None:
                 return found
         msg = (
-            f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. Install a "
-            "later release"
+            f"this release of {self.name} has neither {self.name}.{name} nor {self.name}.experimental.{name}. "
+            "docs/neuron_hardware.md shows the packages and what they offer"
         )
         raise DeviceUnavailableError(msg)
 

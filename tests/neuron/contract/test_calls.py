@@ -290,7 +290,7 @@ def test_a_release_without_a_documented_function_is_an_error(monkeypatch):
         double.install(monkeypatch)
         runtime = TorchNeuronx()
         compiled = runtime.trace(mlp(), rows(2))
-        said = r"torch_neuronx has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.* later"
+        said = r"has neither torch_neuronx\.neuron_cores_context nor torch_neuronx\.experimental.*neuron_hardware\.md"
         with pytest.raises(DeviceUnavailableError, match=said):
             runtime.place(compiled, 0, 1)
 
