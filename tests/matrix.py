@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-NAMES = ("python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
+NAMES = ("python3", "python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
 TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
 FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "docs", "tests", "examples", "benchmarks")
 EXAMPLES = ("README.md", "docs", "tests/engine", "tests/launch/test_packing.py", "tests/launch/test_world.py")
@@ -78,8 +78,12 @@ def pythons() -> dict[str, str]:
     return {version: found[version] for version in sorted(found, key=numbers) if (3, 11) <= numbers(version) < (3, 15)}
 
 
-def chosen(names: Sequence[str]) -> Iterator[str]:
-    """Yield the interpreters that are named by a path, or by a version such as 3.12 or 3.14t if this machine has it."""
+def chosen(names: Sequence[str], *, skip_missing: bool) -> Iterator[str]:
+    """Yield the interpreters that are named by a path, or by a version such as 3.12 or 3.14t.
+
+    Raises:
+        SystemExit: If this machine lacks a version, unless `skip_missing`.
+    """
     found = pythons()
     for name in names:
         release = name.removesuffix("t")
@@ -90,8 +94,11 @@ def chosen(names: Sequence[str]) -> Iterator[str]:
         fits = [version for version in fits if version.endswith("t") == name.endswith("t")]
         if fits:
             yield found[fits[-1]]
+        elif skip_missing:
+            print(f"Python {name} is skipped: this machine does not have it.", flush=True)
         else:
-            print(f"No Python {name} on this machine.", flush=True)
+            msg = f"this machine has no Python {name}. It has {', '.join(found) or 'none that parawrap can use'}"
+            raise SystemExit(msg)
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -179,7 +186,10 @@ def outcome(process: subprocess.Popen[bytes], log: Path) -> str:
     if code:
         print(text[-6000:], flush=True)
     counts = SUMMARY.findall(text)
-    return counts[-1] if counts else f"not finished: exit code {code}"
+    if not counts:
+        return f"not finished: exit code {code}"
+    said: str = counts[-1]
+    return f"{said}, error: exit code {code}" if code and not re.search("failed|error", said) else said
 
 
 def enter(rows: Sequence[Row], page: Path) -> None:
@@ -210,11 +220,13 @@ def main() -> int:
     """Run the cells; return 1 if one is not green."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="*", help="versions such as 3.12, or paths; default: all that are found")
+    parser.add_argument("--skip-missing-interpreters", action="store_true", help="skip versions that this machine lacks")
     parser.add_argument("--torch", nargs="*", default=TORCHES, help='releases of torch, such as 2.8.0, or "newest"')
     parser.add_argument("--lowest", action="store_true", help="test the lower bounds of pyproject.toml instead")
     parser.add_argument("--page", type=Path, help="enter the results into this page")
     options = parser.parse_args()
-    found = chosen(options.python) if options.python else pythons().values()
+    skip_missing = options.skip_missing_interpreters
+    found = list(chosen(options.python, skip_missing=skip_missing) if options.python else pythons().values())
     releases = [("", "lowest")] if options.lowest else [(torch, "pinned") for torch in options.torch]
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -227,7 +239,7 @@ def main() -> int:
                 print(rows[-1], flush=True)
                 if options.page:
                     enter(rows[-1:], options.page)
-    return int(not all(row.is_green for row in rows))
+    return int(not all(row.is_green for row in rows) or not (rows or skip_missing))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import argparse
 import datetime as dt
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,8 @@ def run(tier: str, load: int) -> dict[str, Any]:
     return {
         "date": dt.date.today().isoformat(),
         "commit": _printed("git", "rev-parse", "--short", "HEAD"),
+        "python": platform.python_version(),
+        "torch": version("torch"),
         "tier": tier,
         "load": load,
         "load_average": round(os.getloadavg()[2], 1),  # of the last 15 minutes

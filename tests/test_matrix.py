@@ -1,5 +1,6 @@
 """The interpreters that the matrix tests."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,5 +23,27 @@ def test_versions_and_paths_name_interpreters(monkeypatch: pytest.MonkeyPatch, c
     """A version stands for its newest release, with the interpreter lock unless it ends with a t."""
     found = {"3.12.9": "old", "3.12.10": "new", "3.14.0": "lock", "3.14.0t": "free"}
     monkeypatch.setattr(matrix, "pythons", lambda: found)
-    assert list(matrix.chosen(["3.12", "./python", "3.14", "3.14t", "3.13"])) == ["new", "./python", "lock", "free"]
-    assert capsys.readouterr().out == "No Python 3.13 on this machine.\n"
+    names = ["3.12", "./python", "3.14", "3.14t", "3.13"]
+    assert list(matrix.chosen(names, skip_missing=True)) == ["new", "./python", "lock", "free"]
+    assert capsys.readouterr().out == "Python 3.13 is skipped: this machine does not have it.\n"
+    with pytest.raises(SystemExit, match=r"no Python 3\.13\. It has 3\.12\.9, 3\.12\.10, 3\.14\.0, 3\.14\.0t"):
+        list(matrix.chosen(names, skip_missing=False))
+
+
+@pytest.mark.parametrize(
+    ("script", "said", "is_green"),
+    [
+        ("echo 3 passed in 1s", "3 passed", True),
+        ("echo 1 failed, 2 passed in 1s; exit 1", "1 failed, 2 passed", False),
+        ("echo 3 passed in 1s; exit 139", "3 passed, error: exit code 139", False),
+        ("exit 2", "not finished: exit code 2", False),
+        ("echo 3 passed in 1s; exit 1", "3 passed, error: exit code 1", False),
+    ],
+)
+def test_only_a_run_that_passed_is_green(tmp_path: Path, script: str, said: str, is_green: bool) -> None:
+    """The exit code counts too: an interpreter may crash after the summary."""
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(["sh", "-c", script], stdout=file)
+    row = matrix.Row("3.12", "2.13", "pinned", "", matrix.outcome(process, log), "1 passed", "1", "2026-01-01")
+    assert (row.examples, row.is_green) == (said, is_green)

@@ -214,13 +214,13 @@ class TorchrunLauncher:
         written = len(world.log())
         platform_fields = {"device": "cpu", "n_cpus": 4, "verbose": False, **fields}
         world.begin(lambda: call_from_world(function, args, kwargs or {}, platform_fields))
-        if do is not None:
-            do(world)
         try:
+            if do is not None:
+                do(world)
             eventually(lambda: world.endings() is not None or world.exit_code is not None, "the end of a call", PATIENCE_S)
         except AssertionError as error:
-            error.add_note(f"torchrun and its ranks wrote:\n{world.log()[written:]}")
             self.stop()
+            error.add_note(f"torchrun and its ranks wrote:\n{world.log()[written:]}")
             raise
         if world.endings() is None:
             self.stop()

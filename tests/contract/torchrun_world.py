@@ -34,6 +34,7 @@ class TorchrunWorld:
         self._log = self._folder / "log"
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), __file__, str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PARAWRAP_OWNER": str(os.getpid())}
+        environment["PYTHONFAULTHANDLER"] = "1"
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, cwd=folder
@@ -76,9 +77,9 @@ class TorchrunWorld:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         if self._process.poll() is None:
-            for each in [*psutil.Process(self._process.pid).children(recursive=True), self._process]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+            from tests.launch.processes import kill_with_stacks  # not needed in the ranks
+
+            kill_with_stacks(self._process.pid)
         self._process.wait()
 
 

@@ -464,7 +464,7 @@ def test_spans_are_named_by_method_batch_and_rows(tmp_path):
         (False, "embed", 1, 5),
         (True, "forward", None, None),
     }
-    assert [str(span.work) for span in trace.spans if span.work.batch is not None] == [
+    assert sorted(str(span.work) for span in trace.spans if span.work.batch is not None) == [
         "embed, batch 0, 1 row",
         "embed, batch 1, 5 rows",
     ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -47,6 +48,18 @@ def assert_gone(pids, patience_s=SOON_S):
     """Wait until all of these processes have ended."""
     assert pids
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
+
+
+def kill_with_stacks(pid):
+    """Kill a process and its children. Those with PYTHONFAULTHANDLER=1 print their stacks before."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        family = [*parent.children(recursive=True), parent]
+        for number in signal.SIGABRT, signal.SIGKILL:
+            for each in family:
+                with suppress(psutil.NoSuchProcess):
+                    each.send_signal(number)
+            psutil.wait_procs(family, timeout=2)
 
 
 def warm_processes():

@@ -113,17 +113,14 @@ def start_script(*request):
 
 def exit_codes(processes):
     """Wait for processes and return their exit codes. Late ones and their children print their stacks, and are killed."""
+    from tests.launch.processes import kill_with_stacks
+
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
     for late in [process for process in processes if process.poll() is None]:
-        family = [*psutil.Process(late.pid).children(recursive=True), psutil.Process(late.pid)]
-        for number in signal.SIGABRT, signal.SIGKILL:
-            for each in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    each.send_signal(number)
-            psutil.wait_procs(family, timeout=2)
+        kill_with_stacks(late.pid)
     return [process.wait() for process in processes]
 
 
