@@ -9,6 +9,9 @@ LIMITS := $(VENV)/constraints.txt
 # The release of torch, if it is not the one in constraints.txt: `make TORCH=2.15.0 test`.
 TORCH :=
 
+# The environment is made anew if PYTHON or TORCH is not that of the last command.
+CHOICE := $(strip $(shell $(PYTHON) -V) $(TORCH))
+
 XLA_VENV := .venv-xla
 XLA_STAMP := $(XLA_VENV)/.installed
 
@@ -130,11 +133,17 @@ pictures: $(VENV)/.with-browser
 clean:
 	rm -rf $(VENV) $(XLA_VENV) build dist *.egg-info
 
+ifneq ($(CHOICE),$(shell cat $(VENV)/.choice 2>/dev/null))
+.PHONY: $(STAMP)
+endif
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parawrap needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
+	[ '$(CHOICE)' = "$$(cat $(VENV)/.choice 2>/dev/null)" ] || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(LIMITS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[test,lint,docs]'
+	echo '$(CHOICE)' > $(VENV)/.choice
 	touch $@
 
 # The packages of one extra, such as .venv/.with-ray. Installed once: while pip installs, parawrap cannot be imported.
