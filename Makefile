@@ -114,9 +114,9 @@ bench-cuda:
 	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
 
 # For a borrowed machine with a GPU: the tests and benchmarks that need it, and those of the CPU that need many cores, in at
-# most ten minutes. Writes benchmarks/results/device.
+# most ten minutes. Writes benchmarks/results/device. Installs packages before, if $(PYTHON) lacks some.
 device:
-	@if $(PYTHON) -m benchmarks.cuda_python; then python=$(PYTHON); \
+	@if $(PYTHON) -m benchmarks.cuda_python pytest pytest-timeout; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
 	&& echo "device runs under $$python" && $$python -m benchmarks.device
 

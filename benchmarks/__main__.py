@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import importlib
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -106,6 +107,8 @@ def _in_a_process(suite: str, names: Sequence[str], fixed: Mapping[str, str]) ->
 
 
 def _measure(suite: str, names: Sequence[str]) -> int:
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
     RESULTS.mkdir(parents=True, exist_ok=True)
     before = Neighbours.now()
     keep = len(names) == len(SUITES[suite].names)

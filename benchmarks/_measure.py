@@ -6,6 +6,7 @@ whole process before torch is loaded.
 
 from __future__ import annotations
 
+import logging
 import math
 import operator
 import statistics
@@ -33,6 +34,8 @@ __all__ = [
     "times_in_turn",
     "wall_us",
 ]
+
+_log = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -108,6 +111,10 @@ class Row:
     peers: str = ""
     note: str = ""
     extra: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        results = ", ".join(f"{each.quantity} {each.value:,.4g} {each.unit}" for each in self.results)
+        _log.info("%s: %s", self.name, results)  # a suite that is ended early leaves its rows in its log
 
     @property
     def met(self) -> bool:

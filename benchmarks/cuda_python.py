@@ -1,4 +1,4 @@
-"""``python -m benchmarks.cuda_python``: check that this Python can run the CUDA suite.
+"""``python -m benchmarks.cuda_python [PACKAGE ...]``: check that this Python can run the CUDA suite and has the packages.
 
 `make bench-cuda` checks $(PYTHON) this way before it creates a venv: machines with GPUs often have their own torch and no
 network. This module imports only the standard library until torch is found.
@@ -11,21 +11,22 @@ import importlib.metadata
 import re
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
-def main() -> int:
-    """Return 0 if this Python can run the suite. Otherwise print the reason and return 1."""
-    why = _why_not()
+def main(packages: Sequence[str] = ()) -> int:
+    """Return 0 if this Python can run the suite and has the packages. Otherwise print the reason and return 1."""
+    why = _why_not(packages)
     if why is not None:
         print(f"{sys.executable} cannot run the CUDA suite: {why}", file=sys.stderr)
     return 0 if why is None else 1
 
 
-def _why_not() -> str | None:
-    lacks = lacking(requirements())
+def _why_not(packages: Sequence[str]) -> str | None:
+    lacks = lacking([*requirements(), *packages])
     if lacks:
         return (
             f"it lacks {', '.join(lacks)}. Install them to measure its torch. Without a network, copy wheels: "
@@ -64,4 +65,4 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

@@ -143,3 +143,16 @@ def test_missing_and_old_requirements_are_listed():
     lacks = cuda_python.lacking(["torch>=99.0", "no-such-package>=1"])
     assert lacks[0].startswith("torch>=99.0 (has ")
     assert lacks[1] == "no-such-package>=1"
+
+
+def test_packages_of_tests_are_checked_too(capsys):
+    """`make device` names pytest if the Python of a GPU machine lacks it."""
+    assert cuda_python.main(["pytest", "pytest-timeout", "no-such-package"]) == 1
+    assert "it lacks no-such-package. Install" in capsys.readouterr().err
+
+
+def test_a_row_is_logged_when_it_is_measured(caplog):
+    """A suite that is ended early leaves its rows in its log."""
+    with caplog.at_level("INFO", logger="benchmarks"):
+        Row("calls", {}, [Result("overhead", 1234.5, "us")])
+    assert caplog.messages == ["calls: overhead 1,234 us"]
