@@ -52,7 +52,7 @@ The table has one row per failure and one column per launcher. A cell shows the 
 - `-` means that the row does not apply to this launcher, or that no test covers it.
 
 The notes of each exception add the traceback of the rank, the node of the rank, and the outcome of the other ranks.
-[launching.md](launching.md#failures) describes the attributes of the exceptions.
+[Launch a function on several ranks](launching.md#failures) describes the attributes of the exceptions.
 
 `python -m tests.contract.table` runs the contract suite in `tests/contract` and writes this page. The suite fails if a
 launcher behaves differently from its cell.
