@@ -107,7 +107,7 @@ class LaneState:
         """Refuse a module that makes or replaces layers or parameters in a call.
 
         Raises:
-            ReplicaError: If the lane did so. The message names the place.
+            ReplicaError: If the lane made or replaced one. The message names the place.
         """
         for (node, own), given in zip(self._growing, self._grown_from, strict=True):
             name = next((name for name in own if own[name] is not given.get(name)), None)

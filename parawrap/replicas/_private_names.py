@@ -36,7 +36,7 @@ __all__ = [
 # A tensor's count of writes in place
 version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "replicas")
 
-# What torch.nn.Module keeps, by attribute
+# Attributes of torch.nn.Module that hold its parts
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"
 IS_REPLICA = "_is_replica"  # lets parameters of a replica be set to views
 HOOK_KIND = "_is_full_backward_hook"

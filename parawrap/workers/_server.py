@@ -104,7 +104,7 @@ class SentWarning(NamedTuple):
 
 
 class Returned(NamedTuple):
-    """What a call of the model left.
+    """Output and side effects of a call of the model.
 
     Attributes:
         output: The output. If `has_model_tensors`, some leaves are of class `ModelTensor`.
