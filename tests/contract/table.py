@@ -68,6 +68,7 @@ _MASKS = [
     (r"node \d+ \([^)]*\)", "node …"),
     (r"(?<![\w.])/[\w./+~-]+", "…"),
     (r"process \d+", "process …"),
+    (r"(timeout_min|hang_timeout_s)=[\d.]+", r"\1=…"),
     (r"job \d+", "job …"),
     (r"on node\d\S*", "on …"),
     (r"\S+ has (\d+) CPU", r"… has \1 CPU"),
