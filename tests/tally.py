@@ -46,6 +46,7 @@ def run(tier: str, load: int) -> dict[str, Any]:
     """Run one tier once, and return its line of the tally."""
     LOGS.mkdir(exist_ok=True)
     log = LOGS / f"{tier}-{time.time():.0f}.log"
+    commit = _printed("git", "rev-parse", "--short", "HEAD")
     began = time.monotonic()
     with computing(load), log.open("wb") as output:
         code = subprocess.run(["make", tier], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
@@ -54,7 +55,7 @@ def run(tier: str, load: int) -> dict[str, Any]:
         log.unlink()
     return {
         "date": dt.date.today().isoformat(),
-        "commit": _printed("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit,
         "python": platform.python_version(),
         "torch": version("torch"),
         "tier": tier,
