@@ -17,9 +17,9 @@ def slurm(tmp_path, monkeypatch):
     """A function that replaces a Slurm command by a script and returns the file with the arguments of the last call."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
-    def answer(command, text, code=0):
+    def answer(command, text, code=0, last=""):
         path = tmp_path / command
-        path.write_text(f"#!/bin/sh\necho $* > {path}.args\necho '{text}'\nexit {code}\n")
+        path.write_text(f"#!/bin/sh\necho $* > {path}.args\necho '{text}'\n{last or f'exit {code}'}\n")
         path.chmod(0o755)
         return path.with_suffix(".args")
 
@@ -75,3 +75,11 @@ def test_an_element_of_an_array_is_requeued_alone(slurm, monkeypatch):
     assert arguments.read_text() == "requeue 7_9\n"
     slurm("scontrol", "Requested operation is presently disabled", 1)
     assert requeue_job("7") == "Requested operation is presently disabled"
+
+
+@pytest.mark.parametrize("sign", ["TERM", "KILL"])
+def test_a_requeue_that_slurm_ends_with_the_job_is_done(sign, slurm):
+    """Slurm ends all processes of the job, and the command that requeues the job is one of them."""
+    arguments = slurm("scontrol", "", last=f"kill -{sign} $$")
+    assert requeue_job("7") is None
+    assert arguments.read_text() == "requeue 7\n"

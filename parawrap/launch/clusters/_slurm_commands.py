@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -127,7 +128,9 @@ def requeue_job(job: str) -> str | None:
         # In one element of an array, SLURM_JOB_ID is also the number of the whole array.
         job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     code, output = _run("scontrol", "requeue", job)
-    return (output.strip() or f"exit code {code}") if code else None
+    if code in (0, -signal.SIGTERM, -signal.SIGKILL):  # while Slurm ends the job, it may end this command too
+        return None
+    return output.strip() or f"exit code {code}"
 
 
 def _output_of(*command: str) -> str:
