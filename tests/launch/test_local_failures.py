@@ -29,6 +29,7 @@ from parawrap import (
 )
 from tests.launch.processes import (
     PATIENCE_S,
+    SILENT_S,
     SOON_S,
     assert_gone,
     eventually,
@@ -461,11 +462,11 @@ def test_a_rank_may_return_long_before_the_others():
 @pytest.mark.parametrize(
     ("field", "limit", "how"),
     [
-        ("hang_timeout_s", 0.5, "recv"),
-        ("hang_timeout_s", 0.5, "half_group"),
-        ("hang_timeout_s", 0.5, "event"),
-        ("hang_timeout_s", 0.5, "hold_gil"),
-        ("timeout_min", 0.5 / 60, "compute"),
+        ("hang_timeout_s", SILENT_S, "recv"),
+        ("hang_timeout_s", SILENT_S, "half_group"),
+        ("hang_timeout_s", SILENT_S, "event"),
+        ("hang_timeout_s", SILENT_S, "hold_gil"),
+        ("timeout_min", SILENT_S / 60, "compute"),
     ],
 )
 def test_a_time_limit_raises_with_the_stacks_of_every_rank(field, limit, how):
@@ -493,7 +494,7 @@ def test_a_time_limit_after_a_rank_has_returned():
         if current_rank().global_rank == 0:
             time.sleep(600)
 
-    error, _ = failure_of(hangs, platform=ranks(hang_timeout_s=0.4, grace_s=1))
+    error, _ = failure_of(hangs, platform=ranks(hang_timeout_s=SILENT_S, grace_s=1))
     assert type(error) is LaunchTimeoutError
     assert sorted(error.stacks) == [0]
     assert "these ranks had ended before the time limit: 1" in notes_of(error)
@@ -503,7 +504,7 @@ def test_an_active_rank_is_not_silent():
     """`hang_timeout_s` does not end a rank that loops, prints, or computes in Python."""
 
     def stay_active(kind):
-        end = time.monotonic() + 1.5
+        end = time.monotonic() + 2 * SILENT_S
         while time.monotonic() < end:
             if kind == "computes":
                 continue
@@ -512,7 +513,7 @@ def test_an_active_rank_is_not_silent():
             time.sleep(0.05)
         return kind
 
-    launchable = wrapper(ranks(1, hang_timeout_s=0.6))(stay_active)
+    launchable = wrapper(ranks(1, hang_timeout_s=SILENT_S))(stay_active)
     launches = {kind: launchable.submit(kind) for kind in ("steps", "prints", "computes")}
     for kind, launch in launches.items():
         assert launch.results(timeout=PATIENCE_S) == (kind,)

@@ -8,7 +8,7 @@ import linecache
 import pytest
 
 from parawrap import LaunchTimeoutError, wrapper
-from tests.launch.processes import PATIENCE_S, notes_of, ranks
+from tests.launch.processes import PATIENCE_S, SILENT_S, notes_of, ranks
 
 HELPER = """
 def helper(value):
@@ -50,7 +50,7 @@ def test_a_traceback_shows_lines_of_notebook_cells(method, cells):
 def test_stacks_show_lines_of_notebook_cells(cells):
     """The stacks of LaunchTimeoutError have source lines."""
     with pytest.raises(LaunchTimeoutError) as caught:
-        wrapper(ranks(1, hang_timeout_s=0.3))(cells["sleeper"]).submit().results(timeout=PATIENCE_S)
+        wrapper(ranks(1, hang_timeout_s=SILENT_S))(cells["sleeper"]).submit().results(timeout=PATIENCE_S)
     assert "time.sleep(600)  # the line of the sleeper's cell" in caught.value.stacks[0]
 
 
