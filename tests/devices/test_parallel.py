@@ -472,7 +472,7 @@ def test_map_yields_plain_outputs_in_order(home):
 
 def test_map_uses_every_device():
     """`map` sends batches to idle devices while others are busy: four batches that wait for each other all finish."""
-    together = threading.Barrier(4, timeout=5)
+    together = threading.Barrier(4, timeout=60)
 
     class Meeting(Where):
         def forward(self, x):

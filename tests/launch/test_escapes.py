@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -17,6 +16,7 @@ from tests.launch.processes import (
     PATIENCE_S,
     REPORT_PID,
     assert_gone,
+    eventually,
     is_gone,
     pids_in,
     ranks,
@@ -194,18 +194,19 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
     assert is_gone(pid)
 
 
-def test_a_launch_does_not_wait_for_leftovers_of_another_launch():
+def test_a_launch_does_not_wait_for_leftovers_of_another_launch(tmp_path):
     """A process that ignores SIGTERM delays only the end of its own launch."""
+    report = tmp_path / "pid"
 
     def leaves():
-        script = "trap '' TERM; while :; do sleep 0.1; done"
+        script = f"trap '' TERM; echo $$ > {report}.part; mv {report}.part {report}; while :; do sleep 0.1; done"
         return subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True).pid
 
-    launch = wrapper(ranks(1))(leaves).submit()
-    began = time.monotonic()
+    launch = wrapper(ranks(1, grace_s=600))(leaves).submit()
+    eventually(report.exists, "the start of the leftover")
     for _ in range(3):
         assert wrapper(ranks(1))(lambda: 1)() == (1,)
-    assert time.monotonic() - began < 5
     assert not launch.done()
+    os.kill(int(report.read_text()), signal.SIGKILL)
     (pid,) = launch.results(timeout=PATIENCE_S)
     assert not psutil.pid_exists(pid)

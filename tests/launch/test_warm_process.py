@@ -25,7 +25,7 @@ from tests.launch.processes import (
     warm_processes,
 )
 
-BOUND_S = 8.0
+BOUND_S = 20.0
 """Longer than a launch of these tests takes to end. Stopped processes resume after this time, so no test hangs."""
 
 

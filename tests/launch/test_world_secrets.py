@@ -351,7 +351,7 @@ def assert_refused(ending):
     assert "LaunchError" in ending.get("bases", ()), ending
     assert "rank 1" in ending["text"]
     assert "signed" in ending["text"]
-    assert ending["seconds"] < 5
+    assert ending["seconds"] < 20
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_different_secrets_raise(results):
     for ending in results["ranks_with_different_secrets"]:
         assert "LaunchError" in ending.get("bases", ()), ending
         assert SECRET in ending["text"]
-        assert ending["seconds"] < 5
+        assert ending["seconds"] < 20
 
 
 def test_ranks_with_one_secret_need_no_key_file(results):
