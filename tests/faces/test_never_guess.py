@@ -40,7 +40,7 @@ def assert_equal(one, other):
             assert_equal(mine, theirs)
     elif isinstance(one, np.ndarray) and one.dtype.kind in "fc":
         assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=1e-5)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     elif isinstance(one, np.ndarray):
         assert one.dtype == other.dtype
         assert one.tolist() == other.tolist()

@@ -144,7 +144,7 @@ def test_the_block_is_usable_after_an_error():
             with pytest.raises(ValueError, match="row 2"):
                 model(x)
             model.on.clear()
-            assert torch.allclose(model(x), model.linear(x))
+            assert torch.allclose(model(x), model.linear(x), atol=1e-6)
         assert p.stats().shards == (1, 1, 1)
 
 
