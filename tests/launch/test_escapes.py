@@ -195,18 +195,24 @@ def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
 
 
 def test_a_launch_does_not_wait_for_leftovers_of_another_launch(tmp_path):
-    """A process that ignores SIGTERM delays only the end of its own launch."""
-    report = tmp_path / "pid"
+    """A process that ignores SIGTERM delays only the end of its own launch.
 
-    def leaves():
+    It is killed after ten seconds. On a busy machine, the other launch may need longer than that, so there are 3 trials.
+    """
+
+    def leaves(report):
         script = f"trap '' TERM; echo $$ > {report}.part; mv {report}.part {report}; while :; do sleep 0.1; done"
         return subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True).pid
 
-    launch = wrapper(ranks(1, grace_s=600))(leaves).submit()
-    eventually(report.exists, "the start of the leftover")
-    for _ in range(3):
+    def overtakes(report):
+        launch = wrapper(ranks(1))(leaves).submit(report)
+        eventually(report.exists, "the start of the leftover")
         assert wrapper(ranks(1))(lambda: 1)() == (1,)
-    assert not launch.done()
-    os.kill(int(report.read_text()), signal.SIGKILL)
-    (pid,) = launch.results(timeout=PATIENCE_S)
-    assert not psutil.pid_exists(pid)
+        is_first = not launch.done()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(report.read_text()), signal.SIGKILL)
+        (pid,) = launch.results(timeout=PATIENCE_S)
+        assert not psutil.pid_exists(pid)
+        return is_first
+
+    assert any(overtakes(tmp_path / str(trial)) for trial in range(3))
