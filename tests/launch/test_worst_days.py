@@ -51,7 +51,7 @@ def test_a_fork_during_the_start_does_not_delay_the_launch(monkeypatch):
     try:
         began = time.monotonic()
         assert wrapper(ranks())(lambda: 1)() == (1, 1)
-        assert time.monotonic() - began < SOON_S / 2
+        assert time.monotonic() - began < SOON_S
     finally:
         os.kill(children[0], signal.SIGKILL)
         os.waitpid(children[0], 0)
