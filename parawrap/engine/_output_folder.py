@@ -46,7 +46,7 @@ class OutputFolder:
         target: The name of the function that computes the outputs. A folder holds outputs of one function.
 
     Raises:
-        ResumeError: At the start of the block, if the folder is in use, or holds something else.
+        ResumeError: At the start of the block, if the folder is in use, holds something else, or cannot be made.
     """
 
     def __init__(self, path: Path, target: str) -> None:
@@ -57,7 +57,11 @@ class OutputFolder:
         self._lock: int | None = None
 
     def __enter__(self) -> Self:
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # a file has this name, or the disk is read-only
+            msg = f"resume={str(self._path)!r} cannot be a folder: {error}. Give the path of a new or an empty folder"
+            raise ResumeError(msg) from error
         self._names()  # before the lock file: a folder that is refused does not change
         with _opening:
             if self._path in _opened:

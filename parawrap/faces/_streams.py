@@ -92,8 +92,8 @@ class Streams(ABC):
         Raises:
             ShardError: If `buffersize` is below 1, or `methods` names several methods. Use ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
-            ResumeError: From the generator, if the folder is in use, holds outputs of another target, or holds outputs of
-                other batches than the source gives; or if an output cannot be saved.
+            ResumeError: From the generator, if the folder cannot be made, is in use, holds outputs of another target, or
+                holds outputs of other batches than the source gives; or if an output cannot be saved.
 
         Example:
             >>> import torch

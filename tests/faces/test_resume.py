@@ -209,6 +209,15 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_the_path_of_a_file_is_refused(tmp_path):
+    """A file is not overwritten by the outputs of a stream."""
+    (tmp_path / "thesis.txt").write_text("mine")
+    for path in tmp_path / "thesis.txt", tmp_path / "thesis.txt" / "outputs":
+        with pytest.raises(ResumeError, match=r"thesis\.txt.* cannot be a folder: .*Give the path of a new"):
+            run(path, batches(2))
+    assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
 def test_two_streams_of_one_process_cannot_share_a_folder(tmp_path):
     """The second is refused while the first is open, also by another path to the folder."""
     (link := tmp_path.parent / f"{tmp_path.name}-link").symlink_to(tmp_path)
