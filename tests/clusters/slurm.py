@@ -252,6 +252,8 @@ class SlurmCluster:
         else:
             controller.link("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(machine.pid))
             controller.link("link", "set", name, "master", "eth0", "up")
+            # A restored node keeps its hardware address, as a real machine does: the others still have it in their caches.
+            machine.link("link", "set", "eth0", "address", _hardware_address(self._addresses[name]))
             machine.link("address", "add", f"{self._addresses[name]}/24", "dev", "eth0")
             machine.link("link", "set", "eth0", "up")
         machine.run_script()
@@ -316,6 +318,11 @@ _READY = ("IDLE", "MIXED", "ALLOCATED")
 def _far_end(link: str) -> str:
     """Return the name of a link's other end before the end moves to the controller."""
     return f"{link}c"
+
+
+def _hardware_address(address: str) -> str:
+    """Return a locally administered hardware address (first byte 02) that belongs to an address of a network."""
+    return "02:00:" + ":".join(f"{int(number):02x}" for number in address.split("."))
 
 
 def _take_link() -> str:
