@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import io
 import json
 import logging
 import os
+import re
 import threading
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -18,18 +16,19 @@ from typing import Any, Self
 
 import torch
 
+from parawrap.engine._fingerprint import FINGERPRINT_BYTES, fingerprint
 from parawrap.errors import ResumeError
-from parawrap.tree import Opaque, flatten, tensors_in, unflatten
+from parawrap.tree import Opaque, flatten, unflatten
 
 __all__ = ["OutputFolder"]
 
 _LOG = logging.getLogger("parawrap.resume")
-_FORMAT = 1
+_FORMAT = 2
 _CHECKSUM_BYTES = 32
-_FINGERPRINT_BYTES = 16
 _MANIFEST = "stream.json"
 _LOCK = "lock"
 _SUFFIX = ".output"
+_OUTPUT = re.compile(r"\d{9,}\.output")
 _UNFINISHED = ".unfinished"
 _opened: set[Path] = set()
 _opening = threading.Lock()
@@ -46,7 +45,8 @@ class OutputFolder:
         target: The name of the function that computes the outputs. A folder holds outputs of one function.
 
     Raises:
-        ResumeError: At the start of the block, if the folder is in use, holds something else, or cannot be made.
+        ResumeError: At the start of the block, if the folder is in use, holds something else, or cannot be made, read, or
+            locked.
     """
 
     def __init__(self, path: Path, target: str) -> None:
@@ -59,19 +59,18 @@ class OutputFolder:
     def __enter__(self) -> Self:
         try:
             self._path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # a file has this name, or the disk is read-only
-            msg = f"resume={str(self._path)!r} cannot be a folder: {error}. Give the path of a new or an empty folder"
-            raise ResumeError(msg) from error
-        self._names()  # before the lock file: a folder that is refused does not change
-        with _opening:
-            if self._path in _opened:
-                self._refuse_in_use("another stream of this process")
-            self._lock = self._locked()
-            _opened.add(self._path)
-        try:
+            self._names()  # before the lock file: a folder that is refused does not change
+            with _opening:
+                if self._path in _opened:
+                    self._refuse_in_use("another stream of this process")
+                self._lock = self._locked()
+                _opened.add(self._path)
             self._read()
-        except BaseException:
+        except BaseException as failure:
             self.__exit__(None, None, None)
+            if isinstance(failure, OSError):  # a file has this name, or permissions are missing
+                msg = f"resume={str(self._path)!r} cannot be used: {failure}. Give the path of a new or an empty folder"
+                raise ResumeError(msg) from failure
             raise
         return self
 
@@ -80,18 +79,18 @@ class OutputFolder:
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
-            _opened.discard(self._path)
+                _opened.discard(self._path)
 
     def recall(self, number: int, batch: Any) -> Future[Any] | None:
         """Return a finished future with the committed output of this batch, or None if there is none.
 
         Raises:
-            ResumeError: If the committed output belongs to another batch.
+            ResumeError: If the committed output belongs to another batch, or the batch cannot be compared.
         """
-        fingerprint = _fingerprint(batch)
+        of_batch = fingerprint(batch)
         if number in self._committed and (saved := self._saved(number)) is not None:
             committed_for, output = saved
-            if committed_for != fingerprint:
+            if committed_for != of_batch:
                 msg = (
                     f"batch {number} is not the batch that {self._file(number)} was computed from. The source must give "
                     "the same batches in the same order in every run: seed its shuffling, or use another folder"
@@ -100,7 +99,7 @@ class OutputFolder:
             future: Future[Any] = Future()
             future.set_result(output)
             return future
-        self._fingerprints[number] = fingerprint
+        self._fingerprints[number] = of_batch
         return None
 
     def commit(self, number: int, output: Any) -> None:
@@ -109,10 +108,10 @@ class OutputFolder:
         Raises:
             ResumeError: If the output cannot be saved.
         """
-        fingerprint = self._fingerprints.pop(number, None)
-        if fingerprint is None:
+        of_batch = self._fingerprints.pop(number, None)
+        if of_batch is None:
             return
-        body = fingerprint + _saved_bytes(output, number)
+        body = of_batch + _saved_bytes(output, number)
         self._write(self._file(number), hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
 
     def check_end(self, batches: int) -> None:
@@ -141,10 +140,13 @@ class OutputFolder:
             return lock
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as lockf(3) says
             owner = os.read(lock, 100).decode(errors="replace")
             os.close(lock)
             self._refuse_in_use(owner or "another process")
+        except OSError:  # a file system without locks
+            os.close(lock)
+            raise
         os.ftruncate(lock, 0)
         os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
         return lock
@@ -163,6 +165,9 @@ class OutputFolder:
             except ValueError as error:
                 msg = f"{manifest} is damaged: {error}. Use another folder"
                 raise ResumeError(msg) from error
+            if found.get("format") != _FORMAT:
+                msg = f"{manifest} was written by another release of parawrap. Use another folder"
+                raise ResumeError(msg)
             if found != self._description():
                 msg = (
                     f"resume={str(self._path)!r} holds the outputs of {found.get('target')}, not of {self._target}. "
@@ -171,7 +176,7 @@ class OutputFolder:
                 raise ResumeError(msg)
         else:
             self._write(manifest, json.dumps(self._description()).encode())
-        self._committed = {int(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX)}
+        self._committed = {int(name.removesuffix(_SUFFIX)) for name in names if _OUTPUT.fullmatch(name)}
         for unfinished in self._path.glob(f"*{_UNFINISHED}"):
             unfinished.unlink()
 
@@ -211,8 +216,8 @@ class OutputFolder:
         if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
             _LOG.warning("%s is damaged: its batch runs again", self._file(number))
             return None
-        output = torch.load(io.BytesIO(body[_FINGERPRINT_BYTES:]), weights_only=False)
-        return body[:_FINGERPRINT_BYTES], output
+        output = torch.load(io.BytesIO(body[FINGERPRINT_BYTES:]), weights_only=False)
+        return body[:FINGERPRINT_BYTES], output
 
 
 def _saved_bytes(output: Any, number: int) -> bytes:
@@ -236,70 +241,3 @@ def _compact(leaf: Any) -> Any:
     if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
         return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
     return leaf
-
-
-def _fingerprint(batch: Any) -> bytes:
-    digest = hashlib.blake2b(digest_size=_FINGERPRINT_BYTES)
-    _add(digest, batch)
-    return digest.digest()
-
-
-def _add(digest: hashlib.blake2b, value: Any) -> None:
-    """Add a nested value. Of an object of an unknown class, add the class and the tensors that it holds.
-
-    Pickles would distinguish more objects, but equal objects may have different pickles.
-    """
-    digest.update(f"{type(value).__module__}.{type(value).__qualname__};".encode())
-    if isinstance(value, torch.Tensor):
-        _add_tensor(digest, value)
-    elif value is None or isinstance(value, str | int | float | complex):
-        digest.update(f"{value!r};".encode())
-    elif isinstance(value, Mapping):
-        _add(digest, [part for item in value.items() for part in item])
-    elif isinstance(value, AbstractSet):
-        _add(digest, sorted(map(_fingerprint, value)))
-    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        digest.update(f"{len(value)};".encode())
-        for item in value:
-            _add(digest, item)
-    elif (view := _buffer_of(value)) is not None:
-        digest.update(f"{view.format}{view.shape};".encode())
-        digest.update(view.tobytes())
-    elif callable(convert := getattr(value, "tolist", None)):  # an array of objects
-        _add(digest, convert())
-    else:
-        for tensor in tensors_in(value):
-            _add(digest, tensor)
-
-
-def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
-    digest.update(f"{tensor.dtype}{tuple(tensor.shape)};".encode())
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        for part in _strided_parts(tensor.detach()):
-            _add_tensor(digest, part)
-        return
-    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
-
-
-def _strided_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the values and the indices of a sparse tensor; no parts of a layout without them."""
-    if tensor.is_quantized:
-        return (tensor.dequantize(),)
-    if tensor.layout == torch.sparse_coo:
-        merged = tensor.coalesce()
-        return merged.indices(), merged.values()
-    if tensor.layout in {torch.sparse_csr, torch.sparse_bsr}:
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return ()
-
-
-def _buffer_of(value: Any) -> memoryview | None:
-    """Return the bytes of a numpy array or another buffer of plain values; None for other objects."""
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError):
-        return None
-    return None if "O" in view.format else view

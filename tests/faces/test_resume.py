@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +15,9 @@ import threading
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,7 +25,7 @@ import torch
 from torch import nn
 
 from parawrap import ResumeError, parallel
-from parawrap.engine._output_folder import _fingerprint
+from parawrap.engine._fingerprint import fingerprint
 from tests.launch.processes import eventually, run_script, scripts, write_script
 
 TWO = ["cpu"] * 2
@@ -125,6 +132,23 @@ def test_outputs_of_any_kind_come_back_as_they_were(tmp_path, output):
         assert repr(found) == repr(output)
 
 
+@dataclass(frozen=True)
+class Sample:
+    """A dataclass without tensors."""
+
+    name: str
+    tags: set[str]
+
+
+class Picture:
+    """An object that keeps its values where `vars` does not show them."""
+
+    __slots__ = ("pixels",)
+
+    def __init__(self, pixels):
+        self.pixels = pixels
+
+
 def test_a_part_of_a_large_tensor_is_saved_alone(tmp_path):
     """torch.save would write the whole storage."""
     table = torch.randn(100_000)
@@ -176,6 +200,13 @@ def test_a_source_that_changed_is_refused(tmp_path, changed):
         (np.array(["a"], dtype=object), np.array(["b"], dtype=object)),
         (Boxes(torch.zeros(1), []), Boxes(torch.ones(1), [])),
         (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.complex64) * 1j),
+        (Path("a.png"), Path("b.png")),
+        (date(2026, 1, 1), date(2026, 1, 2)),
+        (Sample("a", {"x", "y"}), Sample("a", {"x", "z"})),
+        (Picture(b"white"), Picture(b"black")),
+        (re.compile("a"), re.compile("b")),
+        (int, float),
+        (frozenset({(1, "a")}), frozenset({(1, "b")})),
     ],
 )
 def test_batches_of_any_kind_are_told_apart(tmp_path, first, second):
@@ -185,6 +216,43 @@ def test_batches_of_any_kind_are_told_apart(tmp_path, first, second):
             assert list(p.map([(first,)], resume=tmp_path)) == [1], again
         with pytest.raises(ResumeError, match="batch 0 is not"):
             list(p.map([(second,)], resume=tmp_path))
+
+
+def test_a_batch_that_cannot_be_compared_is_refused(tmp_path):
+    """Nothing is computed: a later run could not detect a changed source."""
+    with torch.no_grad(), parallel(lambda x, lock: x, TWO) as p:
+        outputs = p.map([(torch.ones(2), threading.Lock())], resume=tmp_path)
+        with pytest.raises(
+            ResumeError, match=r"the batch holds a _thread\.lock, which cannot be compared .*in prepare"
+        ) as caught:
+            next(outputs)
+    assert caught.value.__notes__ == ["while batch 0 of the stream was read, counted from 0"]
+    assert not list(tmp_path.glob("*.output"))
+
+
+def test_a_batch_that_contains_itself_has_afingerprint():
+    """Equal cycles are equal."""
+
+    def cycle(number):
+        found = [number]
+        found.append({"again": found})
+        return found
+
+    assert fingerprint(cycle(1)) == fingerprint(cycle(1))
+    assert fingerprint(cycle(1)) != fingerprint(cycle(2))
+
+
+def test_fingerprints_do_not_depend_on_the_run():
+    """Sets and hashes of strings have another order in each process."""
+    script = "from pathlib import Path; from parawrap.engine._fingerprint import fingerprint\n"
+    script += "print(fingerprint([{'a', 'b', 'c', 'd'}, Path('x'), {'k': frozenset('abc')}]).hex())"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1
 
 
 def test_a_source_that_ends_early_is_refused(tmp_path):
@@ -213,9 +281,49 @@ def test_the_path_of_a_file_is_refused(tmp_path):
     """A file is not overwritten by the outputs of a stream."""
     (tmp_path / "thesis.txt").write_text("mine")
     for path in tmp_path / "thesis.txt", tmp_path / "thesis.txt" / "outputs":
-        with pytest.raises(ResumeError, match=r"thesis\.txt.* cannot be a folder: .*Give the path of a new"):
+        with pytest.raises(ResumeError, match=r"thesis\.txt.* cannot be used: .*Give the path of a new"):
             run(path, batches(2))
     assert (tmp_path / "thesis.txt").read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_read_or_locked_is_refused(tmp_path, monkeypatch):
+    """Missing permissions and file systems without locks are no running stream."""
+    failure = OSError(errno.ENOLCK, "No locks available")
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "lockf", Mock(side_effect=failure))
+        with pytest.raises(ResumeError, match=r"cannot be used: .*No locks available"):
+            run(tmp_path / "locked", batches(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", Mock(side_effect=PermissionError(errno.EACCES, "Permission denied")))
+        with pytest.raises(ResumeError, match=r"cannot be used: .*Permission denied"):
+            run(tmp_path / "unreadable", batches(2))
+    assert run(tmp_path / "locked", batches(2)) == [0, 2]
+
+
+def test_a_stream_that_was_refused_leaves_the_other_one_open(tmp_path):
+    """A third stream is refused, too."""
+    with torch.no_grad(), parallel(Counting(), TWO) as p:
+        stream = p.map(batches(3), resume=tmp_path)
+        next(stream)
+        for _ in range(2):
+            with pytest.raises(ResumeError, match="in use by another stream of this process"):
+                list(p.map(batches(3), resume=tmp_path))
+
+
+def test_files_that_are_not_outputs_are_ignored(tmp_path):
+    """A user may keep notes in the folder."""
+    run(tmp_path, batches(2))
+    (tmp_path / "my.output").write_text("mine")
+    assert run(tmp_path, batches(2)) == [0, 2]
+    assert (tmp_path / "my.output").read_text() == "mine"
+
+
+def test_a_folder_of_another_release_is_refused(tmp_path):
+    """Its fingerprints would differ."""
+    run(tmp_path, batches(2))
+    (tmp_path / "stream.json").write_text('{"format": 1, "target": "Counting.forward"}')
+    with pytest.raises(ResumeError, match="was written by another release of parawrap"):
+        run(tmp_path, batches(2))
 
 
 def test_two_streams_of_one_process_cannot_share_a_folder(tmp_path):
@@ -289,16 +397,18 @@ def test_a_damaged_output_is_computed_again(tmp_path, caplog):
         torch.Tensor.to_sparse_csr,
         torch.Tensor.to_sparse_csc,
         lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+        lambda dense: torch.nested.nested_tensor([dense, dense[:1]]),
     ],
-    ids=["coo", "csr", "csc", "quantized"],
+    ids=["coo", "csr", "csc", "quantized", "nested"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
 def test_a_sparse_or_quantized_batch_with_other_values_is_refused(form):
     """Its fingerprint covers the values, not only the shape."""
-    assert _fingerprint(form(torch.eye(2))) == _fingerprint(form(torch.eye(2)))
-    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2) * 2))
-    assert _fingerprint(form(torch.eye(2))) != _fingerprint(form(torch.eye(2).flip(0)))
+    assert fingerprint(form(torch.eye(2))) == fingerprint(form(torch.eye(2)))
+    assert fingerprint(form(torch.eye(2))) != fingerprint(form(torch.eye(2) * 2))
+    assert fingerprint(form(torch.eye(2))) != fingerprint(form(torch.eye(2).flip(0)))
 
 
 def test_a_folder_that_is_deleted_during_the_stream_is_an_error_of_resume(tmp_path):
