@@ -12,8 +12,8 @@ class Check(NamedTuple):
 
     Attributes:
         name: The part.
-        state: "ok"; "missing", if an optional part is not there; "warning", if something else suffers; "problem", if
-            something that should work does not.
+        state: "ok"; "missing", if an optional part is not there; "warning", if parawrap works, but this part is limited or
+            cannot be used; "problem", if something that should work does not.
         detail: What was found.
         cure: What to do; empty if there is nothing to do.
         milliseconds: The time of a trial.

@@ -102,5 +102,6 @@ def _machine() -> str:
 
 def _colored(text: str, state: str) -> str:
     """Return the text in the color of a state, if standard output is a terminal that may show colors."""
-    shows_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: standard output is closed
+    shows_colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return f"\033[{_COLORS[state]}m{text}\033[0m" if shows_colors else text

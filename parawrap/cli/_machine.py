@@ -22,7 +22,7 @@ __all__ = ["machine_checks"]
 _FEW_FILES = 1024
 _SMALL_SHM = 64 << 20  # the default of docker
 _GIB = 1 << 30
-_ASK_S = 5.0
+_SBATCH_LIMIT_S = 5.0
 
 
 def _python() -> Check:
@@ -124,9 +124,7 @@ def _neuron() -> Check:
         return _neuron_devices(backend_of("neuron").count())
     cores = [str(path) for path in sorted(Path("/dev").glob("neuron[0-9]*"))]
     if emulates_cores():
-        return Check(
-            "NeuronCores", "ok", f"{runtime().core_count()} emulated cores, as PARAWRAP_NEURON_RUNTIME=host asks for"
-        )
+        return Check("NeuronCores", "ok", f"{runtime().core_count()} emulated cores (PARAWRAP_NEURON_RUNTIME=host)")
     if any(map(importlib.util.find_spec, ("torch_neuronx", "torch_neuron"))):
         return Check("NeuronCores", "ok", f"{runtime().core_count()} cores with {runtime().name}")
     if cores:
@@ -174,7 +172,7 @@ def _nccl() -> Check:
 def _slurm() -> Check:
     if shutil.which("sbatch") is None:
         return Check("Slurm", "missing", "no sbatch on PATH")
-    answer = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=_ASK_S, check=False)
+    answer = subprocess.run(["sbatch", "--version"], capture_output=True, text=True, timeout=_SBATCH_LIMIT_S, check=False)
     found = answer.stdout.strip() or "sbatch"
     if _version("submitit") is None:
         return Check(
@@ -197,7 +195,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-_LOOKS: dict[str, Callable[[], Check]] = {
+_CHECKS: dict[str, Callable[[], Check]] = {
     "Python": _python,
     "torch": _torch,
     "CPU cores": _cores,
@@ -219,9 +217,9 @@ _LOOKS: dict[str, Callable[[], Check]] = {
 
 def machine_checks() -> Iterator[Check]:
     """Yield one check per part. A check that raises is a problem of its part, and the others follow."""
-    for name, look in _LOOKS.items():
+    for name, check in _CHECKS.items():
         try:
-            yield look()
+            yield check()
         except Exception as error:  # noqa: BLE001 (drivers and commands of the machine may fail in any way)
             cure = "Try this part without parawrap"
             yield Check(name, "problem", f"{type(error).__name__}: {error}", cure, traceback=traceback.format_exc())

@@ -38,7 +38,7 @@ _OPTIONS = {
     "trace": "a .html or .json file for the timeline of the ranks",
 }
 _NOT_INLINE = {"n_cpus", "n_gpus", "n_nodes", "launcher", "trace"}
-_WITH_CPUS = "cpu", "slurm", "ray"  # devices with ranks on CPUs, unless n_gpus is set
+_CLUSTERS = {"slurm", "ray"}  # their ranks are on CPUs, unless n_gpus is set
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -138,8 +138,9 @@ def _imported_file(path: Path) -> Any:
         msg = f"{str(path)!r} cannot be imported. Rename the file: its name ends with .py, and has no other dot"
         raise UsageError(msg)
     module = _imported(path.stem, path.parent)
-    if Path(module.__file__ or "").resolve() != path:
-        msg = f"{path.stem!r} is the name of another module, {module.__file__}. Rename {str(path)!r}"
+    found = getattr(module, "__file__", None)
+    if found is None or Path(found).resolve() != path:
+        msg = f"{path.stem!r} is the name of another module, {found or 'which is built in'}. Rename {str(path)!r}"
         raise UsageError(msg)
     return module
 
@@ -184,7 +185,7 @@ def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any
     from parawrap.launch import Platform
 
     own = function.platform if is_launchable(function) else None
-    changes = _changes(given, "auto" if own is None else own.device)
+    changes = _changes(given, {} if own is None else {"device": own.device, "launcher": own.launcher, "n_gpus": own.n_gpus})
     try:
         if own is None:
             return wrapper(Platform(**changes))(function)
@@ -193,8 +194,8 @@ def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any
         raise UsageError(str(error)) from error
 
 
-def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Return the fields of Platform that the options name. `device` is the kind of device without them."""
+def _changes(given: argparse.Namespace, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of Platform that the options name. `own` are fields of the function's platform."""
     named = {name: getattr(given, name) for name in (*_OPTIONS, "n_nodes", "timeout_min")}
     changes = {name: value for name, value in named.items() if value is not None}
     for text in given.set:
@@ -204,7 +205,7 @@ def _changes(given: argparse.Namespace, device: str) -> dict[str, Any]:
             raise UsageError(msg)
         _add(changes, name, _value(value))
     if given.n is not None:
-        _add(changes, _count_of(changes.get("device", device)), given.n)
+        _add(changes, _rank_count({**own, **changes}), given.n)
     if given.inline and (without_effect := _NOT_INLINE & changes.keys()):
         msg = f"--inline runs one rank in this process, so {min(without_effect)} has no effect. Leave one of them out"
         raise UsageError(msg)
@@ -222,9 +223,14 @@ def _add(changes: dict[str, Any], name: str, value: object) -> None:
     changes[name] = value
 
 
-def _count_of(device: str) -> str:
-    """Return the field of Platform that counts the ranks of a node."""
+def _rank_count(platform: Mapping[str, Any]) -> str:
+    """Return the field of a platform that counts the ranks of a node."""
     from parawrap.launch import Platform
 
+    device = platform.get("device", "auto")
+    if device != "cpu" and platform.get("n_gpus") is not None:
+        return "n_gpus"
+    if device in _CLUSTERS or (device == "auto" and platform.get("launcher") in _CLUSTERS):
+        return "n_cpus"
     kind = Platform().device if device == "auto" else device
-    return "n_cpus" if kind in _WITH_CPUS else "n_gpus"
+    return "n_cpus" if kind == "cpu" else "n_gpus"

@@ -1,4 +1,4 @@
-"""The trials of ``parawrap doctor``: a block, a launch, and a block on workers, each in a separate process.
+"""The trials of ``parawrap doctor``: blocks and a launch, each in a separate process.
 
 ``python -m parawrap.cli._trials NAME`` runs one trial, and prints its result as JSON on the last line.
 """
@@ -29,26 +29,25 @@ class Trial:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "parawrap.cli._trials", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C reaches this process alone
-        )
+        self._process: subprocess.Popen[str] | None = None
+        self._refusal = ""
+        try:
+            self._process = _started(name)
+        except OSError as error:  # the system allows no further process
+            self._refusal = f"the process did not start: {error}"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._process.kill()
-        self._process.communicate()
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
 
     def check(self, limit_s: float) -> Check:
         """Run the trial, for at most `limit_s` seconds."""
+        if self._process is None:
+            return Check(self._name, "problem", self._refusal, _CURES[self._name])
         try:
             output, errors = self._process.communicate("start\n", timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -62,6 +61,19 @@ class Trial:
             return Check(self._name, "problem", why[-1], _CURES[self._name], traceback=errors)
         result = json.loads(lines[-1])
         return Check(self._name, "ok", result["detail"], milliseconds=result["milliseconds"])
+
+
+def _started(name: str) -> subprocess.Popen[str]:
+    path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    return subprocess.Popen(
+        [sys.executable, "-m", "parawrap.cli._trials", name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C reaches this process alone
+    )
 
 
 def _two_lanes() -> str:
@@ -110,10 +122,11 @@ def _block(devices: Sequence[str] | None, **options: Any) -> str:
         with parallel(model, devices, out_dims=0, **options) as p:
             output = model(x)
             count = len(p.devices)
+    lanes = f"{count} lane{'s' * (count != 1)}"
     if not torch.allclose(output.cpu(), plain, rtol=1e-3, atol=1e-3):
-        msg = f"{count} lanes gave another output than the plain call"
+        msg = f"{lanes} gave another output than the plain call"
         raise AssertionError(msg)
-    return f"{count} lanes gave the output of the plain call"
+    return f"{lanes} gave the output of the plain call"
 
 
 ON_CPU: dict[str, Callable[[], str]] = {

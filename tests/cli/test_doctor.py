@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -123,8 +125,18 @@ def test_a_gpu_without_a_cuda_build_is_a_warning(monkeypatch):
 
 def test_a_check_that_raises_is_a_problem_of_its_part(monkeypatch):
     """A broken driver does not hide the other parts."""
-    monkeypatch.setattr(_machine, "_LOOKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
+    monkeypatch.setattr(_machine, "_CHECKS", {"a": lambda: 1 // 0, "b": lambda: Check("b", "ok", "here")})
     broken, fine = _machine.machine_checks()
     assert (broken.name, broken.state) == ("a", "problem")
     assert broken.detail.startswith("ZeroDivisionError: ")
     assert fine.state == "ok"
+
+
+def test_a_trial_that_cannot_start_is_a_problem(monkeypatch):
+    """A limit on processes is a finding of the doctor, not a crash."""
+    refusal = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    monkeypatch.setattr(_trials.subprocess, "Popen", Mock(side_effect=refusal))
+    with _trials.Trial("launch of two ranks") as trial:
+        check = trial.check(1.0)
+    assert (check.state, check.detail) == ("problem", f"the process did not start: {refusal}")
+    assert "ulimit -u" in check.cure

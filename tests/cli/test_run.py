@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from parawrap.cli import main
+from parawrap.cli._run import _rank_count
 
 
 @pytest.fixture
@@ -132,6 +133,38 @@ def test_wrong_names_and_options(here, args, message):
     assert shown.returncode == 2
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("platform", "field"),
+    [
+        ({"device": "cpu"}, "n_cpus"),
+        ({"device": "slurm"}, "n_cpus"),
+        ({"device": "slurm", "n_gpus": 8}, "n_gpus"),
+        ({"launcher": "ray"}, "n_cpus"),
+        ({"device": "gpu", "launcher": "slurm"}, "n_gpus"),
+        ({"device": "neuron"}, "n_gpus"),
+    ],
+)
+def test_n_counts_the_ranks_of_a_node(platform, field):
+    """Ranks of a cluster are on CPUs unless the platform has GPUs, whatever devices this machine has."""
+    assert _rank_count(platform) == field
+
+
+def test_two_counts_of_ranks_are_refused(here):
+    """--n does not become the number of threads per rank."""
+    shown = here("run", "train:main", "--device", "slurm", "--set", "n_gpus=8", "--n", "4", "--", "1")
+    assert (shown.returncode, "n_gpus is given twice, as 8 and 4" in shown.stderr) == (2, True)
+
+
+def test_a_file_with_the_name_of_a_builtin_module_is_refused(here, tmp_path):
+    """A module that is built into Python has no file."""
+    (tmp_path / "time.py").write_text("def main(): pass\n")
+    shown = here("run", "time.py:main")
+    assert (shown.returncode, "'time' is the name of another module, which is built in. Rename" in shown.stderr) == (
+        2,
+        True,
+    )
 
 
 def test_a_file_with_the_name_of_a_module_is_refused(here, tmp_path):
