@@ -223,6 +223,35 @@ def test_every_track_of_a_long_page_is_shown(window, tmp_path, count, scale, tra
     assert alpha == 255
 
 
+def test_keys_and_buttons_reveal_spans_of_tall_pages(window, tmp_path):
+    """A selected span is in the window. The wheel scrolls a tall page, and zooms with Ctrl."""
+    spans = [batch(track, track, 0, 10) for track in range(100)]
+    spans.append(batch(99, 100, 10, 90))
+    write_timeline(tmp_path / "t.html", Timeline("t", [f"lane {track}" for track in range(100)], spans))
+    opened = window(tmp_path / "t.html")
+    inside = "(top => top >= 0 && top < innerHeight)(element('view').getBoundingClientRect().top + tracks[{}].top)"
+    opened.page.click("#slowest")
+    assert opened.run(inside.format(99))
+    opened.run("scrollTo(0, 0)")
+    opened.page.click("#gap")
+    gap = opened.run("tracks.findIndex(track => element('gap').textContent.includes(track.label + ','))")
+    assert opened.run(inside.format(gap))
+    opened.run("select(spans[0])")
+    opened.page.focus("#canvas")
+    for _ in range(60):
+        opened.page.keyboard.press("ArrowDown")
+    assert opened.run(inside.format(60))
+    opened.page.keyboard.press("Escape")
+    opened.run("scrollTo(0, 0)")
+    opened.page.mouse.move(600, 400)
+    opened.page.mouse.wheel(0, 300)
+    opened.page.wait_for_function("scrollY > 100")
+    assert view(opened) == (0, 90)
+    opened.page.keyboard.down("Control")
+    opened.page.mouse.wheel(0, -300)
+    opened.page.wait_for_function("view.to - view.from < 0.6 * whole")
+
+
 def test_timeline_without_spans_is_a_page(window, tmp_path):
     """The page says that nothing was recorded, and its keys and buttons do nothing."""
     write_timeline(tmp_path / "t.html", Timeline("t", ["lane 0"], []))
