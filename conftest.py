@@ -26,14 +26,16 @@ _ON_DEVICES = ["tests/simdevice", "tests/devices", "tests/neuron_devices"]
 collect_ignore = [] if any(folder in arg for arg in sys.argv for folder in _ON_DEVICES) else _ON_DEVICES
 
 
-_PATIENCE_S = 30.0
+_PATIENCE_S = 120.0
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Print the stack of each thread and fail if the process does not end soon after its last test."""
 
     def end() -> None:
+        print(f"the process did not end within {_PATIENCE_S:g} s after its last test", file=sys.__stderr__)
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        sys.__stdout__.flush()  # the summary of the tests
         os._exit(exitstatus or 1)
 
     guard = threading.Timer(_PATIENCE_S, end)

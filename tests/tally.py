@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 TALLY = ROOT / "tests" / "tally.jsonl"
 LOGS = ROOT / ".tally"
 FAILURE = re.compile(r"^(?:FAILED|ERROR) ([^\s\[]+(?:\[.*?\])?)(?: - .*)?$", re.MULTILINE)
+TARGET = re.compile(r"^make(?:\[\d+\])?: \*\*\* \[(?:\S+: )?(\S+)\] (.+)$", re.MULTILINE)
 COUNT = re.compile(r"(\d+) passed")
 COMPUTING = "while True: sum(range(10**6))"
 
@@ -69,10 +70,11 @@ def run(tier: str, load: int) -> dict[str, Any]:
 
 
 def failures(code: int, text: str) -> list[str]:
-    """Return the tests that failed, or the end of a run that pytest did not finish."""
+    """Return the tests that failed; without one, the targets of make that failed, or the end of the log."""
     if code == 0:
         return []
-    return sorted(set(FAILURE.findall(text))) or [f"not finished: {text.rstrip()[-200:]}"]
+    targets = [f"{target} without a failed test: {why}" for target, why in TARGET.findall(text)]
+    return sorted(set(FAILURE.findall(text))) or targets or [f"not finished: {text.rstrip()[-200:]}"]
 
 
 def table(runs: Iterable[dict[str, Any]]) -> str:
@@ -83,7 +85,9 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
     lines = ["| tier | runs | runs that failed | tests in a run | failed tests |", "|---|---:|---:|---:|---|"]
     for tier, of_tier in sorted(by_tier.items()):
         failed = Counter(test for each in of_tier for test in each["failed"])
-        names = "<br>".join(f"{count} x {test}" for test, count in failed.most_common())
+        names = "<br>".join(f"{count} x {' '.join(test.split())}" for test, count in failed.most_common()).replace(
+            "|", "\\|"
+        )
         with_failures = sum(bool(each["failed"]) for each in of_tier)
         lines.append(f"| {tier} | {len(of_tier)} | {with_failures} | {max(e['passed'] for e in of_tier)} | {names} |")
     return "\n".join(lines)
