@@ -62,7 +62,7 @@ class Row(NamedTuple):
 
     @property
     def is_green(self) -> bool:
-        return not re.search("failed|error|not", self.examples + self.tests)
+        return not re.search(r"\b(failed|errors?|not)\b", self.examples + self.tests)
 
     def __str__(self) -> str:
         return f"| {' | '.join(self)} |"
@@ -189,11 +189,12 @@ def outcome(process: subprocess.Popen[bytes], log: Path) -> str:
     if not counts:
         return f"not finished: exit code {code}"
     said: str = counts[-1]
-    return f"{said}, error: exit code {code}" if code and not re.search("failed|error", said) else said
+    return f"{said}, error: exit code {code}" if code and not re.search(r"\b(failed|errors?)\b", said) else said
 
 
 def enter(rows: Sequence[Row], page: Path) -> None:
-    """Replace the rows of the same Python, torch, and packages in the table of a page."""
+    """Replace the rows of the same Python, torch, and packages in the table of a page. Keep what was not installed out."""
+    rows = [row for row in rows if row.system]
     head, _, old = page.read_text().partition(RULE)
     table, _, tail = old.partition("\n\n")
     lines = {_cell_of(line): line for line in filter(None, table.splitlines())}
