@@ -1,4 +1,4 @@
-"""``python -m benchmarks.device``: all that is worth running on a borrowed machine with a GPU, in ten minutes.
+"""``python -m benchmarks.device``: run the tests and benchmarks of a borrowed GPU machine, in ten minutes.
 
 The parts run one after another. A part that needs longer than its share of the time is ended, and the next one runs. The
 pages of the suites and the logs of all parts go into one folder, with a summary that names hardware, versions, and date.
@@ -27,12 +27,12 @@ class Part(NamedTuple):
     """One command. `share` is its part of the time that is left when it begins."""
 
     name: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     share: float
 
 
 class Outcome(NamedTuple):
-    """What became of a part: its exit code, or None if it was ended."""
+    """The result of a part: its exit code, or None if it was ended."""
 
     name: str
     code: int | None
@@ -51,17 +51,17 @@ PARTS = (
 
 
 def run(parts: Sequence[Part], folder: Path, limit_s: float) -> list[Outcome]:
-    """Run the parts in order, and return what became of each. All of them together take at most `limit_s`."""
+    """Run the parts in order, and return the result of each. All of them together take at most `limit_s`."""
     end = time.monotonic() + limit_s
     return [_run(part, folder, part.share * max(1.0, end - time.monotonic())) for part in parts]
 
 
 def _run(part: Part, folder: Path, limit_s: float) -> Outcome:
-    print(f"{part.name}: python {' '.join(part.words)}, at most {limit_s:.0f} s", flush=True)
+    print(f"{part.name}: python {' '.join(part.arguments)}, at most {limit_s:.0f} s", flush=True)
     variables = {**os.environ, "PARAWRAP_TEST_REQUIRE": "cuda", "PARAWRAP_BENCHMARK_RESULTS": str(folder)}
     began = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log:
-        command = [sys.executable, *part.words]
+        command = [sys.executable, *part.arguments]
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
         try:
             code: int | None = process.wait(limit_s)
@@ -75,7 +75,7 @@ def _run(part: Part, folder: Path, limit_s: float) -> Outcome:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return the page that names the machine, the versions, the date, and what became of each part."""
+    """Return the page that names the machine, the versions, the date, and the result of each part."""
     machine = ", ".join(hardware().values())
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     rows = "\n".join(map(str, outcomes))

@@ -129,7 +129,7 @@ _MODULE_OF = {name: module for module, names in _NAMES_IN.items() for name in na
 
 
 def __getattr__(name: str) -> object:
-    """Import a part when a name of it is first used. ``parawrap --help`` then does not wait for torch."""
+    """Import a submodule when one of its names is first used. ``parawrap --help`` then does not wait for torch."""
     if name in _MODULES:
         return importlib.import_module(f"parawrap.{name}")
     if name not in _MODULE_OF:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 __all__ = ["Table", "safe_repr", "shortened"]
 
 _CELL = "padding:2px 12px 2px 0;white-space:nowrap;border-bottom:1px solid rgba(128,128,128,.3);text-align"
-_SHORTEST = 4
+_DOTS = " ..."
 
 
 class Table(NamedTuple):
@@ -48,8 +48,8 @@ class Table(NamedTuple):
 
 
 def shortened(text: str, most: int) -> str:
-    """Return a text of at most `most` characters, with dots in the place of what is left out."""
-    return text if len(text) <= most else f"{text[: most - _SHORTEST]} ..."
+    """Return the text, cut to `most` characters, with dots at the end if it was longer."""
+    return text if len(text) <= most else text[: most - len(_DOTS)] + _DOTS
 
 
 def safe_repr(value: object) -> str:

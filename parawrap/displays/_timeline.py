@@ -42,13 +42,13 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
     """Tracks, by their labels, and the spans on them, in any order.
 
-    `asides` are indices of tracks without idle times: their threads have other things to do.
+    `without_idle` are the indices of tracks whose idle time means nothing, such as that of the caller's thread.
     """
 
     title: str
     tracks: Sequence[str]
     spans: Sequence[Span]
-    asides: Collection[int] = ()
+    without_idle: Collection[int] = ()
 
     @property
     def duration(self) -> int:
@@ -66,7 +66,7 @@ class Timeline(NamedTuple):
         return max(range(len(self.spans)), key=lambda index: self.spans[index].end - self.spans[index].start, default=None)
 
     def gaps(self) -> list[list[tuple[int, int]]]:
-        """Return when each track is idle, as pairs of start and end between the first start and the last end."""
+        """Return the idle intervals of each track between the first start and the last end, as pairs of start and end."""
         busy: list[list[tuple[int, int]]] = [[] for _ in self.tracks]
         for span in self.spans:
             busy[span.track].append((span.start, span.end))
@@ -82,7 +82,7 @@ class Timeline(NamedTuple):
         for track, (label, gaps) in enumerate(zip(self.tracks, self.gaps(), strict=True)):
             idle = sum(end - start for start, end in gaps)
             share = 100 * idle / self.duration if self.duration else 0
-            of_idle = "" if track in self.asides else f"  idle {_time(idle):>9} ({share:.0f}%)"
+            of_idle = "" if track in self.without_idle else f"  idle {_time(idle):>9} ({share:.0f}%)"
             lines.append(f"  {label:<{width}}  {_spans(counts[track]):>12}{of_idle}")
         span = self.spans[self.slowest]
         lines.append(f"  slowest: {span.name}, {self.tracks[span.track]}, {_time(span.end - span.start)}")
@@ -163,7 +163,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
             for event in events
         ]
         other = content.get("otherData", {}) if isinstance(content, dict) else {}
-        title, asides = str(other.get("title", path.name)), list(other.get("asides", ()))
+        title, without_idle = str(other.get("title", path.name)), list(other.get("without_idle", ()))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         msg = (
             f"{str(path)!r} is not a trace in Chrome's format. Give a .json file that p.trace or Platform(trace=...) wrote"
@@ -173,7 +173,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         msg = f"{str(path)!r} has no complete events (ph is 'X'), so there is nothing to show"
         raise ValueError(msg)
     tracks = [str(named.get(key, f"track {key[1]}")) for key in numbers]
-    return Timeline(title, tracks, spans, asides)
+    return Timeline(title, tracks, spans, without_idle)
 
 
 def _finite(text: str) -> float | str:
@@ -205,7 +205,10 @@ def _trace(timeline: Timeline) -> dict[str, Any]:
         }
         for span in timeline.spans
     ]
-    return {"traceEvents": [*names, *work], "otherData": {"title": timeline.title, "asides": sorted(timeline.asides)}}
+    return {
+        "traceEvents": [*names, *work],
+        "otherData": {"title": timeline.title, "without_idle": sorted(timeline.without_idle)},
+    }
 
 
 def _page(timeline: Timeline) -> str:
@@ -220,7 +223,7 @@ def _page(timeline: Timeline) -> str:
         "tracks": [
             {
                 "label": label,
-                "gaps": None if track in timeline.asides else [[(at - began) / _US for at in gap] for gap in gaps],
+                "gaps": None if track in timeline.without_idle else [[(at - began) / _US for at in gap] for gap in gaps],
             }
             for track, (label, gaps) in enumerate(zip(timeline.tracks, timeline.gaps(), strict=True))
         ],

@@ -6,25 +6,25 @@ A stream sends whole batches through the lanes of a session. The engine uses eve
 
 from parawrap.engine._batch_stream import Stream, StreamOptions, stream
 from parawrap.engine._call_history import Kind
-from parawrap.engine._call_recorder import Recorder, Span, Trace, Work
+from parawrap.engine._call_recorder import CallSpan, Recorder, Trace, Work
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._patch_methods import InPlace
+from parawrap.engine._patch_methods import PatchedMethods
 from parawrap.engine._session import Entry, Session
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.replicas import ReplicaSet, original_method
 
 __all__ = [
+    "CallSpan",
     "Entry",
-    "InPlace",
     "Kind",
     "LaneStats",
     "OutputFolder",
+    "PatchedMethods",
     "Prepare",
     "Recorder",
     "ReplicaSet",
     "Session",
-    "Span",
     "Stats",
     "Stream",
     "StreamOptions",

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import Entry
+from parawrap.engine._session import Entry, failed_future
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import note
@@ -43,7 +43,7 @@ class StreamOptions(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """One batch in flight. `batch` is None if the stream does not yield it, or if it is yielded without its output."""
+    """One batch in flight. `batch` is None unless the stream yields it."""
 
     number: int
     future: Future[Any]
@@ -132,14 +132,7 @@ def _submit(session: Stream, entry: Entry, batch: Any, prepare: Prepare | None) 
             return session.submit(entry, (batch,), {}, prepare)
         return session.submit(entry, *as_call(batch))
     except Exception as error:  # noqa: BLE001 (raised in place of the batch's output)
-        return _failed(error)
-
-
-def _failed(error: Exception) -> Future[Any]:
-    """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
+        return failed_future(error)
 
 
 def _hint(batch: list[Any]) -> str:

@@ -21,6 +21,7 @@ from parawrap.tree import Opaque, flatten, unflatten
 __all__ = ["Generators", "Kind", "Kinds"]
 
 _MOST_KINDS = 4096
+_MANY_KINDS = 64
 _TENSOR = frozenset({torch.Tensor})
 _form_of = attrgetter("ndim", "dtype")
 
@@ -82,6 +83,7 @@ class Kinds:
 
     def __init__(self) -> None:
         self._kinds: dict[Any, Kind] = {}
+        self._differ_in_values: Counter[Any] = Counter()
 
     def of(self, method: str | None, flat: FlatCall, modes: Modes, training: object) -> Kind:
         """Return the kind of a call."""
@@ -93,7 +95,19 @@ class Kinds:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
             kind = self._kinds[key] = Kind()
+            if not only_tensors:
+                self._warn_of_many(method, flat)
         return kind
+
+    def _warn_of_many(self, method: str | None, flat: FlatCall) -> None:
+        """Warn once per method and structure: the lanes of a first call run one after another."""
+        self._differ_in_values[method, flat.spec] += 1
+        if self._differ_in_values[method, flat.spec] == _MANY_KINDS:
+            warn_caller(
+                f"{_MANY_KINDS} calls differed in an argument that is not a tensor, such as the number of a step. Each "
+                "such call is the first of its kind, whose lanes run one after another. Pass a number that changes with "
+                "each call as a 0-d tensor"
+            )
 
 
 class Generators:

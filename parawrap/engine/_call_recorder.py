@@ -14,7 +14,7 @@ from parawrap import displays
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import Lane, note
 
-__all__ = ["Recorder", "Span", "Trace", "Work"]
+__all__ = ["CallSpan", "Recorder", "Trace", "Work"]
 
 _CALLER = "caller's thread"
 
@@ -32,7 +32,7 @@ class Work(NamedTuple):
         return f"{self.method}{batch}{rows}"
 
 
-class Span(NamedTuple):
+class CallSpan(NamedTuple):
     """A call of the model, or of `prepare`, in one lane.
 
     Attributes:
@@ -40,7 +40,7 @@ class Span(NamedTuple):
         start: The start in nanoseconds, as ``time.perf_counter_ns``.
         end: The end in nanoseconds.
         work: The method, the number of the batch in its stream (counted from 0), and the number of rows. Batch and rows are
-            None if they are not known.
+            None if unknown.
         error: The name of the exception's type if the call raised; None otherwise.
     """
 
@@ -78,7 +78,7 @@ class Recorder:
 
     def record(self, work: Work, lane: int | None, start: int, end: int, error: BaseException | None) -> None:
         """Add a span to all traces that were open when it began."""
-        span = Span(lane, start, end, work, None if error is None else type(error).__name__)
+        span = CallSpan(lane, start, end, work, None if error is None else type(error).__name__)
         for trace in tuple(self.traces):
             if start >= trace.began:
                 trace.spans.append(span)
@@ -100,7 +100,7 @@ class Trace:
         self._path = Path(path).absolute()  # the block may change the working directory
         self._is_used = False
         self.began = 0
-        self.spans: list[Span] = []
+        self.spans: list[CallSpan] = []
 
     def __repr__(self) -> str:
         return f"<trace of {self._recorder.title}: {len(self.spans)} spans, written to {str(self._path)!r}>"
@@ -142,4 +142,4 @@ class Trace:
         ]
         if not has_plain_calls:
             return displays.Timeline(self._recorder.title, tracks, spans)
-        return displays.Timeline(self._recorder.title, [*tracks, _CALLER], spans, asides=[caller])
+        return displays.Timeline(self._recorder.title, [*tracks, _CALLER], spans, without_idle=[caller])

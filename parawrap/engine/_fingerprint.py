@@ -68,7 +68,7 @@ def _state(value: Any) -> list[Any]:
     """Return what pickle would save of an object. The pickle itself may differ between equal objects."""
     reduce = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = type(value).__reduce_ex__(value, _PROTOCOL) if reduce is None else reduce(value)
+        reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
     except Exception as error:
         msg = (
             f"the batch holds a {_name(type(value))}, which cannot be compared with the batch of another run: {error}. "

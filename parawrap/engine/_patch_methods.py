@@ -13,7 +13,7 @@ import torch
 from parawrap.engine._session import Entry
 from parawrap.replicas import COMPILED_CALL, PlainView, StandIn, compiler, put, restore
 
-__all__ = ["Caller", "InPlace"]
+__all__ = ["Caller", "PatchedMethods"]
 
 _rewriting = threading.RLock()
 
@@ -24,17 +24,7 @@ class Caller(Protocol):
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
-class _Nothing:
-    """The caller before a block opens and after it ends: stand-ins that are still referenced call plainly."""
-
-    def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return entry.plain(*args, **kwargs)
-
-
-_NOTHING = _Nothing()
-
-
-class InPlace:
+class PatchedMethods:
     """Puts stand-ins into the module's ``__dict__`` and removes them again. The class never changes.
 
     Several blocks may be open on one module, in any threads; a global lock serializes the changes. Stand-ins send calls
@@ -52,7 +42,7 @@ class InPlace:
 
     def send_to(self, caller: Caller | None) -> None:
         """Send later calls to `caller`; if it is None, run them plainly."""
-        self._route.caller = _nothing if caller is None else weakref.ref(caller)
+        self._route.caller = _no_caller if caller is None else weakref.ref(caller)
 
     def install(self) -> None:
         """Send every call of the methods to the caller, through any reference to the module."""
@@ -72,7 +62,7 @@ class InPlace:
     def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
         entry = Entry(functools.partial(_plainly, self._running, plain), name, plain)
         is_outside = functools.partial(_is_outside, self._running)
-        return StandIn(plain, _through(self._route, entry), _left_alone(is_outside))
+        return StandIn(plain, _sent_to_caller(self._route, entry), _uncompiled(is_outside))
 
     def uninstall(self) -> None:
         """Restore the module.
@@ -88,15 +78,15 @@ class InPlace:
         self._replaced.append((name, value, put(self._module, self._view, name, value)))
 
 
-def _nothing() -> None:
-    """No caller."""
+def _no_caller() -> None:
+    """Return None, before a block opens and after it ends: stand-ins that are still referenced call plainly."""
 
 
 class _Route:
     """The current target of the calls of one module's stand-ins."""
 
     def __init__(self) -> None:
-        self.caller: Callable[[], Caller | None] = _nothing
+        self.caller: Callable[[], Caller | None] = _no_caller
 
 
 class _Running(threading.local):
@@ -118,19 +108,19 @@ def _is_outside(running: _Running) -> bool:
     return not running.plain
 
 
-def _through(route: _Route, entry: Entry) -> Callable[..., Any]:
+def _sent_to_caller(route: _Route, entry: Entry) -> Callable[..., Any]:
     """Return the function behind a stand-in."""
 
     def called(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        caller = route.caller() or _NOTHING
-        return caller.call(entry, args, kwargs)
+        caller = route.caller()
+        return entry.plain(*args, **kwargs) if caller is None else caller.call(entry, args, kwargs)
 
-    return _left_alone(called)
+    return _uncompiled(called)
 
 
-def _left_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude the function, and everything that it calls, from torch.compile, if torch.compile is loaded.
 
     Loading it takes a second. If it is loaded later, a call that it compiles runs plainly, as part of the graph.

@@ -50,7 +50,7 @@ from parawrap.shards import (
 )
 from parawrap.tree import Opaque, flatten, flatten_call
 
-__all__ = ["Entry", "Session"]
+__all__ = ["Entry", "Session", "failed_future"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
@@ -178,7 +178,7 @@ class Session:
         cutter, lanes = self.cutters[entry.method], len(self.devices)
         flat = cutter.flatten(args, kwargs)
         plan = cutter.plan(flat, lanes)
-        if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat)):
+        if self._is_whole_here(plan, flat):
             return self._run_plainly(entry, args, kwargs)
         replicas = self.replicate()
         modes = Modes.capture(self.pool.backend.type)
@@ -189,7 +189,7 @@ class Session:
         witness = None
         if self._learns and (kind.draws or not evidence.complete):
             plan, witness = self._telling_plan(kind, plan, flat, cutter)
-            if len(plan.sizes) == 1 and (self._stays_on_cpu or self._lies_in_lane_0(flat)):
+            if self._is_whole_here(plan, flat):
                 return self._run_as_witness(entry, args, kwargs, kind, plan, flat)
         expected = self._expected(kind, entry, plan, flat) if self._verifies else None
         sources = _NOWHERE if self._stays_on_cpu and flat.on_cpu else self._sources(flat)
@@ -200,7 +200,7 @@ class Session:
             outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns, first=replicas[0])
             if versions and versions != plan.written(flat):
                 raise ShardError(_WRITTEN)
-            if not flat.on_cpu:
+            if not (flat.on_cpu and self._stays_on_cpu):
                 shards = shards or [task.shard for task in tasks]
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self.device_of_output(flat)
@@ -226,20 +226,25 @@ class Session:
         *,
         whole: bool = False,
     ) -> tuple[list[Any], list[Shard]]:
-        """Return one task per shard, and the shards if they are on the CPU. Other tasks copy their shards themselves."""
+        """Return one task per shard, and the shards that this method made.
+
+        There are none if each task makes its own, or if the call has only positional tensors on the CPU.
+        """
         if len(plan.sizes) != len(replicas):
             replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
-        ways = [self._way_into(entry, replica, whole=whole) for replica in replicas]
+        functions = [self._function_of(entry, replica, whole=whole) for replica in replicas]
         if self.recorder.traces:
             works = [self.recorder.work(entry.method, entry.batch, size) for size in plan.sizes]
-            ways = [self._recorded(*each) for each in zip(works, replicas, ways, strict=True)]
+            functions = [self._recorded(*each) for each in zip(works, replicas, functions, strict=True)]
         if flat.on_cpu and self._stays_on_cpu:
-            return list(map(partial, ways, *plan.columns(flat))), []
+            return list(map(partial, functions, *plan.columns(flat))), []
         devices = [self.devices[replica.lane] for replica in replicas]
         if self._stays_on_cpu and not sources:
             shards = plan.scatter(flat, devices)
-            return [partial(way, *shard.args, **shard.kwargs) for way, shard in zip(ways, shards, strict=True)], shards
-        return list(map(Placed, ways, plan.cut(flat), devices)), []
+            return [
+                partial(function, *shard.args, **shard.kwargs) for function, shard in zip(functions, shards, strict=True)
+            ], shards
+        return list(map(Placed, functions, plan.cut(flat), devices)), []
 
     def replicate(self, lanes: int | None = None) -> list[LaneReplica]:
         """Return the replicas of the first `lanes` lanes, up to date with the original.
@@ -317,12 +322,12 @@ class Session:
             self.pool.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         return join(outputs, sizes, self.rules, device, originals, evidence, witness)
 
-    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], way: object = None) -> Kind:
-        """Return the kind of a call that is already cut, for `apply`. `way` tells calls of other replicas apart."""
-        if way is None:
-            way = self._replicas.training if self._replicas else ()
+    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: object = None) -> Kind:
+        """Return the kind of a call that is already cut, for `apply`. `replicas` is the key of new replicas."""
+        if replicas is None:
+            replicas = self._replicas.training if self._replicas else ()
         flat = FlatCall(*flatten_call(args, kwargs))
-        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), way)
+        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), replicas)
 
     # Whole calls, each in one lane
 
@@ -378,9 +383,9 @@ class Session:
         """Return a recorder of the calls of each lane."""
         return Trace(self.recorder, self.pool.lanes, path)
 
-    def _recorded(self, work: Work, replica: LaneReplica, way: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `way`, for tasks of the replica's lane, with a record of when it runs."""
-        return partial(self.recorder.run, work, replica.lane, way)
+    def _recorded(self, work: Work, replica: LaneReplica, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, for tasks of the replica's lane, with a record of when it runs."""
+        return partial(self.recorder.run, work, replica.lane, function)
 
     # Plain calls, in the caller's thread
 
@@ -462,11 +467,11 @@ class Session:
         run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
         return (plain_output(run, plan, flat, home, self.devices),)
 
-    def _way_into(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
+    def _function_of(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
         if replica.module is self.target:
             return entry.in_lane or entry.plain
-        way = replica.module if entry.method is None else getattr(replica.module, entry.method)
-        return replica.whole(way) if whole else replica.prepared(way)
+        function = replica.module if entry.method is None else getattr(replica.module, entry.method)
+        return replica.whole(function) if whole else replica.prepared(function)
 
     def _submit_flat(
         self,
@@ -532,10 +537,10 @@ class Session:
     ) -> Any:
         """Run a call whole as the task of a lane."""
         replica = replicas[lane.index]
-        way = self._way_into(entry, replica, whole=True)
+        function = self._function_of(entry, replica, whole=True)
         if self.recorder.traces:
-            way = self._recorded(self.recorder.work(entry.method, entry.batch, rows), replica, way)
-        output = way(*args, **kwargs)
+            function = self._recorded(self.recorder.work(entry.method, entry.batch, rows), replica, function)
+        output = function(*args, **kwargs)
         output = with_originals(output, replica.original_of)
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
         self.tally.whole(lane.index, rows)
@@ -556,8 +561,10 @@ class Session:
         devices = (*map(device_of, flat.leaves), self.output_device)
         return {device for device in devices if device is not None and device != self.pool.home}
 
-    def _lies_in_lane_0(self, flat: FlatCall) -> bool:
-        """True if the module, the arguments, and the output are all on the device of lane 0."""
+    def _is_whole_here(self, plan: ShardPlan, flat: FlatCall) -> bool:
+        """True if a call is not cut, and the module, the arguments, and the output are all on the device of lane 0."""
+        if len(plan.sizes) > 1 or self._stays_on_cpu:
+            return len(plan.sizes) == 1
         leaves, device = flat.leaves, self.devices[0]
         return (
             self._replicas is not None
@@ -576,13 +583,13 @@ def _done(run: Callable[[], Any]) -> LaneFuture:
     try:
         output = run()
     except Exception as error:  # noqa: BLE001
-        return _failed(error)
+        return failed_future(error)
     future = LaneFuture()
     future.set_result(output)
     return future
 
 
-def _failed(error: Exception) -> LaneFuture:
+def failed_future(error: Exception) -> LaneFuture:
     """Return a future with an error. The frames of its traceback do not hold the future: that would be a cycle."""
     future = LaneFuture()
     future.set_exception(error)

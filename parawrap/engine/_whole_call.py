@@ -24,7 +24,7 @@ Prepare = Callable[[Any], Any]
 
 
 def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A tuple is ``model(*batch)``, a dict ``model(**batch)``, anything else ``model(batch)``."""
+    """Return the arguments of a batch: a tuple is spread, a dict becomes keywords, anything else is one argument."""
     if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
         return (), dict(batch)
     is_spread = isinstance(batch, tuple) and not isinstance(batch, PackedSequence)

@@ -153,7 +153,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
         tasks = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-        return self._run_in_lanes(tasks, way=_way_into(replicas[0])) if tasks else []
+        return self._run_in_lanes(tasks, replicas=_key_of(replicas[0])) if tasks else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
@@ -171,11 +171,11 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
 
-    def _run_in_lanes(self, tasks: list[partial[Any]], *, way: object = None, first: Any = None) -> list[Any]:
-        """Run task i in lane i. The tasks run new replicas some `way`, or the kept ones; `first` is that of lane 0."""
+    def _run_in_lanes(self, tasks: list[partial[Any]], *, replicas: object = None, first: Any = None) -> list[Any]:
+        """Run task i in lane i. `replicas` is the key of new replicas; None for kept ones. `first` is that of lane 0."""
         session = self._session()
         shares_a_device = len(set(self._lanes)) < len(self._lanes)
-        kind = session.kind(None, tasks[0].args, tasks[0].keywords, way) if shares_a_device else None
+        kind = session.kind(None, tasks[0].args, tasks[0].keywords, replicas) if shares_a_device else None
         in_turns = kind is not None and kind.in_turns
         with intra_op_threads(None if in_turns else session.pool.threads):
             return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
@@ -280,7 +280,7 @@ def _names_available_kind(device_ids: Any) -> bool:
     return any(backend_of(kind).count() for kind in kinds)
 
 
-def _way_into(replica: Any) -> object:
+def _key_of(replica: Any) -> object:
     """Return what decides whether a call of a replica draws random numbers: the method, and the modules' train modes."""
     module = getattr(replica, "__self__", replica)
     training = [each.training for each in module.modules()] if isinstance(module, torch.nn.Module) else []

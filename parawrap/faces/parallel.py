@@ -15,7 +15,7 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, InPlace, Session, Stats, Trace
+from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
 from parawrap.errors import SessionError, ShardError
 from parawrap.faces._check_arguments import (
     UNSET,
@@ -93,7 +93,7 @@ class Parallel(Streams, Generic[TargetT]):
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
         self._methods: tuple[str, ...] = tuple(dict.fromkeys(checked_methods(target, methods)))
-        self._in_place = None if module is None else InPlace(module, self._methods)
+        self._in_place = None if module is None else PatchedMethods(module, self._methods)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
         if in_dims and self._cores:

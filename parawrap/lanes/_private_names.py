@@ -13,7 +13,7 @@ def _name(path: str) -> Any:
     return private_name(path, "lanes")
 
 
-# What watches the calling thread
+# Modes and hooks of the calling thread
 DeviceContext: Any = _name("torch.utils._device.DeviceContext")
 function_modes = _name("torch.overrides._get_current_function_mode_stack")
 dispatch_modes = _name("torch._C._len_torch_dispatch_stack")

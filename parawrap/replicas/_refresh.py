@@ -48,24 +48,24 @@ class LaneReplica(NamedTuple):
     prepare_whole: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
 
-    def prepared(self, way: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares the replica, and then calls `way`."""
-        return way if self.prepare is None else partial(_prepared, self.prepare, way)
+    def prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that prepares the replica, and then calls `function`."""
+        return function if self.prepare is None else partial(_prepared, self.prepare, function)
 
-    def whole(self, way: Callable[..., Any]) -> Callable[..., Any]:
+    def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same for a whole call, and then gives the lane's buffers to the model."""
-        prepared = way if self.prepare_whole is None else partial(_prepared, self.prepare_whole, way)
+        prepared = function if self.prepare_whole is None else partial(_prepared, self.prepare_whole, function)
         return prepared if self.finish is None else partial(_finished, self.finish, prepared)
 
 
-def _prepared(prepare: Callable[[], None], way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _prepared(prepare: Callable[[], None], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     prepare()
-    return way(*args, **kwargs)
+    return function(*args, **kwargs)
 
 
-def _finished(finish: Callable[[], None], way: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _finished(finish: Callable[[], None], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        return way(*args, **kwargs)
+        return function(*args, **kwargs)
     finally:
         finish()
 

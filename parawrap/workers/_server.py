@@ -202,8 +202,8 @@ class Server:
                 self._replicas.refresh()
             self._is_changed = False
         replica = self._replicas.current[0]
-        way = replica.module if call.method is None else getattr(replica.module, call.method)
-        return self._sendable(replica.prepared(way)(*args, **kwargs), replica.original_of)
+        function = replica.module if call.method is None else getattr(replica.module, call.method)
+        return self._sendable(replica.prepared(function)(*args, **kwargs), replica.original_of)
 
     def _sendable(
         self, output: Any, original_of: Callable[[torch.Tensor], torch.Tensor | None] = lambda _: None

@@ -270,9 +270,9 @@ class WorkerReplica:
         self.write_back: Callable[[], None] | None = None  # of the last cut call
         self._owner = owner
 
-    def prepared(self, way: _Remote) -> Callable[..., Any]:
+    def prepared(self, function: _Remote) -> Callable[..., Any]:
         """Return a function of the arguments of a shard. It returns the lane's part of the call."""
-        return partial(_Shard, self, self._owner, way._name)
+        return partial(_Shard, self, self._owner, function._name)
 
     whole = prepared  # the four verbs alone; whole calls of `map` and `submit` are requests
 

@@ -74,9 +74,9 @@ class WorkerSession(Session):
         self._workers.end_workers()  # a lane may be waiting for a cluster
         self._worker_pool.cancel()
 
-    def _recorded(self, work: Work, replica: Any, way: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `way`, which makes a lane's part of a call, with a record of when its worker is busy."""
-        return partial(_recorded_shard, partial(self.recorder.record, work), way)
+    def _recorded(self, work: Work, replica: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, which makes a lane's part of a call, with a record of when its worker is busy."""
+        return partial(_recorded_shard, partial(self.recorder.record, work), function)
 
     def _run_plainly(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[Any], None] | None = None
@@ -137,8 +137,8 @@ def open_session(
     return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device, verify=verify)
 
 
-def _recorded_shard(record: Callable[..., None], way: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _recorded_shard(record: Callable[..., None], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return a lane's part of a call, with `record` for its request."""
-    shard = way(*args, **kwargs)
+    shard = function(*args, **kwargs)
     shard.record = record
     return shard

@@ -54,5 +54,5 @@ def test_the_page_names_machine_versions_and_results():
 def test_the_parts_exist():
     """The folder and the modules that the parts name are there."""
     assert [each.name for each in PARTS] == ["tests", "cuda", "workers"]
-    assert (ROOT / PARTS[0].words[2]).is_dir()
-    assert all(each.words[:2] == ("-m", "benchmarks") for each in PARTS[1:])
+    assert (ROOT / PARTS[0].arguments[2]).is_dir()
+    assert all(each.arguments[:2] == ("-m", "benchmarks") for each in PARTS[1:])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,7 @@ from benchmarks.plots import CLAIMS, claims_of
 
 TITLES = {name: suite.title for name, suite in command.SUITES.items()}
 RESULTS = summary.read(command.RESULTS, TITLES)
+ROOT = Path(__file__).parents[2]
 SPEED_UP = Result("speed-up", 2.0, "ratio", 1.9, 2.1).held_to("at least", 1.5)
 
 
@@ -43,6 +46,32 @@ def test_the_page_of_a_suite_matches_the_results(name):
     suite = command.SUITES[name]
     expected = summary.suite_page(suite.title, RESULTS[name], suite.time_unit)
     assert (command.RESULTS / f"{name}.md").read_text() == expected
+
+
+def measured(unit):
+    """Return all committed times and results in a unit."""
+    rows = [row for document in RESULTS.values() for row in document["rows"]]
+    arms = [arm for row in rows for arm in row["arms"].values()]
+    results = [result for row in rows for result in row["results"]]
+    if unit == "times":
+        return [result["value"] for result in results if result["unit"] == "ratio"]
+    scale = {"us": {"us": 1, "ms": 1e3, "s": 1e6}, "ms": {"us": 1e-3, "ms": 1, "s": 1e3}}[unit]
+    times = [(arm[f"median_{each}"], each) for arm in arms for each in scale if f"median_{each}" in arm]
+    times += [(result["value"], result["unit"]) for result in results if result["unit"] in scale]
+    return [value * scale[each] for value, each in times]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/will_it_help.md"])
+def test_figures_of_pages_are_committed_results(page):
+    """Each figure is a rounded time or result of benchmarks/results."""
+    text = (ROOT / page).read_text()
+    rows = re.findall(r"^\| .+ \| (us|ms|times) \| ([\d.,]+) \| .+ \| ([\d.,]*) ?\|$", text, re.MULTILINE)
+    assert len(rows) >= 5
+    for unit, *figures in rows:
+        for figure in filter(None, (each.replace(",", "") for each in figures)):
+            digits = len(figure.partition(".")[2])
+            is_baseline = unit == "times" and figure == "1"
+            assert is_baseline or f"{float(figure):.{digits}f}" in {f"{each:.{digits}f}" for each in measured(unit)}, figure
 
 
 def test_the_summary_lists_missed_goals_first():

@@ -687,3 +687,17 @@ def test_calls_from_several_threads():
         [thread.join() for thread in threads]
     for index, x in enumerate(inputs):
         torch.testing.assert_close(outputs[index], model(x.to("sim:0")).detach())
+
+
+def test_a_whole_argument_that_is_returned_is_the_callers():
+    """An argument on the CPU that every lane gets whole comes back as the caller's tensor, by position and by keyword."""
+
+    class Keeps(nn.Module):
+        def forward(self, x, table):
+            return x + table.sum(), table
+
+    x, table = torch.randn(8, 3), torch.randn(1, 2)
+    with torch.no_grad(), parallel(Keeps(), SIMS, in_dims={"table": None}) as p:
+        for _ in range(2):
+            assert p(x, table)[1] is table
+            assert p(x, table=table)[1] is table

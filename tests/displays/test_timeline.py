@@ -17,8 +17,8 @@ def span(track, start, end, name="forward", **details):
     return Span(track, start * MS, end * MS, name, "forward", details)
 
 
-def timeline(*spans, tracks=("lane 0", "lane 1"), asides=()):
-    return Timeline("a block", tracks, spans, asides)
+def timeline(*spans, tracks=("lane 0", "lane 1"), without_idle=()):
+    return Timeline("a block", tracks, spans, without_idle)
 
 
 def data_of(page):
@@ -41,7 +41,7 @@ def test_track_without_spans_is_idle_all_the_time():
 
 def test_text_names_idle_times_and_the_slowest_span():
     """`str` has one line per track and one for the slowest span. An aside has no idle time."""
-    made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", asides=[2])
+    made = timeline(span(0, 0, 30), span(1, 0, 10, "forward, batch 3"), span(2, 0, 40), tracks="abc", without_idle=[2])
     assert str(made).splitlines() == [
         "a block: 3 spans in 40 ms",
         "  a        1 span  idle     10 ms (25%)",
@@ -57,8 +57,8 @@ def test_timeline_without_spans_has_a_text():
 
 
 def test_trace_is_read_as_it_was_written(tmp_path):
-    """A .json file keeps the title, the tracks, the spans, and the asides."""
-    made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), asides=[1])
+    """A .json file keeps the title, the tracks, the spans, and the without_idle."""
+    made = timeline(span(0, 1, 2, "forward, batch 0", batch=0, rows=4), span(1, 1, 3, error="ValueError"), without_idle=[1])
     write_timeline(tmp_path / "t.json", made)
     assert read_timeline(tmp_path / "t.json") == Timeline("a block", ["lane 0", "lane 1"], list(made.spans), [1])
 
@@ -84,7 +84,7 @@ def test_trace_has_the_format_of_chrome(tmp_path):
 
 def test_page_has_the_data_of_the_timeline(tmp_path):
     """Times in the page begin at 0, and are in microseconds. An aside has no gaps."""
-    write_timeline(tmp_path / "t.html", timeline(span(0, 10, 30, rows=4), span(1, 20, 30), asides=[1]))
+    write_timeline(tmp_path / "t.html", timeline(span(0, 10, 30, rows=4), span(1, 20, 30), without_idle=[1]))
     data = data_of((tmp_path / "t.html").read_text())
     assert data["tracks"] == [{"label": "lane 0", "gaps": []}, {"label": "lane 1", "gaps": None}]
     assert data["spans"] == [[0, 0, 20000, "forward", 0, {"rows": 4}], [1, 10000, 10000, "forward", 0, {}]]

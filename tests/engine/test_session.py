@@ -517,3 +517,15 @@ def test_a_closed_session_runs_plainly(opened):
     assert_close(call(session, x), model(x))
     with pytest.raises(SessionError, match="closed"):
         session.submit(Entry(model), (x,), {})
+
+
+def test_calls_that_never_repeat_warn_once(opened):
+    """A number that changes with each call makes each call the first of its kind; a 0-d tensor does not."""
+    session, x = opened(lambda x, step: x + step), torch.ones(4, 2)
+    for step in range(63):
+        call(session, x, step)
+    with pytest.warns(UserWarning, match=r"64 calls differed in an argument .*as a 0-d tensor"):
+        call(session, x, 63)
+    for step in range(64, 200):
+        call(session, x, step)
+        call(session, x, torch.tensor(step))

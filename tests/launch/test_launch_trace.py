@@ -34,7 +34,7 @@ def test_each_rank_has_four_phases(tmp_path):
     assert timeline.tracks == ["launch", "rank 0", "rank 1"]
     assert phases_of(timeline, 0) == [("prepare", None)]
     assert phases_of(timeline, 1) == phases_of(timeline, 2) == [(name, None) for name in PHASES]
-    assert timeline.asides == [0]
+    assert timeline.without_idle == [0]
 
 
 def test_ranks_without_groups_have_no_meeting(tmp_path):

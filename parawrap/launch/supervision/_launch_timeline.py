@@ -80,7 +80,7 @@ def write_trace(path: Path, name: str, submitted: float, times: Sequence[RankTim
     for each in times:
         spans += _spans(each, ranks.index((each.rank, each.host)) + 1)
     try:
-        write_timeline(path, Timeline(f"launch of {name}", tracks, spans, asides=[0]))
+        write_timeline(path, Timeline(f"launch of {name}", tracks, spans, without_idle=[0]))
     except OSError:
         _log.exception("the trace of %s could not be written", name)
 
