@@ -77,14 +77,14 @@ def _state(value: Any) -> list[Any]:
         raise ResumeError(msg) from error
     if isinstance(reduced, str):  # the name of a global object
         return [reduced]
-    make, args, *more = reduced
-    state, items, pairs, *_ = *more, None, None, None
-    return [_name(make), args, state, list(items or ()), list(pairs or ())]
+    make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+    maker = _name(make) if hasattr(make, "__qualname__") else make
+    return [maker, args, state, list(items or ()), list(pairs or ())]
 
 
 def _name(thing: Any) -> str:
     """Return the full name of a class or a function."""
-    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    return f"{thing.__module__}.{thing.__qualname__}"
 
 
 def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:

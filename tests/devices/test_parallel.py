@@ -690,14 +690,14 @@ def test_calls_from_several_threads():
 
 
 def test_a_whole_argument_that_is_returned_is_the_callers():
-    """An argument on the CPU that every lane gets whole comes back as the caller's tensor, by position and by keyword."""
+    """A row on the CPU, which every lane gets whole, comes back as the caller's tensor, by position and by keyword."""
 
     class Keeps(nn.Module):
         def forward(self, x, table):
             return x + table.sum(), table
 
     x, table = torch.randn(8, 3), torch.randn(1, 2)
-    with torch.no_grad(), parallel(Keeps(), SIMS, in_dims={"table": None}) as p:
+    with torch.no_grad(), parallel(Keeps(), SIMS) as p:
         for _ in range(2):
             assert p(x, table)[1] is table
             assert p(x, table=table)[1] is table
