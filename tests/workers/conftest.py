@@ -5,10 +5,30 @@ from __future__ import annotations
 import pytest
 import torch
 
+from parawrap import launch
 from parawrap.shards import Cutter, JoinRules
-from parawrap.workers import open_session
+from parawrap.workers import _ray_workers, open_session
+from tests.workers.kept_actors import KeptActors
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def _actors(ray_cluster):
+    import ray
+
+    return KeptActors(ray)
+
+
+@pytest.fixture
+def kept_actors(_actors, monkeypatch):
+    """A Ray cluster whose actors serve the blocks of many tests."""
+
+    def joined(platform):
+        launch.joined(platform)
+        return _actors
+
+    monkeypatch.setattr(_ray_workers, "joined", joined)
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ class Kind(NamedTuple):
 CPUS = ["cpu", "cpu"]
 THREAD = Kind("thread", CPUS)
 PROCESS = Kind("process", CPUS, {"workers": "process"})
-RAY = Kind("ray", Platform(device="ray", n_nodes=2, n_cpus=1), marks=(pytest.mark.ray,), fixture="ray_cluster")
+RAY = Kind("ray", Platform(device="ray", n_nodes=2, n_cpus=1), marks=(pytest.mark.ray,), fixture="kept_actors")
 KINDS = (THREAD, PROCESS, RAY)
 
 
