@@ -25,9 +25,9 @@ demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 	$(BIN)/python examples/one_block.py threads processes
 
-# In parallel, because tests of launches mostly wait for processes.
+# In parallel, the longest first, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=3 --output-sync=target test-launches test-local-launches test-faces test-core test-devices
+	$(MAKE) --jobs=3 --output-sync=target test-core test-faces test-local-launches test-launches test-devices
 
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 
@@ -66,7 +66,7 @@ test-pages: $(VENV)/.with-browser
 test-clusters: $(VENV)/.with-slurm $(VENV)/.with-ray
 	$(BIN)/python -m pytest tests -m '$(CLUSTERS)'
 
-# Tests that take a minute each.
+# Tests that take a minute each, or much of a processor.
 test-long: $(STAMP)
 	$(BIN)/python -m pytest tests -m 'long and not ($(CLUSTERS))'
 

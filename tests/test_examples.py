@@ -15,6 +15,7 @@ ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}  # for a tiny model, several
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.long
 def test_wrapper_example_trains_saves_and_evaluates():
     """The documented example of ddpw, moved to digits, trains in two ranks and evaluates every image once."""
     command = [sys.executable, "-W", "error", EXAMPLES / "digits_wrapper.py"]
@@ -26,6 +27,7 @@ def test_wrapper_example_trains_saves_and_evaluates():
     assert "the same on every rank: True" in last
 
 
+@pytest.mark.long
 def test_a_preempted_training_ends_with_the_same_weights():
     """The example is preempted once, restarts from its checkpoint, and has the weights of an uninterrupted training."""
     command = [sys.executable, "-W", "error", EXAMPLES / "preemption.py"]
@@ -35,6 +37,7 @@ def test_a_preempted_training_ends_with_the_same_weights():
     assert found.stdout.splitlines()[-1] == "the same weights as without preemption: True"
 
 
+@pytest.mark.long
 def test_one_block_runs_on_threads_and_processes():
     """One program runs unchanged on threads and on processes, and compares all outputs with the plain loop."""
     command = [sys.executable, "-W", "error", EXAMPLES / "one_block.py", "threads", "processes"]
@@ -54,6 +57,7 @@ def test_the_guide_page_shows_the_programs():
     assert [line for line in found if line[0] != "@" and line[1:]] == [line for line in diff.splitlines() if line[1:]]
 
 
+@pytest.mark.long
 def test_ranks_train_like_the_plain_loop():
     """Two ranks have the losses and accuracy of one rank. The plain loop has another row order and a similar accuracy."""
     script = (

@@ -143,6 +143,7 @@ def test_the_page_lists_the_smallest_limit_first():
     assert first.effect in row
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the probes read /proc, which is Linux's")
 def test_a_probe_counts_every_rank_of_a_small_launch():
     """A launch on two nodes runs to its end, with one connection per node."""

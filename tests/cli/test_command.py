@@ -151,9 +151,8 @@ def test_output_that_cannot_be_written_is_an_error():
     assert shown.stderr == "parawrap completion: the output cannot be written: No space left on device\n"
 
 
-@pytest.mark.parametrize("command", ["completion bash", "doctor"])
-def test_closed_standard_output_is_no_error(command):
+def test_closed_standard_output_is_no_error():
     """Without a standard output, a command that succeeds has exit code 0."""
-    command = f"{sys.executable} -m parawrap {command} >&-"
+    command = f"{sys.executable} -m parawrap completion bash >&-"
     shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert shown.stderr == ""

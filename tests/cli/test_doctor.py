@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -49,6 +50,13 @@ def test_each_state_has_a_line(checks, capsys):
         [],
         ["0", "problems,", "1", "warning,", "1", "ok,", "1", "missing"],
     ]
+
+
+def test_doctor_needs_no_standard_output(checks, monkeypatch):
+    """As after >&- in a shell: the exit code is the result."""
+    checks(Check("a", "problem", "broken", "Mend it"))
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["doctor"]) == 1
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

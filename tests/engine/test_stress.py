@@ -22,6 +22,7 @@ def rss():
     return psutil.Process().memory_info().rss
 
 
+@pytest.mark.long
 @pytest.mark.stress
 def test_many_calls_in_one_block_keep_memory_flat():
     """Memory does not grow over 100,000 calls and submits with changing rows."""

@@ -245,14 +245,9 @@ def test_a_batch_that_contains_itself_has_afingerprint():
 def test_fingerprints_do_not_depend_on_the_run():
     """Sets and hashes of strings have another order in each process."""
     script = "from pathlib import Path; from parawrap.engine._fingerprint import fingerprint\n"
-    script += "print(fingerprint([{'a', 'b', 'c', 'd'}, Path('x'), {'k': frozenset('abc')}]).hex())"
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
+    script += "print(fingerprint([{*'abcdefgh'}, Path('x'), {'k': frozenset('ijklmnop')}]).hex())"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+    assert found == fingerprint([{*"abcdefgh"}, Path("x"), {"k": frozenset("ijklmnop")}]).hex()
 
 
 def test_a_source_that_ends_early_is_refused(tmp_path):
@@ -473,7 +468,7 @@ def _outputs_in(folder):
     return sum(each.suffix == ".output" for each in folder.iterdir()) if folder.is_dir() else 0
 
 
-@pytest.mark.parametrize(("kills", "count"), [(10, 1_000), pytest.param(50, 10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kills", "count"), [(4, 400), pytest.param(50, 10_000, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_at_random_yields_every_output_once(tmp_path, kills, count):
     """Runs die by SIGKILL at random moments. The next run yields every output once."""
     path, folder = write_script(tmp_path, KILLED), tmp_path / "out"

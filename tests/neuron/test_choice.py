@@ -171,7 +171,7 @@ def test_doctor_names_the_runtime(install, monkeypatch):
         monkeypatch.setattr(_choose_runtime, "_chosen", None)
         (check,) = [check for check in machine_checks() if check.name == "NeuronCores"]
         details.append((check.state, check.detail))
-    emulated = "3 emulated cores, as PARAWRAP_NEURON_RUNTIME=host asks for"
+    emulated = "3 emulated cores (PARAWRAP_NEURON_RUNTIME=host)"
     assert details == [("ok", "3 cores with torch_neuron"), ("ok", emulated)]
 
 
