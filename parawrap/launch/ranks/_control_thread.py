@@ -4,7 +4,7 @@ Guarantee: after an order to end, or the death of the launching process, a rank 
 state.
 
 * The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks run.
-* If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within a second.
+* If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within three seconds.
 * The kernel closes the launching process's end of the connection when that process dies. A process that the user forked may
   hold the connection open, so the thread also checks the id of the parent process.
 """
@@ -35,7 +35,7 @@ _LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__)
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
 _CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
 _LOOK_S = 0.1
-_REACTION_S = 1.0
+_REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _IDLE = 0.02  # a waiting thread uses at most this share of a processor
 FORCED = 1  # the exit code of a rank that its control thread ended
 
@@ -147,13 +147,15 @@ class Control:
 
     def _end(self) -> None:
         """End this process: by an exception in the main thread, or by ``os._exit`` if that thread does not react."""
+        until = time.monotonic() + self._assignment.grace_s
         self._dismiss()
         if not self._signal_handled.is_set() and not self._end_ordered.is_set():
             self._end_ordered.set()
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
         users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
-        if users_own or self._signal_handled.wait(_REACTION_S) or not self._main_thread.is_in_distributed():
-            time.sleep(self._assignment.grace_s)
+        reaction_s = min(_REACTION_S, self._assignment.grace_s)
+        if users_own or self._signal_handled.wait(reaction_s) or not self._main_thread.is_in_distributed():
+            time.sleep(max(0.0, until - time.monotonic()))
         os._exit(FORCED)
 
     def _look(self) -> None:
