@@ -103,4 +103,5 @@ def _cores(kind: str) -> str:
 
 def _unknown(kind: str) -> str:
     known = ", ".join(sorted(_MODULES))
-    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}"
+    hint = ". Blocks name kinds as torch does: GPUs of NVIDIA and AMD are 'cuda'" if kind == "gpu" else ""
+    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}{hint}"

@@ -227,10 +227,10 @@ class Parallel(Streams, Generic[TargetT]):
         return self._opened().stats()
 
     def trace(self, path: str | Path) -> Trace:
-        """Record when each lane works, inside ``with p.trace("lanes.json") as trace:``.
+        """Record when each lane works, inside ``with p.trace("lanes.html") as trace:``.
 
-        At the end of the block, `path` holds a trace for chrome://tracing or ui.perfetto.dev. ``trace.spans`` holds the
-        same data.
+        At the end of the block, `path` holds a page for browsers (.html), or a trace for ui.perfetto.dev and
+        chrome://tracing (.json). ``trace.spans`` holds the same data.
 
         Raises:
             ShardError: If no file can be written at `path`, or its name does not end with .html or .json.

@@ -197,3 +197,9 @@ def test_defaults_of_a_backend(fake):
 def test_the_best_backend_has_devices():
     """The best backend of this machine has at least one device."""
     assert best_backend().count() >= 1
+
+
+def test_gpu_is_called_cuda():
+    """Launches call a kind "gpu" that blocks call "cuda"."""
+    with pytest.raises(DeviceUnavailableError, match="GPUs of NVIDIA and AMD are 'cuda'"):
+        resolve_devices(["gpu:0", "gpu:1"])

@@ -110,7 +110,7 @@ def masked(text):
     """Replace text that changes from run to run with `…`, and escape the text for a table cell."""
     for pattern, instead in _MASKS:
         text = re.sub(pattern, instead, text)
-    return text.replace("|", "\\|").strip()
+    return text.replace("|", "\\|").replace("__", "\\_\\_").strip()
 
 
 def cells_on_page():
