@@ -139,7 +139,7 @@ def test_an_urgent_job_preempts(cluster):
 
 def test_a_killed_node_can_be_restored(cluster):
     """Killing a node kills its processes and requeues its job; `restore_node` starts the node again."""
-    _, file = submit(cluster, "srun bash -c 'echo begun $(hostname) ${SLURM_RESTART_COUNT:-0}; sleep 1000'")
+    number, file = submit(cluster, "srun bash -c 'echo begun $(hostname) ${SLURM_RESTART_COUNT:-0}; sleep 1000'")
     wait_for_output(file, "begun node1 0")
     (sleeping,) = [each for each in psutil.process_iter() if each.name() == "sleep" and on_node(each, cluster, "node1")]
     cluster.kill_node("node1")
@@ -148,7 +148,11 @@ def test_a_killed_node_can_be_restored(cluster):
     assert cluster.state_of("node1").startswith("DOWN")
     cluster.restore_node("node1")
     assert cluster.state_of("node1") in ("IDLE", "ALLOCATED")  # allocated if the requeued job was the first to see it
-    eventually(lambda: cluster.hasten() or "begun node1 1" in file.read_text(), "the restart")
+    try:
+        eventually(lambda: cluster.hasten() or "begun node1 1" in file.read_text(), "the restart", 80.0)
+    except AssertionError as error:
+        error.add_note(f"the job: {cluster.job(number)}\nits output:\n{file.read_text()}")
+        raise
 
 
 def on_node(process, cluster, node):

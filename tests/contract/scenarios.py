@@ -190,6 +190,7 @@ def fail_in_every_rank(failure, folder):
     if not is_last_rank():
         while not Path(folder, "failing").exists():
             time.sleep(0.01)
+        time.sleep(2.0)  # on a busy machine, the last rank may not have raised yet
     Path(folder, "failing").touch()
     failure()
 
