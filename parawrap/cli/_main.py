@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from parawrap import __version__
 from parawrap.cli import _completion, _doctor, _run, _trace_to_page
@@ -27,6 +28,8 @@ _EXAMPLES = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # as after 2>&-: print would write to standard output
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
     _print_any_character()
     parser = _parser()
     options, rest = _split(argv)

@@ -37,7 +37,7 @@ _OPTIONS = {
     "name": "the name of the job on a cluster",
     "trace": "a .html or .json file for the timeline of the ranks",
 }
-_NOT_INLINE = {"n_cpus", "n_gpus", "n_nodes", "launcher", "trace"}
+_NOT_INLINE = {"n_cpus", "n_gpus", "n_nodes", "launcher", "timeout_min", "trace"}
 _CLUSTERS = {"slurm", "ray"}  # their ranks are on CPUs, unless n_gpus is set
 
 

@@ -66,7 +66,7 @@ class Trial:
 def _started(name: str) -> subprocess.Popen[str]:
     path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-m", "parawrap.cli._trials", name],
+        [sys.executable, "-P", "-m", "parawrap.cli._trials", name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

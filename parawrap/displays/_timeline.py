@@ -105,7 +105,7 @@ def refusal_of_path(path: str | os.PathLike[str]) -> str | None:
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         return f"{path!r} is not a path. Give a string or a pathlib.Path, such as 'lanes.html'"
-    path = Path(path)
+    path = Path(path).expanduser()
     if path.suffix not in TIMELINE_SUFFIXES:
         return f"{str(path)!r} is not NAME.html (a page for browsers) or NAME.json (a trace for ui.perfetto.dev)"
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ _MOST_KINDS = 4096
 _MANY_KINDS = 64
 _TENSOR = frozenset({torch.Tensor})
 _form_of = attrgetter("ndim", "dtype")
+_OWN_HASH: Any = object.__hash__
+_NAMED = (type, FunctionType, BuiltinFunctionType)
 
 
 class Kind:
@@ -94,19 +97,20 @@ class Kinds:
         if kind is None:
             if len(self._kinds) >= _MOST_KINDS:
                 self._kinds.clear()
+                self._differ_in_values.clear()
             kind = self._kinds[key] = Kind()
             if not only_tensors:
-                self._warn_of_many(method, flat)
+                self._warn_of_many((*key[:2], *key[3:]))
         return kind
 
-    def _warn_of_many(self, method: str | None, flat: FlatCall) -> None:
-        """Warn once per method and structure: the lanes of a first call run one after another."""
-        self._differ_in_values[method, flat.spec] += 1
-        if self._differ_in_values[method, flat.spec] == _MANY_KINDS:
+    def _warn_of_many(self, common: Any) -> None:
+        """Warn once per kind without values: the lanes of a first call run one after another."""
+        self._differ_in_values[common] += 1
+        if self._differ_in_values[common] == _MANY_KINDS:
             warn_caller(
-                f"{_MANY_KINDS} calls differed in an argument that is not a tensor, such as the number of a step. Each "
-                "such call is the first of its kind, whose lanes run one after another. Pass a number that changes with "
-                "each call as a 0-d tensor"
+                f"{_MANY_KINDS} calls differed in arguments that are not tensors, such as a text or the number of a step. "
+                "Each such call is the first of its kind, whose lanes run one after another. Pass a number that changes "
+                "with each call as a 0-d tensor"
             )
 
 
@@ -153,11 +157,14 @@ def _value_of(leaf: Any) -> Any:
         return _form_of(leaf)
     if isinstance(leaf, Opaque):
         return type(leaf.value)
+    if isinstance(leaf, _NAMED):
+        return leaf
     try:
         hash(leaf)
     except TypeError:
         return type(leaf)
-    return type(leaf), leaf
+    # An object that is equal to itself alone would be held by its kind.
+    return type(leaf) if type(leaf).__hash__ is _OWN_HASH else (type(leaf), leaf)
 
 
 def _other_sizes(plan: ShardPlan, flat: FlatCall) -> list[list[int]]:

@@ -97,7 +97,7 @@ class Trace:
             raise ShardError(msg)
         self._recorder = recorder
         self._lanes = lanes
-        self._path = Path(path).absolute()  # the block may change the working directory
+        self._path = Path(path).expanduser().absolute()  # the block may change the working directory
         self._is_used = False
         self.began = 0
         self.spans: list[CallSpan] = []

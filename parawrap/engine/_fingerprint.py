@@ -5,18 +5,20 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import hashlib
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import Any
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 
 from parawrap.errors import ResumeError
 
-__all__ = ["FINGERPRINT_BYTES", "fingerprint"]
+__all__ = ["FINGERPRINT_BYTES", "fingerprint", "global_name"]
 
 FINGERPRINT_BYTES = 16
 _PROTOCOL = 4  # of pickle, for the state of objects
+_EXTENDED = "gG"  # numpy's types with more precision, whose bytes have padding
 
 
 def fingerprint(batch: Any) -> bytes:
@@ -25,7 +27,10 @@ def fingerprint(batch: Any) -> bytes:
     Raises:
         ResumeError: If an object in the batch has no state that can be compared, such as a lock.
     """
-    return _digest_of(batch, ())
+    try:
+        return _digest_of(batch, ())
+    except RecursionError as error:
+        _refuse(batch, error)
 
 
 def _digest_of(value: Any, around: tuple[int, ...]) -> bytes:
@@ -41,27 +46,53 @@ def _add(digest: hashlib.blake2b, value: Any, around: tuple[int, ...]) -> None:
         return
     around = (*around, id(value))
     digest.update(f"{_name(type(value))};".encode())
+    add = _RULES.get(type(value), _add_object)
     if isinstance(value, torch.Tensor):
-        _add_tensor(digest, value)
-    elif value is None or isinstance(value, str | int | float | complex):
-        digest.update(f"{value!r};".encode())
-    elif isinstance(value, Mapping):
-        _add(digest, [part for item in value.items() for part in item], around)
-    elif isinstance(value, AbstractSet):
-        digest.update(b"".join(sorted(_digest_of(item, around) for item in value)))
-    elif isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        digest.update(f"{len(value)};".encode())
-        for item in value:
-            _add(digest, item, around)
-    elif (view := _buffer_of(value)) is not None:
-        digest.update(f"{view.format}{view.shape};".encode())
-        digest.update(view.tobytes())
-    elif callable(convert := getattr(value, "tolist", None)):  # an array of objects
-        _add(digest, convert(), around)
-    elif isinstance(value, type):
-        digest.update(f"{_name(value)};".encode())
+        add = _add_tensor
+    elif add is _add_object and (numpy := sys.modules.get("numpy")) is not None:
+        if type(value) is numpy.ndarray:
+            add = _add_array
+        elif isinstance(value, numpy.generic):
+            value, add = numpy.asarray(value), _add_array
+    add(digest, value, around)
+
+
+def _add_text(digest: hashlib.blake2b, value: Any, around: tuple[int, ...]) -> None:
+    digest.update(f"{hex(value) if type(value) is int else repr(value)};".encode())
+
+
+def _add_bytes(digest: hashlib.blake2b, value: bytes | bytearray, around: tuple[int, ...]) -> None:
+    digest.update(f"{len(value)};".encode())
+    digest.update(value)
+
+
+def _add_items(digest: hashlib.blake2b, value: Sequence[Any], around: tuple[int, ...]) -> None:
+    digest.update(f"{len(value)};".encode())
+    for item in value:
+        _add(digest, item, around)
+
+
+def _add_dict(digest: hashlib.blake2b, value: dict[Any, Any], around: tuple[int, ...]) -> None:
+    _add_items(digest, [part for item in value.items() for part in item], around)
+
+
+def _add_set(digest: hashlib.blake2b, value: set[Any] | frozenset[Any], around: tuple[int, ...]) -> None:
+    digest.update(f"{len(value)};".encode())
+    digest.update(b"".join(sorted(_digest_of(item, around) for item in value)))
+
+
+def _add_global(digest: hashlib.blake2b, value: Any, around: tuple[int, ...]) -> None:
+    name = global_name(value)
+    if name is None:
+        _refuse(value, f"{_name(value)} cannot be found by its name")
+    digest.update(f"{name}{getattr(value, '_fields', '')};".encode())  # classes of namedtuples may have one name
+
+
+def _add_object(digest: hashlib.blake2b, value: Any, around: tuple[int, ...]) -> None:
+    if isinstance(value, type):
+        _add_global(digest, value, around)
     else:
-        _add(digest, _state(value), around)
+        _add_items(digest, _state(value), around)
 
 
 def _state(value: Any) -> list[Any]:
@@ -69,33 +100,74 @@ def _state(value: Any) -> list[Any]:
     reduce = copyreg.dispatch_table.get(type(value))
     try:
         reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
-    except Exception as error:
-        msg = (
-            f"the batch holds a {_name(type(value))}, which cannot be compared with the batch of another run: {error}. "
-            "Yield paths, numbers, arrays, or tensors, and make other objects in prepare"
-        )
-        raise ResumeError(msg) from error
-    if isinstance(reduced, str):  # the name of a global object
-        return [reduced]
-    make, args, state, items, pairs = (*reduced, None, None, None)[:5]
-    maker = _name(make) if hasattr(make, "__qualname__") else make
-    return [maker, args, state, list(items or ()), list(pairs or ())]
+        if isinstance(reduced, str):  # the name of a global object
+            return [getattr(value, "__module__", None), reduced]
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        return [make, args, state, list(items or ()), list(pairs or ())]
+    except Exception as error:  # noqa: BLE001 (a class may raise anything)
+        _refuse(value, error)
 
 
-def _name(thing: Any) -> str:
-    """Return the full name of a class or a function."""
-    return f"{thing.__module__}.{thing.__qualname__}"
+_RULES: dict[type, Callable[[hashlib.blake2b, Any, tuple[int, ...]], None]] = {
+    **dict.fromkeys((type(None), bool, int, float, complex, str), _add_text),
+    **dict.fromkeys((bytes, bytearray), _add_bytes),
+    **dict.fromkeys((list, tuple), _add_items),
+    **dict.fromkeys((set, frozenset), _add_set),
+    **dict.fromkeys((type(_add_text), type(len)), _add_global),
+    dict: _add_dict,
+}
 
 
-def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
+def global_name(value: Any) -> str | None:
+    """Return the module and the name of a function or a class; None if it cannot be found there, as a lambda."""
+    try:
+        module, name = value.__module__, value.__qualname__
+        found = attrgetter(name)(sys.modules[module])
+    except (AttributeError, KeyError, TypeError):
+        return None
+    return f"{module}.{name}" if found is value else None
+
+
+def _name(kind: Any) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _add_array(digest: hashlib.blake2b, array: Any, around: tuple[int, ...]) -> None:
+    """Add a numpy array. Padding between its fields or numbers does not count."""
+    digest.update(f"{array.dtype.str}{array.shape};".encode())
+    if array.dtype.names is not None:
+        _add_items(digest, [part for name in array.dtype.names for part in (name, array[name])], around)
+    elif array.dtype.hasobject:
+        _add_items(digest, array.ravel().tolist(), around)
+    elif array.dtype.char in _EXTENDED:
+        _add_items(digest, list(map(repr, array.ravel().tolist())), around)
+    else:
+        digest.update(array.tobytes())
+
+
+def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor, around: tuple[int, ...]) -> None:
     sizes = None if tensor.is_nested else tuple(tensor.shape)
     digest.update(f"{tensor.dtype}{tensor.layout}{sizes};".encode())
-    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
-        for part in _strided_parts(tensor.detach()):
-            _add_tensor(digest, part)
-        return
-    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    digest.update((ctypes.c_char * data.nbytes).from_address(data.data_ptr()) if data.nbytes else b"")
+    if hasattr(tensor, "__tensor_flatten__"):  # it consists of other tensors
+        names, context = tensor.__tensor_flatten__()
+        _add_items(digest, [*(getattr(tensor, name) for name in names), context], around)
+    elif tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
+        _add_items(digest, _strided_parts(tensor.detach()), around)
+    else:
+        _add_memory(digest, tensor)
+    if attributes := vars(tensor):
+        _add_dict(digest, attributes, around)
+
+
+def _add_memory(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:
+    try:
+        data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        start, count = data.data_ptr(), data.nbytes
+    except Exception as error:  # noqa: BLE001 (of a subclass, or on the meta device)
+        _refuse(tensor, error)
+    if count and not start:
+        _refuse(tensor, "it has no memory of its own")
+    digest.update((ctypes.c_char * count).from_address(start) if count else b"")
 
 
 def _strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -107,7 +179,7 @@ def _strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
     if tensor.is_nested:
         return tensor.unbind()
     if tensor.is_quantized:
-        return (tensor.dequantize(),)
+        return tensor.int_repr(), *_scales(tensor)
     if tensor.layout == torch.sparse_coo:
         merged = tensor.coalesce()
         return merged.indices(), merged.values()
@@ -115,14 +187,19 @@ def _strided_parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return tensor.crow_indices(), tensor.col_indices(), tensor.values()
     if tensor.layout in {torch.sparse_csc, torch.sparse_bsc}:
         return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    msg = f"the batch holds a tensor of layout {tensor.layout}, which cannot be compared. Yield strided or sparse tensors"
+    return _refuse(tensor, f"its layout is {tensor.layout}")
+
+
+def _scales(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    if tensor.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
+        return (torch.tensor([tensor.q_scale(), tensor.q_zero_point()], dtype=torch.float64),)
+    axis = torch.tensor(tensor.q_per_channel_axis())
+    return tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), axis
+
+
+def _refuse(value: Any, why: object) -> NoReturn:
+    msg = (
+        f"the batch holds a {_name(type(value))}, which cannot be compared with the batch of another run: {why}. "
+        "Yield paths, numbers, arrays, or tensors, and make other objects in prepare"
+    )
     raise ResumeError(msg)
-
-
-def _buffer_of(value: Any) -> memoryview | None:
-    """Return the bytes of a numpy array or another buffer of plain values; None for other objects."""
-    try:
-        view = memoryview(value)
-    except (TypeError, ValueError):
-        return None
-    return None if "O" in view.format else view

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import os
+import pickle
 import re
 import threading
 from concurrent.futures import Future
@@ -18,7 +19,6 @@ import torch
 
 from parawrap.engine._fingerprint import FINGERPRINT_BYTES, fingerprint
 from parawrap.errors import ResumeError
-from parawrap.tree import Opaque, flatten, unflatten
 
 __all__ = ["OutputFolder"]
 
@@ -50,7 +50,7 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path, target: str) -> None:
-        self._path = path.resolve()
+        self._path = path.expanduser().resolve()
         self._target = target
         self._committed: set[int] = set()
         self._fingerprints: dict[int, bytes] = {}  # of the batches in flight
@@ -165,6 +165,9 @@ class OutputFolder:
             except ValueError as error:
                 msg = f"{manifest} is damaged: {error}. Use another folder"
                 raise ResumeError(msg) from error
+            if not isinstance(found, dict):
+                msg = f"{manifest} is damaged. Use another folder"
+                raise ResumeError(msg)
             if found.get("format") != _FORMAT:
                 msg = f"{manifest} was written by another release of parawrap. Use another folder"
                 raise ResumeError(msg)
@@ -207,37 +210,57 @@ class OutputFolder:
 
     def _saved(self, number: int) -> tuple[bytes, Any] | None:
         """Return the fingerprint of the batch and its output, or None if the file is damaged or deleted."""
+        file = self._file(number)
         try:
-            content = self._file(number).read_bytes()
+            content = file.read_bytes()
         except FileNotFoundError:
-            _LOG.warning("%s was deleted: its batch runs again", self._file(number))
+            _LOG.warning("%s was deleted: its batch runs again", file)
             return None
+        except OSError as error:
+            msg = f"{file} cannot be read: {error}. Delete it, or use another folder"
+            raise ResumeError(msg) from error
         checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
         if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
-            _LOG.warning("%s is damaged: its batch runs again", self._file(number))
+            _LOG.warning("%s is damaged: its batch runs again", file)
             return None
-        output = torch.load(io.BytesIO(body[FINGERPRINT_BYTES:]), weights_only=False)
+        try:
+            output = torch.load(io.BytesIO(body[FINGERPRINT_BYTES:]), weights_only=False)
+        except Exception as error:
+            msg = (
+                f"{file} cannot be loaded: {error}. Its classes and devices must exist, as in the run that saved it. Or "
+                "delete the file: its batch runs again"
+            )
+            raise ResumeError(msg) from error
         return body[:FINGERPRINT_BYTES], output
 
 
+class _OutputPickler(pickle.Pickler):
+    """Saves a tensor that is a part of a larger storage alone. Refuses tensors that require gradients."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.requires_grad:
+            msg = "it has a gradient, which a folder cannot keep. Run the stream in torch.no_grad()"
+            raise ResumeError(msg)
+        is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not vars(value)
+        if is_plain and value.untyped_storage().nbytes() > value.nbytes:
+            return value.clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+        return NotImplemented
+
+
+class _Pickles:
+    """The pickle module of `torch.save`."""
+
+    Pickler = _OutputPickler
+
+
 def _saved_bytes(output: Any, number: int) -> bytes:
-    leaves, spec = flatten(output)
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        msg = f"the output of batch {number} has a gradient, which a folder cannot keep. Run the stream in torch.no_grad()"
-        raise ResumeError(msg)
     buffer = io.BytesIO()
     try:
-        torch.save(unflatten(spec, [_compact(leaf) for leaf in leaves]), buffer)
+        torch.save(output, buffer, pickle_module=_Pickles)
     except Exception as error:
-        msg = f"the output of batch {number} cannot be saved: {error}. Return tensors, numbers, or strings"
+        remedy = "" if isinstance(error, ResumeError) else ". Return tensors, numbers, or strings"
+        msg = f"the output of batch {number} cannot be saved: {error}{remedy}"
         raise ResumeError(msg) from error
     return buffer.getvalue()
-
-
-def _compact(leaf: Any) -> Any:
-    """Copy a tensor that is a part of a larger storage, which `torch.save` would write whole."""
-    if isinstance(leaf, Opaque):
-        return leaf.value
-    if type(leaf) is torch.Tensor and leaf.layout == torch.strided:
-        return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
-    return leaf

@@ -241,7 +241,7 @@ class Parallel(Streams, Generic[TargetT]):
         return self._entry_of("forward" if self._in_place is None else self._only_method())
 
     def _entry_of(self, method: str) -> tuple[Entry, str]:
-        name = f"{getattr(self.target, '__qualname__', type(self.target).__qualname__)}"
+        name = _name_of(self.target)
         if self._in_place is None:
             return Entry(self.target), name
         if method == "forward":
@@ -359,6 +359,14 @@ class Method(Streams):
 
     def _entry(self) -> tuple[Entry, str]:
         return self._block._entry_of(self._name)
+
+
+def _name_of(target: Any) -> str:
+    """Return the module and the name of a function, or of the class of an object."""
+    if isinstance(target, partial):
+        return f"partial of {_name_of(target.func)}"
+    named = target if hasattr(target, "__qualname__") else type(target)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:

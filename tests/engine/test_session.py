@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -524,8 +526,24 @@ def test_calls_that_never_repeat_warn_once(opened):
     session, x = opened(lambda x, step: x + step), torch.ones(4, 2)
     for step in range(63):
         call(session, x, step)
-    with pytest.warns(UserWarning, match=r"64 calls differed in an argument .*as a 0-d tensor"):
+    with pytest.warns(UserWarning, match=r"64 calls differed in arguments .*as a 0-d tensor"):
         call(session, x, 63)
     for step in range(64, 200):
         call(session, x, step)
         call(session, x, torch.tensor(step))
+
+
+def test_a_session_holds_no_objects_of_its_callers(opened):
+    """Objects that are equal to themselves alone are one kind per class."""
+
+    class Context:
+        pass
+
+    session, x = opened(lambda x, context: x * 2), torch.ones(4, 2)
+    contexts = [Context() for _ in range(3)]
+    held = [weakref.ref(each) for each in contexts]
+    for each in contexts:
+        call(session, x, each)
+    del contexts, each
+    gc.collect()
+    assert [reference() for reference in held] == [None] * 3

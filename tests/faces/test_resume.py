@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import cmath
 import errno
 import fcntl
+import functools
 import json
+import math
 import os
 import random
 import re
@@ -12,10 +15,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections import Counter
+from array import array
+from collections import Counter, UserDict, defaultdict, deque
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -140,6 +145,67 @@ class Sample:
     tags: set[str]
 
 
+class Marked(list):
+    """A list with an attribute."""
+
+    def __init__(self, items, mark=None):
+        super().__init__(items)
+        self.mark = mark
+
+
+class Hidden(str):
+    """A text that its repr does not show."""
+
+    __slots__ = ()
+
+    def __repr__(self):
+        return "***"
+
+
+class Built:
+    """An object that pickle makes by a bound method."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def again(self):
+        return Built(self.number)
+
+    def __reduce__(self):
+        return Factory(self.number).make, ()
+
+
+class Factory:
+    def __init__(self, number):
+        self.number = number
+
+    def make(self):
+        return Built(self.number)
+
+
+def marked(tensor, mark):
+    tensor.mark = mark
+    return tensor
+
+
+class Pair(torch.Tensor):
+    """A tensor that consists of two others, without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, left, right):
+        return torch.Tensor._make_wrapper_subclass(cls, left.shape, dtype=left.dtype)
+
+    def __init__(self, left, right):
+        self.left, self.right = left, right
+
+    def __tensor_flatten__(self):
+        return ["left", "right"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
 class Picture:
     """An object that keeps its values where `vars` does not show them."""
 
@@ -207,6 +273,26 @@ def test_a_source_that_changed_is_refused(tmp_path, changed):
         (re.compile("a"), re.compile("b")),
         (int, float),
         (frozenset({(1, "a")}), frozenset({(1, "b")})),
+        (array("d", [1.0]), array("d", [2.0])),
+        (np.ma.array([1, 2], mask=[True, False]), np.ma.array([1, 2], mask=[False, True])),
+        (np.array([1], "M8[s]"), np.array([1], "M8[ms]")),
+        (np.array([(1, "a")], [("n", int), ("o", object)]), np.array([(1, "b")], [("n", int), ("o", object)])),
+        (np.float32(1), np.float32(2)),
+        (Marked([1], mark="a"), Marked([1], mark="b")),
+        (marked(torch.ones(2), "a"), marked(torch.ones(2), "b")),
+        (Pair(torch.ones(2), torch.ones(2)), Pair(torch.ones(2), torch.zeros(2))),
+        (array("f", [1.0, 2.0]), array("d", [1.0, 2.0])),
+        (np.datetime64(5, "s"), np.datetime64(5, "ns")),
+        (np.array([(1,)], [("O1", "i4")]), np.array([(1,)], [("O2", "i4")])),
+        (np.empty((0, 3), object), np.empty((0, 5), object)),
+        (defaultdict(int), defaultdict(float)),
+        (deque([1], maxlen=1), deque([1], maxlen=2)),
+        (UserDict(a=1), UserDict(a=2)),
+        (Hidden("a"), Hidden("b")),
+        (Built(1), Built(2)),
+        (math.sqrt, cmath.sqrt),
+        (len, sum),
+        ([10**5000], [10**5000 + 1]),
     ],
 )
 def test_batches_of_any_kind_are_told_apart(tmp_path, first, second):
@@ -228,6 +314,38 @@ def test_a_batch_that_cannot_be_compared_is_refused(tmp_path):
             next(outputs)
     assert caught.value.__notes__ == ["while batch 0 of the stream was read, counted from 0"]
     assert not list(tmp_path.glob("*.output"))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        (i for i in range(2)),
+        torch.ones(2, device="meta"),
+        lambda: 1,
+        partial(lambda: 1),
+        functools.reduce(lambda inner, _: [inner], range(2000), []),
+    ],
+    ids=["generator", "meta", "lambda", "partial", "deep"],
+)
+def test_values_without_a_comparable_state_are_refused(batch):
+    """And not compared by their class alone."""
+    with pytest.raises(ResumeError, match="cannot be compared with the batch of another run"):
+        fingerprint(batch)
+
+
+@pytest.mark.parametrize("kind", [np.longdouble, [("a", "i1"), ("b", "i8")]], ids=["longdouble", "fields"])
+def test_padding_does_not_count(kind):
+    """Arrays with equal values may have other bytes between them."""
+    dtype = np.dtype(kind, align=True)
+    found = set()
+    for filler in (0, 255):
+        array = np.full(3 * dtype.itemsize, filler, np.uint8).view(dtype)
+        array[...] = np.zeros(3, dtype) if dtype.names is None else np.array([(1, 2)] * 3, dtype)
+        if dtype.names is not None:
+            for name in dtype.names:
+                array[name] = 5
+        found.add(fingerprint(array))
+    assert len(found) == 1
 
 
 def test_a_batch_that_contains_itself_has_afingerprint():
@@ -260,7 +378,7 @@ def test_a_source_that_ends_early_is_refused(tmp_path):
 def test_a_folder_of_another_target_is_refused(tmp_path):
     """Another method or class computes other outputs."""
     run(tmp_path, batches(2))
-    with pytest.raises(ResumeError, match=r"holds the outputs of Counting\.forward, not of Linear\.forward"):
+    with pytest.raises(ResumeError, match=r"holds the outputs of .*\.Counting\.forward, not of torch\..*\.Linear\.forward"):
         run(tmp_path, batches(2), nn.Linear(1, 1))
 
 
@@ -362,6 +480,39 @@ def test_outputs_with_gradients_are_refused(tmp_path):
         list(p.map(batches(1), resume=tmp_path))
 
 
+def test_a_gradient_inside_an_object_is_refused(tmp_path):
+    """Parawrap does not know the class of the output."""
+    linear = nn.Linear(1, 1)
+    target = lambda x: Picture(linear(x))  # noqa: E731
+    with (
+        parallel(target, TWO, join="list") as p,
+        pytest.raises(ResumeError, match=r"batch 0 cannot be saved: it has a gradient"),
+    ):
+        list(p.map(batches(1), resume=tmp_path))
+
+
+def test_attributes_of_outputs_are_saved(tmp_path):
+    """A later run yields what the first one yielded."""
+
+    def target(x):
+        output = Marked([x * 2], mark=x.sum())
+        output.append(marked(x[:1], "a"))
+        return output
+
+    for _ in range(2):
+        with torch.no_grad(), parallel(target, TWO) as p:
+            (found,) = p.map(batches(1), resume=tmp_path)
+        assert (type(found), found.mark, found[1].mark) == (Marked, torch.tensor(0.0), "a")
+
+
+@pytest.mark.parametrize("second", [partial(torch.add, torch.ones(1)), torch.nn.functional.relu])
+def test_another_function_is_refused(tmp_path, second):
+    """Also a partial of another function."""
+    run(tmp_path, batches(1), partial(torch.mul, torch.ones(1)))
+    with pytest.raises(ResumeError, match=r"holds the outputs of partial of .*mul, not of"):
+        run(tmp_path, batches(1), second)
+
+
 def test_an_output_that_cannot_be_saved_is_named(tmp_path):
     """The error gives the batch and the reason."""
     with parallel(lambda x: threading.Lock(), TWO) as p, pytest.raises(ResumeError, match=r"output of batch 0 .*lock"):
@@ -406,6 +557,13 @@ def test_a_sparse_or_quantized_batch_with_other_values_is_refused(form):
     assert fingerprint(form(torch.eye(2))) != fingerprint(form(torch.eye(2).flip(0)))
 
 
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_the_scale_of_a_quantized_batch_counts():
+    """Zeros have equal values in any scale."""
+    first, second = (torch.quantize_per_tensor(torch.zeros(2), scale, 0, torch.qint8) for scale in (0.1, 0.2))
+    assert fingerprint(first) != fingerprint(second)
+
+
 def test_a_folder_that_is_deleted_during_the_stream_is_an_error_of_resume(tmp_path):
     """The output that cannot be written is named."""
     with torch.no_grad(), parallel(Counting(), TWO) as p:
@@ -432,6 +590,26 @@ def test_a_damaged_manifest_is_named(tmp_path):
     (tmp_path / "stream.json").touch()
     with pytest.raises(ResumeError, match=r"stream\.json is damaged"):
         run(tmp_path, batches(1))
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "5"])
+def test_a_manifest_of_another_form_is_damaged(tmp_path, text):
+    """It is JSON, and no description of a stream."""
+    (tmp_path / "stream.json").write_text(text)
+    with pytest.raises(ResumeError, match=r"stream\.json is damaged"):
+        run(tmp_path, batches(1))
+
+
+def test_outputs_that_cannot_be_read_or_loaded_are_named(tmp_path, monkeypatch):
+    """A folder in place of a file, or a class that no longer exists."""
+    run(tmp_path, batches(2))
+    (file := tmp_path / "000000001.output").unlink()
+    file.mkdir()
+    with pytest.raises(ResumeError, match=r"000000001\.output cannot be read"):
+        run(tmp_path, batches(2))
+    monkeypatch.setattr(torch, "load", Mock(side_effect=AttributeError("Box is gone")))
+    with pytest.raises(ResumeError, match=r"000000000\.output cannot be loaded: Box is gone"):
+        run(tmp_path, batches(2))
 
 
 def test_an_empty_output_file_is_computed_again(tmp_path):
