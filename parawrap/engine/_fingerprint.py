@@ -99,10 +99,10 @@ def _state(value: Any) -> list[Any]:
     """Return what pickle would save of an object. The pickle itself may differ between equal objects."""
     reduce = copyreg.dispatch_table.get(type(value))
     try:
-        reduced = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
+        reduced: Any = value.__reduce_ex__(_PROTOCOL) if reduce is None else reduce(value)
         if isinstance(reduced, str):  # the name of a global object
             return [getattr(value, "__module__", None), reduced]
-        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        make, args, state, items, pairs = [*reduced, None, None, None][:5]
         return [make, args, state, list(items or ()), list(pairs or ())]
     except Exception as error:  # noqa: BLE001 (a class may raise anything)
         _refuse(value, error)
@@ -148,8 +148,8 @@ def _add_array(digest: hashlib.blake2b, array: Any, around: tuple[int, ...]) -> 
 def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor, around: tuple[int, ...]) -> None:
     sizes = None if tensor.is_nested else tuple(tensor.shape)
     digest.update(f"{tensor.dtype}{tensor.layout}{sizes};".encode())
-    if hasattr(tensor, "__tensor_flatten__"):  # it consists of other tensors
-        names, context = tensor.__tensor_flatten__()
+    if (taken_apart := getattr(tensor, "__tensor_flatten__", None)) is not None:  # it consists of other tensors
+        names, context = taken_apart()
         _add_items(digest, [*(getattr(tensor, name) for name in names), context], around)
     elif tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized:
         _add_items(digest, _strided_parts(tensor.detach()), around)
