@@ -41,15 +41,23 @@ class KeptActors:
         return _Calls(actor)
 
     def kill(self, calls: _Calls) -> None:
-        """End an actor that is busy, and keep one that is idle. A second call has no effect."""
+        """Keep an actor that has answered its latest call; end one that is busy or dead. A second call has no effect."""
         if calls.has_ended:
             return
         calls.has_ended = True
-        busy = self._ray.wait([calls.latest], timeout=0)[1] if calls.latest is not None else []
-        if busy:
-            self._ray.kill(calls.actor)
-        else:
+        if self._has_answered(calls.latest):
             self._kept.append(calls.actor)
+        else:
+            self._ray.kill(calls.actor)
+
+    def _has_answered(self, latest: Any) -> bool:
+        if latest is None or not self._ray.wait([latest], timeout=0)[0]:
+            return False
+        try:
+            self._ray.get(latest)
+        except self._ray.exceptions.RayError:  # the actor is dead
+            return False
+        return True
 
 
 class _Renewable(Actor):
