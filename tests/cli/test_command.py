@@ -151,6 +151,13 @@ def test_output_that_cannot_be_written_is_an_error():
     assert shown.stderr == "parawrap completion: the output cannot be written: No space left on device\n"
 
 
+def test_errors_do_not_go_to_standard_output():
+    """Also if standard error is closed."""
+    command = f"{sys.executable} -m parawrap run gone:main 2>&-"
+    shown = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (shown.returncode, shown.stdout) == (2, "")
+
+
 def test_closed_standard_output_is_no_error():
     """Without a standard output, a command that succeeds has exit code 0."""
     command = f"{sys.executable} -m parawrap completion bash >&-"

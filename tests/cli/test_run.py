@@ -121,6 +121,7 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
             "--inline runs one rank in this process, so n_cpus has no effect",
         ),
         (["train:main", "--inline", "--trace", "t.html", "--", "1"], "so trace has no effect"),
+        (["train:main", "--inline", "--timeout-min", "1", "--", "1"], "so timeout_min has no effect"),
         (["train:main", "--inline", "--dry-run"], "argument --dry-run: not allowed with argument --inline"),
         (["train:main", "--dry", "--", "1"], "unrecognized arguments: --dry"),
         (["train:main", "--trace", "gone/t.html", "--", "1"], "trace: the folder of 'gone/t.html' does not exist"),

@@ -390,6 +390,13 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+def test_the_home_folder_may_be_short(tmp_path, monkeypatch):
+    """A shell expands ~ only at the begin of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run("~/outputs", batches(1))
+    assert (tmp_path / "outputs" / "000000000.output").exists()
+
+
 def test_the_path_of_a_file_is_refused(tmp_path):
     """A file is not overwritten by the outputs of a stream."""
     (tmp_path / "thesis.txt").write_text("mine")

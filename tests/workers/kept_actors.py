@@ -61,7 +61,7 @@ class KeptActors:
 
 
 class _Renewable(Actor):
-    """An actor that can begin anew."""
+    """An actor that can start again, as new."""
 
     def renew(self, *args: Any) -> None:
         with warnings.catch_warnings():
