@@ -391,7 +391,7 @@ def test_a_folder_with_other_files_is_refused_and_unchanged(tmp_path):
 
 
 def test_the_home_folder_may_be_short(tmp_path, monkeypatch):
-    """A shell expands ~ only at the begin of a word."""
+    """A shell expands ~ only at the beginning of a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
     run("~/outputs", batches(1))
     assert (tmp_path / "outputs" / "000000000.output").exists()
