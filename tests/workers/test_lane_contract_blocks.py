@@ -693,15 +693,20 @@ def test_buffers_of_lane_0_return_after_an_error(lanes):
 
 
 @in_threads_alone("buffers of whole calls stay in the worker")
-def test_buffers_of_whole_calls_return_to_the_model(lanes):
-    """Whole calls one after another leave the statistics of the plain calls."""
+def test_buffers_of_whole_calls_in_lane_0_return_to_the_model(lanes):
+    """Whole calls one after another leave the statistics of those that lane 0 ran, which need not be all."""
     model = nn.BatchNorm1d(4)
     plain = copy.deepcopy(model)
+    returned = 0
     with lanes(model) as p:
-        for _ in range(3):
+        while returned < 3:
             x = torch.randn(8, 4)
-            assert_close(p.submit(x).result(), plain(x))
+            future = p.submit(x)
+            output, in_lane_0 = future.result(), future.lane == 0
+            expected = plain if in_lane_0 else copy.deepcopy(plain)
+            assert_close(output, expected(x))
             assert_close(model.state_dict(), plain.state_dict())
+            returned += in_lane_0
 
 
 @fails(
