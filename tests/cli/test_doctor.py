@@ -78,6 +78,14 @@ def test_a_trial_that_fails_shows_its_error(monkeypatch):
     assert "Traceback" in check.traceback
 
 
+def test_files_of_the_working_folder_do_not_mislead_a_trial(tmp_path, monkeypatch):
+    """A trial does not import a file that has the name of a standard module."""
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the standard module')")
+    monkeypatch.chdir(tmp_path)
+    with _trials.Trial("block on two CPU lanes") as trial:
+        assert trial.check(60).state == "ok"
+
+
 def test_a_trial_has_a_time_limit():
     """A trial that is not done in time is a problem. Its process is killed."""
     with _trials.Trial("block on two workers") as trial:

@@ -430,6 +430,14 @@ def test_a_trace_is_written_at_the_end_of_its_block(tmp_path):
     assert [event["args"]["name"] for event in events if event["ph"] == "M"] == [f"lane {i} on cpu" for i in range(3)]
 
 
+def test_a_trace_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    """``~`` is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with parallel(lambda x: x, TWO) as p, p.trace("~/lanes.json"):
+        p(torch.zeros(6))
+    assert json.loads((tmp_path / "lanes.json").read_text())["traceEvents"]
+
+
 def test_a_trace_is_written_after_an_exception(tmp_path):
     """The file has the spans of the call that raised, with the type of the exception."""
 

@@ -43,6 +43,13 @@ def test_ranks_without_groups_have_no_meeting(tmp_path):
     assert [name for name, _ in phases_of(read_timeline(tmp_path / "t.json"), 1)] == ["start", "run", "teardown"]
 
 
+def test_a_trace_may_lie_in_the_home_folder(tmp_path, monkeypatch):
+    """``~`` is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    wrapper(ranks("~/t.json", ipc_groups=None))(lambda: None)()
+    assert len(read_timeline(tmp_path / "t.json").tracks) == 3
+
+
 def test_the_failure_is_in_the_phase_of_the_rank_that_raised(tmp_path):
     """The run of the failing rank has the exception. The launch still writes the file, and raises."""
 
