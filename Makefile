@@ -19,7 +19,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-faces test-core test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: demo test test-core test-faces test-workers test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -27,7 +27,7 @@ demo: $(STAMP)
 
 # In parallel, the longest first, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=3 --output-sync=target test-core test-faces test-local-launches test-launches test-devices
+	$(MAKE) --jobs=4 --output-sync=target test-core test-faces test-workers test-local-launches test-launches test-devices
 
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 
@@ -42,8 +42,14 @@ FACES := tests/faces tests/functional tests/neuron
 test-faces: $(STAMP)
 	$(BIN)/python -m pytest $(FACES) -m 'not ($(SLOW))'
 
+test-workers: $(STAMP)
+	$(BIN)/python -m pytest tests/workers -m 'not ($(SLOW))'
+
+# All others, except those that need packages of their own: test-pages and test-distribution run these.
+ELSEWHERE := tests/launch $(FACES) tests/workers tests/site tests/distribution
+
 test-core: $(STAMP)
-	$(BIN)/python -m pytest --ignore=tests/launch $(FACES:%=--ignore=%) -m 'not ($(SLOW))'
+	$(BIN)/python -m pytest $(ELSEWHERE:%=--ignore=%) -m 'not ($(SLOW))'
 
 # In processes of their own: a simulated accelerator becomes torch's accelerator for the whole process, under one name.
 test-devices: $(STAMP)
@@ -93,7 +99,7 @@ tally: $(STAMP)
 test-xla: $(XLA_STAMP)
 	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuron
 
-# Compare random models, calls, and changes with the plain call. `make test` runs 300 of these cases.
+# Compare random models, calls, and changes with the plain call. `make test-long` runs 300 of these cases.
 fuzz: $(STAMP)
 	$(BIN)/python -m tests.fuzz --cases 10000
 	$(BIN)/python -m tests.fuzz --cases 10000 --devices sim

@@ -43,6 +43,7 @@ def test_many_calls_in_one_block_keep_memory_flat():
         assert p.stats().calls == 101_000
 
 
+@pytest.mark.long
 @pytest.mark.stress
 def test_many_blocks_keep_threads_and_memory_flat():
     """Neither threads nor memory grow over 200 blocks."""

@@ -653,7 +653,7 @@ def _outputs_in(folder):
     return sum(each.suffix == ".output" for each in folder.iterdir()) if folder.is_dir() else 0
 
 
-@pytest.mark.parametrize(("kills", "count"), [(4, 400), pytest.param(50, 10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("kills", "count"), [(2, 200), pytest.param(50, 10_000, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_at_random_yields_every_output_once(tmp_path, kills, count):
     """Runs die by SIGKILL at random moments. The next run yields every output once."""
     path, folder = write_script(tmp_path, KILLED), tmp_path / "out"

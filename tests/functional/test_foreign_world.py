@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 def test_the_helpers_work_in_torchs_own_world(tmp_path):
     """Two ranks under torchrun can shard a loader, reduce a metric, gather rows, and shard a module."""
     script = Path(__file__).with_name("foreign_world.py")

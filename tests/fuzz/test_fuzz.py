@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fuzz.cases import drawn_case, drawn_devices, run, run_seeded
 from tests.fuzz.mixing import drawn_mixing_case, run_mixing
+
+pytestmark = pytest.mark.long
 
 OFTEN = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
