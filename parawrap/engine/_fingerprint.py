@@ -155,8 +155,8 @@ def _add_tensor(digest: hashlib.blake2b, tensor: torch.Tensor, around: tuple[int
         _add_items(digest, _strided_parts(tensor.detach()), around)
     else:
         _add_memory(digest, tensor)
-    if attributes := vars(tensor):
-        _add_dict(digest, attributes, around)
+    if (attributes := object.__getstate__(tensor)) is not None:  # with those in slots, and without the tensor's memory
+        _add(digest, attributes, around)
 
 
 def _add_memory(digest: hashlib.blake2b, tensor: torch.Tensor) -> None:

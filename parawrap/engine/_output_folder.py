@@ -31,7 +31,7 @@ _SUFFIX = ".output"
 _OUTPUT = re.compile(r"\d{9,}\.output")
 _UNFINISHED = ".unfinished"
 _opened: set[Path] = set()
-_opening = threading.Lock()
+_opening = threading.RLock()  # a garbage collection in the block may close a stream that nobody refers to
 
 
 class OutputFolder:

@@ -6,6 +6,7 @@ import cmath
 import errno
 import fcntl
 import functools
+import gc
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from torch import nn
 
 from parawrap import ResumeError, parallel
 from parawrap.engine._fingerprint import fingerprint
+from parawrap.engine._output_folder import OutputFolder
 from tests.launch.processes import eventually, run_script, scripts, write_script
 
 TWO = ["cpu"] * 2
@@ -498,6 +500,19 @@ def test_a_gradient_inside_an_object_is_refused(tmp_path):
         list(p.map(batches(1), resume=tmp_path))
 
 
+class Scaled(torch.Tensor):
+    """A tensor with a scale in a slot."""
+
+    __slots__ = ("scale",)
+
+
+def test_slots_of_tensors_are_compared():
+    """A tensor of a subclass may have state outside its dict."""
+    one, same, other = (torch.ones(2).as_subclass(Scaled) for _ in range(3))
+    one.scale, same.scale, other.scale = 1, 1, 5
+    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+
+
 def test_attributes_of_outputs_are_saved(tmp_path):
     """A later run yields what the first one yielded."""
 
@@ -632,6 +647,26 @@ def test_a_run_that_died_before_its_first_output_is_no_obstacle(tmp_path):
     (tmp_path / "stream.unfinished").write_text("{")
     assert run(tmp_path, batches(2)) == [0, 2]
     assert not list(tmp_path.glob("*.unfinished"))
+
+
+def test_a_stream_that_is_collected_while_another_opens_does_not_block_it(tmp_path, monkeypatch):
+    """The garbage collector may close an abandoned stream at any moment, also in the lock of the open folders."""
+
+    class Reader:
+        def __init__(self, stream):
+            self.stream, self.me = stream, self
+            next(stream)
+
+    locked = OutputFolder._locked
+
+    def collected(folder):
+        gc.collect()
+        return locked(folder)
+
+    with torch.no_grad(), parallel(torch.neg, TWO) as p:
+        Reader(p.map(batches(2), resume=tmp_path / "abandoned"))
+        monkeypatch.setattr(OutputFolder, "_locked", collected)
+        assert len(list(p.map(batches(2), resume=tmp_path / "other"))) == 2
 
 
 # -- killed at random
