@@ -35,39 +35,25 @@ class Freshness:
 class LaneReplica(NamedTuple):
     """The copy of the target that one lane runs.
 
-    `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `prepare` runs in the lane before
-    each task, and brings the replica to the model's state. `write_back` gives the buffers that the lane wrote to the model
-    when all lanes are idle, and `finish` does so in the lane, after a whole call. None if there is nothing to do.
+    `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `run` calls a function in the lane
+    for a cut call, and `run_whole` for a whole call. Both bring the replica to the model's state first. `write_back` gives
+    the buffers that the lane wrote to the model when all lanes are idle. None if there is nothing to do.
     """
 
     lane: int
     module: Any
     original_of: Callable[[torch.Tensor], torch.Tensor | None]
-    prepare: Callable[[], None] | None = None
+    run: Callable[..., Any] | None = None
+    run_whole: Callable[..., Any] | None = None
     write_back: Callable[[], None] | None = None
-    prepare_whole: Callable[[], None] | None = None
-    finish: Callable[[], None] | None = None
 
     def prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that prepares the replica, and then calls `function`."""
-        return function if self.prepare is None else partial(_prepared, self.prepare, function)
+        """Return a function that prepares the replica, calls `function`, and refuses what it must not write."""
+        return function if self.run is None else partial(self.run, function)
 
     def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that does the same for a whole call, and then gives the lane's buffers to the model."""
-        prepared = function if self.prepare_whole is None else partial(_prepared, self.prepare_whole, function)
-        return prepared if self.finish is None else partial(_finished, self.finish, prepared)
-
-
-def _prepared(prepare: Callable[[], None], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    prepare()
-    return function(*args, **kwargs)
-
-
-def _finished(finish: Callable[[], None], function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return function(*args, **kwargs)
-    finally:
-        finish()
+        """Return a function that does the same for a whole call, and then gives the buffers of lane 0 to the model."""
+        return function if self.run_whole is None else partial(self.run_whole, function)
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:
@@ -173,14 +159,6 @@ class ReplicaSet:
         if replica is None:
             return
         replica.state.refuse_grown()
-        misused = replica.tensors.misused() if warn else None
-        if misused is not None:
-            survey = replica.copy.survey
-            msg = (
-                f"a call gave the parameter {survey.path(survey.nodes[id(misused)])!r} other memory or another "
-                "requires_grad, and lanes have views of it. Write in place in torch.no_grad(), or change it between calls"
-            )
-            raise ReplicaError(msg)
         if warn and not self._has_warned:
             self._has_warned = replica.state.warn()
 
@@ -354,12 +332,8 @@ class ReplicaSet:
 
 
 def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
-    has_own = replica.has_own
-    write_back = replica.write_back if has_own else None
-    finish = replica.finish if has_own and not lane else None
-    prepare = replica.prepare if has_own else replica.state.restore
-    prepare_whole = replica.prepare_whole if has_own else replica.state.restore
-    return LaneReplica(lane, replica.target, replica.original_of, prepare, write_back, prepare_whole, finish)
+    write_back = replica.write_back if replica.has_own else None
+    return LaneReplica(lane, replica.target, replica.original_of, replica.run, replica.run_whole, write_back)
 
 
 def _registered(survey: Survey) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -118,16 +118,28 @@ class Replica:
         """Return the model's tensor that this one is a view or a copy of; None for any other."""
         return self.tensors.original_of(tensor)
 
-    def prepare(self) -> None:
-        """Bring the replica to the model's state, as part of a lane's task in a cut call: no lane writes the model."""
-        self._prepare(renews=True)
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function` with the replica in the model's state, as a lane's task in a cut call: no lane writes the model.
 
-    def prepare_whole(self) -> None:
+        Raises:
+            ReplicaError: If the call writes a parameter.
+        """
+        self._prepare(renews=True)
+        return self._call(function, args, kwargs)
+
+    def run_whole(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do the same for a whole call, while lane 0 may write the model. Replicas elsewhere are renewed between calls."""
         self._prepare(renews=self.tensors.renews_in_lane)
+        try:
+            return self._call(function, args, kwargs)
+        finally:
+            if self.gives_back and self.has_own:
+                self.finish()
 
     def _prepare(self, *, renews: bool) -> None:
         self.state.restore()
+        if not self.has_own:
+            return
         touched = self.touched()
         owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
         if renews and not owes:
@@ -137,6 +149,23 @@ class Replica:
                 elif self.tensors.renews_in_lane:
                     self.tensors.renew_in_lane()
         self.is_pending = True
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        versions = self.tensors.versions()
+        output = function(*args, **kwargs)
+        written = self.tensors.written_parameter(versions)
+        if written is not None:
+            self._refuse_written(written)
+        return output
+
+    def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:
+        survey = self.copy.survey
+        msg = (
+            f"the parameter {survey.path(survey.nodes[id(parameter)])!r} was written during a call. Each lane writes it "
+            "once, and lanes on the model's device write the memory of the model. Compute with a new tensor "
+            "(self.weight * mask), make the value a buffer (register_buffer), or write it between calls"
+        )
+        raise ReplicaError(msg)
 
     def set(self, node: Node, key: Any, value: Any) -> None:
         """Set a value of a dict, or an attribute of an instance, that was set in the target."""

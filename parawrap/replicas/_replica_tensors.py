@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import ne
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -18,6 +18,30 @@ from parawrap.replicas._private_names import copy_all, version_of
 __all__ = ["Tensors", "is_computed", "is_parameter"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_data: Any = torch.Tensor.data
+
+
+class _LaneView(torch.Tensor):
+    """A lane's view of a tensor that learns. Writes through its ``data`` advance the version of the original."""
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # operators treat the view as a plain tensor
+    moves: ClassVar[int] = 0  # how often the ``data`` of any view was set
+
+    @property
+    def data(self) -> torch.Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _data.__set__(self, value)
+        _LaneView.moves += 1
+
+
+class _LaneParameter(_LaneView, torch.nn.Parameter):
+    """A lane's view of a parameter. Its deep copy is a parameter, like a copy of the parameter."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:
+        return _copy_of_parameter(self, memo)
 
 
 def is_computed(tensor: torch.Tensor) -> bool:
@@ -42,6 +66,9 @@ class Tensors:
         self._detach = detach
         self._origins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._made: dict[int, torch.Tensor] = {}
+        self._views: list[torch.Tensor] = []  # of parameters
+        self._frozen: list[torch.Tensor] = []  # views without gradients
+        self._bases: dict[int, torch.Tensor] = {}  # the tensor that each view is a view of
         self._computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
         self._copies: list[torch.Tensor] = []
@@ -65,15 +92,22 @@ class Tensors:
             self._enter(tensor, copy)
         self._look()
 
-    def misused(self) -> torch.Tensor | None:
-        """Return a parameter that the lane gave other memory or another ``requires_grad``; None if there is none."""
-        for view, original in self._origins.values():
-            if is_parameter(original) and not is_computed(original):
-                moved = original.device == view.device and not _have_same_memory(view, original)
-                learns = original.requires_grad and not original.is_inference()
-                if moved or view.requires_grad != learns:
-                    return original
-        return None
+    def versions(self) -> list[int]:
+        """Return numbers that advance when a lane writes a parameter, or gives one other memory."""
+        return [_LaneView.moves, *map(version_of, self._views)]
+
+    def written_parameter(self, versions: list[int]) -> torch.Tensor | None:
+        """Return a parameter that the lane wrote since it had those versions; None if there is none.
+
+        Other memory and another ``requires_grad`` count as writes.
+        """
+        now = self.versions()
+        learning = [view for view in self._frozen if view.requires_grad]
+        if now == versions and not learning:
+            return None
+        written = [view for view, before, after in zip(self._views, versions[1:], now[1:], strict=True) if before != after]
+        moved = [view for view in self._views if not _have_same_memory(view, self._bases[id(view)])]
+        return next((self._origins[id(view)][1] for view in (*written, *learning, *moved)), None)
 
     def of(self, original: torch.Tensor) -> torch.Tensor:
         """Return the replica's tensor for one of the model's."""
@@ -163,15 +197,23 @@ class Tensors:
         base = original if self._mirror is None or self._is_at_home(original) else self._mirror.linked(original)
         if not original.requires_grad and type(original) not in _PLAIN:
             return base  # a subclass may not have views; without gradients none is needed
+        is_parameter = isinstance(original, torch.nn.Parameter)
+        view: torch.Tensor
         with torch.inference_mode(False), torch.enable_grad():
-            view = base[...]  # not view_as: its backward pass fails for sparse gradients
-            if type(original) not in _PLAIN:
-                view = view.as_subclass(type(original))
-            view = view.detach() if self._detach else view
+            base = base.detach() if self._detach else base
+            if type(original) in _PLAIN:
+                view = base.as_subclass(_LaneParameter if is_parameter else _LaneView)
+            else:
+                view = base[...].as_subclass(type(original))
         vars(view).update(vars(original))
-        if isinstance(original, torch.nn.Parameter):
-            # isinstance(view, torch.nn.Parameter) holds, and deepcopy, which refuses views, gives a parameter.
-            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_parameter, ref(view)))
+        if is_parameter and not isinstance(view, torch.nn.Parameter):
+            # isinstance(view, torch.nn.Parameter) holds then, and deepcopy, which refuses views, gives a parameter.
+            vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_reference, ref(view)))
+        if not original.is_inference():
+            self._views.append(view)
+            self._bases[id(view)] = base
+        if not view.requires_grad:
+            self._frozen.append(view)
         return view
 
     def _brought(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -203,9 +245,12 @@ class Tensors:
         return sent
 
 
-def _copy_of_parameter(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:
+def _copy_of_reference(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:
+    return _copy_of_parameter(reference(), memo)
+
+
+def _copy_of_parameter(view: torch.Tensor, memo: dict[int, object]) -> torch.nn.Parameter:
     """Deep-copy a view of a parameter: the copy is a parameter, like a copy of the parameter."""
-    view = reference()
     with torch.no_grad():
         copy = torch.nn.Parameter(view.detach().clone(), view.requires_grad)
     memo[id(view)] = copy

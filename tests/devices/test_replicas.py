@@ -698,6 +698,35 @@ def test_buffer_written_in_one_lane_only(in_place, home):
     assert model.tripped.item() == 0
 
 
+class Counter(nn.Linear):
+    """A layer that counts its calls in a frozen parameter."""
+
+    def __init__(self, write):
+        super().__init__(5, 5, dtype=torch.float64)
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.write = write
+
+    def forward(self, x):
+        self.write(self.calls)
+        return super().forward(x)
+
+
+@HOMES
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize(
+    "write",
+    [lambda calls: calls.add_(1), lambda calls: calls.data.add_(1), lambda calls: setattr(calls, "data", calls + 1)],
+    ids=["in place", "through data", "other memory"],
+)
+def test_parameter_that_forward_writes(write, grad, home):
+    """It is refused, also in lanes that would write a copy of their own."""
+    model = Counter(write).to(home)
+    with torch.set_grad_enabled(grad), parallel(model, SIMS):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match="the parameter 'calls' was written during a call"):
+                model(rows())
+
+
 @HOMES
 @pytest.mark.filterwarnings("ignore:the model wrote 'last':UserWarning")
 def test_memory_of_attributes_that_forward_writes_stays_bounded(home):
