@@ -7,11 +7,11 @@ gradients return to the parameters.
 
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_structure import Survey
-from parawrap.replicas._detect_changes import Ledger, Watch
+from parawrap.replicas._detect_changes import Ledger, Watch, with_other_buffers
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
 from parawrap.replicas._private_names import COMPILED_CALL, buffers_of, compiler, version_of
 from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
-from parawrap.replicas._replica import may_be_written_unseen
+from parawrap.replicas._replica import buffers_written_unseen, may_be_written_unseen
 
 __all__ = [
     "COMPILED_CALL",
@@ -24,6 +24,7 @@ __all__ = [
     "Survey",
     "Watch",
     "buffers_of",
+    "buffers_written_unseen",
     "compiler",
     "home_of",
     "lasting",
@@ -32,4 +33,5 @@ __all__ = [
     "put",
     "restore",
     "version_of",
+    "with_other_buffers",
 ]

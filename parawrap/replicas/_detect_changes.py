@@ -8,24 +8,39 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import cache
 from itertools import chain
 from operator import attrgetter, eq, is_, is_not
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from parawrap.replicas._attributes import has_slots
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_rules import Cell, Content, Dict, Function, Instance, List, Partial, Script, Set, Weak
 from parawrap.replicas._copy_structure import Node
-from parawrap.replicas._private_names import version_of
+from parawrap.replicas._private_names import buffers_of, version_of
 from parawrap.replicas._rule_by_class import ATOMS
 from parawrap.replicas._torchscript import ScriptedState
 
-__all__ = ["Change", "Ledger", "Lengths", "Watch", "is_watched_apart", "parts_of"]
+__all__ = ["Change", "Ledger", "Lengths", "Watch", "is_watched_apart", "parts_of", "with_other_buffers"]
 
 _PLAIN_DICTS = (dict, OrderedDict)
 _requires_grad, _dtype = attrgetter("requires_grad"), attrgetter("dtype")
+
+_optimizer_steps = 0
+
+
+@cache
+def _count_optimizer_steps() -> None:
+    """Count the steps of all optimizers: fused ones write parameters and leave their versions alone."""
+
+    def count(*_: object) -> None:
+        global _optimizer_steps
+        _optimizer_steps += 1
+
+    register_optimizer_step_post_hook(count)
 
 
 class Change(NamedTuple):
@@ -165,6 +180,7 @@ class Ledger:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], copied: Iterable[torch.Tensor]) -> None:
+        _count_optimizer_steps()
         with lasting():
             pairs = [(tensor, tensor.detach()) for tensor in tensors]
         strided = [(tensor, alias) for tensor, alias in pairs if _can_be_compared(tensor, alias)]
@@ -176,7 +192,7 @@ class Ledger:
         copied = list(copied)
         self.unversioned = [tensor for tensor in copied if tensor.is_inference()]
         self._copied = [tensor for tensor in copied if not tensor.is_inference()]
-        self._versions = [*map(version_of, self._copied)]
+        self.enter_versions()
 
     def same_form(self) -> bool:
         """True if every tensor has the memory, the dtype, and the ``requires_grad`` that it had."""
@@ -191,13 +207,26 @@ class Ledger:
 
     def unwritten(self) -> bool:
         """True if every copied tensor has the version that it had."""
-        return not self.unversioned and [*map(version_of, self._copied)] == self._versions
+        return not (self.unversioned or self._suspects) and [*map(version_of, self._copied)] == self._versions
+
+    @property
+    def has_seen_steps(self) -> bool:
+        """True if an optimizer made a step since `enter_versions`. Any copied tensor may have changed then."""
+        return self._steps != _optimizer_steps
+
+    def suspect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these copied tensors as written until `enter_versions`, whatever their versions."""
+        self._suspects.extend(tensors)
 
     def written(self) -> list[torch.Tensor]:
-        """The copied tensors with another version, and those without versions: they were made in inference mode."""
+        """The copied tensors with another version, the suspects, and tensors of inference mode, which have no versions."""
         now = map(version_of, self._copied)
         same = map(eq, now, self._versions)
-        return self.unversioned + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
+        return (
+            self.unversioned
+            + self._suspects
+            + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
+        )
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors with other memory than they had."""
@@ -206,7 +235,22 @@ class Ledger:
 
     def enter_versions(self) -> None:
         """Take the versions of now."""
+        self._steps = _optimizer_steps
+        self._suspects: list[torch.Tensor] = []
         self._versions = [*map(version_of, self._copied)]
+
+
+def with_other_buffers(written: Iterable[torch.Tensor], modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Add the other buffers of each module that has a written buffer.
+
+    Batch norm writes its statistics in C++ and leaves their versions alone; only that of its count of batches advances.
+    """
+    found = {id(tensor): tensor for tensor in written}
+    for module in modules:
+        buffers = [buffer for buffer in buffers_of(module).values() if buffer is not None]
+        if any(id(buffer) in found for buffer in buffers):
+            found |= {id(buffer): buffer for buffer in buffers}
+    return [*found.values()]
 
 
 def _can_be_compared(tensor: torch.Tensor, alias: torch.Tensor) -> bool:

@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from parawrap.backends import Stream, backend_of, record_use
 from parawrap.errors import ReplicaError
 from parawrap.replicas._copy_structure import Survey
-from parawrap.replicas._detect_changes import Change, Ledger, Watch
+from parawrap.replicas._detect_changes import Change, Ledger, Watch, with_other_buffers
 from parawrap.replicas._gradients import Mirror, send
 from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
-from parawrap.replicas._private_names import buffers_of, check_modules
-from parawrap.replicas._replica import Order, Replica, may_be_written_unseen
+from parawrap.replicas._private_names import check_modules
+from parawrap.replicas._replica import Order, Replica, buffers_written_unseen
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
@@ -139,7 +139,7 @@ class ReplicaSet:
         if torch.is_grad_enabled():
             if self._mirrors or (self._has_streams and not self._is_linked_here()):
                 return True
-        elif self._renews_all:
+        elif self._renews_all or (self._mirrors and self._ledger.has_seen_steps):
             return True
         if not self._has_copies:
             return False
@@ -175,6 +175,11 @@ class ReplicaSet:
         self._renews_all = True
         self._replicas = []
 
+    def ran_plainly(self) -> None:
+        """Note a call in the caller's thread. Copies elsewhere need the buffers that it may have written unseen."""
+        if self._mirrors:
+            self._ledger.suspect(buffers_written_unseen(self._survey.all_modules()))
+
     def share_buffers(self) -> None:
         """Give the first replica the model's own buffers, if they are on its device."""
         self._replicas[0].share_buffers()
@@ -202,7 +207,9 @@ class ReplicaSet:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         self._restore()
         changes = self._watch.changes() if self._replicas else None
-        changed = {id(tensor): tensor for tensor in (*self._ledger.written(), *self._ledger.moved())}
+        written = with_other_buffers(self._ledger.written(), self._survey.all_modules())
+        changed = {id(tensor): tensor for tensor in (*written, *self._ledger.moved())}
+        self._renews_all = self._renews_all or self._ledger.has_seen_steps
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
         self.structure += bool(self._replicas) and not keeps_form
         if changes is not None and self._update(changes):
@@ -212,12 +219,7 @@ class ReplicaSet:
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
         self._ledger.enter_versions()
         self.training = tuple(getattr(node.value, "training", None) for node in self._survey.modules)
-        self._unseen = [
-            buffer
-            for module in self._survey.all_modules()
-            for buffer in buffers_of(module).values()
-            if buffer is not None and may_be_written_unseen(module, buffer)
-        ]
+        self._unseen = buffers_written_unseen(self._survey.all_modules())
         for replica in self._replicas:
             replica.trains_norms = bool(self._unseen)
 

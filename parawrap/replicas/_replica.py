@@ -18,7 +18,7 @@ from parawrap.replicas._private_names import buffers_of
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 from parawrap.replicas._torchscript import script_pairs
 
-__all__ = ["Order", "Replica", "may_be_written_unseen"]
+__all__ = ["Order", "Replica", "buffers_written_unseen", "may_be_written_unseen"]
 
 
 def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
@@ -28,6 +28,12 @@ def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool
     codebook of a VQ-VAE.
     """
     return getattr(module, "training", False) and buffer.ndim > 0 and buffer.is_floating_point()
+
+
+def buffers_written_unseen(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers of modules that a forward pass may write without advancing their versions."""
+    pairs = ((module, buffer) for module in modules for buffer in buffers_of(module).values())
+    return [buffer for module, buffer in pairs if buffer is not None and may_be_written_unseen(module, buffer)]
 
 
 class Order:

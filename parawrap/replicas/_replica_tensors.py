@@ -24,7 +24,7 @@ _data: Any = torch.Tensor.data
 class _LaneView(torch.Tensor):
     """A lane's view of a tensor that learns. Writes through its ``data`` advance the version of the original."""
 
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # operators treat the view as a plain tensor
+    __torch_function__: Any = torch.nn.Parameter.__torch_function__  # operators treat the view as a plain tensor
     moves: ClassVar[int] = 0  # how often the ``data`` of any view was set
 
     @property
@@ -37,7 +37,7 @@ class _LaneView(torch.Tensor):
         _LaneView.moves += 1
 
 
-class _LaneParameter(_LaneView, torch.nn.Parameter):
+class _LaneParameter(_LaneView, torch.nn.Parameter):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A lane's view of a parameter. Its deep copy is a parameter, like a copy of the parameter."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> torch.nn.Parameter:

@@ -18,7 +18,17 @@ from torch.nn.parameter import is_lazy
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import packed
-from parawrap.replicas import Freshness, Ledger, Survey, Watch, buffers_of, home_of, lasting, may_be_written_unseen
+from parawrap.replicas import (
+    Freshness,
+    Ledger,
+    Survey,
+    Watch,
+    buffers_of,
+    buffers_written_unseen,
+    home_of,
+    lasting,
+    with_other_buffers,
+)
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
 from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
@@ -96,6 +106,7 @@ class WorkerReplicas:
             self._watch.intact()
             and self._ledger.same_form()
             and self._ledger.unwritten()
+            and not self._ledger.has_seen_steps
             and (self._function is None or self._function == self._pickled_function())
             and (not self._unseen or not self._written_unseen())
         )
@@ -120,6 +131,10 @@ class WorkerReplicas:
         for future in started:
             future.result()
         self._is_unsent = False
+
+    def ran_plainly(self) -> None:
+        """Note a call in the caller's thread. The workers need the buffers that it may have written unseen."""
+        self._ledger.suspect(buffers_written_unseen(self._modules))
 
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
@@ -231,7 +246,11 @@ class WorkerReplicas:
 
     def _take_changes(self) -> list[tuple[int, torch.Tensor]]:
         """Return the tensors that changed, by their positions, and take their values for those that were sent."""
-        written = {id(tensor) for tensor in (*self._ledger.written(), *self._written_unseen())}
+        if self._ledger.has_seen_steps:
+            written = set(map(id, self._tensors))
+        else:
+            versioned = with_other_buffers(self._ledger.written(), self._modules)
+            written = set(map(id, (*versioned, *self._written_unseen())))
         changed = [(index, tensor.detach()) for index, tensor in enumerate(self._tensors) if id(tensor) in written]
         self._ledger.enter_versions()
         self._note_unseen()
@@ -241,12 +260,7 @@ class WorkerReplicas:
 
     def _note_unseen(self) -> None:
         """Copy the tensors that a write leaves without a new version: some buffers, and tensors of inference mode."""
-        buffers = {
-            id(buffer)
-            for module in self._modules
-            for buffer in buffers_of(module).values()
-            if buffer is not None and may_be_written_unseen(module, buffer)
-        }
+        buffers = set(map(id, buffers_written_unseen(self._modules)))
         unseen = [index for index, each in enumerate(self._tensors) if id(each) in buffers or each.is_inference()]
         with lasting():
             self._unseen = {index: self._tensors[index].clone() for index in unseen}

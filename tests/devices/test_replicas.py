@@ -631,6 +631,42 @@ def test_batch_norm_train_eval_train(home):
     assert model[0].num_batches_tracked == 3
 
 
+def fused_step(model):
+    model.train()[0](rows()).square().sum().backward()
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+
+
+def reestimate(model):
+    with torch.no_grad():
+        model.train()[0](rows() * 3 + 1)
+
+
+@pytest.mark.parametrize("change", [fused_step, reestimate])
+def test_writes_without_a_version(change):
+    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors alone."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))).double().eval()
+    with parallel(model, SIMS) as p:
+        for _ in range(3):
+            x = rows()
+            with torch.no_grad():
+                for output in (model(x), p.submit(x).result(), *p.map([x])):
+                    torch.testing.assert_close(output, model[0](x))
+            change(model)
+            model.eval()
+
+
+def test_step_of_another_optimizer_before_backward():
+    """The step of an optimizer of another model leaves graphs that wait for their backward pass usable."""
+    model, other = mlp(), nn.Linear(2, 2)
+    with parallel(model, SIMS):
+        loss = model(rows()).sum()
+        other(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1, fused=True).step()
+        with torch.no_grad():
+            model(rows())
+        loss.backward()
+
+
 @HOMES
 def test_batch_norm_of_two_forwards_before_a_backward(home):
     """Two training calls of a model with BatchNorm can share one backward, as two plain calls can."""

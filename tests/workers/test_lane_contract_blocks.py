@@ -613,6 +613,74 @@ def test_change_of_the_model_is_in_the_next_call(lanes, whole):
                 assert_close(output, copy.deepcopy(model)(x), msg=lambda text, name=name: f"after {name}: {text}")
 
 
+class Normed(nn.Module):
+    """A model that keeps statistics, and with a method for predictions that the block covers."""
+
+    def __init__(self, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), norm(4))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def predict(self, x):
+        return self.layers(x)
+
+
+def fused_step(optimizer):
+    def change(model, x):
+        model.train().layers(x).square().sum().backward()
+        optimizer(model.parameters(), lr=0.1, fused=True).step()
+
+    return change
+
+
+def reestimate(model, x):
+    model.train()
+    with torch.no_grad():
+        model.layers(x * 3 + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [*map(fused_step, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)), reestimate],
+    ids=["SGD", "Adam", "AdamW", "Adagrad", "statistics"],
+)
+def test_writes_without_a_version_are_in_the_next_call(lanes, change):
+    """Fused optimizers and batch norm write tensors in C++ and leave the versions of these tensors alone."""
+    model, x = Normed().eval(), torch.randn(8, 4)
+    with lanes(model, methods=("predict",)) as p:
+        for _ in range(2):
+            for output in (p(x), p.submit(x).result(), *p.map([x])):
+                assert_close(output, copy.deepcopy(model).layers(x))
+            with torch.enable_grad():
+                change(model, x)
+            model.eval()
+
+
+class Uncounted(nn.Module):
+    """A batch norm without a count of batches, whose version would advance."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("var", torch.ones(width))
+
+    def forward(self, x):
+        return nn.functional.batch_norm(x, self.mean, self.var, training=self.training)
+
+
+def test_plain_calls_in_training_mode_are_in_the_next_call(lanes):
+    """A call of one row runs plainly, and writes statistics without a version that advances."""
+    model, x = Normed(Uncounted).eval(), torch.randn(8, 4, 4)
+    with lanes(model) as p:
+        for _ in range(2):
+            for output in (model(x), p.submit(x).result()):
+                assert_close(output, copy.deepcopy(model)(x))
+            model.train()(torch.randn(1, 4, 4) * 3 + 1)
+            model.eval()
+
+
 def test_write_through_data_needs_refresh(lanes):
     """After `refresh`, the next call has what was written through ``.data``."""
     model, x = nn.Linear(4, 4), torch.randn(8, 4)
