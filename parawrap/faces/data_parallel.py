@@ -15,9 +15,10 @@ from parawrap.engine import Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
 from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, parallel_apply, replicate
+from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
+from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -131,7 +132,10 @@ class DataParallel(torch.nn.DataParallel[T]):
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
-            return self.gather(self._run_shards(args, module_kwargs), self.output_device)
+            outputs = self._run_shards(args, module_kwargs)
+            if not self._inherits("gather") or all(isinstance(leaf, torch.Tensor) for leaf in flatten(outputs[0])[0]):
+                return self.gather(outputs, self.output_device)
+            return joined(outputs, self._row_counts(args, module_kwargs), self.output_device, self.dim)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.
@@ -167,6 +171,11 @@ class DataParallel(torch.nn.DataParallel[T]):
         lanes = self._session().replicate(len(args))
         tasks = as_calls([lane.prepared(lane.module) for lane in lanes], args, kwargs)
         return self._run_in_lanes(tasks, first=lanes[0])
+
+    def _row_counts(self, args: Sequence[Any], kwargs: Any) -> list[int]:
+        """Return the row count of each shard."""
+        cutter = self._session().cutters[None]
+        return [cutter.plan(cutter.flatten(*shard), 1).rows for shard in zip(args, kwargs, strict=True)]
 
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)

@@ -183,12 +183,17 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
         >>> gather([torch.zeros(2, 3), torch.ones(1, 3)], "cpu").shape
         torch.Size([3, 3])
     """
+    return joined(outputs, None, target_device, dim)
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
+    """Join the outputs of shards of those sizes like `gather`. Lists of values need the sizes."""
     outputs, device = list(outputs), device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
-    return join(outputs, (1,) * len(outputs), JoinRules(dim, reduce=vector, as_torch=True), device)
+    return join(outputs, sizes, JoinRules(dim, reduce=vector, as_torch=True), device)
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:

@@ -31,6 +31,7 @@ Place = tuple[Any, ...]
 
 _ROWS, _SAME, _ITEMS, _RAGGED, _FIXED = "rows", "same", "items", "ragged", "fixed"
 _NUMBER = "number"
+_UNKNOWN = -1
 _TENSOR = frozenset({torch.Tensor})
 _shape_of = attrgetter("shape")
 _dtype_of = attrgetter("dtype")
@@ -55,7 +56,7 @@ class Evidence:
 
 def join(
     outputs: Sequence[Any],
-    sizes: Sequence[int],
+    sizes: Sequence[int] | None,
     rules: JoinRules,
     device: torch.device | None = None,
     originals: Originals | None = None,
@@ -64,7 +65,8 @@ def join(
 ) -> Any:
     """Return one output, on `device` (None: where the lanes left it), from the outputs of shards of those sizes.
 
-    `witness` is the output of a whole call with its row count: evidence for shards of equal sizes.
+    With the rules of torch, `sizes` may be None: unknown. `witness` is the output of a whole call with its row count: it is
+    evidence for shards of equal sizes.
 
     Raises:
         GatherError: If a place in the output cannot be joined, or nothing shows how. The message names the place.
@@ -74,7 +76,7 @@ def join(
             outputs = list(map(with_originals, outputs, originals()))
         moved = [output if device is None else _moved(output, device) for output in outputs]
         return moved if rules.join == "list" else moved[0]
-    call = _Join(sizes, rules, device, originals, evidence or Evidence())
+    call = _Join(len(outputs), sizes, rules, device, originals, evidence or Evidence())
     try:
         return call.joined(outputs, witness)
     except Refusal as refusal:
@@ -82,7 +84,7 @@ def join(
             evidence.forget()
         place = "output" + "".join(reversed(refusal.steps))
         msg = f"{place} cannot be joined: {refusal}"
-        if rules.as_torch:
+        if rules.as_torch and ("out_dims" in msg or "join=" in msg):
             msg += ". out_dims and join are options of parallel(model, devices)"
         raise GatherError(msg) from refusal.__cause__
 
@@ -104,18 +106,19 @@ class _Join:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        lanes: int,
+        sizes: Sequence[int] | None,
         rules: JoinRules,
         device: torch.device | None,
         originals: Originals | None,
         evidence: Evidence,
     ) -> None:
-        self.lanes = len(sizes)
+        self.lanes = lanes
         self.rules = rules
         self.device = device
         self.originals = originals
         self.evidence = evidence
-        self.rows = list(sizes)
+        self.rows = [_UNKNOWN] * lanes if sizes is None else list(sizes)
         self.places: dict[Place, str] = {}
 
     def joined(self, outputs: Sequence[Any], witness: tuple[Any, int] | None) -> Any:
@@ -248,9 +251,11 @@ class _Join:
         return type(column[0])(joined)
 
     def _kind_of_sequence(self, column: Sequence[Any], lengths: list[int], place: Place, declared: Any) -> str:
-        follows = all(length == rows for length, rows in zip(lengths, self.rows, strict=True))
-        if isinstance(declared, (list, tuple)) or self.lanes == 1 or self.rules.as_torch:
+        follows = lengths == self.rows
+        if isinstance(declared, (list, tuple)) or self.lanes == 1:
             return _FIXED
+        if self.rules.as_torch:
+            return self._kind_as_torch(column, follows=follows)
         if declared is LEARN and not any(lengths):
             kind = self.evidence.places.get(place, _FIXED)  # empty in every lane: it shows nothing, and needs no proof
         elif declared is LEARN:
@@ -262,6 +267,34 @@ class _Join:
         if kind == _ITEMS and not follows and any(lengths):
             refuse(f"the lanes had {self._listed_rows()} rows and returned {listed(lengths)} items. {CURE}")
         return kind
+
+    def _kind_as_torch(self, column: Sequence[Any], *, follows: bool) -> str:
+        """Return the kind of a list by torch's rules, which join lists of tensors item by item and refuse all others.
+
+        Others are joined here if they have one item per row. A tuple is a structure if its items have one item per row.
+        """
+        is_empty = all(leaf is None for value in column for leaf in flatten(value)[0])
+        if is_empty or not _holds_only_values(column):
+            return _FIXED
+        columns_follow = all(
+            type(item) in (list, tuple) and len(item) == rows
+            for value, rows in zip(column, self.rows, strict=True)
+            for item in value
+        )
+        if columns_follow and (type(column[0]) is tuple or not follows):
+            return _FIXED
+        if follows and not columns_follow:
+            return _ITEMS
+        what = type(column[0]).__name__
+        returned = f"returned a {what} of {listed(list(map(len, column)))} items without tensors"
+        if columns_follow:
+            why = f"had {self._listed_rows()} rows, and both the {what} and each list in it follow. Return a tuple of lists"
+        elif _UNKNOWN in self.rows:
+            why = f"{returned}, and gather alone has no row counts to compare with. Return a tensor"
+        else:
+            why = f"had {self._listed_rows()} rows and {returned}. Return a tensor, or a list with one item per row"
+        msg = f"the lanes {why}"
+        raise Refusal(msg)
 
     # Values that are not cut
 
@@ -289,8 +322,14 @@ class _Join:
         parts = column[: self.lanes]
         if declared is None:
             return self._same(column, (), None)
-        if self.rules.as_torch and not isinstance(parts[0], torch.Tensor):
-            return self._same(column, (), None)
+        if self.rules.as_torch and not all(isinstance(part, torch.Tensor) for part in parts):
+            if self.lanes == 1:
+                return parts[0]
+            refuse(
+                f"each lane returned one {type(parts[0]).__name__} ({listed(parts)}), and equal numbers do not make it one "
+                "number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one value per "
+                'shard, or use parallel(model, devices, reduce="sum")'
+            )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in parts):
             refuse(f"the shapes {_shapes(parts)} have no dim in common. {CURE}")
         return reduced([_on(part, self.device) for part in parts], self.rows[: self.lanes], self.rules.reduce)
@@ -302,6 +341,12 @@ class _Join:
             column = column[: self.lanes]
         elif self.lanes > 1:
             self._learned(place, _SAME)
+            may_have_rows = isinstance(first, torch.Tensor) or is_array(first)
+            if may_have_rows and not self._is_one_value(column):
+                refuse(
+                    f"the lanes had {self._listed_rows()} rows and returned shapes {_shapes(column)}, without the rows on "
+                    f"dim {self.rules.dim}. Equal values do not make it one value: two lanes that count 3 are 6. {CURE}"
+                )
         if not all(equal_values(value, first) for value in column[1:]):
             shown = _shapes(column) if hasattr(first, "shape") else listed(column)
             what = "shapes" if hasattr(first, "shape") else "values"
@@ -310,6 +355,13 @@ class _Join:
                 f"rows do not lie on dim {self.rules.dim}. {CURE}"
             )
         return _on(first, self.device)
+
+    def _is_one_value(self, column: Sequence[Any]) -> bool:
+        """True if tensors or arrays are one object, or have no rows in any lane, so that joining them adds nothing."""
+        dim = self.rules.dim
+        if all(value is column[0] for value in column[: self.lanes]):
+            return True
+        return all(-len(value.shape) <= dim < len(value.shape) and value.shape[dim] == 0 for value in column)
 
     # The kind of a place
 

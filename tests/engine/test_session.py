@@ -284,13 +284,23 @@ def test_any_two_row_counts_give_the_plain_answer(opened, lanes, first):
 
 
 @pytest.mark.parametrize("rows", [2, 4, 5, 6, 16])
-def test_a_value_that_is_equal_in_all_lanes_is_returned_in_every_call(opened, rows):
-    """A table next to the rows is returned once, whether the first call is cut or runs whole."""
-    session, x = opened(lambda x: (x * 2, torch.ones(3))), torch.arange(float(rows))
+def test_a_table_of_the_model_is_returned_in_every_call(opened, rows):
+    """A tensor that every lane holds is returned once, whether the first call is cut or runs whole."""
+    table = torch.ones(3)
+    session, x = opened(lambda x: (x * 2, table)), torch.arange(float(rows))
     for _ in range(3):
-        y, table = call(session, x)
+        y, found = call(session, x)
         assert_close(y, x * 2)
-        assert_close(table, torch.ones(3))
+        assert found is table
+
+
+def test_counts_that_are_equal_by_luck_are_refused(opened):
+    """Two lanes that both count 2 have counted 4."""
+    session = opened(lambda x: (x, (x > 3).sum(0)))
+    x = torch.tensor([[9.0], [0.0], [9.0], [0.0], [9.0], [9.0]])
+    for _ in range(2):
+        with pytest.raises(GatherError, match=r"output\[1\] cannot be joined.*out_dims=0.*None for one value"):
+            call(session, x)
 
 
 def test_two_whole_calls_are_no_cut_call(opened):

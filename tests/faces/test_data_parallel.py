@@ -490,6 +490,71 @@ def test_the_cure_of_an_output_names_the_face_that_has_the_option():
         assert [output.shape for output in p.target(torch.zeros(5))] == [(3, 3), (2, 2)]
 
 
+class Returns(nn.Module):
+    """A module that returns what a function makes of its batch."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+LISTS = {
+    "numbers": lambda x: x.argmax(1).tolist(),
+    "texts": lambda x: ["a"] * len(x),
+    "tokens": lambda x: [[7] * 5 for _ in x],
+    "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
+    "tuple": lambda x: tuple(x.argmax(1).tolist()),
+    "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
+    "tuple of lists": lambda x: (x.argmax(1).tolist(), ["a"] * len(x)),
+    "nothing": lambda x: (None, [None, None], [], x),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 6, 7])
+def test_lists_with_one_item_per_row_are_joined(name, rows):
+    """Lists without tensors are concatenated, also if all lanes return equal ones."""
+    model, x = Returns(LISTS[name]), torch.eye(4)[torch.arange(rows) % 2]
+    net = DataParallel(model, TWO)
+    assert str(net(x)) == str(model(x))
+    net.close()
+
+
+@pytest.mark.parametrize(
+    ("function", "place", "why"),
+    [
+        (lambda x: [3, 4, 5, 6], "output", "returned a list of 4, 4 items without tensors"),
+        (lambda x: {"y": x, "size": (8, 8, 8, 8)}, r'output\["size"\]', "returned a tuple of 4, 4 items"),
+        (lambda x: {"y": x, "n": len(x)}, r'output\["n"\]', r"each lane returned one int \(3, 3\)"),
+        (lambda x: (x, [x, 2]), r"output\[1\]\[1\]", r"each lane returned one int \(2, 2\)"),
+        (lambda x: [[7] * len(x) for _ in x], "output", "both the list and each list in it follow"),
+    ],
+    ids=["list", "tuple", "number", "number next to a tensor", "square"],
+)
+def test_other_values_that_torch_refuses_are_refused(function, place, why):
+    """Values that are equal in all lanes may be counts of rows, or half of the rows."""
+    net = DataParallel(Returns(function), TWO)
+    with pytest.raises(GatherError, match=f"{place} cannot be joined: .*{why}"):
+        net(torch.eye(6))
+    net.close()
+
+
+def test_an_overridden_gather_has_no_row_counts():
+    """`gather` alone takes tensors and refuses lists without tensors."""
+
+    class Own(DataParallel):
+        def gather(self, outputs, output_device):
+            return super().gather(outputs, output_device)
+
+    net = Own(Returns(LISTS["in a dict"]), TWO)
+    with pytest.raises(GatherError, match="gather alone has no row counts"):
+        net(torch.eye(6))
+    net.close()
+
+
 def test_zero_rows_and_no_input_run_once():
     """A batch of zero rows, or a call without arguments, calls the module once."""
     calls = []

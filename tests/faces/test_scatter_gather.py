@@ -277,6 +277,13 @@ def test_gather_refuses_what_does_not_match(outputs):
         gather(outputs, "cpu")
 
 
+@pytest.mark.parametrize("output", [1, ["a", "b"], {"ids": [1, 2]}, [batch(), 1]])
+def test_gather_refuses_values_that_are_equal_by_luck(output):
+    """Numbers, and lists without tensors, may have one value per row."""
+    with pytest.raises(GatherError, match=r"cannot be joined: .*Return a"):
+        gather([output, output], "cpu")
+
+
 def test_a_cut_that_is_joined_is_the_batch():
     """The parts of a batch, joined again, are the batch."""
     value = {"x": torch.randn(7, 3), "pair": Pair(torch.randn(7), [torch.randn(7, 1, 2)])}

@@ -36,13 +36,13 @@ def test_a_call_with_different_sizes_proves_its_outputs():
     table = torch.ones(7)
 
     def output(rows):
-        return {"y": torch.zeros(rows, 2), "t": table.clone(), "l": ["a"] * rows, "s": "x", "p": [torch.zeros(rows)]}
+        return {"y": torch.zeros(rows, 2), "t": table, "l": ["a"] * rows, "s": "x", "p": [torch.zeros(rows)]}
 
     evidence = evidence_of(output(3), output(1))
     assert evidence.complete
     found = joined(evidence, output(2), output(2))
     assert (found["y"].shape, found["l"], found["s"], found["p"][0].shape) == ((4, 2), ["a"] * 4, "x", (4,))
-    assert torch.equal(found["t"], table)
+    assert found["t"] is table
 
 
 def test_numbers_and_none_need_no_evidence():
@@ -56,23 +56,22 @@ def test_declared_outputs_need_no_evidence():
     assert joined(Evidence(), torch.zeros(2), torch.zeros(2), out_dims=0).shape == (4,)
 
 
-def test_the_same_object_from_every_lane_needs_no_evidence():
-    """A tensor that is the same object in every lane is returned once."""
-    shared, evidence = torch.zeros(2), evidence_of(torch.zeros(7), torch.zeros(7))
-    assert joined(evidence, shared, shared) is shared
+def test_the_same_object_from_every_lane_is_returned_once():
+    """It may have as many entries as the shards have rows."""
+    shared = torch.zeros(2)
+    assert joined(evidence_of(shared, shared), shared, shared) is shared
 
 
 @pytest.mark.parametrize(
     ("before", "later"),
     [
         ((torch.zeros(3), torch.zeros(1)), (torch.zeros(5), torch.zeros(5))),
-        ((torch.zeros(7), torch.zeros(7)), (torch.zeros(2), torch.ones(2))),
         ((["a"] * 3, ["a"]), (["a"] * 3, ["a"] * 3)),
         ((["a"], ["a"]), (["a"], ["a", "b"])),
         ((("a",), ("a",)), (("a",), ("b",))),
         (({"a": torch.zeros(3)}, {"a": torch.zeros(1)}), ({"b": torch.zeros(2)}, {"b": torch.zeros(2)})),
     ],
-    ids=["rows", "same", "items", "fixed", "value", "keys"],
+    ids=["rows", "items", "fixed", "value", "keys"],
 )
 def test_evidence_is_checked_on_every_call(before, later):
     """An output that contradicts the evidence is refused, and the error names `out_dims`."""
@@ -97,8 +96,8 @@ def test_evidence_belongs_to_a_key_and_not_to_a_position():
 
 def test_another_structure_does_not_use_the_evidence():
     """Evidence on a tuple does not hold for a dict."""
-    evidence = evidence_of((torch.zeros(3), torch.zeros(7)), (torch.zeros(1), torch.zeros(7)))
-    outputs = [{"a": torch.zeros(2), "b": torch.zeros(7)} for _ in range(2)]
+    evidence = evidence_of((torch.zeros(3), "x"), (torch.zeros(1), "x"))
+    outputs = [{"a": torch.zeros(2), "b": "x"} for _ in range(2)]
     with pytest.raises(GatherError):
         joined(evidence, *outputs)
 
@@ -132,8 +131,8 @@ def test_a_refusal_makes_the_evidence_incomplete():
     with pytest.raises(GatherError):
         joined(evidence, torch.zeros(5), torch.zeros(5))
     assert (evidence.complete, evidence.places) == (False, {})
-    joined(evidence, torch.ones(7), torch.ones(7), sizes=(3, 1))
-    assert joined(evidence, torch.ones(7), torch.ones(7)).shape == (7,)
+    joined(evidence, "x", "x", sizes=(3, 1))
+    assert joined(evidence, "x", "x") == "x"
 
 
 def test_a_refused_first_call_gives_no_evidence():
@@ -159,11 +158,11 @@ def test_later_uneven_calls_keep_the_evidence():
 def test_a_whole_call_and_a_cut_call_prove_an_output_together():
     """Equal shards, together with a whole call with another row count, show which outputs follow the rows."""
     evidence = Evidence()
-    witness = {"y": torch.zeros(5, 2), "t": torch.ones(7), "l": list("abcde")}, 5
-    outputs = [{"y": torch.zeros(2, 2), "t": torch.ones(7), "l": ["f", "g"]} for _ in range(2)]
+    witness = {"y": torch.zeros(5, 2), "t": "x", "l": list("abcde")}, 5
+    outputs = [{"y": torch.zeros(2, 2), "t": "x", "l": ["f", "g"]} for _ in range(2)]
     for each in (witness, None):
         found = joined(evidence, *outputs, witness=each)
-        assert (found["y"].shape, found["t"].shape, found["l"]) == ((4, 2), (7,), ["f", "g"] * 2)
+        assert (found["y"].shape, found["t"], found["l"]) == ((4, 2), "x", ["f", "g"] * 2)
         assert evidence.complete
 
 

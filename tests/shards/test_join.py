@@ -99,22 +99,39 @@ def test_an_output_without_the_dim_is_refused():
     assert "dim 1" in refusal(torch.zeros(3), torch.zeros(1), out_dims=1)
 
 
-def test_a_tensor_with_equal_values_in_all_lanes_is_returned_once():
-    """A tensor that does not follow the rows, such as a weight table, is returned once if all lanes agree."""
+TABLE = torch.tensor([1.0, 2.0])
+OTHER_TABLES = [torch.tensor([1.0, 3.0]), TABLE.double(), TABLE[None]]
+
+
+def test_a_declared_tensor_is_returned_once():
+    """With ``out_dims=None``, a tensor without the rows, such as a weight table, is returned once if all lanes agree."""
     table = torch.tensor([1.0, math.nan])
-    found = joined({"y": torch.zeros(3), "t": table.clone()}, {"y": torch.zeros(1), "t": table.clone()})
+    outputs = [{"y": torch.zeros(rows), "t": table.clone()} for rows in (3, 1)]
+    found = joined(*outputs, out_dims={"t": None})
     assert found["y"].shape == (4,)
     torch.testing.assert_close(found["t"], table, equal_nan=True)
 
 
-@pytest.mark.parametrize(
-    "other", [torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([[1.0, 2.0]])]
-)
-def test_a_tensor_with_different_values_in_the_lanes_is_refused(other):
-    """A tensor that does not follow the rows must have equal values, dtypes, and shapes in all lanes."""
-    message = refusal(torch.tensor([1.0, 2.0]), other)
+@pytest.mark.parametrize("other", OTHER_TABLES)
+def test_a_declared_tensor_must_be_equal_in_all_lanes(other):
+    """Values, dtypes, and shapes must be equal."""
+    message = refusal(TABLE, other, out_dims=None)
     assert "the lanes had 3, 1 rows and returned different values" in message
+
+
+@pytest.mark.parametrize("other", [TABLE.clone(), *OTHER_TABLES])
+def test_an_undeclared_tensor_without_the_rows_is_refused(other):
+    """Equal values do not make it one value: they may be counts."""
+    message = refusal(TABLE, other)
+    assert "the lanes had 3, 1 rows and returned shapes (2,)" in message
+    assert "Equal values do not make it one value" in message
     assert all(part in message for part in OPTIONS)
+
+
+@pytest.mark.parametrize("empty", [torch.zeros(0), torch.zeros(0, 4)])
+def test_tensors_without_rows_in_any_lane_are_joined(empty):
+    """An output that has no rows in any lane, such as the boxes of images without objects, has none in all."""
+    assert joined(empty.clone(), empty).shape == empty.shape
 
 
 def test_the_same_tensor_from_every_lane_is_returned_unchanged():
@@ -132,11 +149,11 @@ def test_copies_of_a_parameter_are_returned_as_the_original():
     assert joined(one, other, originals=lambda: originals) is original
 
 
-def test_a_copy_in_only_one_lane_is_compared_by_value():
-    """If only one lane returns a copy of a parameter, the values are compared."""
-    original, one, other = torch.zeros(7), torch.zeros(7), torch.ones(7)
+def test_a_copy_in_only_one_lane_is_refused():
+    """If only one lane returns a copy of a parameter, the output is not that parameter."""
+    original, one, other = torch.zeros(7), torch.zeros(7), torch.zeros(7)
     originals = [lambda value: original if value is one else None] * 2
-    assert "different values" in refusal(one, other, originals=lambda: originals)
+    assert "without the rows on dim 0" in refusal(one, other, originals=lambda: originals)
 
 
 # join="pad"
@@ -366,14 +383,16 @@ def test_arrays_with_the_rows_are_concatenated():
     assert joined(numpy.zeros((2, 3)), numpy.zeros((2, 1)), dim=1).shape == (2, 4)
 
 
-def test_equal_arrays_are_returned_once():
-    """Arrays that do not follow the rows must have equal values and dtypes in all lanes."""
+def test_arrays_without_the_rows_follow_the_rules_of_tensors():
+    """They are refused unless they are declared, and equal in values and dtypes, or one object."""
     table = numpy.array([1.0, numpy.nan])
-    found = joined(table.copy(), table.copy())
+    assert "Equal values do not make it one value" in refusal(table.copy(), table.copy())
+    assert joined(table, table) is table
+    found = joined(table.copy(), table.copy(), out_dims=None)
     assert numpy.array_equal(found, table, equal_nan=True)
-    assert joined(numpy.array(["a", "b"]), numpy.array(["a", "b"])).tolist() == ["a", "b"]
-    assert "different values" in refusal(table, numpy.array([1.0, 2.0]))
-    assert "different values" in refusal(numpy.zeros(2), numpy.zeros(2, dtype=int))
+    assert joined(numpy.array(["a", "b"]), numpy.array(["a", "b"]), out_dims=None).tolist() == ["a", "b"]
+    assert "different values" in refusal(table, numpy.array([1.0, 2.0]), out_dims=None)
+    assert "different values" in refusal(numpy.zeros(2), numpy.zeros(2, dtype=int), out_dims=None)
 
 
 def test_arrays_that_cannot_be_concatenated_are_refused():
