@@ -208,6 +208,39 @@ def test_every_spawn_method_forms_a_world(method):
     assert wrapper(ranks(count, spawn_method=method))(place)() == tuple((r, r, 0, count, 0, total) for r in range(count))
 
 
+add = torch.ops.aten.add.Tensor
+
+
+def use_settings_of_torch():
+    torch.backends.cudnn.benchmark = True
+    torch._dynamo.config.cache_size_limit = 9
+
+
+class Trainer:
+    def run(self, number):
+        use_settings_of_torch()
+        return add(torch.ones(()), number).item(), torch.backends.cudnn.benchmark, torch._dynamo.config.cache_size_limit
+
+
+def test_functions_that_use_modules_of_any_class_launch():
+    """Functions, their helpers, and classes may use torch.backends, torch.ops, and torch._dynamo.config."""
+
+    class Local(Trainer):
+        def run(self, number):
+            use_settings_of_torch()
+            torch.backends.cudnn.deterministic = True
+            return super().run(number)
+
+    def train(number):
+        torch.backends.mkldnn.flags(enabled=False)
+        return (Local().run(number),)
+
+    launched = wrapper(ranks(1))(train)
+    assert launched.dry_run(2).payload > 0
+    assert launched(2) == (((3.0, True, 9),),)
+    assert list(launched.map([2])) == [(((3.0, True, 9),),)]
+
+
 def test_a_task_gets_its_ranks_and_arguments():
     """``Wrapper.start`` calls ``task(global_rank, local_rank, process_group, args)``."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import gc
+import importlib.util
 import io
 import os
 import sys
@@ -420,6 +421,67 @@ def test_a_file_is_only_slightly_larger_than_its_tensors():
     written = os.fstat(file).st_size
     assert BIG <= written < BIG + 4096
     os.close(file)
+
+
+# -- modules and operators
+
+
+class Settings(types.ModuleType):
+    """A module of a class of its own, like those of torch.backends."""
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+
+class Namespace:
+    """An object that a library puts into sys.modules."""
+
+    __name__ = "namespace_of_a_library"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.backends, torch.backends.cudnn, torch.backends.mkldnn, torch.utils.deterministic, torch.ops, torch.ops.aten,
+        torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.ops.higher_order, torch.ops.higher_order.cond, torch.classes,
+        torch._dynamo.config,
+    ],
+    ids=lambda value: value.__name__,
+)  # fmt: skip
+def test_modules_and_operators_of_torch_are_sent_by_name(value):
+    """The reader gets its own module or operator, also if the class of the module cannot be pickled."""
+    assert sent([value])[0] is value
+
+
+@pytest.mark.parametrize("kind", [Settings, lambda name: Namespace()], ids=["module", "object"])
+def test_what_stands_for_a_module_is_sent_by_name(monkeypatch, kind):
+    """An object that stands in `sys.modules` under its own name is the reader's module of that name."""
+    module = kind("namespace_of_a_library")
+    monkeypatch.setitem(sys.modules, "namespace_of_a_library", module)
+    assert sent([module])[0] is module
+
+
+def test_packing_does_not_load_a_lazy_module(monkeypatch, tmp_path):
+    """A module of `importlib.util.LazyLoader` is loaded by its first use, not by sending it."""
+    (tmp_path / "lazily.py").write_text("raise RuntimeError('loaded')")
+    spec = importlib.util.spec_from_file_location("lazily", tmp_path / "lazily.py")
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setitem(sys.modules, "lazily", module)
+    file = memory_file("test")
+    pack([module], file, "value")
+    os.close(file)
+
+
+def test_a_module_that_cannot_be_imported_is_sent_with_its_content():
+    """A module that a program made, and that is not in `sys.modules`, arrives as a copy. What it cannot send is named."""
+    module = types.ModuleType("made_by_hand")
+    module.rate = 3
+    assert sent(module).rate == 3
+    module.lock = LOCK
+    assert address_of([module]) == "value[0].lock"
+    assert address_of([Settings("made_by_hand")]) == "value[0]"
 
 
 # -- unsendable values

@@ -56,6 +56,23 @@ def test_map_runs_in_workers_and_keeps_order():
 
 
 @torch.no_grad()
+def test_function_may_use_modules_of_any_class():
+    """A function, and `prepare`, may use torch.backends and operators of torch."""
+    double = torch.ops.aten.mul.Scalar
+
+    def prepare(x):
+        torch.backends.cudnn.benchmark = True
+        return double(x, 2)
+
+    def plus(x):
+        return torch.ops.aten.add(x, int(torch.backends.cudnn.benchmark))
+
+    with parallel(plus, CPUS, workers="process") as p:
+        outputs = list(p.map(torch.arange(4.0).split(2), prepare=prepare))
+    assert torch.cat(outputs).tolist() == [1, 3, 5, 7]
+
+
+@torch.no_grad()
 def test_lazy_module_is_sent_after_its_first_call():
     """The first call gives a lazy module its parameters, in this process. Workers then have the same ones."""
     model, x = nn.Sequential(nn.LazyLinear(4), nn.ReLU()), torch.randn(8, 3)

@@ -14,7 +14,7 @@ from parawrap.launch._private_names import REGISTERED_BY_MODULES
 __all__ = ["find_unpicklable"]
 
 _MOST_STEPS = 50
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), types.ModuleType)
+_ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _PLACES = ("the result", "the function")
 
 Part = tuple[Any, str]
@@ -62,6 +62,9 @@ def _parts(value: Any, address: str) -> Iterator[Part]:
         yield value.__func__, _within(address, ".__func__")
     elif isinstance(value, types.FunctionType):
         yield from _parts_of_function(value, address)
+    elif isinstance(value, types.ModuleType):  # a module that cannot be imported is pickled by value
+        for name, part in list(vars(value).items()):
+            yield part, _within(address, f".{name}")
     if isinstance(value, functools.partial):
         yield value.func, _within(address, ".func")
         yield value.args, _within(address, ".args")

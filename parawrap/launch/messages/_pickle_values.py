@@ -2,8 +2,9 @@
 
 The reader maps the file and builds tensors on the mapping. A result of gigabytes is therefore written once and read without
 a copy. It takes one descriptor for any number of tensors, and is freed with the last tensor. Functions that the reader
-cannot import are pickled by value (cloudpickle). Tensors on an accelerator arrive on the CPU. Open files are
-refused, because cloudpickle would send their content as text.
+cannot import are pickled by value (cloudpickle). Modules of any class, such as ``torch.backends.cudnn``, and torch's
+operators are pickled by name. Tensors on an accelerator arrive on the CPU. Open files are refused, because cloudpickle
+would send their content as text.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import cloudpickle
@@ -37,6 +39,7 @@ _ALIGNMENT = 64
 _WORTH_MAPPING = 1 << 20
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_OPERATORS: Any = (type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor).__bases__[0])  # also of higher order
 
 
 def memory_file(name: str) -> int:
@@ -160,6 +163,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) in _PLAIN_TENSORS and _is_dense(obj):
             return self._reduced_tensor(obj)
+        if (name := _name_of_module(obj)) is not None:  # before isinstance, which would load a lazy module
+            return resolve_name, (name,)
         if isinstance(obj, MainObjects):
             return dict, (self._main_objects,)
         if isinstance(obj, SourceLines):
@@ -176,6 +181,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self._main_objects[obj.__qualname__] = obj
         if isinstance(obj, BaseException):
             return reduced_exception(obj, lambda value: _refusal(value) is None)
+        if (name := _name_of_operator(obj)) is not None:
+            return resolve_name, (name,)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         return super().reducer_override(obj)
@@ -194,6 +201,38 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
         place = (here.storage_offset(), tuple(here.shape), here.stride())
         return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
+
+
+def _name_of_module(value: Any) -> str | None:
+    """Return the name under which a module of a class of its own can be imported. None for any other object.
+
+    cloudpickle handles objects whose class is ``types.ModuleType`` itself.
+    """
+    if type(value) is types.ModuleType:
+        return None
+    try:
+        name = object.__getattribute__(value, "__name__")  # getattr would load a lazy module
+    except Exception:  # noqa: BLE001 (classes may raise anything)
+        return None
+    if not isinstance(name, str):
+        return None
+    if sys.modules.get(name) is value:
+        return name
+    before, _, last = name.rpartition(".")  # torch.ops.aten is an attribute of torch.ops, but not in sys.modules
+    parent = sys.modules.get(before)
+    are_modules = isinstance(value, types.ModuleType) and isinstance(parent, types.ModuleType)
+    return name if are_modules and vars(parent).get(last) is value else None
+
+
+def _name_of_operator(value: Any) -> str | None:
+    """Return the name of an operator of torch, such as ``torch.ops.aten.add.Tensor``. None for any other object."""
+    if not isinstance(value, _OPERATORS):
+        return None
+    name = f"{value.__module__}.{value.__name__}".replace("torch._ops.", "torch.ops.", 1)
+    try:
+        return name if resolve_name(name) is value else None
+    except (ImportError, AttributeError):  # its library has removed it
+        return None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
