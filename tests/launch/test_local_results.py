@@ -317,6 +317,21 @@ def test_tensors_that_share_memory_still_do(size):
     assert not whole.any()
 
 
+def test_empty_tensors_stay_apart():
+    """A function can write different results into two empty arguments, with `out`."""
+
+    def statistics(x, mean, deviation):
+        torch.mean(x, 0, out=mean)
+        torch.std(x, 0, out=deviation)
+        return mean, deviation
+
+    ((mean, deviation),) = wrapper(ranks(1))(statistics)(torch.tensor([1.0, 3.0, 5.0]), torch.empty(0), torch.empty(0))
+    assert (mean.item(), deviation.item()) == (3, 2)
+    ((first, second),) = wrapper(ranks(1))(lambda: (torch.empty(0), torch.empty(0)))()
+    statistics(torch.tensor([1.0, 4.0, 7.0]), first, second)
+    assert (first.item(), second.item()) == (4, 3)
+
+
 def test_results_of_ranks_share_no_memory():
     """Writing into one rank's result does not change another rank's result."""
     first, second = wrapper(ranks())(torch.zeros)(1 << 20)

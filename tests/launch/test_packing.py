@@ -124,6 +124,37 @@ def test_views_that_share_memory_still_share_it(size):
     assert whole.sum() == 0
 
 
+def filled(first: torch.Tensor, second: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Return two empty tensors after 1 was written into the first, and then 2 into the second."""
+    torch.add(torch.zeros(1), 1, out=first)
+    torch.add(torch.zeros(1), 2, out=second)
+    return first.tolist(), second.tolist()
+
+
+def test_empty_tensors_share_memory_only_if_they_did():
+    """Two empty tensors stay apart, and two views of one empty storage stay together."""
+    assert filled(*sent([torch.empty(0), torch.empty(0)])) == ([1], [2])
+    assert filled(*sent([nn.Parameter(torch.empty(0), requires_grad=False) for _ in range(2)])) == ([1], [2])
+    empty = torch.empty(0)
+    assert filled(*sent([empty, empty.view(0)])) == filled(empty, empty.view(0)) == ([2], [2])
+
+
+def test_empty_views_of_one_tensor_share_its_memory():
+    """Two views without elements keep the storage that they are views of."""
+    whole = torch.arange(4.0)
+    first, second = sent([whole[:0], whole[3:3]])
+    assert first.untyped_storage() is second.untyped_storage()
+    assert first.untyped_storage().nbytes() == 16
+
+
+def test_tensors_on_one_array_share_its_memory():
+    """Two tensors that were made from one array share memory, although each has a storage of its own."""
+    array = np.zeros(3)
+    first, second = sent([torch.from_numpy(array), torch.from_numpy(array)])
+    first.fill_(1)
+    assert second.tolist() == [1, 1, 1]
+
+
 def test_one_tensor_sent_twice_is_one_tensor():
     """Two references to one tensor stay references to one tensor."""
     tensor = torch.ones(3)

@@ -54,6 +54,11 @@ class Doing(nn.Module):
     def stride(self, x):
         return x.stride(), x.untyped_storage().nbytes()
 
+    def filled(self, a, b):
+        torch.add(torch.zeros(1), 1, out=a)
+        torch.add(torch.zeros(1), 2, out=b)
+        return a.tolist(), b.tolist()
+
 
 @pytest.mark.parametrize("name", VALUES)
 def test_value_returns_as_it_was(opened, name):
@@ -85,6 +90,13 @@ def test_arguments_that_share_memory_share_it_in_the_worker(opened):
     output = session.submit(Entry(model.aliases, "aliases"), (memory[10:60], memory[:20]), {}).result()
     assert output.tolist() == [0.0] * 10 + [1.0] * 10
     assert memory.sum() == memory[10:60].sum() == 50
+
+
+def test_empty_arguments_stay_apart_in_the_worker(opened):
+    """A model can write different numbers into two empty arguments."""
+    session = opened(model := Doing(), 1, methods=(None, "filled"))
+    output = session.submit(Entry(model.filled, "filled"), (torch.empty(0), torch.empty(0)), {}).result()
+    assert output == ([1], [2])
 
 
 def test_one_tensor_given_twice_is_one_tensor_in_the_worker(opened):

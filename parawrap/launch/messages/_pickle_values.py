@@ -155,7 +155,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
-        self._storages: dict[tuple[int, int], torch.UntypedStorage] = {}
+        self._storages: dict[object, torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
         self._files = {__file__}  # of `_tensor` and `_storage`, which every reader can import
@@ -198,7 +198,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         torch.utils.hooks.warn_if_has_hooks(tensor)  # as torch does when it pickles
         here = tensor.detach().cpu()
         storage = here.untyped_storage()
-        storage = self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
+        # All empty storages have the address 0. Others may be two objects for one memory, as with torch.from_numpy.
+        memory = (storage.data_ptr(), storage.nbytes()) if storage.nbytes() else id(storage)
+        storage = self._storages.setdefault(memory, storage)
         place = (here.storage_offset(), tuple(here.shape), here.stride())
         return _tensor, (type(tensor), storage, here.dtype, *place, tensor.requires_grad)
 
