@@ -55,6 +55,7 @@ def train(epochs: int = 20) -> tuple[list[float], float]:
 
 
 if __name__ == "__main__":
+    torch.manual_seed(0)
     curve, accuracy = train()[0]
     print(*(f"{loss:.3f}" for loss in curve))
     print(f"accuracy {accuracy:.1%}")

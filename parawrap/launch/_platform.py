@@ -65,8 +65,9 @@ class Platform:
         ipc_groups: ``[]`` puts all ranks into one process group. Lists of global ranks make one group per list;
             ``current_rank().group`` is the rank's group, or None if no list contains the rank. None makes no group.
         backend: The torch.distributed backend. None selects gloo, and NCCL in addition on GPUs.
-        seed: The seed of Python, NumPy, torch, and the accelerators in every rank, so that models start equal. None seeds
-            each rank differently.
+        seed: The seed of Python, NumPy, torch, and the accelerators in every rank, so that models start equal.
+            ``"script"`` takes the seed of the launching script, ``torch.initial_seed()``: the last one that it gave to
+            ``torch.manual_seed``, or else the random one that torch drew. None seeds each rank differently.
         timeout_min: Minutes until the launch ends with ``LaunchTimeoutError``, counted from the start of its ranks. Time in
             a queue does not count.
         slurm_additional_parameters: More options of the batch job: submitit's parameters (``{"account": "lab"}``), or
@@ -110,7 +111,7 @@ class Platform:
     master_port: int = 0
     ipc_groups: Sequence[Sequence[int]] | None = field(default_factory=tuple)
     backend: str | None = None
-    seed: int | None = 0
+    seed: int | Literal["script"] | None = "script"
     timeout_min: float | None = None
     slurm_additional_parameters: Mapping[str, Any] | None = None
     console_logs: str | Path | None = None
@@ -303,8 +304,9 @@ def _check_counts(platform: Platform) -> None:
             float("inf"),
             "give a number of accelerators per node, at least 1, or None for all visible ones",
         )
-    if platform.seed is not None:
-        limits["seed"] = (0, _BIGGEST_SEED, f"give a number from 0 to {_BIGGEST_SEED}, or None for a random seed per rank")
+    if platform.seed not in ("script", None):
+        allowed = f"give a number from 0 to {_BIGGEST_SEED}, 'script' for its seed, or None for a random seed per rank"
+        limits["seed"] = (0, _BIGGEST_SEED, allowed)
     if isinstance(platform.master_port, str) and platform.master_port.isdecimal():
         _set(platform, "master_port", int(platform.master_port))
     for name, (least, most, allowed) in limits.items():

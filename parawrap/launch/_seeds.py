@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +23,15 @@ def seed_all(seed: int) -> None:
         numpys.seed(seed % _SEEDS)
 
 
-def seed(platforms: int | None) -> None:
-    """Seed with a platform's ``seed``. None draws a random seed, because forked ranks inherit the same state."""
-    seed_all(random.SystemRandom().randrange(_SEEDS) if platforms is None else platforms)
+def seed(platforms: int | Literal["script"] | None) -> None:
+    """Seed with a platform's ``seed``. ``"script"`` is the seed of this process's torch; ranks have that of the script.
+
+    None draws a random seed, because forked ranks inherit the same state.
+    """
+    if platforms is None:
+        seed_all(random.SystemRandom().randrange(_SEEDS))
+    else:
+        seed_all(torch.initial_seed() if platforms == "script" else platforms)
 
 
 @contextmanager
@@ -34,12 +40,17 @@ def preserved_generators(device: torch.device) -> Iterator[None]:
     pythons, numpys = random.getstate(), _numpys()
     state = numpys.get_state() if numpys else None
     try:
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_type_with_generators(device)):
+        with torch.random.fork_rng([device] if _has_generator(device) else [], device_type=_type_with_generators(device)):
             yield
     finally:
         random.setstate(pythons)
         if numpys:
             numpys.set_state(state)
+
+
+def _has_generator(device: torch.device) -> bool:
+    """True if the device exists and has a generator of its own."""
+    return device.type != "cpu" and (device.index or 0) < torch.get_device_module(device).device_count()
 
 
 def _type_with_generators(device: torch.device) -> str:

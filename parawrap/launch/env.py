@@ -16,14 +16,16 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.launch._devices import Device
+from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._launch_handle import Launch, RankResults, State
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
+from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, surrounding_world
 from parawrap.launch.clusters._slurm_commands import requeue_job
 from parawrap.launch.messages._first_rank_failure import Died, Requeued
@@ -131,11 +133,14 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
     agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
     meeting = dist.PrefixStore(f"{prefix}/groups", store) if own_group else None
     hang_up = leave_groups if own_group else _keep_group
+    device = rank_device(Device(job.platform.device), world.local_rank)
     try:
         # Other ranks may wait in a collective until this rank leaves the group. The group closes with its last reference,
         # and a traceback keeps the variables of its frames alive. So no variable here refers to the rank.
         try:
-            with agreement, at_signal(agreement.request):
+            with agreement, at_signal(agreement.request), preserved_generators(device):
+                if job.platform.seed == "script":
+                    torch.manual_seed(exchange.shared_seed(torch.initial_seed()))
                 result = _called(
                     job,
                     exchange,

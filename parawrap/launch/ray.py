@@ -51,6 +51,7 @@ class _RayLaunch(RunLaunch):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        self._surroundings = Surroundings.here().without_environ()
         with os.fdopen(job.packed(), "rb") as packed:
             packed.seek(0)
             self._payload = packed.read()
@@ -72,7 +73,7 @@ class _RayLaunch(RunLaunch):
         meeting = cleanup.enter_context(open_rendezvous(platform, hosts[0]))
         loop = Loop()
         nodes = self._connect(loop, hosts)
-        orders = assignments_of(platform, meeting, Surroundings.here().without_environ())
+        orders = assignments_of(platform, meeting, self._surroundings)
         run = Run(self._job.name, platform, loop, nodes, orders, self._transcripts)
         run.begin()
         return run

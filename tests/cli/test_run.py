@@ -44,7 +44,7 @@ def test_each_rank_gets_the_arguments(parawrap):
 
 def test_a_decorated_function_has_its_platform(here):
     """Without options, the function's own platform is used."""
-    assert here("run", "train:decorated").stdout == "rank 0: (2, 0)\nrank 1: (2, 0)\n"
+    assert here("run", "train:decorated").stdout == "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"
 
 
 def test_options_change_the_platform_of_a_decorated_function(here):
@@ -245,4 +245,4 @@ def test_an_inline_function_that_exits_has_no_result(here):
 
 def test_trace_may_be_none(here):
     """--set trace=None is the default of the field."""
-    assert here("run", "train:decorated", "--set", "trace=None").stdout == "rank 0: (2, 0)\nrank 1: (2, 0)\n"
+    assert here("run", "train:decorated", "--set", "trace=None").stdout == "rank 0: (2, 'script')\nrank 1: (2, 'script')\n"

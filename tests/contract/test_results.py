@@ -29,15 +29,17 @@ def described(launcher, tmp_path_factory):
     def finished():
         (folder / f"finished-{os.getpid()}-{os.getpid() == here}").touch()
 
-    observation = launcher.play(
-        scenarios.describe_rank,
-        [1, {"x": torch.arange(3)}],
-        kwargs={"b": "two", "folder": folder},
-        verbose=True,
-        console_logs=folder / "logs",
-        trace=folder / "trace.json",
-        upon_finish=finished,
-    )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        observation = launcher.play(
+            scenarios.describe_rank,
+            [1, {"x": torch.arange(3)}],
+            kwargs={"b": "two", "folder": folder},
+            verbose=True,
+            console_logs=folder / "logs",
+            trace=folder / "trace.json",
+            upon_finish=finished,
+        )
     assert launcher.name != "local" or threading.active_count() == before
     return observation, folder
 
@@ -64,7 +66,7 @@ def test_a_rank_knows_its_place(launcher, described):
 
 def test_a_rank_knows_its_platform(launcher, described):
     """`current_rank().platform` has the platform of the launch."""
-    assert values_of(described, "platform") == [(0, 4, launcher.n_nodes)] * launcher.world_size
+    assert values_of(described, "platform") == [("script", 4, launcher.n_nodes)] * launcher.world_size
 
 
 def test_ranks_have_the_variables_of_torchrun(launcher, described):
@@ -105,7 +107,7 @@ def test_arguments_arrive(launcher, described):
 
 
 def test_seeds_are_equal_everywhere(launcher, described):
-    """Every rank draws the same numbers as a plain process with the same seed."""
+    """Every rank draws the same numbers as a plain process with the seed of the script."""
     expected = random.Random(0).random(), torch.rand(3, generator=torch.Generator().manual_seed(0)).tolist()
     assert [(number, numbers.tolist()) for number, numbers in values_of(described, "drawn")] == [
         expected

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import cloudpickle
 import psutil
+import torch
 
 ROOT = Path(__file__).parents[2]
 _POLL_S = 0.02
@@ -93,6 +94,7 @@ def _run_calls(folder):
     """In a rank: run each call that arrives, until the world is stopped or its owner has exited."""
     rank, owner = os.environ["RANK"], int(os.environ["PARAWRAP_OWNER"])
     _write(folder / f"pid-{rank}", str(os.getpid()).encode())
+    torch.manual_seed(0)  # like the launching process of the other launchers
     number = 1
     while not (folder / "stop").exists() and psutil.pid_exists(owner):
         path = folder / f"call-{number}"

@@ -191,6 +191,26 @@ def test_counts_are_those_of_the_world(world):
 
 
 @scenario
+def seeds():
+    torch.manual_seed(5 + int(os.environ["RANK"]))
+    expected = torch.rand(1).item()
+    state = torch.get_rng_state()
+    draw = wrapper(CPU)(lambda: torch.rand(1).item())
+    of_another_seed = wrapper(Platform(device="cpu", seed=9))(lambda: torch.rand(1).item())()
+    return expected, draw(), draw(), of_another_seed, torch.equal(torch.get_rng_state(), state)
+
+
+def test_ranks_have_the_seed_of_the_first_process(world):
+    """All ranks start from the seed of rank 0's script, at every call. The script's generators keep their state."""
+    torch.manual_seed(9)
+    nine = torch.rand(1).item()
+    for _, first, second, of_another_seed, is_kept in (answers := returned(world, "seeds")):
+        assert first == second == (answers[0][0],) * 2
+        assert of_another_seed == (nine, nine)
+        assert is_kept
+
+
+@scenario
 def a_platform_that_does_not_fit():
     platforms = [Platform(device="cpu", n_cpus=3), Platform(device="cpu", n_cpus=2, n_nodes=2)]
     return [outcome_of(wrapper(platform)(total)) for platform in platforms], wrapper(CPU)(lambda: "after")()

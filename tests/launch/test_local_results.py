@@ -516,6 +516,110 @@ def test_without_a_seed_every_rank_draws_its_own(method):
         assert len(set(generator)) == 4
 
 
+@pytest.fixture
+def restored_torch():
+    """Restore the settings of torch that these tests change."""
+    dtype, tf32 = torch.get_default_dtype(), torch.backends.cudnn.allow_tf32
+    with torch.random.fork_rng([]):
+        yield
+    torch.set_default_dtype(dtype)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
+    torch.autograd.set_detect_anomaly(False)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+@pytest.mark.parametrize("seed", [3, -3, 2**63 + 5])
+def test_ranks_have_the_seed_of_the_script(method, seed, restored_torch):
+    """Every launch starts from the script's last seed, in all ranks and all generators; so does `inline`."""
+    torch.manual_seed(seed)
+    launchable = wrapper(ranks(spawn_method=method))(drawn)
+    first, second = launchable()
+    assert first == second
+    assert first[1] == torch.rand(1).item()
+    assert launchable() == (first, first)  # also after the script has drawn
+    assert launchable.inline() == (first,)
+    assert wrapper(ranks(seed=4, spawn_method=method))(drawn)()[0] != first
+    torch.manual_seed(4)
+    assert launchable() == wrapper(ranks(seed=4))(drawn)()
+
+
+def test_ranks_of_a_script_without_a_seed_start_equal(tmp_path):
+    """Without `torch.manual_seed`, torch draws a random seed, and all launches of the script start from it."""
+    text = """
+    from parawrap import Platform, wrapper
+    import random, torch
+
+    draw = wrapper(Platform(device="cpu", n_cpus=2))(lambda: (torch.rand(1).item(), random.random()))
+    print(*{*draw(), *draw(), *draw.inline()})
+    """
+    printed = {run_script(tmp_path, text, fresh=True) for _ in range(2)}
+    assert len(printed) == 2  # another run draws another seed
+    assert all(each.count("(") == 1 for each in printed)
+
+
+def settings_of_torch():
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.utils.deterministic.fill_uninitialized_memory,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.allow_tf32,
+        torch.is_anomaly_enabled(),
+        torch.is_grad_enabled(),
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ranks_have_the_settings_of_torch_of_the_script(method, restored_torch):
+    """Default dtype, determinism, precision, cuDNN's flags, and the grad mode are those of the script at the launch."""
+    launchable = wrapper(ranks(1, spawn_method=method))(settings_of_torch)
+    before = settings_of_torch()
+    assert launchable() == (before,)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.allow_tf32 = False
+    with torch.autograd.set_detect_anomaly(True), torch.no_grad():
+        after = settings_of_torch()
+        assert all(old != new for old, new in zip(before, after, strict=True))
+        assert launchable() == launchable.inline() == (after,)
+    assert wrapper(ranks(1))(lambda: torch.ones(1).dtype)() == (torch.float64,)
+
+
+def test_ranks_have_the_precision_of_the_script(tmp_path):
+    """The newer flags of torch reach ranks too. They make the older ones unreadable, there as in the script."""
+    text = """
+    import torch
+    from parawrap import Platform, wrapper
+
+    def read():
+        try:
+            older = torch.get_float32_matmul_precision()
+        except RuntimeError:
+            older = None
+        backends = torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.mkldnn.matmul
+        return older, *(each.fp32_precision for each in backends)
+
+    torch.backends.fp32_precision = "ieee"
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    print(read(), *wrapper(Platform(device="cpu"))(read)())
+    """
+    first, second = run_script(tmp_path, text, fresh=True).strip().split(") (")
+    assert first.strip("()") == second.strip("()")
+    assert first == "(None, 'ieee', 'tf32', 'ieee', 'bf16'"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_have_the_surroundings_of_the_call(method, tmp_path, monkeypatch):
     """Environment, working directory, import path, and `sys.argv` are those of the parent at the call."""

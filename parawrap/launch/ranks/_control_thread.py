@@ -39,9 +39,9 @@ _REACTION_S = 3.0  # a collective ends with an error when the process of a faile
 _IDLE = 0.02  # a waiting thread uses at most this share of a processor
 FORCED = 1  # the exit code of a rank that its control thread ended
 
-# Modules that most ranks import, at about a second each. All torch optimizers and DistributedDataParallel import this one.
-# The warm process imports them in advance for later ranks.
-PRELOADABLE = ("torch._dynamo",)
+# Modules that many ranks import, at about a second each. All torch optimizers and DistributedDataParallel import the first,
+# and torch.use_deterministic_algorithms the second. The warm process imports them in advance for later ranks.
+PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
 
 
 class EndOrdered(BaseException):

@@ -37,7 +37,7 @@ _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
 _LINGER_S = 1.0
 _LONGEST_READ_S = 60.0
-_FAILED, _REQUEUED, _CLEARED, _JOINED = "failed", "requeued", "cleared", "joined"
+_SEED, _FAILED, _REQUEUED, _CLEARED, _JOINED = "seed", "failed", "requeued", "cleared", "joined"
 
 
 class Exchange:
@@ -60,6 +60,18 @@ class Exchange:
         limit = platform.timeout_min
         self._place = f"node {world.node}, {socket.gethostname()}"
         self._deadline = None if limit is None else time.monotonic() + 60 * limit
+
+    def shared_seed(self, own: int) -> int:
+        """Return the seed of rank 0, which gives its own."""
+        if self._world.global_rank == 0:
+            self._store.set(_SEED, str(own))
+            return own
+        self._wait_for(_SEED, f"rank 0 of {self._world.world_size} did not begin the call")
+        try:
+            return int(self._store.get(_SEED))
+        except ValueError:
+            msg = "the world's store holds an invalid seed: another program wrote to the store"
+            raise LaunchError(msg) from None
 
     def report_joined(self) -> None:
         """Report that this rank has joined the process groups. Until all ranks have, none leaves them after a success."""
@@ -126,7 +138,9 @@ class Exchange:
         hang_up()
         outcomes: dict[int, Outcome] = {}
         for rank in range(self._world.world_size):
-            self._wait_for(rank)
+            self._wait_for(f"{rank}", f"rank {rank} of {self._world.world_size} did not end")
+            if self._store.check([_FAILED]):
+                raise _FailedElsewhere(self._failure())
             outcomes[rank] = self._outcome_of(rank)
         self._forget()
         requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
@@ -159,16 +173,15 @@ class Exchange:
         """Return a value that a rank wrote. Safe to unpickle, because its signature is verified."""
         return self._signer.verified(f"{self._prefix}/{key}", self._store.get(key), f"rank {rank}")
 
-    def _wait_for(self, rank: int) -> None:
-        while not self._store.check([f"{rank}"]):
+    def _wait_for(self, key: str, missing: str) -> None:
+        """Wait for another rank to write a key. `missing` says what is missing without it."""
+        while not self._store.check([key]):
             if self._store.check([_FAILED]):
                 raise _FailedElsewhere(self._failure())
             if self._deadline is not None and time.monotonic() >= self._deadline:
-                msg = f"rank {rank} of {self._world.world_size} did not end within the platform's timeout_min"
+                msg = f"{missing} within the platform's timeout_min"
                 raise _FailedElsewhere(LaunchTimeoutError(msg))
             time.sleep(_LOOK_S)
-        if self._store.check([_FAILED]):
-            raise _FailedElsewhere(self._failure())
 
     def _wait_for_all(self, seconds: float) -> None:
         """Wait until all ranks have ended or one has failed, for at most `seconds` after all have joined the groups."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from parawrap.launch.ranks._process_groups import Rendezvous
 from parawrap.launch.ranks._set_up_rank import Place
+from parawrap.launch.ranks._torch_settings import TorchSettings
 
 __all__ = ["Assignment", "Surroundings"]
 
@@ -20,13 +21,14 @@ _log = logging.getLogger("parawrap.launch")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The process state that a function may rely on: environment, working folder, import path, and command line."""
+    """The process state that a function may rely on: environment, folder, import path, arguments, and torch's settings."""
 
     environ: dict[str, str] | None  # None: ranks on other machines keep their own environment
     cwd: str | None
     path: list[str]
     argv: list[str]
     main_file: str | None
+    settings: TorchSettings
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -37,7 +39,7 @@ class Surroundings:
             _log.warning("the working folder of this process no longer exists: the ranks run in the root folder")
             cwd = None
         main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-        return cls(dict(os.environ), cwd, list(sys.path), list(getattr(sys, "argv", [""])), main_file)
+        return cls(dict(os.environ), cwd, list(sys.path), list(getattr(sys, "argv", [""])), main_file, TorchSettings.here())
 
     def take_over(self) -> None:
         """Apply the surroundings to this process."""
@@ -50,6 +52,7 @@ class Surroundings:
                     os.chdir(self.cwd)
             sys.path[:] = self.path
         sys.argv[:] = self.argv
+        self.settings.take_over()
         sys.modules["__main__"] = types.ModuleType("__main__")
         if self.main_file is not None:
             sys.modules["__main__"].__file__ = self.main_file
