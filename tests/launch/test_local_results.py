@@ -716,6 +716,76 @@ def test_a_rank_can_start_loader_workers():
     assert wrapper(ranks())(loads)() == ([6.0, 22.0],) * 2
 
 
+STARTING = """
+import sys
+from torch.utils.data import DataLoader
+from parawrap import Platform, wrapper
+
+print("script", __name__, file=sys.stderr)
+
+class Own:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return float(i)
+
+@wrapper(Platform(device="cpu", n_cpus=1))
+def loads(method, has_own):
+    import rows
+
+    datasets = [rows.ROWS, *([Own()] if has_own else [])]
+    options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": method}
+    return [batch.sum().item() for dataset in datasets for batch in DataLoader(dataset, **options)]
+
+if __name__ == "__main__":
+    for method in sys.argv[2:]:
+        print(*loads(method, sys.argv[1] == "own"))
+"""
+STARTS = {
+    "script": ["train.py", "own", "spawn", "forkserver"],
+    "-m": ["-m", "job.train", "own", "spawn", "forkserver"],
+    "-c": ["-c", STARTING, "none", "spawn", "forkserver"],
+    "stdin": ["-", "none", "spawn", "forkserver"],
+    "-c own": ["-c", STARTING, "own", "spawn"],
+}
+
+
+@pytest.fixture(scope="module")
+def starting(tmp_path_factory):
+    """Running interpreters, each started in another way, that launch a rank whose loader spawns a worker."""
+    folder = tmp_path_factory.mktemp("starting")
+    (folder / "job").mkdir()
+    (folder / "job" / "near.py").touch()
+    (folder / "job" / "train.py").write_text(f"from . import near\n{STARTING}")
+    (folder / "train.py").write_text(STARTING)
+    (folder / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
+    with contextlib.ExitStack() as stack:
+        started = {}
+        for start, arguments in STARTS.items():
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            command = [sys.executable, *arguments]
+            started[start] = stack.enter_context(subprocess.Popen(command, cwd=folder, text=True, **pipes))
+            stack.callback(started[start].kill)
+        yield started
+
+
+@pytest.mark.parametrize("start", ["script", "-m", "-c", "stdin"])
+def test_a_rank_can_spawn_loader_workers(start, starting):
+    """However the script was started, spawned workers find its datasets, and modules of the working folder."""
+    out, err = starting[start].communicate(STARTING if start == "stdin" else "", 2 * PATIENCE_S)
+    assert out.splitlines() == ["[3.0, 6.0]" if "own" in STARTS[start] else "[3.0]"] * 2, err
+    assert err.count("script __main__") == 1  # ranks and workers do not run the guarded part again
+
+
+def test_spawned_workers_lack_a_dataset_of_a_command(starting):
+    """A dataset that ``python -c`` defines fails in a rank with the messages of plain Python."""
+    out, err = starting["-c own"].communicate("", 2 * PATIENCE_S)
+    assert out == ""
+    assert "Can't get attribute 'Own' on <module '__main__' (built-in)>" in err
+    assert "RuntimeError: DataLoader worker (pid" in err
+
+
 def test_a_launch_within_a_rank_raises():
     """LaunchError names ``__wrapped__``, which runs the function in the rank."""
 

@@ -50,6 +50,20 @@ except Failure as error:
     print("caught", error)
     print('raise Failure("in the cell")' in error.__notes__[0])
 """,
+    """
+from pathlib import Path
+
+Path("rows.py").write_text("class Rows(list): pass\\nROWS = Rows([1.0, 2.0])")
+
+@wrapper(Platform(device="cpu", n_cpus=1))
+def loads(method):
+    import rows
+    from torch.utils.data import DataLoader
+
+    return [batch.sum().item() for batch in DataLoader(rows.ROWS, 2, num_workers=1, multiprocessing_context=method)]
+
+print(*loads("spawn"), *loads("forkserver"))
+""",
 ]
 
 
@@ -76,3 +90,8 @@ def test_a_launch_uses_changed_globals(outputs):
 def test_an_exception_of_a_cell_can_be_caught(outputs):
     """The exception has the notebook's class, and its traceback from the rank shows the line of the cell."""
     assert outputs[3] == ["True", "caught in the cell"]
+
+
+def test_a_rank_can_spawn_loader_workers(outputs):
+    """Spawned workers of a rank find modules of the notebook's folder."""
+    assert outputs[4] == ["[3.0] [3.0]"]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.process
 import os
 import sys
 import types
 from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 from parawrap.launch.ranks._process_groups import Rendezvous
 from parawrap.launch.ranks._set_up_rank import Place
@@ -21,13 +24,23 @@ _log = logging.getLogger("parawrap.launch")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The process state that a function may rely on: environment, folder, import path, arguments, and torch's settings."""
+    """The process state that a function may rely on: environment, folder, import path, arguments, and torch's settings.
 
-    environ: dict[str, str] | None  # None: ranks on other machines keep their own environment
+    Attributes:
+        environ: The environment variables. None: ranks on other machines keep their own.
+        start_folder: The working folder at the start of the script. multiprocessing resolves relative import paths with it.
+        main_file: The script's file.
+        main_module: The script's module if it was started with ``python -m``. With both, multiprocessing makes the script's
+            classes available in the processes that it spawns.
+    """
+
+    environ: dict[str, str] | None
     cwd: str | None
+    start_folder: str | None
     path: list[str]
     argv: list[str]
     main_file: str | None
+    main_module: str | None
     settings: TorchSettings
 
     @classmethod
@@ -38,8 +51,18 @@ class Surroundings:
         except FileNotFoundError:
             _log.warning("the working folder of this process no longer exists: the ranks run in the root folder")
             cwd = None
-        main_file = getattr(sys.modules.get("__main__"), "__file__", None)
-        return cls(dict(os.environ), cwd, list(sys.path), list(getattr(sys, "argv", [""])), main_file, TorchSettings.here())
+        main = sys.modules.get("__main__")
+        file = getattr(main, "__file__", None)
+        return cls(
+            environ=dict(os.environ),
+            cwd=cwd,
+            start_folder=_process_module().ORIGINAL_DIR,
+            path=list(sys.path),
+            argv=list(getattr(sys, "argv", [""])),
+            main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
+            main_module=getattr(getattr(main, "__spec__", None), "name", None),
+            settings=TorchSettings.here(),
+        )
 
     def take_over(self) -> None:
         """Apply the surroundings to this process."""
@@ -53,9 +76,12 @@ class Surroundings:
             sys.path[:] = self.path
         sys.argv[:] = self.argv
         self.settings.take_over()
-        sys.modules["__main__"] = types.ModuleType("__main__")
+        _process_module().ORIGINAL_DIR = self.start_folder
+        sys.modules["__main__"] = main = types.ModuleType("__main__")
         if self.main_file is not None:
-            sys.modules["__main__"].__file__ = self.main_file
+            main.__file__ = self.main_file
+        if self.main_module is not None:
+            main.__spec__ = ModuleSpec(self.main_module, None, origin=self.main_file)
 
     def without_environ(self) -> Surroundings:
         """Return the part to send to other machines. Environment variables stay here: they may hold secrets."""
@@ -90,6 +116,11 @@ class Assignment:
     still_s: float = float("inf")
     on_cluster: bool = False
     interface: str | None = None
+
+
+def _process_module() -> Any:
+    """Return the module with multiprocessing's ``ORIGINAL_DIR``, which its type stubs lack."""
+    return multiprocessing.process
 
 
 def _become(environ: dict[str, str]) -> None:
