@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
+import gc
+import gzip
+import io
 import json
 import logging
+import lzma
 import os
 import random
 import re
@@ -14,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -1285,6 +1291,150 @@ def test_a_distributed_model_cannot_be_returned():
     """UnsendableError says to send ``model.module`` instead."""
     with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()
+
+
+# -- files that the function leaves open
+
+
+class Tee:
+    """Writes into a file and to the standard output that it replaces, like the loggers of many training scripts."""
+
+    def __init__(self, path):
+        self.file, self.stream = path.open("w"), sys.stdout
+
+    def write(self, text):
+        self.file.write(text)
+        return self.stream.write(text)
+
+    def flush(self):
+        self.stream.flush()
+
+
+def leave_files_open(folder):
+    """Leave files of many kinds open, in globals, in a module, and in a cycle."""
+    kept = globals()["_kept"] = {
+        "text": (folder / "text").open("w"),
+        "binary": (folder / "binary").open("wb"),
+        "update": (folder / "update").open("w+b"),
+        "gzip": gzip.open(folder / "gzip", "wt"),  # noqa: SIM115
+        "bz2": bz2.open(folder / "bz2", "wt"),  # noqa: SIM115
+        "lzma": lzma.open(folder / "lzma", "wb"),  # noqa: SIM115
+        "gzip on a file": gzip.GzipFile(fileobj=(folder / "outer").open("wb"), mode="wb"),
+    }
+    for name, file in kept.items():
+        file.write(name if isinstance(file, io.TextIOBase) else name.encode())
+    archive = json.archive_of_a_test = zipfile.ZipFile(folder / "zip", "w")
+    archive.writestr("member", "zip")
+    cycle = [(folder / "cycle").open("w")]
+    cycle.append(cycle)
+    cycle[0].write("cycle")
+    sys.stdout = Tee(folder / "tee")
+    print("tee")
+
+
+def contents(folder):
+    """Return the text of each file in a folder, decompressed."""
+    opened = {"gzip": gzip.open, "outer": gzip.open, "bz2": bz2.open, "lzma": lzma.open}
+    found = {}
+    for path in folder.iterdir():
+        if path.name == "zip":
+            with zipfile.ZipFile(path) as archive:
+                found["zip"] = archive.read("member").decode()
+        else:
+            with opened.get(path.name, open)(path, "rt") as file:
+                found[path.name] = file.read()
+    return found
+
+
+@pytest.mark.parametrize("end", ["return", "exception", "exit"])
+@pytest.mark.parametrize("method", METHODS)
+def test_open_files_keep_what_was_written(method, end, tmp_path):
+    """Buffers of files that the function leaves open are written, however it ends, and compressed files are complete."""
+
+    def works():
+        leave_files_open(tmp_path)
+        if end == "exception":
+            raise KeyError
+        if end == "exit":
+            sys.exit(3)
+
+    with contextlib.nullcontext() if end == "return" else pytest.raises(KeyError if end == "exception" else LaunchError):
+        wrapper(ranks(1, spawn_method=method))(works)()
+    names = ["text", "binary", "update", "gzip", "bz2", "lzma", "zip", "cycle"]
+    assert contents(tmp_path) == {name: name for name in names} | {"outer": "gzip on a file", "tee": "tee\n"}
+
+
+def test_open_files_are_written_if_another_rank_fails(tmp_path):
+    """A rank that ends because of another rank's failure writes its files too."""
+
+    def works():
+        if current_rank().global_rank == 0:
+            leave_files_open(tmp_path)
+            (tmp_path.parent / "left open").touch()
+            time.sleep(600)
+        eventually((tmp_path.parent / "left open").exists, "the files of rank 0")
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        wrapper(ranks(grace_s=PATIENCE_S))(works)()
+    assert contents(tmp_path)["gzip"] == "gzip"
+
+
+def test_a_buffer_of_the_parent_is_not_written_by_a_rank(tmp_path):
+    """What this process had not yet written when it forked a rank is written once, by this process."""
+    with (tmp_path / "log").open("w") as log:
+        log.write("line\n")
+        assert wrapper(ranks(spawn_method="fork"))(lambda: gc.collect() >= 0)() == (True, True)
+    assert (tmp_path / "log").read_text() == "line\n"
+
+
+class Broken(io.RawIOBase):
+    """A file that cannot be closed, and that raises again when it is deleted."""
+
+    name = "broken"
+
+    def close(self):
+        raise SystemExit
+
+    def __del__(self):
+        raise KeyboardInterrupt
+
+
+def test_files_that_cannot_be_written_are_named(tmp_path):
+    """A full disk, a pipe without a reader, and a blocked pipe do not keep the rank from ending or writing other files."""
+
+    def works():
+        from parawrap.launch.ranks import _flush_files
+
+        _flush_files.WAIT_S = 0.5
+        (reader, writer), (gone, into_gone) = os.pipe(), os.pipe()
+        os.close(gone)
+        globals()["_kept"] = blocked, into_nothing, full, disk, _ = [
+            os.fdopen(writer, "wb", buffering=1 << 20),
+            os.fdopen(into_gone, "w"),
+            Path("/dev/full").open("w"),  # noqa: SIM115
+            (tmp_path / "disk").open("w"),
+            Broken(),
+        ]
+        blocked.write(bytes(1 << 19))
+        into_nothing.write("x")
+        full.write("x")
+        disk.write("on disk")
+        return reader, writer, into_gone
+
+    launch = wrapper(ranks(1))(works).submit()
+    _, writer, into_gone = launch.results(timeout=PATIENCE_S)[0]
+    assert (tmp_path / "disk").read_text() == "on disk"
+    lines = [line for line in launch.logs(0).splitlines() if line.startswith("the file ")]
+    assert sorted(lines) == sorted(
+        f"the file {name!r}, which the function left open, is incomplete: {why}. Close it in the function"
+        for name, why in [
+            ("broken", "SystemExit: "),
+            ("/dev/full", "OSError: [Errno 28] No space left on device"),
+            (into_gone, "BrokenPipeError: [Errno 32] Broken pipe"),
+            (writer, "its buffer was not written in 0.5 s"),
+        ]
+    )
 
 
 def test_an_idle_thread_pool_does_not_block_the_return_of_a_rank():

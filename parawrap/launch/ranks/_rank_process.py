@@ -31,6 +31,7 @@ from parawrap.launch.messages._message_socket import Wire
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.ranks._cluster_signals import heed_signals
 from parawrap.launch.ranks._control_thread import Control, EndOrdered
+from parawrap.launch.ranks._flush_files import flush_files
 from parawrap.launch.ranks._preemption import RequeueRequested
 from parawrap.launch.ranks._process_groups import Rendezvous, open_store
 from parawrap.launch.ranks._rank_assignment import Assignment
@@ -46,7 +47,7 @@ _OWN_FILES = (__file__, _packed_call.__file__)
 
 _RISK = ". Any program that can connect to it can disturb it"
 
-_replaced: list[Any] = []
+_kept: list[Any] = []  # until the process exits
 
 Report = tuple[str, dict[str, Any], int | None]
 
@@ -90,9 +91,7 @@ def _streams() -> tuple[int, int]:
         os.close(writer)
         os.set_inheritable(number, True)
         ends.append(reader)
-        _replaced.append(
-            getattr(sys, name)
-        )  # kept: a freed stream writes text that the parent had buffered before the fork
+        _kept.append(getattr(sys, name))  # a freed stream writes text that the parent had buffered before the fork
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
         setattr(sys, name, stream)
     return ends[0], ends[1]
@@ -140,6 +139,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
+    _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
         result = job.call(*line)
@@ -214,7 +214,7 @@ def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
 
 def _leave(code: int) -> NoReturn:
     """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
-    for step in (run_exit_handlers, sys.stdout.flush, sys.stderr.flush):
+    for step in (run_exit_handlers, sys.stdout.flush, sys.stderr.flush, flush_files):
         try:
             step()
         except Exception:  # noqa: BLE001 (reported as the interpreter reports it)

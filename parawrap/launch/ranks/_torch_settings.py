@@ -78,7 +78,7 @@ class TorchSettings:
     def take_over(self) -> None:
         """Apply the settings that differ from those of this process."""
         here = TorchSettings.here()
-        torch.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)  # the other generators are seeded from it
         torch.set_default_dtype(self.dtype)
         torch.set_grad_enabled(self.has_gradients)
         if self.deterministic != here.deterministic:  # the first call takes a second
