@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -24,15 +25,18 @@ T = TypeVar("T")
 _NUMBERS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _EMPTY = "an empty list"
 _STRINGS = "strings"
+_ITEMS = "an item of a list: "  # followed by its structure
+_PLAIN = (str, bool, int, float)
 
 
 class _Column(NamedTuple):
     """One leaf of a rank's tree as bytes.
 
     Attributes:
-        kind: "strings", "an empty list", or the type or dtype of numbers. The same on every rank that has rows.
-        shape: The shape of one row.
-        data: The bytes of all rows; for strings, their lengths and then their text.
+        kind: "strings", "an empty list", the type or dtype of numbers, or the structure of items. The same on every rank
+            that has rows.
+        shape: The shape of one row; empty for items, which may differ in shape.
+        data: The bytes of all rows; for strings, their lengths and then their text; for items, as `_column_of_items` says.
     """
 
     kind: str
@@ -46,9 +50,10 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     A padding sampler gives some rows to two ranks. The values of the lower rank count then. Rows are not pickled.
 
     Args:
-        tree: This rank's results: a tensor with the rows on dim 0, a list of strings or of numbers with one item per row,
-            or a tree of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors
-            and lists, of any dtype and shape.
+        tree: This rank's results: a tensor with the rows on dim 0, a list with one item per row, or a tuple, dict, or
+            dataclass of these. An item of a list is a string, a number, or a tensor of any length; or a dict, tuple, or
+            list of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors and
+            lists, of any dtype and shape.
         sampler: The sampler that gave this rank its rows: from `get_dataset_sampler`, torch's DistributedSampler, or a
             loader from `shard_loader`. Call `gather_rows` before the loader's next epoch begins. With None, which
             `get_dataset_sampler` returns for one rank, the result is `tree`.
@@ -58,10 +63,10 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         graph.
 
     Raises:
-        GatherError: If the row count of a leaf differs from that of the sampler, the ranks' trees differ in structure,
-            dtype, or shape of a row, or a row is missing on all ranks.
-        TypeError: If a leaf is neither a dense tensor nor a list of strings or numbers, or `sampler` does not show the rows
-            of the other ranks.
+        GatherError: If the row count of a tensor or list differs from that of the sampler, rows or ranks differ in
+            structure or dtype, rows of a tensor differ in shape, or a row is missing on all ranks.
+        TypeError: If a value is neither a dense tensor, a string, nor a number, or `sampler` does not show the rows of the
+            other ranks.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -90,7 +95,10 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     for i, (leaf, place, column) in enumerate(zip(leaves, places, columns, strict=True)):
         kind, shape = _agreed_kind(reports, i, place)
         parts = _gathered(column.data, [each["columns"][i][2] for each in reports])
-        rows = [_decoded(part, report["rows"], kind, shape) for part, report in zip(parts, reports, strict=True)]
+        rows = [
+            _decoded(part, report["rows"], kind, shape, _device_of(leaf))
+            for part, report in zip(parts, reports, strict=True)
+        ]
         found.append(_in_order(rows, order, leaf))
     return unflatten(spec, found)  # type: ignore[no-any-return]
 
@@ -160,16 +168,41 @@ def _order(parts: list[Tensor], whole: Iterable[int]) -> list[int]:
 
 
 def _is_list_of_rows(value: Any) -> bool:
-    """True for a list or plain tuple of strings or numbers, with one item per row."""
-    return type(value) in (list, tuple) and all(isinstance(item, (str, bool, int, float)) for item in value)
+    """True for a list, which has one item per row, and for a plain tuple of strings or numbers."""
+    return type(value) is list or (type(value) is tuple and all(isinstance(item, _PLAIN) for item in value))
 
 
 def _column(leaf: Any, place: str, rows: int) -> _Column:
     """Return a leaf as bytes."""
     value = leaf.value if isinstance(leaf, Opaque) else leaf
     if isinstance(value, (list, tuple)):
-        _check_rows(len(value), rows, place)
+        if any(isinstance(item, _PLAIN) for item in value) or not value:
+            _check_rows(len(value), rows, place)
+            return _column_of_values(value, place)
+        if len(value) != rows:
+            msg = (
+                f"{place} is a list of {len(value)} item(s), but the sampler gave this rank {rows} row(s), and a list has "
+                "one item per row. Give several columns as a tuple or dict, and concatenate the outputs of batches."
+            )
+            raise GatherError(msg)
         return _column_of_items(value, place)
+    value = _dense(value, place)
+    if value.dim() == 0:
+        msg = (
+            f"{place} is a tensor without dims. Give a list with one tensor per row, or stack them; "
+            "functional.reduce_metrics takes single numbers."
+        )
+        raise GatherError(msg)
+    _check_rows(len(value), rows, place)
+    return _Column(str(value.dtype), list(value.shape[1:]), _bytes_of(value))
+
+
+def _dense(value: Any, place: str) -> Tensor:
+    """Return the value if it is a dense tensor.
+
+    Raises:
+        TypeError: If it is not.
+    """
     if (
         not isinstance(value, Tensor)
         or hasattr(value, "full_tensor")
@@ -177,14 +210,14 @@ def _column(leaf: Any, place: str, rows: int) -> _Column:
         or value.layout is not torch.strided
     ):
         what = f"a tensor of {value.layout}" if isinstance(value, Tensor) else f"a {type(value).__qualname__}"
-        msg = f"{place} is {what}. gather_rows takes dense tensors and lists of strings or numbers, one item per row."
+        msg = f"{place} is {what}. gather_rows takes dense tensors, and lists with one item per row."
         raise TypeError(msg)
-    if value.dim() == 0:
-        msg = f"{place} is a tensor without dims. Stack one tensor per row; functional.reduce_metrics takes single numbers."
-        raise GatherError(msg)
-    _check_rows(len(value), rows, place)
+    return value
+
+
+def _bytes_of(value: Tensor) -> Tensor:
     dense = value.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return _Column(str(value.dtype), list(value.shape[1:]), dense.reshape(-1).view(torch.uint8))
+    return dense.reshape(-1).view(torch.uint8)
 
 
 def _check_rows(found: int, rows: int, place: str) -> None:
@@ -197,6 +230,67 @@ def _check_rows(found: int, rows: int, place: str) -> None:
 
 
 def _column_of_items(items: Sequence[Any], place: str) -> _Column:
+    """Return items as bytes: the length of a JSON text, the text, and the elements of the tensors that it describes."""
+    tensors: list[Tensor] = []
+    described, kinds = [], []
+    for i, item in enumerate(items):
+        description, kind = _described(item, f"{place}[{i}]", tensors)
+        described.append(description)
+        kinds.append(kind)
+        if kind != kinds[0]:
+            msg = f"{place}[0] is {kinds[0]}, but {place}[{i}] is {kind}. Give all rows the same structure and dtype."
+            raise GatherError(msg)
+    text = to_bytes(json.dumps(described))
+    length = torch.tensor([text.numel()], dtype=torch.int64, device="cpu")
+    return _Column(_ITEMS + kinds[0], [], torch.cat([length.view(torch.uint8), text, *map(_bytes_of, tensors)]))
+
+
+def _described(item: Any, place: str, tensors: list[Tensor]) -> tuple[list[Any], str]:
+    """Return what JSON can say about a part of an item, and its kind. Append its tensors to a list.
+
+    A list may have any length and content, so its kind is only "list".
+    """
+    if item is None or type(item) in _PLAIN:
+        return ["value", item], type(item).__qualname__
+    if type(item) is dict and all(type(key) is str for key in item):
+        parts = {key: _described(part, f"{place}[{key!r}]", tensors) for key, part in item.items()}
+        kinds = ", ".join(f"{key!r}: {kind}" for key, (_, kind) in sorted(parts.items()))
+        return ["dict", {key: description for key, (description, _) in parts.items()}], f"{{{kinds}}}"
+    if type(item) in (list, tuple):
+        found = [_described(part, f"{place}[{i}]", tensors) for i, part in enumerate(item)]
+        kind = "list" if type(item) is list else f"({', '.join(kind for _, kind in found)})"
+        return [type(item).__qualname__, [description for description, _ in found]], kind
+    tensor = _dense(item, place)
+    tensors.append(tensor)
+    return ["tensor", str(tensor.dtype), list(tensor.shape)], f"{tensor.dtype} with {tensor.dim()} dim(s)"
+
+
+def _items(data: Tensor, device: torch.device) -> list[Any]:
+    """Return the items from the bytes of `_column_of_items`."""
+    start = 8 + int(data[:8].clone().view(torch.int64))
+    position = start
+
+    def item_of(description: list[Any]) -> Any:
+        nonlocal position
+        match description:
+            case ["dict", parts]:
+                return {key: item_of(part) for key, part in parts.items()}
+            case ["list", parts]:
+                return [item_of(part) for part in parts]
+            case ["tuple", parts]:
+                return tuple(item_of(part) for part in parts)
+            case ["tensor", dtype, shape]:
+                size = math.prod(shape) * _dtype(dtype).itemsize
+                part = data[position : position + size].clone().view(_dtype(dtype)).reshape(shape)
+                position += size
+                return part.to(device)
+        return description[1]
+
+    return [item_of(description) for description in json.loads(text_of(data[8:start].contiguous()))]
+
+
+def _column_of_values(items: Sequence[Any], place: str) -> _Column:
+    """Return strings or numbers as bytes."""
     kinds = {type(item) for item in items}
     if not kinds:
         return _Column(_EMPTY, [], torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -207,7 +301,7 @@ def _column_of_items(items: Sequence[Any], place: str) -> _Column:
     (kind,) = kinds if len(kinds) == 1 else (None,)
     if kind not in _NUMBERS:
         names = ", ".join(sorted(each.__qualname__ for each in kinds))
-        msg = f"{place} is a list of {names}. gather_rows takes lists of one type: str, bool, int, or float."
+        msg = f"{place} is a list of {names}. Give all rows the same type: str, bool, int, or float."
         raise TypeError(msg)
     if kind is int and not all(-(2**63) <= item < 2**63 for item in items):
         msg = f"{place} has an integer of more than 64 bits. Give strings or floats."
@@ -242,18 +336,23 @@ def _agreed_kind(reports: list[Any], i: int, place: str) -> tuple[str, list[int]
     for rank, other in own:
         if other != [kind, shape]:
             msg = (
-                f"{place}: a row is {kind} {tuple(shape)} on rank {first}, "
-                f"but {other[0]} {tuple(other[1])} on rank {rank}. "
-                "Give all ranks the same dtype and shape; pad rows of different lengths."
+                f"{place}: a row is {_named(kind, shape)} on rank {first}, but {_named(*other)} on rank {rank}. "
+                "Give all ranks the same structure, dtype, and shape; give rows of different lengths as a list of tensors."
             )
             raise GatherError(msg)
     return kind, shape
 
 
-def _decoded(data: Tensor, rows: int, kind: str, shape: list[int]) -> Any:
+def _named(kind: str, shape: list[int]) -> str:
+    return f"{kind} {tuple(shape)}" if kind.startswith("torch.") else kind
+
+
+def _decoded(data: Tensor, rows: int, kind: str, shape: list[int], device: torch.device) -> Any:
     """Return a rank's rows of one column as a tensor or a list."""
     if kind == _EMPTY:
         return []
+    if kind.startswith(_ITEMS):
+        return _items(data, device) if rows else []
     if kind == _STRINGS:
         lengths = data[: 8 * rows].clone().view(torch.int64).tolist()
         return [text_of(part.contiguous()) for part in data[8 * rows :].split(lengths)] if rows else []
@@ -265,6 +364,12 @@ def _decoded(data: Tensor, rows: int, kind: str, shape: list[int]) -> Any:
 def _dtype(kind: str) -> torch.dtype:
     named = {each.__qualname__: dtype for each, dtype in _NUMBERS.items()}
     return named[kind] if kind in named else getattr(torch, kind.removeprefix("torch."))
+
+
+def _device_of(leaf: Any) -> torch.device:
+    """Return the device of the first tensor in a list; the CPU without one."""
+    parts = flatten(leaf.value)[0] if isinstance(leaf, Opaque) else []
+    return next((part.device for part in parts if isinstance(part, Tensor)), torch.device("cpu"))
 
 
 def _in_order(rows: list[Any], order: list[int], leaf: Any) -> Any:

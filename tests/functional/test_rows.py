@@ -37,7 +37,9 @@ def results(rows):
         "bool": (numbers % 2 == 0)[:, None, None].expand(-1, 2, 1),
         "nothing": numbers.new_empty(len(rows), 0),
         "output": Output(numbers * 3, ["é" * int(row) for row in rows]),
-        "lists": [[int(row) for row in rows], [row / 3 for row in rows], tuple(row > 1 for row in rows)],
+        "lists": ([int(row) for row in rows], [row / 3 for row in rows], tuple(row > 1 for row in rows)),
+        "ragged": [torch.arange(int(row), dtype=torch.int16) for row in rows],
+        "items": [{"boxes": torch.ones(int(row) % 3, 4), "of": (int(row), "é", None, [0.5] * int(row))} for row in rows],
     }
 
 
@@ -57,7 +59,7 @@ def empty():
     nothing = torch.empty(0)
     return {
         "float": nothing, "half": nothing, "complex": nothing, "bool": nothing, "nothing": nothing,
-        "output": Output(nothing, []), "lists": [[], [], ()],
+        "output": Output(nothing, []), "lists": ([], [], ()), "ragged": [], "items": [],
     }  # fmt: skip
 
 
@@ -100,6 +102,38 @@ def test_rows_are_in_dataset_order_once_each():
     for (length, name), found in one.items():
         assert found == flat(results(range(length))), (length, name)
     assert one == other
+
+
+def test_a_list_has_one_item_per_row():
+    """A list has one item per row and a tuple one column per item, also if their lengths agree by chance."""
+
+    def evaluate():
+        rank = current_rank().global_rank
+        loader = functional.shard_loader(DataLoader(range(4), 2), pad=False)
+        rows = [torch.tensor([row, row]) for batch in loader for row in batch.tolist()]
+        single = functional.gather_rows([row[0] for row in rows], loader)
+        items, columns = functional.gather_rows(rows, loader), functional.gather_rows(tuple(rows), loader)
+        return rank, flat(items), flat(columns), flat(single)
+
+    def dtype(shape, values):
+        return "torch.int64", shape, values
+
+    for rank, items, columns, single in on(2, evaluate):
+        assert items == ("list", [dtype((2,), [row, row]) for row in range(4)])
+        assert columns[0] == "tuple"
+        assert [part[1] for part in columns[1]] == [(4,), (4,)]
+        assert single == ("list", [dtype((), row) for row in range(4)])
+        assert rank in (0, 1)
+
+
+def test_items_of_one_rank_keep_their_type():
+    """With one rank, items are returned in dataset order; tensors in them have no graph, and share no memory."""
+    loader = functional.shard_loader(DataLoader(range(3), 3, shuffle=True))
+    (order,) = list(loader)
+    rows = [(torch.full((int(row),), 1.5, requires_grad=True) * 2, {"row": int(row)}) for row in order]
+    found = functional.gather_rows(rows, loader)
+    assert [(x.tolist(), more) for x, more in found] == [([3.0] * row, {"row": row}) for row in range(3)]
+    assert not any(x.requires_grad for x, _ in found)
 
 
 def test_a_sampler_that_repeats_and_omits_rows():
@@ -179,8 +213,11 @@ def test_results_that_differ_between_ranks_are_refused():
             (torch.ones(2), torch.ones(2).double())[rank],
             (torch.ones(2, 3), torch.ones(2, 4))[rank],
             (["a", "b"], [1, 2])[rank],
+            ([torch.ones(1), torch.ones(2)], [torch.ones(1).double(), torch.ones(2).double()])[rank],
+            ([{"a": 1}] * 2, [{"b": 1}] * 2)[rank],
+            ([torch.ones(1), torch.ones(2)], torch.ones(2))[rank],
         ]
-        samplers = [loader] * 4
+        samplers = [loader] * 7
         trees += [torch.ones(2), torch.ones(2)]
         samplers.append(DistributedSampler(range(5), 2, rank, drop_last=True))
         samplers.append(functional.get_dataset_sampler(range(4 + rank), pad=True) if rank == 0 else loader)
@@ -199,13 +236,16 @@ def test_results_that_differ_between_ranks_are_refused():
         'rank 0 has tree["a"], but rank 1 has tree["b"]',
         "tree: a row is torch.float32 () on rank 0, but torch.float64 () on rank 1",
         "tree: a row is torch.float32 (3,) on rank 0, but torch.float32 (4,) on rank 1",
-        "tree: a row is strings () on rank 0, but int () on rank 1",
+        "tree: a row is strings on rank 0, but int on rank 1",
+        "torch.float32 with 1 dim(s) on rank 0, but an item of a list: torch.float64 with 1 dim(s) on rank 1",
+        "a row is an item of a list: {'a': int} on rank 0, but an item of a list: {'b': int} on rank 1",
+        "a row is an item of a list: torch.float32 with 1 dim(s) on rank 0, but torch.float32 () on rank 1",
         "1 row(s) of the dataset are missing on all ranks",
     ]
     for found in (one, other):
         assert [message in text for message, text in zip(messages, found, strict=False)] == [True] * len(messages), found
-    assert "missing on all ranks" in str(one[5]) or "missing on all ranks" in str(other[5])
-    assert "missing on all ranks" in str(other[6])
+    assert "missing on all ranks" in str(one[8]) or "missing on all ranks" in str(other[8])
+    assert "missing on all ranks" in str(other[9])
 
 
 LOADER = functional.shard_loader(DataLoader(range(3), 2))
@@ -217,13 +257,20 @@ LOADER = functional.shard_loader(DataLoader(range(3), 2))
         ({"a": torch.ones(2)}, GatherError, r'tree\["a"\] has 2 row\(s\), but the sampler gave this rank 3'),
         (["a", "b"], GatherError, r"tree has 2 row\(s\)"),
         (torch.tensor(1.0), GatherError, "tree is a tensor without dims.*reduce_metrics"),
-        ([torch.tensor(1.0)] * 3, GatherError, r"tree\[0\] is a tensor without dims. Stack one tensor per row"),
+        ((torch.tensor(1.0),) * 3, GatherError, r"tree\[0\] is a tensor without dims. Give a list with one tensor per row"),
+        ([torch.ones(3), torch.ones(3)], GatherError, r"tree is a list of 2 item\(s\), but .* 3 row\(s\).*tuple or dict"),
+        ({"a": [torch.ones(2, 5), torch.ones(1, 5)]}, GatherError, "concatenate the outputs of batches"),
+        ([torch.ones(1), torch.ones(1), torch.ones(1).int()], GatherError, r"float32 .* but tree\[2\] is torch.int32"),
+        ([torch.ones(1), torch.ones(1), torch.ones(1, 1)], GatherError, r"1 dim\(s\), but tree\[2\] .* 2 dim\(s\)"),
+        ([(1,), (1,), ("a",)], GatherError, r"tree\[0\] is \(int\), but tree\[2\] is \(str\). Give all rows the same"),
+        ([torch.ones(1), 1, 2], TypeError, "tree is a list of Tensor, int"),
+        ([{"a": {1}}] * 3, TypeError, r"tree\[0\]\['a'\] is a set"),
+        ([torch.eye(3).to_sparse()] * 3, TypeError, r"tree\[0\] is a tensor of torch.sparse_coo"),
         ([1, 2.5, 3], TypeError, "tree is a list of float, int"),
         ([2**70, 1, 1], TypeError, "more than 64 bits"),
         ({"a": None}, TypeError, r'tree\["a"\] is a NoneType'),
         (1.5, TypeError, "tree is a float"),
         (torch.eye(3).to_sparse(), TypeError, "tree is a tensor of torch.sparse_coo"),
-        ([{"a": 1}] * 3, TypeError, r'tree\[0\]\["a"\] is a int'),
     ],
     ids=lambda value: None,
 )
