@@ -143,7 +143,7 @@ ifneq ($(CHOICE),$(shell cat $(VENV)/.choice 2>/dev/null))
 .PHONY: $(STAMP)
 endif
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "parawrap needs Python 3.11 or later; name one: make PYTHON=python3.12 ...")'
 	[ '$(CHOICE)' = "$$(cat $(VENV)/.choice 2>/dev/null)" ] || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
@@ -157,7 +157,7 @@ $(VENV)/.with-%: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LIMITS) -e '.[$*]'
 	touch $@
 
-$(XLA_STAMP): pyproject.toml constraints.txt
+$(XLA_STAMP): setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(XLA_VENV)
 	sed '/^torch==/d' constraints.txt > $(XLA_VENV)/constraints.txt
 	$(XLA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(XLA_VENV)/constraints.txt -e . \

@@ -1,4 +1,4 @@
-"""What the page of a package index shows, where relative links lead nowhere. pyproject.toml has the rest.
+"""What the page of a package index shows, where relative links lead nowhere. setup.cfg has the rest.
 
 ``PARAWRAP_REPOSITORY=https://... python -m build`` makes the links of the README absolute. Without it, links become text.
 """

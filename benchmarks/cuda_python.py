@@ -6,15 +6,15 @@ network. This module imports only the standard library until torch is found.
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import importlib.metadata
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = Path(__file__).parents[1] / "setup.cfg"
 
 
 def main(packages: Sequence[str] = ()) -> int:
@@ -38,9 +38,10 @@ def _why_not(packages: Sequence[str]) -> str | None:
 
 
 def requirements() -> list[str]:
-    """Return parawrap's requirements from pyproject.toml."""
-    required: list[str] = tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
-    return required
+    """Return parawrap's requirements from setup.cfg."""
+    project = configparser.ConfigParser()
+    project.read(PROJECT, encoding="utf-8")
+    return project["options"]["install_requires"].split()
 
 
 def lacking(required: list[str]) -> list[str]:

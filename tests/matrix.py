@@ -7,6 +7,7 @@ quick part of the tests, in about three minutes. ``--page docs/versions.md`` ent
 from __future__ import annotations
 
 import argparse
+import configparser
 import contextlib
 import datetime as dt
 import os
@@ -17,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,7 +25,17 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 NAMES = ("python3", "python3.11", "python3.12", "python3.13", "python3.14", "python3.14t")
 TORCHES = ("2.8.0", "2.9.0", "2.13.0", "newest")
-FILES = ("README.md", "CONTRIBUTING.md", "conftest.py", "pyproject.toml", "docs", "tests", "examples", "benchmarks")
+FILES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "conftest.py",
+    "pyproject.toml",
+    "setup.cfg",
+    "docs",
+    "tests",
+    "examples",
+    "benchmarks",
+)
 EXAMPLES = ("README.md", "docs", "tests/engine", "tests/launch/test_packing.py", "tests/launch/test_world.py")
 QUICK = ("tests/test_private_names.py", "tests/tree", "tests/lanes", "tests/replicas", "tests/shards")
 MARKS = "-m", "not (contract or slurm or ray or long or stress)"
@@ -41,7 +51,7 @@ RULE = "|---|---|---|---|---|---|---:|---|\n"
 
 
 class Cell(NamedTuple):
-    """One environment. `packages` is "pinned" as in constraints.txt, or "lowest": the lower bounds of pyproject.toml."""
+    """One environment. `packages` is "pinned" as in constraints.txt, or "lowest": the lower bounds of setup.cfg."""
 
     python: str
     torch: str
@@ -117,10 +127,12 @@ def _printed(python: str, script: str, folder: Path | None = None) -> str:
 
 
 def lower_bounds() -> list[str]:
-    """Return the lowest releases that pyproject.toml allows, also of the packages for Slurm and Ray."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    return [each.replace(">=", "==") for each in (*project["dependencies"], *extras["slurm"], *extras["ray"])]
+    """Return the lowest releases that setup.cfg allows, also of the packages for Slurm and Ray."""
+    project = configparser.ConfigParser()
+    project.read(ROOT / "setup.cfg", encoding="utf-8")
+    extras = project["options.extras_require"]
+    lists = project["options"]["install_requires"], extras["slurm"], extras["ray"]
+    return [each.replace(">=", "==") for each in " ".join(lists).split()]
 
 
 def install(cell: Cell, wheel: Path, folder: Path) -> str:
@@ -223,7 +235,7 @@ def main() -> int:
     parser.add_argument("--python", nargs="*", help="versions such as 3.12, or paths; default: all that are found")
     parser.add_argument("--skip-missing-interpreters", action="store_true", help="skip versions that this machine lacks")
     parser.add_argument("--torch", nargs="*", default=TORCHES, help='releases of torch, such as 2.8.0, or "newest"')
-    parser.add_argument("--lowest", action="store_true", help="test the lower bounds of pyproject.toml instead")
+    parser.add_argument("--lowest", action="store_true", help="test the lower bounds of setup.cfg instead")
     parser.add_argument("--page", type=Path, help="enter the results into this page")
     options = parser.parse_args()
     skip_missing = options.skip_missing_interpreters

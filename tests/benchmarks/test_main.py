@@ -134,7 +134,7 @@ def test_without_nvidia_smi_the_driver_is_unknown(monkeypatch):
 
 
 def test_missing_and_old_requirements_are_listed():
-    """Names and versions come from pyproject.toml."""
+    """Names and versions come from setup.cfg."""
     required = cuda_python.requirements()
     assert [requirement.partition(">=")[0] for requirement in required] == [
         "torch", "wrapt", "typing-extensions", "optree", "cloudpickle",
