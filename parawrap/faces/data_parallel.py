@@ -133,9 +133,10 @@ class DataParallel(torch.nn.DataParallel[T]):
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
             outputs = self._run_shards(args, module_kwargs)
-            if not self._inherits("gather") or all(isinstance(leaf, torch.Tensor) for leaf in flatten(outputs[0])[0]):
-                return self.gather(outputs, self.output_device)
-            return joined(outputs, self._row_counts(args, module_kwargs), self.output_device, self.dim)
+            has_values = any(not isinstance(leaf, torch.Tensor | None) for leaf in flatten(outputs[0])[0])
+            if has_values and self._inherits("scatter") and self._inherits("gather"):
+                return joined(outputs, self._row_counts(args, module_kwargs), self.output_device, self.dim)
+            return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.
@@ -173,7 +174,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         return self._run_in_lanes(tasks, first=lanes[0])
 
     def _row_counts(self, args: Sequence[Any], kwargs: Any) -> list[int]:
-        """Return the row count of each shard."""
+        """Return the row count of each shard that `scatter` of this class made."""
         cutter = self._session().cutters[None]
         return [cutter.plan(cutter.flatten(*shard), 1).rows for shard in zip(args, kwargs, strict=True)]
 

@@ -210,6 +210,7 @@ class ReplicaSet:
         written = with_other_buffers(self._ledger.written(), self._survey.all_modules())
         changed = {id(tensor): tensor for tensor in (*written, *self._ledger.moved())}
         self._renews_all = self._renews_all or self._ledger.has_seen_steps
+        self._ledger.enter_versions()  # before the copies: the next call sees what another thread writes meanwhile
         keeps_form = changes is not None and all(change.keeps_form for change in changes)
         self.structure += bool(self._replicas) and not keeps_form
         if changes is not None and self._update(changes):
@@ -217,7 +218,6 @@ class ReplicaSet:
         else:
             self._build(changed)
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
-        self._ledger.enter_versions()
         self.training = tuple(getattr(node.value, "training", None) for node in self._survey.modules)
         self._unseen = buffers_written_unseen(self._survey.all_modules())
         for replica in self._replicas:

@@ -555,6 +555,36 @@ def test_an_overridden_gather_has_no_row_counts():
     net.close()
 
 
+class Sample:
+    """An object with tensors, which only an overridden `scatter` can cut."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("rest", [None, "text"])
+def test_an_overridden_scatter_may_make_any_shards(rest):
+    """The rows of its shards are not counted, and values that are no lists are joined as ever."""
+
+    class Own(DataParallel):
+        def scatter(self, inputs, kwargs, device_ids):
+            return tuple((Sample(part),) for part in inputs[0].chunk(2)), ({"mask": torch.ones(9)},) * 2
+
+    net = Own(Taking(rest), TWO)
+    y, found = net(torch.eye(6))
+    assert (y.shape, found) == ((6, 6), rest)
+    net.close()
+
+
+class Taking(nn.Module):
+    def __init__(self, rest):
+        super().__init__()
+        self.rest = rest
+
+    def forward(self, sample, mask):
+        return sample.x, self.rest
+
+
 def test_zero_rows_and_no_input_run_once():
     """A batch of zero rows, or a call without arguments, calls the module once."""
     calls = []
