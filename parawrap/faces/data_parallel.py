@@ -18,7 +18,6 @@ from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
 from parawrap.shards import Cutter, JoinRules, Parameters
-from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -132,10 +131,10 @@ class DataParallel(torch.nn.DataParallel[T]):
                 args, module_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 return self.module(*args[0], **module_kwargs[0])
+            row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
             outputs = self._run_shards(args, module_kwargs)
-            has_values = any(not isinstance(leaf, torch.Tensor | None) for leaf in flatten(outputs[0])[0])
-            if has_values and self._inherits("scatter") and self._inherits("gather"):
-                return joined(outputs, self._row_counts(args, module_kwargs), self.output_device, self.dim)
+            if self._inherits("gather"):
+                return joined(outputs, row_counts, self.output_device, self.dim)
             return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
@@ -173,10 +172,13 @@ class DataParallel(torch.nn.DataParallel[T]):
         tasks = as_calls([lane.prepared(lane.module) for lane in lanes], args, kwargs)
         return self._run_in_lanes(tasks, first=lanes[0])
 
-    def _row_counts(self, args: Sequence[Any], kwargs: Any) -> list[int]:
-        """Return the row count of each shard that `scatter` of this class made."""
+    def _row_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], shards: int) -> Sequence[int] | None:
+        """Return the row count of each shard; None if an overridden `scatter` made them, or if the call has no rows."""
+        if not self._inherits("scatter"):
+            return None
         cutter = self._session().cutters[None]
-        return [cutter.plan(cutter.flatten(*shard), 1).rows for shard in zip(args, kwargs, strict=True)]
+        sizes = cutter.plan(cutter.flatten(args, kwargs), len(self.device_ids)).sizes
+        return sizes if len(sizes) == shards else None
 
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)

@@ -167,8 +167,8 @@ class Replica:
     def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:
         survey = self.copy.survey
         msg = (
-            f"the parameter {survey.path(survey.nodes[id(parameter)])!r} was written during a call. Each lane writes it "
-            "once, and lanes on the model's device write the memory of the model. Compute with a new tensor "
+            f"the parameter {survey.path(survey.nodes[id(parameter)])!r} was written during a call, by forward or by "
+            "another thread. Each lane writes it once, into the memory of the model. In forward, compute with a new tensor "
             "(self.weight * mask), make the value a buffer (register_buffer), or write it between calls"
         )
         raise ReplicaError(msg)

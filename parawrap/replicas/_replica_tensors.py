@@ -69,6 +69,9 @@ class Tensors:
         self._views: list[torch.Tensor] = []  # of parameters
         self._frozen: list[torch.Tensor] = []  # views without gradients
         self._bases: dict[int, torch.Tensor] = {}  # the tensor that each view is a view of
+        self._placed: list[torch.Tensor] = []  # views with an address
+        self._addresses: list[int] = []
+        self._moves = 0
         self._computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
         self._copies: list[torch.Tensor] = []
@@ -93,21 +96,34 @@ class Tensors:
         self._look()
 
     def versions(self) -> list[int]:
-        """Return numbers that advance when a lane writes a parameter, or gives one other memory."""
-        return [_LaneView.moves, *map(version_of, self._views)]
+        """Return the versions of the replica's parameters, after putting back what an earlier call left moved."""
+        self._put_back()
+        return [*map(version_of, self._views)]
 
     def written_parameter(self, versions: list[int]) -> torch.Tensor | None:
         """Return a parameter that the lane wrote since it had those versions; None if there is none.
 
-        Other memory and another ``requires_grad`` count as writes.
+        Other memory and another ``requires_grad`` count as writes, and are put back.
         """
-        now = self.versions()
-        learning = [view for view in self._frozen if view.requires_grad]
-        if now == versions and not learning:
+        now = [*map(version_of, self._views)]
+        changed = self._put_back()
+        if now == versions and not changed:
             return None
-        written = [view for view, before, after in zip(self._views, versions[1:], now[1:], strict=True) if before != after]
-        moved = [view for view in self._views if not _have_same_memory(view, self._bases[id(view)])]
-        return next((self._origins[id(view)][1] for view in (*written, *learning, *moved)), None)
+        written = [view for view, before, after in zip(self._views, versions, now, strict=True) if before != after]
+        return next((self._origins[id(view)][1] for view in (*written, *changed)), None)
+
+    def _put_back(self) -> list[torch.Tensor]:
+        """Give views their memory back, and freeze frozen ones. Return the views that a call changed."""
+        learning = [view for view in self._frozen if view.requires_grad]
+        for view in learning:
+            view.requires_grad_(False)
+        if self._moves == _LaneView.moves and [*map(torch.Tensor.data_ptr, self._placed)] == self._addresses:
+            return learning
+        self._moves = _LaneView.moves
+        moved = [view for view in self._placed if not _have_same_memory(view, self._bases[id(view)])]
+        for view in moved:
+            _data.__set__(view, self._bases[id(view)].detach())
+        return learning + moved
 
     def of(self, original: torch.Tensor) -> torch.Tensor:
         """Return the replica's tensor for one of the model's."""
@@ -211,7 +227,10 @@ class Tensors:
             vars(view).update(_is_param=True, __deepcopy__=partial(_copy_of_reference, ref(view)))
         if not original.is_inference():
             self._views.append(view)
+        if isinstance(view, _LaneView) and view.layout is torch.strided:
             self._bases[id(view)] = base
+            self._placed.append(view)
+            self._addresses.append(view.data_ptr())
         if not view.requires_grad:
             self._frozen.append(view)
         return view
@@ -257,5 +276,5 @@ def _copy_of_parameter(view: torch.Tensor, memo: dict[int, object]) -> torch.nn.
     return copy
 
 
-def _have_same_memory(view: torch.Tensor, original: torch.Tensor) -> bool:
-    return view.layout is not torch.strided or view.data_ptr() == original.data_ptr()
+def _have_same_memory(view: torch.Tensor, base: torch.Tensor) -> bool:
+    return view.data_ptr() == base.data_ptr() and view.shape == base.shape and view.stride() == base.stride()

@@ -273,11 +273,13 @@ class _Join:
 
         Others are joined here if they have one item per row. A tuple is a structure if its items have one item per row.
         """
-        is_empty = all(leaf is None for value in column for leaf in flatten(value)[0])
-        if is_empty or not _holds_only_values(column):
+        if not any(map(len, column)) or not _holds_only_values(column):
             return _FIXED
+        if all(item is None for value in column for item in value):
+            return _FIXED  # torch returns such a list once
+        kinds = (list,) if type(column[0]) is tuple else (list, tuple)  # a tuple of tuples has one item per row
         columns_follow = all(
-            type(item) in (list, tuple) and len(item) == rows
+            type(item) in kinds and len(item) == rows
             for value, rows in zip(column, self.rows, strict=True)
             for item in value
         )
@@ -288,7 +290,7 @@ class _Join:
         what = type(column[0]).__name__
         returned = f"returned a {what} of {listed(list(map(len, column)))} items without tensors"
         if columns_follow:
-            why = f"had {self._listed_rows()} rows, and both the {what} and each list in it follow. Return a tuple of lists"
+            why = f"had {self._listed_rows()} rows, and both the {what} and each list in it follow. Return a tensor"
         elif _UNKNOWN in self.rows:
             why = f"{returned}, and gather alone has no row counts to compare with. Return a tensor"
         else:

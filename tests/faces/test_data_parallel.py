@@ -508,6 +508,8 @@ LISTS = {
     "dicts": lambda x: [{"score": 1.0, "name": None} for _ in x],
     "tuple": lambda x: tuple(x.argmax(1).tolist()),
     "in a dict": lambda x: {"ids": ["a"] * len(x), "y": x},
+    "empty lists": lambda x: [[] for _ in x],
+    "pairs": lambda x: tuple((int(i), 1.0, "a", None, 0) for i in x.argmax(1)),
     "tuple of lists": lambda x: (x.argmax(1).tolist(), ["a"] * len(x)),
     "nothing": lambda x: (None, [None, None], [], x),
 }

@@ -214,3 +214,47 @@ def test_views_are_parameters():
     with torch.no_grad(), parallel(Looking(4, 4), TWO) as p:
         p(torch.randn(5, 4))
     assert seen == [(True, torch.Tensor, nn.Parameter, nn.Parameter)] * 2
+
+
+class Moved(nn.Linear):
+    """A layer that may give its weight other memory, and then fail."""
+
+    moves, fails = True, False
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        if Moved.moves:
+            self.weight.data = self.weight.data * 2
+        if Moved.fails:
+            raise KeyError("mine")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_later_calls_are_right(fails, monkeypatch):
+    """After a call that moved a parameter, the next call has the model's parameter."""
+    model, x = Moved(), torch.randn(5, 4)
+    monkeypatch.setattr(Moved, "fails", fails)
+    with torch.no_grad(), parallel(model, TWO) as p:
+        with pytest.raises((ReplicaError, KeyError)):
+            model(x)
+        monkeypatch.setattr(Moved, "moves", False)
+        monkeypatch.setattr(Moved, "fails", False)
+        for output in (model(x), p.submit(x).result()):
+            assert_close(output, nn.functional.linear(x, model.weight, model.bias))
+
+
+@pytest.mark.parametrize("view", [lambda weight: weight.t(), lambda weight: weight[:3], lambda weight: weight.clone()])
+def test_other_shapes_of_memory_are_refused(view):
+    """Another address, shape, or stride counts as a write."""
+
+    class Native(nn.Linear):
+        def forward(self, x):
+            self.weight.data = view(self.weight.detach())
+            return x
+
+    refused = pytest.raises(ReplicaError, match="the parameter 'weight' was written during a call")
+    with torch.no_grad(), parallel(Native(4, 4), TWO) as p, refused:
+        p(torch.randn(5, 4))
