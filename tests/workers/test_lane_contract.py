@@ -167,11 +167,16 @@ def test_structure_of_an_output_is_kept(lanes):
         "array",
         "none",
         "text",
-        "detached parameter",
         "empty",
     )
     calls = [call(torch.randn(rows, 4), kind) for kind in kinds for rows in (7, 8, 3)]
     assert_calls_are_plain(lanes, Structured(), calls)
+
+
+def test_equal_tensors_without_the_rows_are_refused(lanes):
+    """A detached parameter is a tensor of each lane, and may be a count."""
+    with lanes(Structured()) as p, pytest.raises(GatherError, match="Equal values do not make it one value"):
+        p(torch.randn(7, 4), "detached parameter")
 
 
 def test_parameter_in_an_output_is_the_model_s(lanes):
@@ -331,7 +336,7 @@ def test_learned_outputs_are_joined_like_declared_ones(lanes, first):
     """Later calls join outputs as the first call showed, for any number of rows of the first call."""
 
     def several(x):
-        return x * 2, {"sum": x.sum(1), "constant": torch.ones(2), "text": "a"}
+        return x * 2, {"sum": x.sum(1), "text": "a"}
 
     assert_calls_are_plain(lanes, several, [call(torch.randn(rows, 4)) for rows in (first, 4, 8, 2, 5)])
 
