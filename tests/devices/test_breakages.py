@@ -58,7 +58,7 @@ def test_a_refresh_that_does_nothing_fails_the_check(broken, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "calls", "says"),
     [
-        ({}, 0, r"the lanes had 4, 2, 2 rows .* of shapes \(3, 3\), \(2, 3\), \(2, 3\).* rows do not lie on dim 0"),
+        ({}, 0, r"the lanes had 4, 2, 2 rows .* shapes \(3, 3\), \(2, 3\), \(2, 3\), without the rows on dim 0"),
         ({}, 1, r"the lanes had 2, 2, 2, 2 rows .* shapes \(1, 3\), \(2, 3\), .* without the rows on dim 0"),
         ({"out_dims": 0}, 0, r"the lanes had 2, 2, 2, 2 rows .* shapes \(1, 3\), \(2, 3\), .* without the rows on dim 0"),
     ],

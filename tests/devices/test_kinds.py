@@ -254,7 +254,7 @@ def test_lanes_that_share_a_generator_of_the_module_draw_in_lane_order(devices):
 
 
 class Mixed(nn.Module):
-    """Returns rows, tables with as many entries as a shard has rows, and a list with one item per row."""
+    """Returns rows, parameters with as many entries as a shard has rows, and a list with one item per row."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ class Mixed(nn.Module):
         y = self.linear(x)
         return {
             "rows": y,
-            "tables": (y.new_ones(2), y.new_ones(4, 4), self.linear.weight),
+            "tables": (self.linear.bias, self.linear.weight),
             "nothing": None,
             "names": [f"row {value:.3f}" for value in y[:, 0].tolist()],
             "kind": "mixed",
@@ -384,11 +384,11 @@ def test_two_lanes_and_few_rows(counts, home):
 
 @pytest.mark.parametrize("home", ["sim:0", "sim:3", "cpu"])
 def test_calls_of_zero_and_one_rows_are_plain(home):
-    """A call of zero rows or one row has the plain output, including tables, before and after the first cut call."""
+    """A call of zero rows or one row has the plain output, including a parameter, before and after the first cut call."""
 
     class WithTable(nn.Linear):
         def forward(self, x):
-            return super().forward(x), x.new_ones(7)
+            return super().forward(x), self.weight
 
     model = WithTable(5, 3, dtype=torch.float64).to(home)
     with torch.no_grad(), parallel(model, SIMS):
@@ -474,7 +474,7 @@ def test_padding_to_the_longest_lane():
 
 
 class Modal(nn.Module):
-    """Returns rows and a table in train mode, and only rows in eval mode."""
+    """Returns rows and a parameter in train mode, and only rows in eval mode."""
 
     def __init__(self):
         super().__init__()
@@ -482,7 +482,7 @@ class Modal(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return (y, y.new_ones(2)) if self.training else y
+        return (y, self.linear.bias) if self.training else y
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -539,7 +539,7 @@ def test_each_method_is_a_kind():
 
     class Two(Modal):
         def encode(self, x):
-            return self.linear(x), x.new_ones(2, device=x.device)
+            return self.linear(x), self.linear.bias
 
     model = Two().eval().to("sim:0")
     x = rows(8)
@@ -547,8 +547,8 @@ def test_each_method_is_a_kind():
         for _ in range(2):
             torch.testing.assert_close(model(x), model.linear(x.to("sim:0")))
             output, table = model.encode(x)
-            torch.testing.assert_close((output, table), (model.linear(x.to("sim:0")), torch.ones_like(table)))
-            assert table.shape == (2,)
+            torch.testing.assert_close(output, model.linear(x.to("sim:0")))
+            assert table is model.linear.bias
 
 
 def test_a_first_call_trains_like_later_calls():
