@@ -216,17 +216,14 @@ class Ledger:
 
     def suspect(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count these copied tensors as written until `enter_versions`, whatever their versions."""
-        self._suspects.extend(tensors)
+        self._suspects.update((id(tensor), tensor) for tensor in tensors)
 
     def written(self) -> list[torch.Tensor]:
         """The copied tensors with another version, the suspects, and tensors of inference mode, which have no versions."""
         now = map(version_of, self._copied)
         same = map(eq, now, self._versions)
-        return (
-            self.unversioned
-            + self._suspects
-            + [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
-        )
+        written = [tensor for tensor, intact in zip(self._copied, same, strict=True) if not intact]
+        return [*self.unversioned, *self._suspects.values(), *written]
 
     def moved(self) -> list[torch.Tensor]:
         """The tensors with other memory than they had."""
@@ -236,7 +233,7 @@ class Ledger:
     def enter_versions(self) -> None:
         """Take the versions of now."""
         self._steps = _optimizer_steps
-        self._suspects: list[torch.Tensor] = []
+        self._suspects: dict[int, torch.Tensor] = {}
         self._versions = [*map(version_of, self._copied)]
 
 

@@ -271,7 +271,7 @@ class _Join:
     def _kind_as_torch(self, column: Sequence[Any], *, follows: bool) -> str:
         """Return the kind of a list by torch's rules, which join lists of tensors item by item and refuse all others.
 
-        Others are joined here if they have one item per row. A tuple is a structure if its items have one item per row.
+        Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one.
         """
         if not any(map(len, column)) or not _holds_only_values(column):
             return _FIXED
