@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 # Several folders of tests use the clusters and the browser.
 pytest_plugins = ["tests.clusters.fixtures", "tests.browser"]
@@ -67,6 +68,12 @@ def pytest_collection_finish() -> None:
     """Exclude modules and collected tests from garbage collection, which takes longer than most tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Let each test and example draw the same numbers at each run."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
