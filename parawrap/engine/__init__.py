@@ -5,7 +5,6 @@ A stream sends whole batches through the lanes of a session. The engine uses eve
 """
 
 from parawrap.engine._batch_stream import Stream, StreamOptions, stream
-from parawrap.engine._call_history import Kind
 from parawrap.engine._call_recorder import CallSpan, Recorder, Trace, Work
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import PatchedMethods
@@ -17,7 +16,6 @@ from parawrap.replicas import ReplicaSet, original_method
 __all__ = [
     "CallSpan",
     "Entry",
-    "Kind",
     "LaneStats",
     "OutputFolder",
     "PatchedMethods",

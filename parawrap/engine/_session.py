@@ -14,12 +14,11 @@ from weakref import WeakSet
 
 import torch
 
-from parawrap.backends import Backend, device_of, record_use
-from parawrap.engine._call_history import Generators, Kind, Kinds
+from parawrap.backends import Backend, device_of, record_use, warn_caller
 from parawrap.engine._call_recorder import Recorder, Trace, Work
-from parawrap.engine._plain_output import plain_output
 from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
+from parawrap.engine._turns import Turns
 from parawrap.engine._whole_call import Prepare, WholeCall, originals_of, prepared
 from parawrap.errors import SessionError, ShardError
 from parawrap.lanes import (
@@ -29,6 +28,7 @@ from parawrap.lanes import (
     Modes,
     Outcome,
     Task,
+    TurnsOf,
     first_failure,
     here,
     intra_op_threads,
@@ -37,24 +37,23 @@ from parawrap.lanes import (
 from parawrap.replicas import Freshness, LaneReplica, ReplicaSet
 from parawrap.shards import (
     Cutter,
-    Evidence,
     FlatCall,
     JoinRules,
     Originals,
     Shard,
     ShardPlan,
-    check_equal,
-    check_whole,
+    balanced,
     join,
     with_originals,
 )
-from parawrap.tree import Opaque, flatten, flatten_call
+from parawrap.tree import Opaque, flatten
 
 __all__ = ["Entry", "Session", "failed_future"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
+_UNEVEN_BEYOND = 1.125  # an eighth: less is hard to tell from the usual differences between lanes
 _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
@@ -82,8 +81,6 @@ class Replicas(Protocol):
     """The copies of the target that a session's lanes use, one per lane: `ReplicaSet`, or copies in other processes."""
 
     is_ready: bool
-    structure: int
-    training: tuple[Any, ...]
     generators: tuple[torch.Generator, ...]
     freshness: Freshness
     home: torch.device | None
@@ -91,16 +88,17 @@ class Replicas(Protocol):
     @property
     def has_model(self) -> bool: ...
     @property
+    def learns(self) -> bool: ...
+    @property
     def current(self) -> Sequence[Any]: ...
     def ready(self) -> bool: ...
     def is_on(self, device: torch.device) -> bool: ...
     def stale(self) -> bool: ...
-    def refuse_grown(self) -> None: ...
     def ran_plainly(self) -> None: ...
+    def warn(self) -> None: ...
     def refresh(self) -> None: ...
     def renew(self) -> None: ...
     def forget(self) -> None: ...
-    def scratch(self) -> Any: ...
 
 
 class Pool(Protocol):
@@ -124,7 +122,7 @@ class Pool(Protocol):
         modes: Modes,
         sources: Collection[torch.device] = ...,
         *,
-        in_turns: bool = ...,
+        turns: TurnsOf | None = ...,
     ) -> list[Outcome]: ...
     def idle(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
@@ -134,8 +132,8 @@ class Session:
     """Owns the lanes and the replicas of one target until `close`. Thread-safe.
 
     `call` runs scatter, replicate, apply, and gather. Each of them may also be called alone, like the methods of
-    torch.nn.DataParallel. With `verify`, the first call of each kind is compared with the plain call. Lanes that work in
-    other processes bring their own `replicas` and `pool`, and submit whole calls in their own way.
+    torch.nn.DataParallel. A call depends on its arguments, the options, the model, and the modes of torch, and never on
+    earlier calls. Lanes that work in other processes bring their own `replicas` and `pool`, and submit whole calls in their own way.
     """
 
     def __init__(
@@ -146,7 +144,6 @@ class Session:
         cutters: Mapping[str | None, Cutter],
         rules: JoinRules,
         output_device: torch.device | None = None,
-        verify: bool = False,
         replicas: Replicas | None = None,
         pool: Pool | None = None,
     ) -> None:
@@ -158,19 +155,17 @@ class Session:
         replicas = ReplicaSet(target, devices) if replicas is None else replicas
         self._replicas = replicas if replicas.has_model or isinstance(target, torch.nn.Module) else None
         home = replicas.home
+        self._turns = Turns(self.devices, share_generators=pool is None)
         if pool is None:
             self._lane_pool = pool = LanePool(self.devices, home)
         self.pool: Pool = pool
         self.tally = Tally(len(self.devices))
         self.recorder = Recorder(target)
         self._refreshing = threading.Lock()
-        self._kinds = Kinds()
-        self._generators = Generators(self.devices)
-        self._verifies = verify
+        self._has_warned_of_sizes = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
         self._is_one_cpu_lane = self._stays_on_cpu and len(self.devices) == 1
-        self._learns = rules.learns
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
@@ -179,26 +174,18 @@ class Session:
         cutter, lanes = self.cutters[entry.method], len(self.devices)
         flat = cutter.flatten(args, kwargs)
         plan = cutter.plan(flat, lanes)
+        if not self._has_warned_of_sizes:
+            self._warn_of_sizes(plan, cutter.unit)
         if self._is_whole_here(plan, flat):
             return self._run_plainly(entry, args, kwargs)
         replicas = self.replicate()
         modes = Modes.capture(self.pool.backend.type)
-        kind = self._kinds.of(entry.method, flat, modes, self._replicas.training if self._replicas else ())
-        if self._replicas is not None and kind.structure != self._replicas.structure:
-            kind.follow(self._replicas.structure)
-        evidence = kind.evidence  # another thread may replace it during this call
-        witness = None
-        if self._learns and (kind.draws or not evidence.complete):
-            plan, witness = self._telling_plan(kind, plan, flat, cutter)
-            if self._is_whole_here(plan, flat):
-                return self._run_as_witness(entry, args, kwargs, kind, plan, flat)
-        expected = self._expected(kind, entry, plan, flat) if self._verifies else None
+        turns = self.decide_turns(flat.leaves)
         sources = _NOWHERE if self._stays_on_cpu and flat.on_cpu else self._sources(flat)
-        in_turns = kind.in_turns
         versions = plan.written(flat) if None in plan.dims and len(plan.sizes) > 1 else []
-        with intra_op_threads(None if in_turns else self.pool.threads):
+        with intra_op_threads(None if turns else self.pool.threads):
             tasks, shards = self.scatter(entry, replicas, plan, flat, sources)
-            outputs = self.apply(tasks, modes, sources, kind=kind, leaves=flat.leaves, in_turns=in_turns, first=replicas[0])
+            outputs = self.apply(tasks, modes, sources, turns=turns, first=replicas[0])
             if versions and versions != plan.written(flat):
                 raise ShardError(_WRITTEN)
             if not (flat.on_cpu and self._stays_on_cpu):
@@ -206,12 +193,7 @@ class Session:
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self.device_of_output(flat)
             originals = partial(originals_of, replicas, len(plan.sizes), shards)
-            output = self.gather(outputs, plan.sizes, device, originals, evidence, witness)
-        if expected is not None:
-            check_equal(output, expected[0])
-            kind.verified = True
-        if len(plan.sizes) == 1 < min(lanes, plan.rows) and self._learns:
-            self._keep_witness(kind, output, plan, flat)
+            output = self.gather(outputs, plan.sizes, device, originals)
         self.tally.cut(plan.sizes)
         return output
 
@@ -231,8 +213,7 @@ class Session:
 
         There are none if each task makes its own, or if the call has only positional tensors on the CPU.
         """
-        if len(plan.sizes) != len(replicas):
-            replicas = [*replicas, *replicas[-1:] * (len(plan.sizes) - len(replicas))][: len(plan.sizes)]
+        replicas = replicas[: len(plan.sizes)]
         functions = [self._function_of(entry, replica, whole=whole) for replica in replicas]
         if self.recorder.traces:
             works = [self.recorder.work(entry.method, entry.batch, size) for size in plan.sizes]
@@ -269,39 +250,34 @@ class Session:
         modes: Modes | None = None,
         sources: Collection[torch.device] = (),
         *,
-        kind: Kind | None = None,
-        leaves: Sequence[Any] = (),
-        in_turns: bool = False,
+        turns: TurnsOf | None = None,
         first: LaneReplica | None = None,
     ) -> list[Any]:
         """Run task i in lane i and return their values in lane order.
 
-        `sources` are devices with data for the tasks, other than the module's device. `leaves` are the arguments of
-        the call. Lanes that share a random generator must draw in lane order. So they run `in_turns` in the first call of a
-        `kind`, which shows whether its calls draw, and in later calls if they do. If lane 0's replica is given as `first`,
-        the buffers that lane 0 wrote are copied back to the model, also after an error.
+        `sources` are devices with data for the tasks, other than the module's device. `turns` as `decide_turns` returns it.
+        If lane 0's replica is given as `first`, the buffers that lane 0 wrote are copied back to the model, also after an
+        error.
 
         Raises:
             BaseException: If a lane fails: the error of the first such lane, with a note on lane, device, and shard. All
                 other lanes have finished.
         """
         modes = Modes.capture(self.pool.backend.type) if modes is None else modes
-        held = self._replicas.generators if self._replicas else ()
-        shared = self._generators.state(leaves, held)
-        own = [] if self._stays_on_cpu else self._generators.own_state()
-        outcomes = self.pool.run(tasks, modes, sources, in_turns=in_turns)
+        generators = [] if turns else self._turns.read_generators()
+        outcomes = self.pool.run(tasks, modes, sources, turns=turns)
         if first is not None and first.write_back is not None:
             with self._refreshing, self.pool.idle():
                 first.write_back()
+        if self._replicas is not None:
+            self._replicas.warn()
         values = []
         for outcome in outcomes:
             if outcome.error is not None:
                 del outcome
                 raise first_failure(outcomes, self.pool.lanes)
             values.append(outcome.value)
-        drew = shared != self._generators.state(leaves, held)
-        if kind is not None and (kind.is_new or drew or own):
-            self._note(kind, own, drew_shared=drew, in_turns=in_turns)
+        self._turns.warn_of_draws(generators)
         if not self._stays_on_cpu:
             record_use(leaf for value in values for leaf in flatten(value)[0])
         return values
@@ -312,8 +288,6 @@ class Session:
         sizes: Sequence[int],
         device: torch.device | None = None,
         originals: Originals | None = None,
-        evidence: Evidence | None = None,
-        witness: tuple[Any, int] | None = None,
     ) -> Any:
         """Join the outputs of shards of those sizes, on `device` or else on the output device."""
         if self._stays_on_cpu:
@@ -321,14 +295,13 @@ class Session:
         else:
             device = device or self.output_device or self.pool.home or self.devices[0]
             self.pool.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
-        return join(outputs, sizes, self.rules, device, originals, evidence, witness)
+        return join(outputs, sizes, self.rules, device, originals)
 
-    def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: object = None) -> Kind:
-        """Return the kind of a call that is already cut, for `apply`. `replicas` is the key of new replicas."""
-        if replicas is None:
-            replicas = self._replicas.training if self._replicas else ()
-        flat = FlatCall(*flatten_call(args, kwargs))
-        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), replicas)
+    def decide_turns(self, leaves: Sequence[Any]) -> TurnsOf | None:
+        """Return the lanes of a call that run one after another. `leaves` are its arguments, taken apart."""
+        replicas = self._replicas
+        learns = replicas is not None and replicas.learns
+        return self._turns.decide(leaves, replicas.generators if replicas else (), learns=learns, target=self.target)
 
     # Whole calls, each in one lane
 
@@ -345,6 +318,8 @@ class Session:
                 raise SessionError(msg)
             return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
         replicas = self.replicate()
+        if self._replicas is not None:
+            self._replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
         modes = Modes.capture(self.pool.backend.type)
         if prepare is not None:
             future = self._submit_prepared(entry, replicas, args, modes, prepare)
@@ -370,9 +345,9 @@ class Session:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
-        self._kinds = Kinds()  # a kind may hold an output
         with self._refreshing:
             if self._replicas is not None:
+                self._replicas.warn()
                 self._replicas.forget()
 
     def stats(self) -> Stats:
@@ -400,14 +375,8 @@ class Session:
             or (not self._stays_on_cpu and self.pool.backend.is_capturing())
         )
 
-    def _run_plainly(
-        self,
-        entry: Entry,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        check: Callable[[Any], None] | None = None,
-    ) -> Any:
-        """Run a call in the caller's thread. `check` may raise for its output."""
+    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call in the caller's thread."""
         plain = entry.plain
         if self.recorder.traces and here.lane is None:  # inside a lane, the call is part of that lane's span
             plain = partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, None), None, plain)
@@ -417,60 +386,21 @@ class Session:
             if self._replicas is not None:
                 self._replicas.ran_plainly()
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
-        if check is not None:
-            check(output)
         self.tally.plain()
         return output
 
-    def _run_as_witness(
-        self,
-        entry: Entry,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: Kind,
-        plan: ShardPlan,
-        flat: FlatCall,
-    ) -> Any:
-        """Run a call with too few rows for shards of different sizes whole. Its output is evidence for one row count."""
-        held = self._replicas.generators if self._replicas else ()
-        shared, own = self._generators.state(flat.leaves, held), self._generators.own_state()
-
-        def learn(output: Any) -> None:
-            drew = shared != self._generators.state(flat.leaves, held)
-            self._note(kind, own, drew_shared=drew, in_turns=True)
-            self._keep_witness(kind, output, plan, flat)
-
-        return self._run_plainly(entry, args, kwargs, learn)
-
     # The steps of a call
 
-    def _telling_plan(
-        self, kind: Kind, plan: ShardPlan, flat: FlatCall, cutter: Cutter
-    ) -> tuple[ShardPlan, tuple[Any, int] | None]:
-        """Return a plan with shards of different sizes; or the balanced plan, and the output for another row count."""
-        telling = cutter.plan(flat, len(self.devices), tell=True)
-        witness = kind.witness(plan, flat) if len(telling.sizes) == 1 else None
-        return (telling, None) if witness is None else (plan, witness)
-
-    def _note(self, kind: Kind, own: list[bytes], *, drew_shared: bool, in_turns: bool) -> None:
-        """Record what one call shows about its kind. `own` are the states of the devices' generators before the call."""
-        if kind.is_new and self._replicas is not None:
-            self._replicas.refuse_grown()
-        drew_own = bool(own) and own != self._generators.own_state()
-        kind.note(drew=drew_shared or drew_own, drew_shared=drew_shared, ran_in_turns=in_turns)
-
-    def _keep_witness(self, kind: Kind, output: Any, plan: ShardPlan, flat: FlatCall) -> None:
-        """Check and keep the output of a whole call as evidence for its row count."""
-        check_whole(output, plan.rows, self.rules)
-        kind.keep_witness(output, plan, flat)
-
-    def _expected(self, kind: Kind, entry: Entry, plan: ShardPlan, flat: FlatCall) -> tuple[Any] | None:
-        """Return the plain output of the first call of a kind, for `verify`; None for later calls."""
-        if kind.verified:
-            return None
-        home = self.pool.home if self.pool.home is not None else self.devices[0]
-        run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
-        return (plain_output(run, plan, flat, home, self.devices),)
+    def _warn_of_sizes(self, plan: ShardPlan, unit: int) -> None:
+        """Warn once of a shard that is much larger than a balanced one, because `out_dims` is not given."""
+        largest = unit * balanced(plan.rows // unit, len(self.devices))[0]
+        if plan.sizes[0] > _UNEVEN_BEYOND * largest and self.rules.needs_proof:
+            self._has_warned_of_sizes = True
+            warn_caller(
+                f"a call of {plan.rows} rows on {len(self.devices)} lanes has a shard of {plan.sizes[0]} rows, because the "
+                "sizes of shards must differ to show which outputs follow the rows. With out_dims=0, the largest shard has "
+                f"{largest} rows"
+            )
 
     def _function_of(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
         if replica.module is self.target:

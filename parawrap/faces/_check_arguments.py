@@ -11,7 +11,7 @@ from typing_extensions import TypeIs
 from parawrap.backends import Devices
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
-from parawrap.shards import InDim, JoinRules, OutDims, Parameters, Reduce
+from parawrap.shards import InDim, JoinRules, OutDims, Parameters
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -21,6 +21,7 @@ __all__ = [
     "Joining",
     "checked_in_dims",
     "checked_methods",
+    "checked_unit",
     "checked_workers",
     "is_platform",
     "joining_rules",
@@ -28,21 +29,20 @@ __all__ = [
 ]
 
 UNSET: Any = JoinRules().out_dims
-"""The default of `out_dims`: outputs are learned."""
+"""The default of `out_dims`: the sizes of outputs show which of them follow the rows."""
 
 
 class Joining(TypedDict):
-    """How a session joins outputs, and whether it checks them."""
+    """How a session joins outputs."""
 
     rules: JoinRules
     output_device: torch.device | None
-    verify: bool
 
 
 def joining_rules(
     dim: int,
     out_dims: OutDims,
-    reduce: Reduce | None,
+    reduce: Any,
     join: Literal["cat", "list", "pad"],
     pad_value: float,
     *,
@@ -82,6 +82,17 @@ def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_c
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
     return workers
+
+
+def checked_unit(unit: int, *, on_cores: bool) -> int:
+    """Return `unit` after a check of it."""
+    if not isinstance(unit, int) or isinstance(unit, bool) or unit < 1:
+        msg = f"unit={unit!r}: give the number of rows that stay together, at least 1"
+        raise ShardError(msg)
+    if unit > 1 and on_cores:
+        msg = "unit is not supported on NeuronCores: shards have the rows that the model is compiled for. Leave unit out"
+        raise ShardError(msg)
+    return unit
 
 
 def is_platform(devices: Devices | Platform) -> TypeIs[Platform]:

@@ -17,7 +17,9 @@ from parawrap.faces._losses_as_vector import vector
 from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
 from parawrap.lanes import here, intra_op_threads
-from parawrap.shards import Cutter, JoinRules, Parameters
+from parawrap.replicas import LaneReplica
+from parawrap.shards import Cutter, JoinRules, Parameters, balanced, equal
+from parawrap.tree import flatten
 
 __all__ = ["DataParallel", "data_parallel"]
 
@@ -152,12 +154,12 @@ class DataParallel(torch.nn.DataParallel[T]):
     def parallel_apply(self, replicas: Sequence[T], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Call replica i with args i and kwargs i in lane i, and return the outputs in lane order.
 
-        Lanes that share a device run one after another if the call draws random numbers, to draw them in lane order.
+        Lanes that share a device run one after another if gradients are enabled, so that a seed gives the same numbers.
         """
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
         tasks = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-        return self._run_in_lanes(tasks, replicas=_key_of(replicas[0])) if tasks else []
+        return self._run_in_lanes(tasks) if tasks else []
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
@@ -183,14 +185,12 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
 
-    def _run_in_lanes(self, tasks: list[partial[Any]], *, replicas: object = None, first: Any = None) -> list[Any]:
-        """Run task i in lane i. `replicas` is the key of new replicas; None for kept ones. `first` is that of lane 0."""
+    def _run_in_lanes(self, tasks: list[partial[Any]], first: LaneReplica | None = None) -> list[Any]:
+        """Run task i in lane i. `first` is the kept replica of lane 0."""
         session = self._session()
-        shares_a_device = len(set(self._lanes)) < len(self._lanes)
-        kind = session.kind(None, tasks[0].args, tasks[0].keywords, replicas) if shares_a_device else None
-        in_turns = kind is not None and kind.in_turns
-        with intra_op_threads(None if in_turns else session.pool.threads):
-            return session.apply(tasks, kind=kind, in_turns=in_turns, first=first)
+        turns = session.decide_turns([leaf for task in tasks for leaf in flatten((task.args, task.keywords))[0]])
+        with intra_op_threads(None if turns else session.pool.threads):
+            return session.apply(tasks, turns=turns, first=first)
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
@@ -209,9 +209,9 @@ class DataParallel(torch.nn.DataParallel[T]):
         self._lanes = tuple(device_named(device_id) for device_id in self.device_ids)
         self.src_device_obj = self._lanes[0]
         self._check_placement()
-        equal_sizes = backend_of(self.src_device_obj.type).compiles_each_shape
+        sizes = equal if backend_of(self.src_device_obj.type).compiles_each_shape else balanced
         parameters = Parameters(self.module.forward)
-        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, equal_sizes=equal_sizes)
+        cutter = Cutter(self.dim, parameters=parameters, lists_are_shared=True, sizes=sizes)
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
         output = device_named(self.output_device)
         return Session(self.module, self._lanes, cutters={None: cutter}, rules=rules, output_device=output)
@@ -290,13 +290,6 @@ def _names_available_kind(device_ids: Any) -> bool:
             )
             raise DeviceListError(msg)
     return any(backend_of(kind).count() for kind in kinds)
-
-
-def _key_of(replica: Any) -> object:
-    """Return what decides whether a call of a replica draws random numbers: the method, and the modules' train modes."""
-    module = getattr(replica, "__self__", replica)
-    training = [each.training for each in module.modules()] if isinstance(module, torch.nn.Module) else []
-    return getattr(replica, "__name__", None), *training
 
 
 def _as_id(device: torch.device) -> Any:

@@ -22,13 +22,14 @@ from parawrap.faces._check_arguments import (
     Joining,
     checked_in_dims,
     checked_methods,
+    checked_unit,
     checked_workers,
     is_platform,
     joining_rules,
     parameters_of,
 )
 from parawrap.faces._streams import Streams
-from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced
+from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced, equal, uneven
 
 if TYPE_CHECKING:
     from parawrap.backends.neuron import NeuronCore
@@ -66,10 +67,10 @@ class Parallel(Streams, Generic[TargetT]):
         out_dims: OutDims = UNSET,
         methods: Sequence[str] = ("forward",),
         output_device: DeviceLike | None = None,
-        reduce: Reduce | None = None,
+        reduce: Reduce | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | None = None,
         join: Literal["cat", "list", "pad"] = "cat",
         pad_value: float = 0,
-        verify: bool = False,
+        unit: int = 1,
         workers: Literal["thread", "process"] = "thread",
         retries: int = 1,
     ) -> None:
@@ -108,13 +109,11 @@ class Parallel(Streams, Generic[TargetT]):
         self._in_dims = in_dims
         self._parameters = parameters
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)
-        # Kept between blocks: the next block then cuts batches into shapes that are compiled already.
-        self._device_cutters = self._cutters(equal_sizes=compiles) if self._devices else {}
-        self._joining = Joining(
-            rules=joining_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles),
-            output_device=None if output_device is None else resolve_device(output_device),
-            verify=verify,
-        )
+        rules = joining_rules(dim, out_dims, reduce, join, pad_value, compiles=compiles)
+        self._unit = checked_unit(unit, on_cores=bool(self._cores))
+        sizes = equal if compiles else uneven if rules.needs_proof else balanced
+        self._device_cutters = self._cutters(sizes) if self._devices else {}
+        self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
         self._session: Session | NeuronSession | None = None
         self._last: Session | NeuronSession | None = None  # for stats() after the block
@@ -286,10 +285,10 @@ class Parallel(Streams, Generic[TargetT]):
             )
         return Session(self.target, self._devices, cutters=self._device_cutters, **self._joining)
 
-    def _cutters(self, sizes: Sizes = balanced, *, equal_sizes: bool = False) -> dict[str | None, Cutter]:
+    def _cutters(self, sizes: Sizes) -> dict[str | None, Cutter]:
         """Return one cutter per method, and one for a call of the target itself."""
         return {
-            method: Cutter(self._dim, self._in_dims, taken, equal_sizes=equal_sizes, sizes=sizes)
+            method: Cutter(self._dim, self._in_dims, taken, sizes=sizes, unit=self._unit)
             for method, taken in self._parameters.items()
         }
 
@@ -383,10 +382,10 @@ def parallel(
     out_dims: OutDims = UNSET,
     methods: Sequence[str] = ("forward",),
     output_device: DeviceLike | None = None,
-    reduce: Reduce | None = None,
+    reduce: Reduce | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | None = None,
     join: Literal["cat", "list", "pad"] = "cat",
     pad_value: float = 0,
-    verify: bool = False,
+    unit: int = 1,
     workers: Literal["thread", "process"] = "thread",
     retries: int = 1,
 ) -> Parallel[TargetT]:
@@ -398,10 +397,9 @@ def parallel(
     A module changes in place: every reference to it is parallel inside the block, and the block restores it at its end.
     Call any other callable through the `Parallel` that ``with ... as`` returns.
 
-    Without `out_dims`, the first call of each kind shows which outputs follow the rows. Its lanes run one after another, on
-    shards of different sizes. A kind is the method, the structure of the arguments, the non-tensor arguments, and the
-    train, grad, and autocast modes. Lanes that share a random generator run in order if the call draws random numbers, so
-    a seed gives the same numbers every time.
+    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so each call shows which
+    outputs follow the rows; 4 rows on 2 lanes run plainly. With `out_dims`, the sizes are balanced. With gradients, lanes
+    that share a device run one after another, so a seed gives the same random numbers every time.
 
     Args:
         target: A module (also scripted or compiled), or any callable.
@@ -420,16 +418,17 @@ def parallel(
             "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
         out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
             with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
-            nested output: an LSTM has ``out_dims=(0, (1, 1))``. Undeclared outputs are learned.
+            nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
         methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
             use the only one; with several, choose with ``p.method(name)``.
         output_device: The device of joined outputs; by default the device of the module's parameters.
         reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
-            "stack" returns one value per lane, and a function reduces that vector. By default they are refused.
+            "stack" returns one value per lane, and a function reduces that vector. Give a dict or tuple of these to match a
+            nested output. By default they are refused.
         join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.
-        verify: Also run the first call of each kind plainly, and compare the outputs.
+        unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
         workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
             interpreter lock, for inference only.
         retries: With ``workers="process"``, how often a call runs again after its worker died.
@@ -446,7 +445,6 @@ def parallel(
             argument cannot be cut.
         GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
         ReplicaError: At the first call, if the module cannot be replicated.
-        VerifyError: With `verify`, at the call, if the parallel output differs from the plain one.
 
     Example:
         >>> import torch
@@ -470,7 +468,7 @@ def parallel(
         reduce=reduce,
         join=join,
         pad_value=pad_value,
-        verify=verify,
+        unit=unit,
         workers=workers,
         retries=retries,
     )

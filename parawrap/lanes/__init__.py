@@ -5,7 +5,7 @@ the top of ``_lane_pool.py``.
 """
 
 from parawrap.lanes._first_failure import Outcome, first_failure, note
-from parawrap.lanes._lane_pool import Lane, LanePool, Task, here
+from parawrap.lanes._lane_pool import Lane, LanePool, Task, TurnsOf, here
 from parawrap.lanes._lane_streams import LaneFuture
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread
 
@@ -16,6 +16,7 @@ __all__ = [
     "Modes",
     "Outcome",
     "Task",
+    "TurnsOf",
     "first_failure",
     "here",
     "intra_op_threads",

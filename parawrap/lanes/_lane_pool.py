@@ -4,8 +4,8 @@ Guarantees:
 
 - A lane runs one task at a time: the thread that works in it holds ``lane.busy``.
 - Tasks sent to a lane start in arrival order. Queued calls start in arrival order, each in the lane that is free first.
-- The caller runs lane 0's task itself, and every other task runs in its lane's thread. If tasks run in turns, the caller
-  runs all of them, in lane order.
+- The caller runs lane 0's task itself, and every other task runs in its lane's thread. If all tasks run in turns, the
+  caller runs all of them, in lane order. If the tasks of each device do, the thread of the device's first lane runs them.
 - The outcome of a task reaches the caller whatever the task raises; the lane lives on.
 - A task never waits for a lane: `here.lane` is set in it, and the engine runs its calls plainly. A task that waits for
   another thread, which itself makes a call, waits forever; after 60 seconds the log shows where.
@@ -30,7 +30,7 @@ from functools import partial
 from operator import attrgetter
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -41,9 +41,14 @@ from parawrap.lanes._first_failure import Outcome, note
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, settle
 
-__all__ = ["Lane", "LanePool", "Task", "here"]
+__all__ = ["Lane", "LanePool", "Task", "TurnsOf", "here"]
+
+TurnsOf = Literal["all", "device"]
+"""The lanes that run their tasks one after another: all, or those of each device."""
 
 Errand = Callable[["Lane"], None]
+_Group = list[tuple["Lane", Task]]
+"""The tasks that one thread runs one after another."""
 
 _thread_of = attrgetter("thread")
 _LOG = logging.getLogger("parawrap.lanes")
@@ -162,31 +167,38 @@ def _run_oldest(backlog: deque[Errand], lane: Lane) -> bool:
 
 
 class _Call:
-    """A cut call: a task and a place for an outcome per lane. If it is `dropped`, lanes do not start its tasks.
+    """A cut call: the tasks of each thread, and a place for an outcome per lane.
 
-    A lane may sleep for long before its next line. So it holds nothing of the call after the caller has the outcome.
+    If it is `dropped`, lanes do not start its tasks. A lane may sleep for long before its next line. So it holds nothing of
+    the call after the caller has the outcome.
     """
 
-    __slots__ = ("done", "dropped", "missing", "outcomes", "tasks")
+    __slots__ = ("done", "dropped", "groups", "missing", "outcomes")
 
-    def __init__(self, tasks: int) -> None:
-        self.tasks: list[Task | None] = [None] * tasks
-        self.outcomes: list[Outcome] = [Outcome()] * tasks
-        self.missing = list(range(tasks - 1))  # one entry per lane but the caller's own; the last to take one takes 0
+    def __init__(self, groups: Sequence[_Group]) -> None:
+        self.groups: dict[int, _Group] = {group[0][0].index: group for group in groups}
+        self.outcomes: list[Outcome] = [Outcome()] * sum(map(len, groups))
+        self.missing = list(range(len(groups) - 1))  # one entry per thread but the caller's; the last to take one takes 0
         self.done = threading.Lock()
         self.done.acquire()
         self.dropped = False
 
     def __call__(self, lane: Lane) -> None:
-        """Run the task of a lane, in its thread."""
-        task, self.tasks[lane.index] = self.tasks[lane.index], None
-        if task is not None and not self.dropped:
-            self.outcomes[lane.index] = lane.run(task)
-        del task
+        """Run the tasks of a lane's thread."""
+        self.run_group(lane.index)
         done, was_last = self.done, self.missing.pop() == 0
         del self
         if was_last:
             done.release()
+
+    def run_group(self, index: int) -> None:
+        """Run the tasks of one thread in order. The first failure ends them."""
+        for lane, task in self.groups.pop(index):
+            if self.dropped:
+                return
+            self.outcomes[lane.index] = lane.run(task)
+            if self.outcomes[lane.index].error is not None:
+                return
 
 
 class _Queued:
@@ -252,70 +264,64 @@ class LanePool:
         return not self.closed and self._forks == _forks
 
     def run(
-        self, tasks: Sequence[Task], modes: Modes, sources: Collection[torch.device] = (), *, in_turns: bool = False
+        self,
+        tasks: Sequence[Task],
+        modes: Modes,
+        sources: Collection[torch.device] = (),
+        *,
+        turns: TurnsOf | None = None,
     ) -> list[Outcome]:
-        """Run task i in lane i and return all outcomes. Tasks beyond the lanes run in the last one, one after another.
+        """Run task i in lane i, at the same time or in `turns`, and return all outcomes.
 
         `sources` are further devices with data of the caller that the tasks use. A profiler records the calling thread
-        alone, so tasks run in turns under one. In turns, the first failure ends the call.
+        alone, so all tasks run in turns under one. In turns, the first failure ends the tasks that would follow.
         """
         if self._places.only_cpu and not sources:
-            return self._run(tasks, modes, in_turns=in_turns)
-        lanes = self._lanes_of(tasks)
+            return self._run(tasks, modes, turns)
+        lanes = self.lanes[: len(tasks)]
         try:
-            return self._run(self._places.placed(lanes, tasks, sources), modes, in_turns=in_turns)
+            return self._run(self._places.placed(lanes, tasks, sources), modes, turns)
         finally:
             if not modes.grad:
                 self._places.wait_for(lanes)
 
-    def _run(self, tasks: Sequence[Task], modes: Modes, *, in_turns: bool) -> list[Outcome]:
-        """Run the tasks at the same time, or in turns; the caller sets how many intra-op threads its own task has."""
+    def _run(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[Outcome]:
+        """Run the tasks; the caller sets how many intra-op threads its own tasks have."""
         lanes, home = self.lanes[: len(tasks)], self._places.home
-        first = tasks[0]
-        if home is not None and home != lanes[0].device:  # else the caller's modes are in force as they are
-            first = partial(modes.run, first, lanes[0].device, home)
-        if in_turns or modes.profiling or len(tasks) == 1:
-            return self._run_in_turns(tasks, first, modes)
-        if len(tasks) > len(lanes):
-            last = len(lanes) - 1
-            outcomes = self._run([*tasks[:last], partial(_in_order, tasks[last:])], modes, in_turns=False)
-            of_last = outcomes[-1]
-            return outcomes if of_last.error else [*outcomes[:-1], *map(Outcome, of_last.value)]
-        call = _Call(len(tasks))
-        with self._gate:  # nothing is put behind the word that ends a lane
-            if not self.alive:
-                return self._run_in_turns(tasks, first, modes)
-            if None in map(_thread_of, lanes[1:]):
-                self._start(lanes[1:])
-            for task, lane in zip(tasks[1:], lanes[1:], strict=True):
-                call.tasks[lane.index] = partial(modes.run, task, lane.device, home)
-                lane.inbox.put(call)
+        work: _Group = [
+            (lane, partial(modes.run, task, lane.device, home)) for lane, task in zip(lanes, tasks, strict=True)
+        ]
+        if home is None or home == lanes[0].device:  # the caller's modes are in force as they are
+            work[0] = lanes[0], tasks[0]
+        if turns == "all" or modes.profiling or len(tasks) == 1:
+            return self._run_groups([work])
+        return self._run_groups(_by_device(work) if turns == "device" else [[each] for each in work])
+
+    def _run_groups(self, groups: Sequence[_Group]) -> list[Outcome]:
+        """Run the first group in the calling thread, and every other group in the thread of its first lane."""
+        call = _Call(groups)
+        leaders = [group[0][0] for group in groups[1:]]
+        if leaders:
+            with self._gate:  # nothing is put behind the word that ends a lane
+                if not self.alive:
+                    return self._run_groups([[each for group in groups for each in group]])
+                if None in map(_thread_of, leaders):
+                    self._start(leaders)
+                for lane in leaders:
+                    lane.inbox.put(call)
         try:
-            call.outcomes[0] = lanes[0].run(first)
+            call.run_group(0)
             error = call.outcomes[0].error
             call.dropped = error is not None and not isinstance(error, Exception)  # Ctrl-C or an exit
             del error
-            if not call.done.acquire(timeout=_LONG_WAIT_S):
-                _log_wait("a call has been waiting for its lanes", lanes)
+            if leaders and not call.done.acquire(timeout=_LONG_WAIT_S):
+                _log_wait("a call has been waiting for its lanes", self.lanes)
                 call.done.acquire()
         except BaseException:
             call.dropped = True
             raise
         outcomes, call.outcomes = call.outcomes, []  # a lane may still refer to the call
         return outcomes
-
-    def _run_in_turns(self, tasks: Sequence[Task], first: Task, modes: Modes) -> list[Outcome]:
-        """Run every task in the calling thread, in lane order, with all of its intra-op threads."""
-        outcomes = [Outcome()] * len(tasks)
-        for slot, (task, lane) in enumerate(zip(tasks, self._lanes_of(tasks), strict=True)):
-            outcomes[slot] = lane.run(partial(modes.run, task, lane.device, self.home) if slot else first)
-            if outcomes[slot].error is not None:
-                break
-        return outcomes
-
-    def _lanes_of(self, tasks: Sequence[Task]) -> Sequence[Lane]:
-        """The lane of each task; those beyond the lanes run in the last one."""
-        return (*self.lanes, *self.lanes[-1:] * (len(tasks) - len(self.lanes)))[: len(tasks)]
 
     def least_loaded(self) -> Lane:
         """Return the lane with the least pending work; among equals, the lane with the fewest tasks so far."""
@@ -409,8 +415,12 @@ class LanePool:
                     lane.start(self.threads, self._backlog)
 
 
-def _in_order(tasks: Sequence[Task]) -> list[Any]:
-    return [task() for task in tasks]
+def _by_device(work: _Group) -> list[_Group]:
+    """Return the tasks of each device as one group, in lane order."""
+    groups: dict[torch.device, _Group] = {}
+    for lane, task in work:
+        groups.setdefault(lane.device, []).append((lane, task))
+    return [*groups.values()]
 
 
 def _run_in(task: Callable[[Lane], Any], modes: Modes, home: torch.device | None, lane: Lane) -> tuple[Any, Reached]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import chain
 from operator import is_, is_not
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import warn_caller
 from parawrap.errors import ReplicaError
 from parawrap.replicas._copy_rules import Cell, Dict, Instance
 from parawrap.replicas._copy_structure import Copy, Node, Survey
@@ -22,7 +21,6 @@ from parawrap.replicas._rule_by_class import ATOMS
 __all__ = ["LaneState"]
 
 _NOT_STATE = frozenset({BUFFERS, PARAMETERS})  # tensors have rules of their own
-_MOST_NAMED = 3
 _NEW = object()
 
 
@@ -54,9 +52,13 @@ class LaneState:
 
     def restore(self) -> None:
         """Put back the values that calls replaced."""
-        same = self._sized.intact() and all(map(is_, chain.from_iterable(self._views), self._values))
-        if not (same and (not self._others or self._others_are_intact())):
+        if not self.is_intact():
             self._restore()
+
+    def is_intact(self) -> bool:
+        """True if no call replaced a value."""
+        same = self._sized.intact() and all(map(is_, chain.from_iterable(self._views), self._values))
+        return same and (not self._others or self._others_are_intact())
 
     def _restore(self) -> None:
         given, fresh = [*self._given()], self._fresh()
@@ -119,17 +121,9 @@ class LaneState:
                 )
                 raise ReplicaError(msg)
 
-    def warn(self) -> bool:
-        """Warn if a call set attributes or items: they do not go back to the model."""
-        names = [repr(f"{self._survey.path(node)}{node.content.place(key)}".lstrip(".")) for node, key in self._replaced()]
-        if names:
-            more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
-            warn_caller(
-                f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
-                "writes do not come back to the model: the next call starts without them. Return the value from the call "
-                "instead, or register a tensor as a buffer: the buffers of lane 0 come back"
-            )
-        return bool(names)
+    def changed(self) -> list[str]:
+        """Return the places of attributes and items that a call set or removed."""
+        return [repr(f"{self._survey.path(node)}{node.content.place(key)}".lstrip(".")) for node, key in self._replaced()]
 
     def _given(self) -> Iterator[dict[Any, Any]]:
         values = iter(self._values)
@@ -143,6 +137,9 @@ class LaneState:
                 continue  # a call took it out of the model
             for key, now in own.items():
                 if self._counts(key, given.get(key, _NEW), now, own):
+                    yield node, key
+            for key in given:
+                if key not in own and key not in _NOT_STATE:
                     yield node, key
         for (node, own), parts in zip(self._others, self._parts, strict=True):
             if (
@@ -158,8 +155,6 @@ class LaneState:
             return False
         if type(now) in ATOMS:
             return before is _NEW or type(before) is not type(now) or bool(now != before)
-        if isinstance(now, dict | list | set | deque) and not now:
-            return False
         parameters = own.get(PARAMETERS)
         if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
             return False

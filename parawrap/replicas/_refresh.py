@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,10 +19,12 @@ from parawrap.replicas._detect_changes import Change, Ledger, Watch, with_other_
 from parawrap.replicas._gradients import Mirror, send
 from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
 from parawrap.replicas._private_names import check_modules
-from parawrap.replicas._replica import Order, Replica, buffers_written_unseen
+from parawrap.replicas._replica import Order, Replica, buffers_written_unseen, warn_of_state
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(slots=True)
@@ -88,8 +91,6 @@ class ReplicaSet:
         self.freshness = Freshness()
         self.current: list[LaneReplica] = []  # by lane, since the last refresh
         self.is_ready = False
-        self.training: tuple[Any, ...] = ()  # the train mode of each module, at the last refresh
-        self.structure = 0  # advances with each change beyond train modes, numbers, and values of tensors
         self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
         self.home: torch.device | None = None
         self._survey = Survey(target)
@@ -109,6 +110,8 @@ class ReplicaSet:
         self._has_copies = False
         self._has_streams = False
         self._has_warned = False
+        self._order = Order()
+        self._tensors: list[torch.Tensor] = []
 
     @property
     def has_model(self) -> bool:
@@ -149,18 +152,16 @@ class ReplicaSet:
             replica.tensors.is_fresh = False
         return False
 
-    def refuse_grown(self, *, warn: bool = True) -> None:
-        """Look at the changes of a call in lane 0, and warn of state that the model never sees.
+    def warn(self) -> None:
+        """Warn once of what the lanes set, removed, or replaced in the model: it does not come back."""
+        if self._order.changed and not self._has_warned:
+            self._has_warned = True
+            warn_of_state(self._order.changed)
 
-        Raises:
-            ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
-        """
-        replica = next(iter(self._replicas), None)  # another thread may end the block meanwhile
-        if replica is None:
-            return
-        replica.state.refuse_grown()
-        if warn and not self._has_warned:
-            self._has_warned = replica.state.warn()
+    @property
+    def learns(self) -> bool:
+        """True if a tensor of the model requires gradients."""
+        return any(map(_requires_grad, self._tensors))
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
@@ -194,15 +195,10 @@ class ReplicaSet:
         self._watch, self._ledger = Watch(()), Ledger((), ())
         self._unseen = []
         self._survey = Survey(None)
-
-    def scratch(self) -> Any:
-        """Return a replica on the model's device that shares no tensor, for a run that must leave no trace."""
-        home = self.home or self.devices[0]
-        return Replica(Survey(self.original), Tensors(home, home, None), Order()).target
+        self._tensors = []
 
     def _refresh(self) -> None:
         self._keep_for_here()
-        self.refuse_grown(warn=False)
         if self._replicas and self._replicas[0].gives_back and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         self._restore()
@@ -211,14 +207,11 @@ class ReplicaSet:
         changed = {id(tensor): tensor for tensor in (*written, *self._ledger.moved())}
         self._renews_all = self._renews_all or self._ledger.has_seen_steps
         self._ledger.enter_versions()  # before the copies: the next call sees what another thread writes meanwhile
-        keeps_form = changes is not None and all(change.keeps_form for change in changes)
-        self.structure += bool(self._replicas) and not keeps_form
         if changes is not None and self._update(changes):
             self._renew(changed)
         else:
             self._build(changed)
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
-        self.training = tuple(getattr(node.value, "training", None) for node in self._survey.modules)
         self._unseen = buffers_written_unseen(self._survey.all_modules())
         for replica in self._replicas:
             replica.trains_norms = bool(self._unseen)
@@ -275,9 +268,9 @@ class ReplicaSet:
             refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        order = Order()
+        self._tensors = tensors
         self._replicas = [
-            Replica(survey, Tensors(device, home, self._mirrors.get(device), detach=self._detach), order)
+            Replica(survey, Tensors(device, home, self._mirrors.get(device), detach=self._detach), self._order)
             for device in self.devices
         ]
         self._replicas[0].gives_back = self._gives_back

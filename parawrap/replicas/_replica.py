@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parawrap.backends import backend_of
+from parawrap.backends import backend_of, warn_caller
 from parawrap.errors import ReplicaError
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copy_structure import Copy, Node, Survey
@@ -18,7 +18,9 @@ from parawrap.replicas._private_names import buffers_of
 from parawrap.replicas._replica_tensors import Tensors, is_parameter
 from parawrap.replicas._torchscript import script_pairs
 
-__all__ = ["Order", "Replica", "buffers_written_unseen", "may_be_written_unseen"]
+__all__ = ["Order", "Replica", "buffers_written_unseen", "may_be_written_unseen", "warn_of_state"]
+
+_MOST_NAMED = 3
 
 
 def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
@@ -36,12 +38,23 @@ def buffers_written_unseen(modules: Iterable[torch.nn.Module]) -> list[torch.Ten
     return [buffer for module, buffer in pairs if buffer is not None and may_be_written_unseen(module, buffer)]
 
 
+def warn_of_state(places: Sequence[str]) -> None:
+    """Warn of places of the model that a call set."""
+    more = "" if len(places) <= _MOST_NAMED else f" and {len(places) - _MOST_NAMED} more"
+    warn_caller(
+        f"the model wrote {', '.join(places[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
+        "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
+        "register a tensor as a buffer: the buffers of lane 0 come back"
+    )
+
+
 class Order:
     """The order of the lanes that copy the buffers of a model, and of lane 0, which may write them meanwhile."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._copied: dict[int, torch.Event] = {}
+        self.changed: list[str] = []  # the places that lanes set, for a warning
 
     @contextmanager
     def together(self, device: torch.device) -> Iterator[None]:
@@ -162,6 +175,9 @@ class Replica:
         written = self.tensors.written_parameter(versions)
         if written is not None:
             self._refuse_written(written)
+        if not self.state.is_intact():
+            self.state.refuse_grown()
+            self._order.changed = self._order.changed or self.state.changed()
         return output
 
     def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:

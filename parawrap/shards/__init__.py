@@ -4,18 +4,15 @@ Knows rows, leaves, and the devices that shards go to; knows no threads and no m
 order, are the rows of the call: nothing is padded, truncated, or dropped.
 """
 
-from parawrap.shards._check_whole_output import check_whole
 from parawrap.shards._cut import Cutter, FlatCall, InDim, Piece, Shard, ShardPlan
-from parawrap.shards._join_outputs import Evidence, Originals, join, with_originals
+from parawrap.shards._join_outputs import Originals, join, with_originals
 from parawrap.shards._output_options import JoinRules, OutDims, Reduce
 from parawrap.shards._parameter_names import Parameters
 from parawrap.shards._register_split import register_split
-from parawrap.shards._shard_sizes import Sizes, balanced, in_units
-from parawrap.shards._verify_output import check_equal
+from parawrap.shards._shard_sizes import Sizes, balanced, equal, in_units, uneven
 
 __all__ = [
     "Cutter",
-    "Evidence",
     "FlatCall",
     "InDim",
     "JoinRules",
@@ -28,10 +25,10 @@ __all__ = [
     "ShardPlan",
     "Sizes",
     "balanced",
-    "check_equal",
-    "check_whole",
+    "equal",
     "in_units",
     "join",
     "register_split",
+    "uneven",
     "with_originals",
 ]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import array
+import collections
+import datetime as dt
 import enum
+import numbers
+import pathlib
+import types
 from typing import Any
 
 import torch
@@ -10,24 +16,49 @@ import torch
 from parawrap.shards._register_split import splitter_of
 from parawrap.tree import Opaque
 
-__all__ = ["BEYOND", "EMPTY", "FOREIGN", "NESTED", "NUMBER", "NUMBERS", "OBJECT", "TEXT", "extent_of", "length_of_array"]
+__all__ = ["BEYOND", "EMPTY", "FIXED", "FOREIGN", "NESTED", "NUMBER", "NUMBERS", "OBJECT", "extent_of", "has_items"]
 
 # Values of `extent_of` for leaves without rows.
 BROADCAST = -1
-NUMBER = -2  # also what else sizes, strides, and options are made of
+NUMBER = -2
 BEYOND = -3  # a tensor with dims, but without the dim of the rows
-TEXT = -4  # a value without tensors that may be one item per row
+FIXED = -4  # another value that cannot follow the rows and has no state: every lane gets the same object
 OBJECT = -5  # of a class that parawrap does not know
 EMPTY = -6  # a cache without rows yet: every lane gets a copy
 NESTED = -7  # a nested tensor of the strided layout, which torch cannot split
 FOREIGN = -100  # and below, by its length: an array of another library
 NUMBERS = (int, float, bool, complex, torch.dtype, torch.device, torch.Generator)
-TEXTS = (str, bytes, enum.Enum)
+_SEQUENCES = (list, range, array.array, collections.deque, collections.UserList)
+_FIXED = (
+    str,
+    bytes,
+    enum.Enum,
+    slice,
+    type,
+    types.EllipsisType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    numbers.Number,
+    pathlib.PurePath,
+    dt.date,
+    dt.timedelta,
+    torch.Size,
+    torch.layout,
+    torch.memory_format,
+    torch.finfo,
+    torch.iinfo,
+)
 
 
-def length_of_array(value: Any) -> int | None:
+def _length_of_array(value: Any) -> int | None:
     shape = None if isinstance(value, (torch.Tensor, Opaque)) else getattr(value, "shape", None)
     return shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+
+
+def has_items(value: Any) -> bool:
+    """True for a sequence that `in_dims` may cut by item, or an array of another library."""
+    return type(value) is tuple or isinstance(value, _SEQUENCES) or _length_of_array(value) is not None
 
 
 def extent_of(leaf: Any, dim: int | None) -> int:
@@ -50,7 +81,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         return BROADCAST
     if isinstance(leaf, NUMBERS):
         return NUMBER
-    if isinstance(leaf, TEXTS) or dim is None:
-        return TEXT
-    length = length_of_array(leaf)
+    if isinstance(leaf, _FIXED) or dim is None:
+        return FIXED
+    length = _length_of_array(leaf)
     return OBJECT if length is None else FOREIGN - length

@@ -1,12 +1,11 @@
 """From a call to its shards: take it apart, plan the cut, and scatter it.
 
-A plan depends on the structure of the call, on the classes of leaves, and on their rows, never on values. It is made
-once per combination and cached. With shards of equal sizes it also depends on earlier calls.
+A plan depends on the structure of the call, on the classes of leaves, and on their rows; never on values or earlier
+calls. It is made once per combination and cached.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
@@ -17,10 +16,11 @@ from torch.autograd import forward_ad
 
 from parawrap.backends import bring
 from parawrap.errors import GatherError, ShardError
-from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, length_of_array
+from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
     refuse_ambiguous,
+    refuse_broken_units,
     refuse_dims_out_of_range,
     refuse_disagreement,
     refuse_unknown,
@@ -28,7 +28,7 @@ from parawrap.shards._cut_errors import (
 from parawrap.shards._parameter_names import Parameters
 from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import placed, splitter_of
-from parawrap.shards._shard_sizes import Sizes, balanced, equal, telling
+from parawrap.shards._shard_sizes import Sizes, balanced
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
 
 __all__ = ["Cutter", "FlatCall", "InDim", "Piece", "Shard", "ShardPlan"]
@@ -184,18 +184,17 @@ class ShardPlan:
 
 
 class _Layout(NamedTuple):
-    """The calls of one structure: the dim of each leaf, the plans by extents and lanes, and by lanes the most rows."""
+    """The calls of one structure: the dim of each leaf, and the plans by extents and lanes."""
 
     dims: tuple[int | None, ...]
-    plans: dict[tuple[tuple[int, ...], int, bool], ShardPlan]
-    full: dict[int, int]
+    plans: dict[tuple[tuple[int, ...], int], ShardPlan]
 
 
 class Cutter:
     """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
 
-    With `equal_sizes` the shards of a call are as large as those of earlier calls, and the last one has the rest: a short
-    last batch brings one new size instead of one per lane. Otherwise `sizes` gives the sizes of the shards.
+    `sizes` gives the sizes of the shards, in units of `unit` rows. With `lists_are_shared`, the rules are those of
+    torch.nn.DataParallel: every lane gets the same list or object.
     """
 
     def __init__(
@@ -205,25 +204,20 @@ class Cutter:
         parameters: Parameters | None = None,
         *,
         lists_are_shared: bool = False,
-        equal_sizes: bool = False,
         sizes: Sizes = balanced,
+        unit: int = 1,
     ) -> None:
         self.dim = dim
         self.in_dims: dict[str, InDim] = dict(in_dims or {})
         self.parameters = parameters
         self.lists_are_shared = lists_are_shared
-        self.equal_sizes = equal_sizes
         self.sizes = sizes
-        self._sizing = threading.Lock()
+        self.unit = unit
         self._layouts: dict[TreeSpec, _Layout] = {}
         self._specs: dict[int, TreeSpec] = {}  # by their number, of calls of tensors alone
 
     def flatten(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatCall:
-        """Take a call apart.
-
-        Raises:
-            ShardError: If an object of an unknown class holds tensors.
-        """
+        """Take a call apart."""
         if args and not kwargs and not self.in_dims and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
             try:  # the short way for the most common call: positional tensors on the CPU
                 extents = tuple(map(itemgetter(self.dim), map(_shape_of, args)))
@@ -236,24 +230,23 @@ class Cutter:
             args, kwargs = self._with_items(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         dims = self._layout(spec).dims
-        flat = FlatCall(leaves, spec, tuple(map(extent_of, leaves, dims)))
-        if OBJECT in flat.extents or NESTED in flat.extents:
-            refuse_unknown(spec, leaves, flat.extents, self._name_at, self._option)
-        return flat
+        return FlatCall(leaves, spec, tuple(map(extent_of, leaves, dims)))
 
-    def plan(self, flat: FlatCall, lanes: int, *, tell: bool = False) -> ShardPlan:
-        """Return the plan for a call. With `tell` the shards differ in size, which shows the outputs that follow the rows.
+    def plan(self, flat: FlatCall, lanes: int) -> ShardPlan:
+        """Return the plan for a call.
 
         Raises:
-            ShardError: If row counts disagree, a list may or may not have one item per row, or a dim is out of range.
+            ShardError: If row counts disagree, an argument may or may not have one item per row, a dim is out of range, or
+                the batch is not a multiple of `unit`.
         """
         layout = self._layouts.get(flat.spec) or self._layout(flat.spec)
-        key = flat.extents, lanes, tell
-        plan = layout.plans.get(key)
+        plan = layout.plans.get((flat.extents, lanes))
         if plan is None:
             if len(layout.plans) >= _MOST_PLANS:
                 layout.plans.clear()
-            plan = layout.plans[key] = self._make(flat, layout, lanes, tell=tell)
+            plan = self._make(flat, layout, lanes)
+            if OBJECT not in flat.extents:  # an object of another class may be refused
+                layout.plans[flat.extents, lanes] = plan
         return plan
 
     def rows(self, args: tuple[Any, ...]) -> int:
@@ -272,27 +265,23 @@ class Cutter:
         rows = next((extent for extent in extents if extent >= 0), 0)
         return ShardPlan(spec, (None,) * len(leaves), (rows,)), FlatCall(leaves, spec)
 
-    def _make(self, flat: FlatCall, layout: _Layout, lanes: int, *, tell: bool) -> ShardPlan:
+    def _make(self, flat: FlatCall, layout: _Layout, lanes: int) -> ShardPlan:
         spec, extents = flat.spec, flat.extents
         rows = self._rows(flat, layout.dims)
+        is_cut = rows is not None and rows > 1 and lanes > 1
+        if OBJECT in extents or NESTED in extents:
+            is_strict = is_cut and not self.lists_are_shared
+            refuse_unknown(spec, flat.leaves, extents, self._name_at, self._option, is_strict=is_strict)
         if rows is None:
             return ShardPlan(spec, (None,) * len(flat.leaves), (0,))
-        sizes = self._sizes(layout, rows, lanes, tell=tell)
-        if rows > 1 and lanes > 1 and not self.lists_are_shared:
+        if is_cut and not self.lists_are_shared:
             refuse_ambiguous(spec, extents, rows, self.in_dims, self._name_at)
+        if rows % self.unit:
+            refuse_broken_units(spec, extents, rows, self.unit)
+        sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(layout.dims, extents, strict=True))
         return ShardPlan(spec, cut, sizes)
-
-    def _sizes(self, layout: _Layout, rows: int, lanes: int, *, tell: bool) -> tuple[int, ...]:
-        if tell:
-            return telling(rows, lanes)
-        if not self.equal_sizes:
-            return self.sizes(rows, lanes)
-        with self._sizing:
-            sizes = equal(rows, lanes, layout.full.get(lanes, 0))
-            layout.full[lanes] = max(sizes[0], layout.full.get(lanes, 0))
-        return sizes
 
     def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
         """The row count that the cut leaves agree on; None if nothing in the call has rows."""
@@ -319,7 +308,7 @@ class Cutter:
         if layout is None:
             if len(self._layouts) >= _MOST_PLANS:
                 self._layouts.clear()
-            layout = self._layouts[spec] = _Layout(self._dims(spec), {}, {})
+            layout = self._layouts[spec] = _Layout(self._dims(spec), {})
         return layout
 
     def _dims(self, spec: TreeSpec) -> tuple[int | None, ...]:
@@ -346,7 +335,7 @@ class Cutter:
         if in_dim is None:
             return value
         if in_dim == "items":
-            return Opaque(value) if _has_items(value) else replace_nodes(value, _has_items, Opaque)
+            return Opaque(value) if has_items(value) else replace_nodes(value, has_items, Opaque)
         if isinstance(value, (list, tuple)) and not _holds_tensor(value):
             return Opaque(value)  # named by the user: also a tuple of numbers
         return replace_nodes(value, _may_be_one_item_per_row, Opaque)
@@ -355,11 +344,6 @@ class Cutter:
 def _row_dim(in_dim: InDim) -> int | None:
     """The dim that rows lie on; the items of a sequence are on dim 0."""
     return 0 if isinstance(in_dim, str) else in_dim
-
-
-def _has_items(value: Any) -> bool:
-    """True for a list, a plain tuple, or an array of another library."""
-    return type(value) in (list, tuple) or length_of_array(value) is not None
 
 
 def _holds_tensor(value: Any) -> bool:

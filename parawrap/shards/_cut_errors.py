@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
-from parawrap.shards._count_rows import BEYOND, FOREIGN, NESTED, NUMBER, OBJECT, TEXT
+from parawrap.shards._count_rows import BEYOND, FOREIGN, NESTED, OBJECT, has_items
 from parawrap.tree import TreeSpec, address, addresses, sequences, tensors_in
 
-__all__ = ["CALL_ROOTS", "refuse_ambiguous", "refuse_dims_out_of_range", "refuse_disagreement", "refuse_unknown"]
+__all__ = [
+    "CALL_ROOTS",
+    "refuse_ambiguous",
+    "refuse_broken_units",
+    "refuse_dims_out_of_range",
+    "refuse_disagreement",
+    "refuse_unknown",
+]
 
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
@@ -57,40 +64,67 @@ def refuse_dims_out_of_range(
         raise ShardError(msg)
 
 
-def refuse_unknown(spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int], name_at: Names, option: str) -> None:
-    """Refuse an object of an unknown class that holds tensors, and a nested tensor that torch cannot split."""
+def refuse_broken_units(spec: TreeSpec, extents: Sequence[int], rows: int, unit: int) -> NoReturn:
+    """Refuse a batch that is not a multiple of `unit`."""
+    where = addresses(spec, CALL_ROOTS)[list(extents).index(rows)]
+    msg = (
+        f"{where} has {rows} rows, which is not a multiple of unit={unit}. With unit={unit}, {unit} rows that follow each "
+        f"other stay in one lane. Pass a batch of {rows - rows % unit} or {rows - rows % unit + unit} rows, or another unit"
+    )
+    raise ShardError(msg)
+
+
+def refuse_unknown(
+    spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int], name_at: Names, option: str, *, is_strict: bool
+) -> None:
+    """Refuse an object of an unknown class that holds tensors, and a nested tensor that torch cannot split.
+
+    With `is_strict`, refuse every object of an unknown class: an iterator, a deque, or a generator of random numbers would
+    advance or start again in each lane.
+    """
     for index, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
+        kind = type(leaf).__name__
+        where, name = addresses(spec, CALL_ROOTS)[index], name_at(spec.paths()[index]) or "its name"
+        whole = f'{option}={{"{name}": None}} to give it whole to every lane'
         if extent == NESTED:
-            what, cure = "a nested tensor, which torch cannot split", "Pad it to cut it"
-        elif extent == OBJECT and next(tensors_in(leaf), None) is not None:
-            kind = type(leaf).__name__
-            what = f"a {kind}, which holds tensors, and parawrap does not know how to cut it"
-            cure = f"Use register_split({kind}, ...) to cut it"
+            msg = f"{where} is a nested tensor, which torch cannot split. Pad it to cut it, or {whole}"
+        elif extent != OBJECT:
+            continue
+        elif next(tensors_in(leaf), None) is not None:
+            msg = (
+                f"{where} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
+                f"register_split({kind}, ...) to cut it, or {whole}"
+            )
+        elif is_strict:
+            items = (
+                f'{option}={{"{name}": "items"}} if it is a sequence with one item per row, or ' if has_items(leaf) else ""
+            )
+            msg = (
+                f"{where} is a {kind}, which may have one item per row, or a state that each lane would change. Use "
+                f"{items}{whole}, which all lanes then share"
+            )
         else:
             continue
-        where, name = addresses(spec, CALL_ROOTS)[index], name_at(spec.paths()[index]) or "its name"
-        msg = f'{where} is {what}. {cure}, or {option}={{"{name}": None}} to give it whole to every lane'
         raise ShardError(msg)
 
 
 def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared: Collection[str], name_at: Names) -> None:
-    """Refuse a list, tuple, or array without tensors that is as long as the batch.
+    """Refuse an array, and a list or tuple without tensors that is as long as the batch.
 
-    It may have one item per row or be one value for all rows. A tuple of numbers alone is a size or a stride.
+    A list may have one item per row or be one value for all rows. An array would be shared by all lanes.
     """
-    arrays = [index for index, extent in enumerate(extents) if extent == FOREIGN - rows]
+    arrays = [index for index, extent in enumerate(extents) if extent <= FOREIGN]
     if arrays:
         where, named = addresses(spec, CALL_ROOTS)[arrays[0]], name_at(spec.paths()[arrays[0]]) or "its name"
         msg = (
-            f"{where} is an array with {rows} rows, as many as the batch. Cut it with "
+            f"{where} is an array with {FOREIGN - extents[arrays[0]]} rows, and the batch has {rows}. Cut it with "
             f'in_dims={{"{named}": "items"}}, give it whole to every lane with in_dims={{"{named}": None}}, or pass '
             "torch.from_numpy(...) of it"
         )
         raise ShardError(msg)
     for path, node, start in sequences(spec):
         kinds = extents[start : start + node.num_leaves]
-        doubtful = min(kinds, default=0) <= TEXT or (node.type is list and NUMBER in kinds)
-        if not doubtful or len(path) < 2 or node.num_children != rows or any(kind >= 0 for kind in kinds):
+        if len(path) < 2 or node.num_children != rows or any(kind >= 0 for kind in kinds):
             continue
         name = name_at(path)
         if name in declared:

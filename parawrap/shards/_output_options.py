@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 
 from parawrap.errors import GatherError
 from parawrap.tree import TreeSpec
 
-__all__ = ["CURE", "LEARN", "JoinRules", "OutDims", "Reduce", "Refusal", "declared_below", "refuse"]
+__all__ = ["CURE", "UNDECLARED", "Declared", "JoinRules", "OutDims", "Reduce", "Refusal", "refuse"]
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
 OutDims = Any
 """A dim, None, "items", or "ragged" for every output, or a tree of these like the output."""
 
-LEARN: Any = object()
+UNDECLARED: Any = object()
 """The declaration of a place that `out_dims` does not name."""
 
 _REDUCTIONS = ("mean", "sum", "stack")
@@ -29,39 +29,80 @@ CURE = (
 )
 
 
+class Declared(NamedTuple):
+    """The declarations of one place in the output: of its rows, and of the reduction of its numbers."""
+
+    out_dim: Any
+    reduce: Any
+
+    @property
+    def is_of_sequence(self) -> bool:
+        """True if it declares the items of a list or tuple one by one."""
+        return isinstance(self.out_dim, (list, tuple))
+
+    @property
+    def is_tree(self) -> bool:
+        """True if it declares the parts of a container."""
+        return isinstance(self.out_dim, (list, tuple, Mapping))
+
+    def below(self, spec: TreeSpec) -> list[Declared]:
+        """Return the declarations of each leaf below a node."""
+        if spec.is_leaf():
+            return [self]
+        out_dims = _children("out_dims", self.out_dim, UNDECLARED, spec)
+        reductions = _children("reduce", self.reduce, None, spec)
+        children = map(Declared, out_dims, reductions)
+        return [leaf for each, child in zip(children, spec.children(), strict=True) for leaf in each.below(child)]
+
+    def items(self, count: int) -> list[Declared]:
+        """Return the declarations of the items of a list or tuple."""
+        out_dims = _items("out_dims", self.out_dim, count)
+        return list(map(Declared, out_dims, _items("reduce", self.reduce, count)))
+
+
 @dataclass(frozen=True, slots=True)
 class JoinRules:
     """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather."""
 
     dim: int = 0
-    out_dims: OutDims = LEARN
-    reduce: Reduce | None = None
+    out_dims: OutDims = UNDECLARED
+    reduce: Any = None
     join: Literal["cat", "list", "pad"] = "cat"
     pad_value: float = 0
     as_torch: bool = False
 
     @property
-    def learns(self) -> bool:
-        """True if calls must show which outputs follow the rows, and may be cut for it.
-
-        A stack has one value per lane, so its calls are always cut evenly.
-        """
-        may_cut = self.join != "list" and not self.as_torch and self.reduce in (None, "mean", "sum")
-        return may_cut and _leaves_open(self.out_dims)
+    def needs_proof(self) -> bool:
+        """True if the sizes of shards must show which outputs follow the rows, and therefore differ."""
+        return self.join != "list" and not self.as_torch and _leaves_open(self.out_dims)
 
     @property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
-        return self.join != "list" and self.reduce in (None, "mean", "sum")
+        return self.join != "list" and all(each in (None, "mean", "sum") for each in _leaves_of(self.reduce))
+
+    @property
+    def declared(self) -> Declared:
+        """The declarations of the whole output."""
+        return Declared(self.out_dims, self.reduce)
 
     def __post_init__(self) -> None:
-        if self.reduce is not None and self.reduce not in _REDUCTIONS and not callable(self.reduce):
-            msg = f"reduce={self.reduce!r} is not supported. Use 'mean', 'sum', 'stack', or a function of a vector"
-            raise GatherError(msg)
+        for each in _leaves_of(self.reduce):
+            if each is not None and each not in _REDUCTIONS and not callable(each):
+                msg = (
+                    f"reduce={each!r} is not supported. Use 'mean', 'sum', 'stack', a function of a vector, or a tuple or "
+                    "dict of these like the output"
+                )
+                raise GatherError(msg)
         if self.join not in ("cat", "list", "pad"):
             msg = f"join={self.join!r} is not supported. Use 'cat', 'pad', or 'list'"
             raise GatherError(msg)
-        _check_out_dims(self.out_dims)
+        for each in _leaves_of(self.out_dims):
+            if isinstance(each, bool) or not (
+                each is UNDECLARED or each is None or isinstance(each, int) or each in _WORDS
+            ):
+                msg = f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the output'
+                raise GatherError(msg)
 
 
 class Refusal(Exception):  # noqa: N818
@@ -77,38 +118,38 @@ def refuse(why: str) -> NoReturn:
     raise Refusal(why)
 
 
-def _leaves_open(declared: Any) -> bool:
+def _leaves_of(option: Any) -> list[Any]:
+    """Return the entries of an option that may be a tree."""
+    if not isinstance(option, (list, tuple, Mapping)):
+        return [option]
+    below = option.values() if isinstance(option, Mapping) else option
+    return [leaf for each in below for leaf in _leaves_of(each)]
+
+
+def _leaves_open(out_dims: Any) -> bool:
     """True if a tree of out_dims leaves some place open."""
-    if isinstance(declared, Mapping):
+    if isinstance(out_dims, Mapping):
         return True  # an output may have keys that it does not name
-    if isinstance(declared, (list, tuple)):
-        return any(map(_leaves_open, declared))
-    return declared is LEARN
+    if isinstance(out_dims, (list, tuple)):
+        return any(map(_leaves_open, out_dims))
+    return out_dims is UNDECLARED
 
 
-def _check_out_dims(declared: Any) -> None:
-    if isinstance(declared, (list, tuple, Mapping)):
-        for below in declared.values() if isinstance(declared, Mapping) else declared:
-            _check_out_dims(below)
-    elif isinstance(declared, bool) or not (
-        declared is LEARN or declared is None or isinstance(declared, int) or declared in _WORDS
-    ):
-        msg = f'out_dims has {declared!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the output'
-        raise GatherError(msg)
+def _children(name: str, option: Any, missing: Any, spec: TreeSpec) -> list[Any]:
+    """Return the entry of an option for each child of a node. `missing` stands for keys that the option leaves out."""
+    if isinstance(option, Mapping):
+        unknown = [key for key in option if key not in spec.entries()]
+        if unknown:
+            refuse(f"{name} declares the key {unknown[0]!r}, and the output has {list(spec.entries())} here")
+        return [option.get(entry, missing) for entry in spec.entries()]
+    if isinstance(option, (list, tuple)):
+        return _items(name, option, spec.num_children)
+    return [option] * spec.num_children
 
 
-def declared_below(declared: Any, spec: TreeSpec) -> list[Any]:
-    """Return the declaration of each leaf below a node."""
-    if spec.is_leaf():
-        return [declared]
-    if isinstance(declared, Mapping):
-        if spec.entries() and not any(entry in declared for entry in spec.entries()):
-            refuse(f"out_dims declares the keys {list(declared)}, and the output has {list(spec.entries())} here")
-        below = [declared.get(entry, LEARN) for entry in spec.entries()]
-    elif isinstance(declared, (list, tuple)):
-        if len(declared) != spec.num_children:
-            refuse(f"out_dims declares {len(declared)} items, and the output has {spec.num_children} here")
-        below = list(declared)
-    else:
-        return [declared] * spec.num_leaves
-    return [leaf for each, child in zip(below, spec.children(), strict=True) for leaf in declared_below(each, child)]
+def _items(name: str, option: Any, count: int) -> list[Any]:
+    if not isinstance(option, (list, tuple)):
+        return [option] * count
+    if len(option) != count:
+        refuse(f"{name} declares {len(option)} items, and the output has {count} here")
+    return list(option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -86,6 +87,8 @@ def _has_builtin_rules(cls: type) -> bool:
 
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    if isinstance(value, deque):
+        return [deque(itertools.islice(value, end - size, end)) for size, end in zip(sizes, ends, strict=True)]
     return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["Sizes", "balanced", "equal", "in_units", "telling"]
+__all__ = ["Sizes", "balanced", "equal", "in_units", "uneven"]
 
 Sizes = Callable[[int, int], tuple[int, ...]]
 """From rows and lanes to the sizes of the shards."""
 
-_SMALLEST_SPLIT = 4
+_MOST_WITH_FEWER_PARTS = 2  # rows per part: one row next to two would be half the work, and batch norm refuses one row
 
 
 def balanced(rows: int, parts: int) -> tuple[int, ...]:
@@ -24,42 +24,36 @@ def balanced(rows: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * larger + (size,) * (parts - larger)
 
 
-def telling(rows: int, parts: int) -> tuple[int, ...]:
-    """Return sizes with at least two different row counts, so that one call shows the outputs that follow the rows.
+def uneven(rows: int, parts: int) -> tuple[int, ...]:
+    """Return sizes that add up to `rows` and are not all equal, the larger first; or one size.
 
-    Balanced sizes stay as they are if they differ. Of equal sizes, the last is split in two, so there may be `parts + 1`
-    sizes and no lane gets more rows than in a balanced call. A split leaves at least two rows on each side, because
-    BatchNorm refuses a single row in training. Shares too small to split are uneven instead. Two lanes with one or two
-    rows each offer neither: the single size that is returned is the whole call.
+    Sizes that differ show which outputs follow the rows: a size that does not come from the rows cannot match all of them.
+    Balanced sizes that differ stay. Of equal sizes, the first gets one row more and the last one row less. With one or two
+    rows per part, one part fewer is used, so that no shard has one row next to shards of two: 4 rows on 2 lanes stay whole.
 
-    >>> telling(11, 2), telling(16, 2), telling(6, 2), telling(8, 4), telling(4, 4), telling(4, 2)
-    ((6, 5), (8, 4, 4), (4, 2), (4, 2, 2), (2, 1, 1), (4,))
+    >>> uneven(11, 2), uneven(16, 2), uneven(8, 4), uneven(6, 3), uneven(4, 2), uneven(1, 2)
+    ((6, 5), (9, 7), (3, 3, 2), (4, 2), (4,), (1,))
     """
     sizes = balanced(rows, parts)
     size = sizes[0]
-    if len(set(sizes)) > 1 or len(sizes) == 1:
+    if len(sizes) == 1 or sizes[-1] != size:
         return sizes
-    if size >= _SMALLEST_SPLIT:
-        return (*sizes[:-1], size - size // 2, size // 2)
-    if size == 3:
-        return (4, *sizes[1:-1], 2)
-    return (2 * size, *sizes[2:])
+    if size > _MOST_WITH_FEWER_PARTS:
+        return (size + 1, *sizes[1:-1], size - 1)
+    return uneven(rows, len(sizes) - 1)
 
 
-def equal(rows: int, parts: int, size: int = 0) -> tuple[int, ...]:
-    """Return sizes that add up to `rows`: each of them `size`, or more if that is too few rows, and the last the rest.
+def equal(rows: int, parts: int) -> tuple[int, ...]:
+    """Return sizes that add up to `rows`: all equal, except the last, which is the rest.
 
-    For devices that compile each new size: `size` is what the parts of earlier calls had. A call with other rows then
-    brings at most one new size, unless it has more rows than any before.
+    For devices that compile each new size: a call has two sizes at most.
 
-    >>> equal(10, 4), equal(7, 4, 3), equal(2, 4, 3), equal(16, 4, 3), equal(0, 4, 3)
-    ((3, 3, 3, 1), (3, 3, 1), (2,), (4, 4, 4, 4), (0,))
+    >>> equal(10, 4), equal(2, 4), equal(16, 4), equal(0, 4)
+    ((3, 3, 3, 1), (1, 1), (4, 4, 4, 4), (0,))
     """
-    size = max(size, -(-rows // parts))
-    if rows <= size:
-        return (rows,)
+    size = max(1, -(-rows // parts))
     full, rest = divmod(rows, size)
-    return (size,) * full + ((rest,) if rest else ())
+    return (size,) * full + ((rest,) if rest or not rows else ())
 
 
 def in_units(rows: int, parts: int, unit: int) -> tuple[int, ...]:

@@ -183,6 +183,8 @@ class Server:
                 torch.set_rng_state(kept)
         buffers = self._written_buffers() if call.returns_buffers else ()
         written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
+        if self._is_model:
+            self._replicas.warn()
         warned = self._take_warnings()
         if not (has_model_tensors or buffers or written or warned) and rng_state is None:
             return (output,)
@@ -234,12 +236,6 @@ class Server:
         """Return what is sent for a tensor of the model: its position, or the tensor if the worker built the model."""
         index = next((index for index, tensor in enumerate(self._tensors) if tensor is original), None)
         return original.detach() if index is None else ModelTensor(index)
-
-    def _refuse_grown(self, _: None) -> tuple[SentWarning, ...]:
-        """Refuse layers that a call made, and return a warning for attributes that it set."""
-        if self._is_model:
-            self._replicas.refuse_grown()
-        return self._take_warnings()
 
     def _take_warnings(self) -> tuple[SentWarning, ...]:
         if not self._warned:

@@ -15,7 +15,7 @@ import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
-from parawrap.lanes import LaneFuture, Modes, Outcome, here
+from parawrap.lanes import LaneFuture, Modes, Outcome, TurnsOf, here
 from parawrap.workers._worker_lane import Backlog, Request, WorkerLane
 
 __all__ = ["ShardCall", "WorkerPool", "post"]
@@ -27,8 +27,8 @@ _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 class ShardCall(Protocol):
     """A lane's part of a cut call."""
 
-    def request(self, modes: Modes) -> Request:
-        """Return the request for the lane's worker."""
+    def request(self, modes: Modes, rng_state: torch.Tensor | None = None) -> Request:
+        """Return the request for the lane's worker. With `rng_state`, it continues these random numbers."""
         ...
 
     def land(self, value: Any) -> Any:
@@ -66,20 +66,19 @@ class WorkerPool:
         modes: Modes,
         sources: Collection[torch.device] = (),
         *,
-        in_turns: bool = False,
+        turns: TurnsOf | None = None,
     ) -> list[Outcome]:
-        """Send task i to lane i and return all outcomes. Tasks beyond the lanes go to the last one.
+        """Send task i to lane i, at the same time or in `turns`, and return all outcomes.
 
-        In turns, the first failure ends the call.
+        In turns, each lane continues the caller's random numbers, and the first failure ends the call.
         """
         calls = [task() for task in tasks]
-        lanes = (*self.lanes, *self.lanes[-1:] * (len(calls) - len(self.lanes)))
-        if not in_turns:
-            futures = [post(lane, call.request(modes)) for lane, call in zip(lanes, calls, strict=False)]
+        if turns is None:
+            futures = [post(lane, call.request(modes)) for lane, call in zip(self.lanes, calls, strict=False)]
             return [_outcome(call, future) for call, future in zip(calls, futures, strict=True)]
         outcomes = [Outcome()] * len(calls)
-        for slot, (lane, call) in enumerate(zip(lanes, calls, strict=False)):
-            outcomes[slot] = _outcome(call, post(lane, call.request(modes)))
+        for slot, (lane, call) in enumerate(zip(self.lanes, calls, strict=False)):
+            outcomes[slot] = _outcome(call, post(lane, call.request(modes, torch.get_rng_state())))
             if outcomes[slot].error is not None:
                 break
         return outcomes

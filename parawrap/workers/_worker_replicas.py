@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +29,7 @@ from parawrap.replicas import (
 )
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
-from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._requests import CallRequest, ChangeRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._server import Call, ModelTensor, Returned, WrittenBuffer, pickled_function
 from parawrap.workers._worker_lane import Backlog, ModelFile, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
@@ -62,15 +60,14 @@ class WorkerReplicas:
     """
 
     has_model = True
+    learns = False  # workers compute no gradients
     is_ready = False
     generators: tuple[torch.Generator, ...] = ()
-    structure = 0
 
     def __init__(self, target: Any, workers: Workers, retries: int) -> None:
         devices = workers.devices
         self.target = target
         self.freshness = Freshness()
-        self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.packed_modes = PackedModes(devices[0].type)
         self.backlog = Backlog()
@@ -117,7 +114,6 @@ class WorkerReplicas:
         is_new = was_unsent or self._function is not None or not (self._watch.intact() and self._ledger.same_form())
         changed: list[tuple[int, torch.Tensor]] = []
         if is_new:
-            self.structure += not was_unsent
             self._survey_target()
         else:
             changed = self._take_changes()
@@ -136,6 +132,9 @@ class WorkerReplicas:
         """Note a call in the caller's thread. The workers need the buffers that it may have written unseen."""
         self._ledger.suspect(buffers_written_unseen(self._modules))
 
+    def warn(self) -> None:
+        """Do nothing: each worker warns of what a call set in its model."""
+
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
         self._is_unsent = True
@@ -146,19 +145,6 @@ class WorkerReplicas:
         self.end_workers()
         self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
-
-    def refuse_grown(self) -> None:
-        """Refuse layers that a call made in a worker, and warn about attributes that it set.
-
-        Raises:
-            ReplicaError: If a call made layers or parameters.
-        """
-        warned = [post(lane, GrownRequest()).result() for lane in self.lanes]
-        warn_again(chain.from_iterable(warned))
-
-    def scratch(self) -> Any:
-        """Return a copy of the target for a run that must leave no trace."""
-        return copy.deepcopy(self.target)
 
     def is_on(self, device: torch.device) -> bool:
         """True if the model lies on that device."""
@@ -231,7 +217,6 @@ class WorkerReplicas:
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self._function = self._pickled_function()
-        self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
 
     def _pickled_function(self) -> bytes | None:
@@ -300,7 +285,7 @@ class WorkerReplica:
 
 
 class _Shard:
-    """A lane's part of a cut call. It draws random numbers from the state that the caller's generator has at the start."""
+    """A lane's part of a cut call."""
 
     def __init__(
         self, replica: WorkerReplica, owner: WorkerReplicas, method: str | None, /, *args: Any, **kwargs: Any
@@ -312,11 +297,11 @@ class _Shard:
         self._kwargs = kwargs
         self.record: Callable[[int, int, int, BaseException | None], None] | None = None  # as in `Request`
 
-    def request(self, modes: Modes) -> Request:
-        """Return the request for the worker."""
+    def request(self, modes: Modes, rng_state: torch.Tensor | None = None) -> Request:
+        """Return the request for the worker. With `rng_state`, it continues these random numbers."""
         is_first = self._replica.lane == 0
         sent = self._owner.packed_modes(modes)
-        call = Call(self._method, None, sent, torch.get_rng_state(), is_first, self._args, self._kwargs)
+        call = Call(self._method, None, sent, rng_state, is_first, self._args, self._kwargs)
         request = CallRequest(call, is_inference=modes.inference)
         request.record = self.record
         return request

@@ -78,15 +78,10 @@ class WorkerSession(Session):
         """Return `function`, which makes a lane's part of a call, with a record of when its worker is busy."""
         return partial(_recorded_shard, partial(self.recorder.record, work), function)
 
-    def _run_plainly(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], check: Callable[[Any], None] | None = None
-    ) -> Any:
+    def _run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(self.target, Build) or self.must_run_plainly():
-            return super()._run_plainly(entry, args, kwargs, check)
-        output = self.submit(entry, args, kwargs).result()  # this process has no model
-        if check is not None:
-            check(output)
-        return output
+            return super()._run_plainly(entry, args, kwargs)
+        return self.submit(entry, args, kwargs).result()  # this process has no model
 
     def _landed(self, rows: int, args: tuple[Any, ...], kwargs: dict[str, Any], returned: Returned, lane: Lane) -> Any:
         """Count a whole call, and return its output."""
@@ -125,7 +120,6 @@ def open_session(
     cutters: Mapping[str | None, Cutter],
     rules: JoinRules,
     output_device: torch.device | None = None,
-    verify: bool = False,
     retries: int = 1,
 ) -> Session:
     """Open a session with one worker process per device, or with the workers of a platform for Ray.
@@ -134,7 +128,7 @@ def open_session(
     """
     workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
     replicas = WorkerReplicas(target, workers, retries)
-    return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device, verify=verify)
+    return WorkerSession(target, replicas, cutters=cutters, rules=rules, output_device=output_device)
 
 
 def _recorded_shard(record: Callable[..., None], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-
 from parawrap.engine._call_history import Kind
+
 from parawrap.replicas import _copy_structure
 from parawrap.replicas._copy_rules import Instance, Module
 from parawrap.replicas._method_stand_ins import PlainView

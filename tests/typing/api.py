@@ -113,7 +113,9 @@ def every_option(model: torch.nn.Module) -> None:
     parallel(model, 2, in_dims={"columns": 1, "texts": 0})
     parallel(model, 2, out_dims=(0, (1, None), {"texts": "items"}, "ragged"))
     parallel(model, 2, out_dims=None)
-    parallel(model, 2, reduce="sum", join="list", verify=True)
+    parallel(model, 2, reduce="sum", join="list", unit=8)
+    parallel(model, 2, reduce={"loss": "mean", "count": "sum"})
+    parallel(model, 2, reduce=("mean", None))
     parallel(model, 2, reduce=None, join="pad", pad_value=-100)
     parallel(model, 2, reduce=torch.Tensor.max)
     parallel(model, 2, reduce="median")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

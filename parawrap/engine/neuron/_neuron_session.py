@@ -14,7 +14,6 @@ from weakref import WeakSet
 import torch
 
 from parawrap.engine._call_recorder import Recorder, Trace
-from parawrap.engine._plain_output import plain_output
 from parawrap.engine._session import Entry
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._whole_call import Prepare, prepared
@@ -33,7 +32,7 @@ from parawrap.lanes import (
     sees_only_its_own_thread,
 )
 from parawrap.replicas import Freshness
-from parawrap.shards import Cutter, JoinRules, Shard, ShardPlan, check_equal, join
+from parawrap.shards import Cutter, JoinRules, Shard, ShardPlan, join
 
 __all__ = ["NeuronSession"]
 
@@ -57,7 +56,6 @@ class NeuronSession:
         cutters: Mapping[str | None, Cutter],
         rules: JoinRules,
         output_device: torch.device | None = None,
-        verify: bool = False,
         owns_placed: bool = False,
     ) -> None:
         self.devices = (_CPU,) * workers
@@ -74,8 +72,6 @@ class NeuronSession:
         }
         in_one_lane = Cutter(batching.dim, lists_are_shared=True, sizes=batching.whole)
         self._in_one_lane = None if batching.chunk is None else in_one_lane
-        self._verifies = verify
-        self._verified: WeakSet[ShardPlan] = WeakSet()
         self._futures: WeakSet[Future[Any]] = WeakSet()
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -94,15 +90,9 @@ class NeuronSession:
             plan = cutter.plan(flat, len(self.devices))
             if len(plan.sizes) == 1:
                 return self._run_here(entry, args, kwargs)
-            verifies = self._verifies and plan not in self._verified
-            run = partial(self._run_in_turn, entry)
-            expected = plain_output(run, plan, flat, _CPU, self.devices) if verifies else None
             shards = plan.scatter(flat, (_CPU,) * len(plan.sizes))
             outputs = self._apply([self._task(entry, *each) for each in zip(shards, plan.sizes, count())])
             output = self._gather(outputs, plan.sizes)
-            if verifies:
-                check_equal(output, expected)
-                self._verified.add(plan)
             self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
             return output
 
