@@ -246,6 +246,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
+        self._excluding = 0  # the thread that excludes the first lane
         self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
 
@@ -387,6 +388,24 @@ class LanePool:
                 held.callback(lane.busy.release)
             with self._places.changing():
                 yield
+
+    @contextmanager
+    def exclude_first_lane(self) -> Iterator[None]:
+        """Keep the first lane idle inside the block, for a call that runs on the model itself.
+
+        Inside a lane, and inside another such block of the same thread, it does nothing.
+        """
+        first, thread = self.lanes[0], threading.get_ident()
+        if here.lane is not None or self._excluding == thread:
+            yield
+            return
+        first.wait_until_idle()
+        self._excluding = thread
+        try:
+            yield
+        finally:
+            self._excluding = 0
+            first.busy.release()
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""

@@ -101,7 +101,10 @@ class JoinRules:
             if isinstance(each, bool) or not (
                 each is UNDECLARED or each is None or isinstance(each, int) or each in _WORDS
             ):
-                msg = f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the output'
+                msg = (
+                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the '
+                    "output"
+                )
                 raise GatherError(msg)
 
 
