@@ -371,13 +371,13 @@ class Session:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
-        for cutter in self.cutters.values():
-            if cutter.unused:
-                warn_caller(
-                    f"in_dims names {min(cutter.unused)!r}, and no call passed a keyword argument of that name. "
-                    "Correct the name, or leave it out"
-                )
-                cutter.unused.clear()
+        unused = set[str]().union(*(cutter.unused for cutter in self.cutters.values()))
+        unused.intersection_update(*(cutter.unused for cutter in self.cutters.values()))
+        if unused and self.tally.calls:
+            warn_caller(
+                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
+                "leave it out"
+            )
         with self._refreshing:
             if self._replicas is not None:
                 self._replicas.warn()

@@ -115,9 +115,9 @@ class Modes(NamedTuple):
 def sees_only_its_own_thread() -> bool:
     """True if something watches the calling thread and cannot follow into a lane: the call must then run plainly.
 
-    Tracers and compilers record what one thread does. A dispatch mode (a FLOP counter, fake tensors), a function mode, and a
-    functorch transform live in one thread. Copies of parameters lose the tangents of forward-mode autograd. Hooks on saved
-    tensors depend on the order of their calls.
+    Tracers and compilers record what one thread does. A dispatch mode (a FLOP counter, fake tensors), a function mode, and
+    a functorch transform live in one thread. Copies of parameters lose the tangents of forward-mode autograd. Hooks on
+    saved tensors depend on the order of their calls.
     """
     functions = function_modes()
     return (
