@@ -10,7 +10,7 @@ import torch
 
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine import as_call
-from parawrap.errors import VerifyError
+from parawrap.errors import ShardError, VerifyError
 from parawrap.faces._comparison_table import Difference, difference
 from parawrap.faces.parallel import parallel
 from parawrap.tree import addresses, flatten, mismatch, unflatten
@@ -49,7 +49,8 @@ def check_rowwise(
 
     Raises:
         VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut, and the difference.
-        ShardError, GatherError, ReplicaError: As for `parallel`.
+        ShardError: If no call was cut, for instance because the batch has fewer than 3 rows; and as for `parallel`.
+        GatherError, ReplicaError: As for `parallel`.
 
     Example:
         >>> import torch
@@ -65,14 +66,20 @@ def check_rowwise(
     before = torch.get_rng_state()
     expected = _parts_of(plain, _call(plain, method, batch, loss, weights))
     draws = not torch.equal(before, torch.get_rng_state())
+    is_cut = False
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     for lanes in _LANES:
         cut = copy.deepcopy(model)
         with ignore_speed_warnings(), parallel(cut, [device] * lanes, **options) as block:
             found = _parts_of(cut, _call(cut, method, batch, loss, weights.manual_seed(0)))
+        sizes = block.stats().shards
+        is_cut = is_cut or len(sizes) > 1
         problems = [*_problems(found, expected, rtol)]
         if problems:
-            raise VerifyError(_message(model, problems, block.stats().shards, draws=draws))
+            raise VerifyError(_message(model, problems, sizes, draws=draws))
+    if not is_cut:
+        msg = "the batch was not cut, so there was nothing to compare. Give a batch of 3 rows or more, as tensors"
+        raise ShardError(msg)
 
 
 def _call(
