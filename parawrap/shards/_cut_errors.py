@@ -173,6 +173,6 @@ def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
         return None
     does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
-        f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which outputs "
-        f"follow the rows. With out_dims=0, the largest shard has {largest} rows"
+        f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
+        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
     )
