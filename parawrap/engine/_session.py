@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -82,8 +83,6 @@ class Replicas(Protocol):
     """The copies of the target that a session's lanes use, one per lane: `ReplicaSet`, or copies in other processes."""
 
     is_ready: bool
-    structure: int
-    training: tuple[Any, ...]
     generators: tuple[torch.Generator, ...]
     freshness: Freshness
     home: torch.device | None
@@ -95,12 +94,10 @@ class Replicas(Protocol):
     def ready(self) -> bool: ...
     def is_on(self, device: torch.device) -> bool: ...
     def stale(self) -> bool: ...
-    def refuse_grown(self) -> None: ...
     def ran_plainly(self) -> None: ...
     def refresh(self) -> None: ...
     def renew(self) -> None: ...
     def forget(self) -> None: ...
-    def scratch(self) -> Any: ...
 
 
 class Pool(Protocol):
@@ -183,9 +180,7 @@ class Session:
             return self._run_plainly(entry, args, kwargs)
         replicas = self.replicate()
         modes = Modes.capture(self.pool.backend.type)
-        kind = self._kinds.of(entry.method, flat, modes, self._replicas.training if self._replicas else ())
-        if self._replicas is not None and kind.structure != self._replicas.structure:
-            kind.follow(self._replicas.structure)
+        kind = self._kinds.of(entry.method, flat, modes, self._training())
         evidence = kind.evidence  # another thread may replace it during this call
         witness = None
         if self._learns and (kind.draws or not evidence.complete):
@@ -325,10 +320,12 @@ class Session:
 
     def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: object = None) -> Kind:
         """Return the kind of a call that is already cut, for `apply`. `replicas` is the key of new replicas."""
-        if replicas is None:
-            replicas = self._replicas.training if self._replicas else ()
         flat = FlatCall(*flatten_call(args, kwargs))
-        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), replicas)
+        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), self._training() if replicas is None else replicas)
+
+    def _training(self) -> tuple[bool, ...]:
+        """Return the train mode of each module."""
+        return tuple(module.training for module in self.target.modules()) if isinstance(self.target, torch.nn.Module) else ()
 
     # Whole calls, each in one lane
 
@@ -454,8 +451,6 @@ class Session:
 
     def _note(self, kind: Kind, own: list[bytes], *, drew_shared: bool, in_turns: bool) -> None:
         """Record what one call shows about its kind. `own` are the states of the devices' generators before the call."""
-        if kind.is_new and self._replicas is not None:
-            self._replicas.refuse_grown()
         drew_own = bool(own) and own != self._generators.own_state()
         kind.note(drew=drew_shared or drew_own, drew_shared=drew_shared, ran_in_turns=in_turns)
 
@@ -469,7 +464,7 @@ class Session:
         if kind.verified:
             return None
         home = self.pool.home if self.pool.home is not None else self.devices[0]
-        run = entry.plain if self._replicas is None else entry.of(self._replicas.scratch())
+        run = entry.plain if self._replicas is None else entry.of(copy.deepcopy(self.target))
         return (plain_output(run, plan, flat, home, self.devices),)
 
     def _function_of(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +19,8 @@ from parawrap.launch import packed
 from parawrap.replicas import (
     Freshness,
     Ledger,
+    Snapshot,
     Survey,
-    Watch,
     buffers_of,
     buffers_written_unseen,
     home_of,
@@ -31,7 +29,7 @@ from parawrap.replicas import (
 )
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
-from parawrap.workers._requests import CallRequest, ChangeRequest, GrownRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._requests import CallRequest, ChangeRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._server import Call, ModelTensor, Returned, WrittenBuffer, pickled_function
 from parawrap.workers._worker_lane import Backlog, ModelFile, Request, Worker, WorkerLane
 from parawrap.workers._worker_pool import post
@@ -64,13 +62,12 @@ class WorkerReplicas:
     has_model = True
     is_ready = False
     generators: tuple[torch.Generator, ...] = ()
-    structure = 0
+    learns = False  # gradients do not travel between processes
 
     def __init__(self, target: Any, workers: Workers, retries: int) -> None:
         devices = workers.devices
         self.target = target
         self.freshness = Freshness()
-        self.training: tuple[Any, ...] = ()
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self.packed_modes = PackedModes(devices[0].type)
         self.backlog = Backlog()
@@ -88,7 +85,7 @@ class WorkerReplicas:
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
         self._function: bytes | None = None
-        self._watch = Watch(())
+        self._watch = Snapshot(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
 
@@ -117,7 +114,6 @@ class WorkerReplicas:
         is_new = was_unsent or self._function is not None or not (self._watch.intact() and self._ledger.same_form())
         changed: list[tuple[int, torch.Tensor]] = []
         if is_new:
-            self.structure += not was_unsent
             self._survey_target()
         else:
             changed = self._take_changes()
@@ -145,20 +141,7 @@ class WorkerReplicas:
         self._is_unsent = True
         self.end_workers()
         self._drop_file()
-        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
-
-    def refuse_grown(self) -> None:
-        """Refuse layers that a call made in a worker, and warn about attributes that it set.
-
-        Raises:
-            ReplicaError: If a call made layers or parameters.
-        """
-        warned = [post(lane, GrownRequest()).result() for lane in self.lanes]
-        warn_again(chain.from_iterable(warned))
-
-    def scratch(self) -> Any:
-        """Return a copy of the target for a run that must leave no trace."""
-        return copy.deepcopy(self.target)
+        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Snapshot(()), Ledger((), ()), [], [], {}
 
     def is_on(self, device: torch.device) -> bool:
         """True if the model lies on that device."""
@@ -227,11 +210,10 @@ class WorkerReplicas:
             msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
         self._tensors = [node.value for node in survey.tensors]
-        self._watch = Watch(survey.copied)
+        self._watch = Snapshot((node, node.value) for node in survey.copied)
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self._function = self._pickled_function()
-        self.training = tuple(getattr(module, "training", None) for module in self._modules)
         self._note_unseen()
 
     def _pickled_function(self) -> bytes | None:
