@@ -11,7 +11,7 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
-from parawrap.replicas._gradients import Mirror
+from parawrap.replicas._gradients import Mirror, link_view
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._private_names import copy_all, version_of
 
@@ -234,7 +234,7 @@ class LaneTensors:
         with torch.inference_mode(False), torch.enable_grad():
             base = base.detach() if self._detach else base
             if type(original) in _PLAIN:
-                view = base.as_subclass(_LaneParameter if is_parameter else _LaneView)
+                view = link_view(base, _LaneParameter if is_parameter else _LaneView)
             else:
                 view = base[...].as_subclass(type(original))
         vars(view).update(vars(original))
