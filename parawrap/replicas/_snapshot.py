@@ -161,6 +161,8 @@ def _has_dict(node: Node, value: Any) -> bool:
     if node.kind in (Kind.MODULE, Kind.COMPILED):
         return True
     own = getattr(value, "__dict__", None)
+    if type(value) is OrderedDict and not own:
+        return False  # the hooks of modules; checking the attributes of these dicts would take as long as the rest
     return node.kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET) and type(own) is dict and own is not value
 
 
