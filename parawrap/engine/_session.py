@@ -321,11 +321,13 @@ class Session:
     def kind(self, method: str | None, args: tuple[Any, ...], kwargs: dict[str, Any], replicas: object = None) -> Kind:
         """Return the kind of a call that is already cut, for `apply`. `replicas` is the key of new replicas."""
         flat = FlatCall(*flatten_call(args, kwargs))
-        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), self._training() if replicas is None else replicas)
+        replicas = self._training() if replicas is None else replicas
+        return self._kinds.of(method, flat, Modes.capture(self.pool.backend.type), replicas)
 
-    def _training(self) -> tuple[bool, ...]:
+    def _training(self) -> tuple[Any, ...]:
         """Return the train mode of each module."""
-        return tuple(module.training for module in self.target.modules()) if isinstance(self.target, torch.nn.Module) else ()
+        modules = self.target.modules() if isinstance(self.target, torch.nn.Module) else ()
+        return tuple(getattr(module, "training", None) for module in modules)
 
     # Whole calls, each in one lane
 
