@@ -200,7 +200,8 @@ def _describe(tree: TreeSpec) -> str:
 
 def _attributes_of(tree: TreeSpec) -> str:
     """Return a description of the plain attributes of a node; an empty text if it has none."""
-    blank: Any = tree.one_level().walk([None] * tree.num_children, lambda kind, data, children: data)
+    node: Any = tree.one_level()
+    blank = node.walk([None] * tree.num_children, lambda kind, data, children: data)
     if not isinstance(blank, _Blank) or not blank.plain:
         return ""
     return f"a {blank.cls.__name__} with {', '.join(f'{name}={value!r}' for name, value in blank.plain.items())}"
