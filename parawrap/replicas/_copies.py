@@ -52,6 +52,8 @@ class Copies:
         self._put_late()
         self._mark_modules()
         self._check({*map(id, tensors.values())})
+        if self.of(survey.target) is survey.target and survey.nodes.get(id(survey.target)) in survey.modules:
+            self._refuse(survey.nodes[id(survey.target)], f"the copy of {_name(survey.target)} is the module itself")
         self._memo = {key: self._memo[key] for key in survey.nodes if key in self._memo}  # drops temporary objects
 
     @property
@@ -181,11 +183,11 @@ class Copies:
         known = {*map(id, copies.values())}
         for node in self.survey.modules:
             copy = copies[id(node.value)]
-            if copy is node.value:
-                self._refuse(node, f"the copy of {_name(copy)} is the module itself")
             if not isinstance(copy, torch.nn.Module) or node.kind is Kind.SCRIPT:
                 continue
             for name, child in children_of(copy).items():
+                if id(child) in copies:
+                    self._refuse(self.survey.nodes[id(child)], f"the copy of {_name(child)} is the module itself")
                 if issubclass(type(child), torch.nn.Module) and id(child) not in known:
                     self._refuse(node, f"its copy has another submodule {name!r}")
             for name, parameter in copy.named_parameters(recurse=False):

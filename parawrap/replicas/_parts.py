@@ -196,7 +196,8 @@ def is_shared(value: Any) -> bool:
     is_service = any(each.partition(".")[0] in _SERVICES for each in (base.__module__ for base in cls.__mro__))
     if is_service or is_native(value) or _is_singleton(value):
         return True
-    return not _is_plain(cls) and not hasattr(cls, "__deepcopy__") and not _parts_of_instance(value)
+    has_state = _is_plain(cls) or hasattr(cls, "__deepcopy__") or hasattr(value, "__dict__")
+    return not has_state and not _parts_of_instance(value)
 
 
 def is_native(value: Any) -> bool:

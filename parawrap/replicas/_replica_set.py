@@ -177,6 +177,7 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
+        _clear_caches(self._survey)
         self._mirrors = {}
         self._watch, self._ledger = Snapshot(()), Ledger((), ())
         self._unseen = []
@@ -334,6 +335,14 @@ def _as_lane_replica(lane: int, replicas: Sequence[Replica]) -> LaneReplica:
     replica = replicas[lane]
     write_back = None if not replica.has_own else replica.write_back if lane else partial(give_buffers, replicas)
     return LaneReplica(lane, replica.target, replica.original_of, replica.run, replica.run_whole, write_back)
+
+
+def _clear_caches(survey: Survey) -> None:
+    """Empty the caches of methods, which hold the replicas that they were called on."""
+    for cls in {base for module in survey.all_modules() for base in type(module).__mro__}:
+        for value in vars(cls).values():
+            if kind_of(type(value)) is Kind.CACHED:
+                value.cache_clear()
 
 
 def _is_simple(value: Any) -> bool:
