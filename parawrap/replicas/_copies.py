@@ -129,7 +129,7 @@ class Copies:
                 vars(shell).update({name: self._copy(part) for name, part in vars(node.value).items()})
 
     def _make_late(self) -> None:
-        """Make functions, weak references, and the like, and the fixed objects that hold them, from the copies of their parts."""
+        """Make functions, weak references, and the fixed objects that hold them, from the copies of their parts."""
         late = self.survey.late
         waiting = dict(late)
         cells = [node.value for node in late.values() if node.kind is Kind.CELL]
@@ -164,7 +164,7 @@ class Copies:
                     continue
                 found = put(holder.value, holder.kind, copy, node.value, self._memo[key], self._copy)
                 if not found and holder.kind is Kind.INSTANCE:
-                    msg = f"{holder.path!r} holds {node.path!r}, and a copy of {_name(holder.value)} cannot hold another one"
+                    msg = f"{holder.path!r} holds {node.path!r}, and a copy of a {_name(holder.value)} cannot hold another"
                     raise ReplicaError(msg)
 
     def _mark_modules(self) -> None:

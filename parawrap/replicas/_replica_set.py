@@ -217,7 +217,7 @@ class ReplicaSet:
         for change in changes:
             self._survey.swap(change.node, change.key, change.before, change.now)
             for replica in self._replicas:
-                replica.set(change)
+                replica.apply(change)
             own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
             self._watch.set(own, change.key, change.now)
         if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
@@ -390,8 +390,8 @@ def _home_of(survey: Survey) -> torch.device | None:
         elif tensor.device != first[2].device:
             msg = (
                 f"the model lies on several devices: {first[0].path_of(first[1])!r} on {first[2].device} and "
-                f"{node.path_of(name)!r} on {tensor.device}. A replica of it would need as many devices again; put the model "
-                "on one device, or make its parts parallel one by one"
+                f"{node.path_of(name)!r} on {tensor.device}. A replica of it would need as many devices again; put the "
+                "model on one device, or make its parts parallel one by one"
             )
             raise ReplicaError(msg)
     return None if first is None else first[2].device

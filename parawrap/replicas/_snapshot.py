@@ -220,5 +220,5 @@ def _differ(now: list[Any], before: list[Any]) -> bool:
 
 
 def _kind(own: dict[Any, Any]) -> Any:
-    """Return the class with the methods that read a dict: an OrderedDict has its own order; other overrides do not count."""
+    """Return the class with the methods that read a dict: an OrderedDict has its own order."""
     return OrderedDict if isinstance(own, OrderedDict) else dict

@@ -27,7 +27,7 @@ from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
 __all__ = ["Arrival", "Line", "Message"]
 
-_WORDS = ("model", "build", "tensors_changed", "call", "refuse_grown", "returned", "raised")
+_WORDS = ("model", "build", "tensors_changed", "call", "returned", "raised")
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _ROOM = 2 * _INLINE  # for messages that arrive with one system call
 _WORTH_LENDING = 1 << 20

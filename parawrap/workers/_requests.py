@@ -15,7 +15,7 @@ from parawrap.launch import pickled_apart
 from parawrap.workers._server import Call, Returned, SentModes, SentWarning
 from parawrap.workers._worker_lane import Answer, Request, Worker
 
-__all__ = ["CallRequest", "ChangeRequest", "GrownRequest", "ModelRequest", "PackedModes", "warn_again"]
+__all__ = ["CallRequest", "ChangeRequest", "ModelRequest", "PackedModes", "warn_again"]
 
 
 class CallRequest(Request):
@@ -59,18 +59,6 @@ class CallRequest(Request):
         else:
             returned = Returned(*answer.read())
         return returned if self._read is None else self._read(returned, lane)
-
-
-class GrownRequest(Request):
-    """A check for layers and attributes that a call made."""
-
-    __slots__ = ()
-
-    def send(self, worker: Worker) -> None:
-        worker.send(self.number, "refuse_grown", None, "")
-
-    def result(self, answer: Answer, lane: Lane) -> Any:
-        return answer.read()
 
 
 class ModelRequest(Request):

@@ -235,12 +235,6 @@ class Server:
         index = next((index for index, tensor in enumerate(self._tensors) if tensor is original), None)
         return original.detach() if index is None else ModelTensor(index)
 
-    def _refuse_grown(self, _: None) -> tuple[SentWarning, ...]:
-        """Refuse layers that a call made, and return a warning for attributes that it set."""
-        if self._is_model:
-            self._replicas.refuse_grown()
-        return self._take_warnings()
-
     def _take_warnings(self) -> tuple[SentWarning, ...]:
         if not self._warned:
             return ()

@@ -11,23 +11,26 @@ from unittest import mock
 
 import torch
 
-from parawrap.engine._call_history import Kind
-from parawrap.replicas import _copy_structure
-from parawrap.replicas._copy_rules import Instance, Module
+from parawrap.engine._call_history import Kind as KindOfCall
+from parawrap.replicas import _survey
+from parawrap.replicas._copies import Copies
+from parawrap.replicas._lane_tensors import LaneTensors
+from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._method_stand_ins import PlainView
-from parawrap.replicas._refresh import Ledger, Replica, Watch
-from parawrap.replicas._replica_tensors import Tensors
-from parawrap.replicas._rule_by_class import content_of
+from parawrap.replicas._parts import Kind, kind_of
+from parawrap.replicas._replica import Replica
+from parawrap.replicas._snapshot import Snapshot
 from parawrap.shards._join_outputs import _Join
 
 
 def sharing(is_shared: Callable[[Any], bool]) -> AbstractContextManager[Any]:
     """Share some objects, with all that they hold: those that `is_shared` returns True for."""
+    find = _survey._kind_of
 
-    def patched(value: Any) -> Any:
-        return None if is_shared(value) else content_of(value)
+    def patched(value: Any) -> Kind:
+        return Kind.ATOM if is_shared(value) else find(value)
 
-    return mock.patch.object(_copy_structure, "content_of", patched)
+    return mock.patch.object(_survey, "_kind_of", patched)
 
 
 def _is_list_of_modules(value: Any) -> bool:
@@ -47,45 +50,26 @@ def _is_closure(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    content = content_of(value)
-    return isinstance(content, Instance) and not isinstance(content, Module)
-
-
-def copies_by_equality() -> AbstractContextManager[Any]:
-    """Find the copy of a module by ``==``."""
-    of = _copy_structure.Copy.of
-
-    def patched(self: Any, value: Any) -> Any:
-        if isinstance(value, torch.nn.Module):
-            value = next((node.value for node in self.survey.modules if node.value == value), value)
-        return of(self, value)
-
-    return mock.patch.object(_copy_structure.Copy, "of", patched)
+    return kind_of(type(value)) is Kind.INSTANCE
 
 
 def deep_train_modes_unseen() -> AbstractContextManager[Any]:
     """Watch the train mode of the whole model alone."""
-    all_changes = Watch.changes
+    all_changes = Snapshot.changes
 
-    def changes(self: Watch) -> Any:
+    def changes(self: Snapshot) -> Any:
         found = all_changes(self)
         return found and [change for change in found if change.key != "training" or change.node.parent is None]
 
-    return mock.patch.multiple(Watch, changes=changes, intact=lambda self: changes(self) == [])
+    return mock.patch.multiple(Snapshot, changes=changes, intact=lambda self: changes(self) == [])
 
 
 @contextmanager
 def parameters_shared() -> Iterator[None]:
     """Give lanes the parameters themselves, in modules that are not marked as replicas."""
-    fill = Module.fill
-
-    def patched(self: Module, value: Any, copy: Any, copy_of: Any) -> None:
-        fill(self, value, copy, copy_of)
-        vars(copy).pop("_is_replica", None)
-
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Module, "fill", patched))
-        stack.enter_context(mock.patch.object(Tensors, "_view", lambda self, original: original))
+        stack.enter_context(mock.patch.object(Copies, "_mark_modules", return_value=None))
+        stack.enter_context(mock.patch.object(LaneTensors, "_view", lambda self, original: original))
         yield
 
 
@@ -111,7 +95,7 @@ def unfreezing_unseen() -> AbstractContextManager[Any]:
 
 def buffers_not_renewed() -> AbstractContextManager[Any]:
     """Leave the lane's copies of buffers as they are before a task."""
-    return mock.patch.object(Tensors, "renew_in_lane", return_value=None)
+    return mock.patch.object(LaneTensors, "renew_in_lane", return_value=None)
 
 
 def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
@@ -141,7 +125,7 @@ def one_row_count_proves() -> AbstractContextManager[Any]:
 
 def lanes_draw_at_once() -> AbstractContextManager[Any]:
     """Run lanes that draw random numbers at the same time."""
-    return mock.patch.object(Kind, "in_turns", property(lambda self: False, lambda self, value: None))
+    return mock.patch.object(KindOfCall, "in_turns", property(lambda self: False, lambda self, value: None))
 
 
 @contextmanager
@@ -156,7 +140,6 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "dicts_of_dicts_shared": lambda: sharing(_is_dict_of_dicts),
     "methods_shared": lambda: sharing(_is_method_or_partial),
     "closures_shared": lambda: sharing(_is_closure),
-    "copies_by_equality": copies_by_equality,
     "objects_shared": lambda: sharing(_is_plain_object),
     "deep_train_modes_unseen": deep_train_modes_unseen,
     "parameters_shared": parameters_shared,

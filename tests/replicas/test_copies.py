@@ -169,7 +169,9 @@ def test_references_lead_to_the_modules_of_the_replica():
     model = Referring()
     modules = {}
     for name in "abc":
-        getattr(model, name).register_forward_hook(lambda module, *_, name=name: modules.setdefault(name, set()).add(module))
+        getattr(model, name).register_forward_hook(
+            lambda module, *_, name=name: modules.setdefault(name, set()).add(module)
+        )
     want = model.c(model.b(model.a(X))) * 2 + 1
     modules.clear()
     with pytest.warns(UserWarning, match="the model wrote 'seen'"), torch.no_grad(), parallel(model, TWO):

@@ -15,7 +15,7 @@ from parawrap import ReplicaError, parallel
 TWO = ["cpu"] * 2
 CALLS = pytest.mark.parametrize(
     "call",
-    [lambda p, x: p(x), lambda p, x: p.submit(x).result(), lambda p, x: list(p.map([x]))[0]],
+    [lambda p, x: p(x), lambda p, x: p.submit(x).result(), lambda p, x: next(iter(p.map([x])))],
     ids=["call", "submit", "map"],
 )
 
@@ -226,7 +226,7 @@ def test_a_buffer_may_get_another_shape_through_data(mode, call):
         model.kept.data = torch.cat([model.kept, torch.ones(1)])
 
     model = Caching(grows).train(mode)
-    with torch.no_grad(), parallel(model, ["cpu"]*2) as p:
+    with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
         call(p, torch.randn(7, 4))
         model(torch.randn(7, 4))
     assert len(model.kept) >= 5
