@@ -71,6 +71,7 @@ class Replica:
         self.gives_back = False  # its buffers go back to the model
         self.is_pending = False  # the lane has run since then
         self.has_finished = False  # the lane ran its part of a cut call, whose buffers are not compared yet
+        self.has_written = False  # the lane wrote or replaced one of its tensors in the last task
         self.trains = False  # a module is in training mode
         self.trains_norms = False  # it may write buffers unseen
         self.is_over = False  # its block has ended
@@ -128,7 +129,7 @@ class Replica:
             if self.gives_back and self.has_own:
                 self.finish()
 
-    def set(self, change: Change) -> None:
+    def apply(self, change: Change) -> None:
         """Set a number, a flag, a string, or a tensor that was set in the target in the place of another."""
         value = change.now
         if isinstance(value, torch.Tensor):
@@ -152,6 +153,7 @@ class Replica:
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
+        self.has_written = False
         replaced = []
         for _, copy, name, buffer in self._buffers:
             if _buffer(copy, name) is not self._given(buffer):
@@ -241,11 +243,10 @@ class Replica:
     def _prepare(self, *, renews: bool) -> None:
         if not self.has_own:
             return
-        touched = self.touched()
-        owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
+        owes = self.gives_back and self.is_pending and (self.trains_norms or self.has_written)
         if renews and not owes:
             with self._order.together(self.tensors.device):
-                if touched:
+                if self.has_written:
                     self.renew(())  # an earlier part of the same call wrote them
                 elif self.tensors.renews_in_lane:
                     self.tensors.renew_in_lane()
@@ -262,6 +263,8 @@ class Replica:
             self.tensors.put_back()
             self.state.restore()
             raise
+        finally:
+            self.has_written = self.has_own and self.touched()
         if not self.state.intact():
             leaves, spec = flatten(output)
             output = unflatten(spec, leaves)  # containers of the model would change in it
@@ -287,9 +290,11 @@ def give_buffers(replicas: Sequence[Replica]) -> None:
     lanes = [replica for replica in replicas if replica.has_finished]
     for replica in lanes:
         replica.has_finished = False
-    written = [] if first.trains or len(lanes) < 2 else sorted(set().union(*map(Replica.written_buffers, lanes)))
+    written: set[int] = set()
+    if not first.trains and len(lanes) > 1:
+        written.update(*(replica.written_buffers() for replica in lanes if replica.has_written))
     values = [replica.buffers() for replica in lanes] if written else []
-    for index in written:
+    for index in sorted(written):
         if not all(_have_equal_values(each[index], values[0][index]) for each in values[1:]):
             first.is_pending = False  # its buffers stay there
             msg = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,24 +11,26 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parawrap.engine._call_history import Kind
 
-from parawrap.replicas import _copy_structure
-from parawrap.replicas._copy_rules import Instance, Module
+from parawrap import GatherError
+from parawrap.engine import Session
+from parawrap.engine._turns import Turns
+from parawrap.replicas import _survey
+from parawrap.replicas._copies import Copies
+from parawrap.replicas._lane_tensors import LaneTensors
+from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._method_stand_ins import PlainView
-from parawrap.replicas._refresh import Ledger, Replica, Watch
-from parawrap.replicas._replica_tensors import Tensors
-from parawrap.replicas._rule_by_class import content_of
+from parawrap.replicas._parts import Kind, kind_of
+from parawrap.replicas._replica import Replica
+from parawrap.replicas._snapshot import Snapshot
+from parawrap.shards import balanced
 from parawrap.shards._join_outputs import _Join
 
 
 def sharing(is_shared: Callable[[Any], bool]) -> AbstractContextManager[Any]:
     """Share some objects, with all that they hold: those that `is_shared` returns True for."""
-
-    def patched(value: Any) -> Any:
-        return None if is_shared(value) else content_of(value)
-
-    return mock.patch.object(_copy_structure, "content_of", patched)
+    kind_in_survey = _survey._kind_of
+    return mock.patch.object(_survey, "_kind_of", lambda value: Kind.ATOM if is_shared(value) else kind_in_survey(value))
 
 
 def _is_list_of_modules(value: Any) -> bool:
@@ -47,45 +50,39 @@ def _is_closure(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    content = content_of(value)
-    return isinstance(content, Instance) and not isinstance(content, Module)
+    return kind_of(type(value)) is Kind.INSTANCE
 
 
 def copies_by_equality() -> AbstractContextManager[Any]:
     """Find the copy of a module by ``==``."""
-    of = _copy_structure.Copy.of
+    copy_one = Copies._copy
 
-    def patched(self: Any, value: Any) -> Any:
+    def patched(self: Copies, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
-            value = next((node.value for node in self.survey.modules if node.value == value), value)
-        return of(self, value)
+            first = next(node.value for node in reversed(self.survey.modules) if node.value == value)
+            self._memo[id(value)] = copy_one(self, first)
+        return copy_one(self, value)
 
-    return mock.patch.object(_copy_structure.Copy, "of", patched)
+    return mock.patch.object(Copies, "_copy", patched)
 
 
 def deep_train_modes_unseen() -> AbstractContextManager[Any]:
-    """Watch the train mode of the whole model alone."""
-    all_changes = Watch.changes
+    """See the train mode of the whole model alone."""
+    all_changes = Snapshot.changes
 
-    def changes(self: Watch) -> Any:
+    def changes(self: Snapshot) -> Any:
         found = all_changes(self)
         return found and [change for change in found if change.key != "training" or change.node.parent is None]
 
-    return mock.patch.multiple(Watch, changes=changes, intact=lambda self: changes(self) == [])
+    return mock.patch.multiple(Snapshot, changes=changes, intact=lambda self: changes(self) == [])
 
 
 @contextmanager
 def parameters_shared() -> Iterator[None]:
     """Give lanes the parameters themselves, in modules that are not marked as replicas."""
-    fill = Module.fill
-
-    def patched(self: Module, value: Any, copy: Any, copy_of: Any) -> None:
-        fill(self, value, copy, copy_of)
-        vars(copy).pop("_is_replica", None)
-
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Module, "fill", patched))
-        stack.enter_context(mock.patch.object(Tensors, "_view", lambda self, original: original))
+        stack.enter_context(mock.patch.object(Copies, "_mark_modules", return_value=None))
+        stack.enter_context(mock.patch.object(LaneTensors, "_view", lambda self, original: original))
         yield
 
 
@@ -111,7 +108,7 @@ def unfreezing_unseen() -> AbstractContextManager[Any]:
 
 def buffers_not_renewed() -> AbstractContextManager[Any]:
     """Leave the lane's copies of buffers as they are before a task."""
-    return mock.patch.object(Tensors, "renew_in_lane", return_value=None)
+    return mock.patch.object(LaneTensors, "renew_in_lane", return_value=None)
 
 
 def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
@@ -119,29 +116,43 @@ def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
     return mock.patch.object(Replica, "write_back", lambda self: setattr(self, "is_pending", False))
 
 
-def one_row_count_proves() -> AbstractContextManager[Any]:
-    """Take one row count for evidence that an output follows the rows."""
+@contextmanager
+def one_row_count_proves() -> Iterator[None]:
+    """Take equal sizes of shards for proof that an output follows the rows."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys.modules["parawrap.faces.parallel"], "uneven", balanced))
+        stack.enter_context(mock.patch.object(_Join, "_check_proof", return_value=None))
+        yield
 
-    def learned(self: _Join, place: Any, shown: str, *, is_empty: bool = False) -> str:
-        return shown
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        from parawrap.engine._session import Session
+def equal_values_prove() -> AbstractContextManager[Any]:
+    """Return an output once if it is equal in all lanes."""
+    return mock.patch.object(_Join, "_take_declared_equal", lambda self, column, declared: self._take_equal(column))
 
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_Join, "_learned", learned))
-            stack.enter_context(
-                mock.patch.object(Session, "_telling_plan", lambda self, kind, plan, flat, cutter: (plan, None))
-            )
-            yield
 
-    return both()
+def first_call_refused() -> AbstractContextManager[Any]:
+    """Refuse the first call of each session that is cut, as if it had to learn from it."""
+    gather, has_learned = Session.gather, set()
+
+    def patched(self: Session, *args: Any, **kwargs: Any) -> Any:
+        if self not in has_learned:
+            has_learned.add(self)
+            msg = "nothing is known of this call yet"
+            raise GatherError(msg)
+        return gather(self, *args, **kwargs)
+
+    return mock.patch.object(Session, "gather", patched)
 
 
 def lanes_draw_at_once() -> AbstractContextManager[Any]:
     """Run lanes that draw random numbers at the same time."""
-    return mock.patch.object(Kind, "in_turns", property(lambda self: False, lambda self, value: None))
+    return mock.patch.object(Turns, "decide", return_value=None)
+
+
+def warnings_repeat() -> AbstractContextManager[Any]:
+    """Warn of a large shard at each call."""
+    never = property(lambda self: False, lambda self, value: None)
+    return mock.patch.object(Session, "_has_warned_of_plan", never, create=True)
 
 
 @contextmanager
@@ -165,6 +176,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "buffers_not_renewed": buffers_not_renewed,
     "buffers_stay_in_lane_0": buffers_stay_in_lane_0,
     "one_row_count_proves": one_row_count_proves,
+    "equal_values_prove": equal_values_prove,
+    "first_call_refused": first_call_refused,
+    "warnings_repeat": warnings_repeat,
     "lanes_draw_at_once": lanes_draw_at_once,
     "clones_keep_stand_ins": clones_keep_stand_ins,
 }
