@@ -47,7 +47,7 @@ from parawrap.shards import (
 )
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Entry", "Session", "failed_future"]
+__all__ = ["Entry", "Ready", "Session", "failed_future"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
@@ -73,6 +73,13 @@ class Entry(NamedTuple):
 
     def of(self, replica: Any) -> Callable[..., Any]:
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
+
+
+class Ready(NamedTuple):
+    """The replicas of all lanes, up to date with the model, and the modes of the caller."""
+
+    replicas: list[LaneReplica]
+    modes: Modes
 
 
 class Replicas(Protocol):
@@ -123,7 +130,7 @@ class Pool(Protocol):
         turns: TurnsOf | None = ...,
     ) -> list[Outcome]: ...
     def idle(self) -> AbstractContextManager[None]: ...
-    def exclude_first_lane(self) -> AbstractContextManager[None]: ...
+    def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -307,22 +314,39 @@ class Session:
 
     # Whole calls, each in one lane
 
-    def submit(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
-    ) -> LaneFuture:
-        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
+    def get_ready(self) -> Ready | None:
+        """Return what a whole call needs, for one call or a stream of calls; None if they must run plainly.
 
-        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``.
+        Raises:
+            SessionError: If the lanes are closed.
+            ReplicaError: If a replica cannot be made.
         """
         if self.must_run_plainly():
             if self.pool.closed:
                 msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
                 raise SessionError(msg)
-            return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
+            return None
         replicas = self.replicate()
         if self._replicas is not None:
             self._replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
-        modes = Modes.capture(self.pool.backend.type)
+        return Ready(replicas, Modes.capture(self.pool.backend.type))
+
+    def submit(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
+        ready: Ready | None = None,
+    ) -> LaneFuture:
+        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
+
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``. A stream gives `ready`.
+        """
+        ready = ready or self.get_ready()
+        if ready is None:
+            return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
+        replicas, modes = ready
         if prepare is not None:
             future = self._submit_prepared(entry, replicas, args, modes, prepare)
         elif self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
@@ -347,13 +371,13 @@ class Session:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
-        for cutter in self.cutters.values():
-            if cutter.unused:
-                warn_caller(
-                    f"in_dims names {min(cutter.unused)!r}, and no call passed a keyword argument of that name. "
-                    "Correct the name, or leave it out"
-                )
-                cutter.unused.clear()
+        unused = set[str]().union(*(cutter.unused for cutter in self.cutters.values()))
+        unused.intersection_update(*(cutter.unused for cutter in self.cutters.values()))
+        if unused and self.tally.calls:
+            warn_caller(
+                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
+                "leave it out"
+            )
         with self._refreshing:
             if self._replicas is not None:
                 self._replicas.warn()
@@ -392,11 +416,10 @@ class Session:
         if self._replicas is None:
             output = plain(*args, **kwargs)
         else:
-            with self.pool.exclude_first_lane():
-                try:
-                    output = plain(*args, **kwargs)
-                finally:
-                    self._replicas.ran_plainly()
+            try:
+                output = self.pool.run_on_model(plain, args, kwargs)
+            finally:
+                self._replicas.ran_plainly()
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
         self.tally.plain()
         return output

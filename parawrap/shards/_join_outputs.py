@@ -8,7 +8,8 @@ refused otherwise: equal values alone prove nothing, since two lanes that both c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -27,6 +28,7 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 """Returns one function per shard: from a value of that lane to the caller's value that it is a copy of, or None."""
 
 _TENSOR = frozenset({torch.Tensor})
+_dtype_of = attrgetter("dtype")
 
 
 def join(
@@ -43,6 +45,12 @@ def join(
     Raises:
         GatherError: If a place in the output cannot be joined. The message names the place.
     """
+    if device is None and rules.joins_rows and len(outputs) > 1 and _TENSOR.issuperset(map(type, outputs)):
+        try:  # the short way for the most common output: one tensor with the rows
+            if tuple(output.shape[rules.dim] for output in outputs) == sizes and len(set(map(_dtype_of, outputs))) == 1:
+                return torch.cat(list(outputs), rules.dim)
+        except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
+            pass
     if rules.join == "list" or (len(outputs) == 1 and rules.keep_single):
         if originals is not None:
             outputs = list(map(with_originals, outputs, originals()))
@@ -306,6 +314,9 @@ class _Join:
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
             refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")
+        if isinstance(declared.reduce, (list, tuple, Mapping)):
+            kind = type(declared.reduce).__name__
+            refuse(f"reduce declares a {kind} here, and the lanes returned a {type(column[0]).__name__}")
         if self._may_be_squeezed(column, declared):
             refuse(
                 "each lane had one row and returned a 0-d tensor, which is either a number or that row without its dim. "
