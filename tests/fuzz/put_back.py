@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,14 +11,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from parawrap.engine._call_history import Kind
 
+from parawrap import GatherError
+from parawrap.engine import Session
+from parawrap.engine._turns import Turns
 from parawrap.replicas import _copy_structure
 from parawrap.replicas._copy_rules import Instance, Module
 from parawrap.replicas._method_stand_ins import PlainView
 from parawrap.replicas._refresh import Ledger, Replica, Watch
 from parawrap.replicas._replica_tensors import Tensors
 from parawrap.replicas._rule_by_class import content_of
+from parawrap.shards import balanced
 from parawrap.shards._join_outputs import _Join
 
 
@@ -119,29 +123,43 @@ def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
     return mock.patch.object(Replica, "write_back", lambda self: setattr(self, "is_pending", False))
 
 
-def one_row_count_proves() -> AbstractContextManager[Any]:
-    """Take one row count for evidence that an output follows the rows."""
+@contextmanager
+def one_row_count_proves() -> Iterator[None]:
+    """Take equal sizes of shards for proof that an output follows the rows."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(sys.modules["parawrap.faces.parallel"], "uneven", balanced))
+        stack.enter_context(mock.patch.object(_Join, "_check_proof", return_value=None))
+        yield
 
-    def learned(self: _Join, place: Any, shown: str, *, is_empty: bool = False) -> str:
-        return shown
 
-    @contextmanager
-    def both() -> Iterator[None]:
-        from parawrap.engine._session import Session
+def equal_values_prove() -> AbstractContextManager[Any]:
+    """Return an output once if it is equal in all lanes."""
+    return mock.patch.object(_Join, "_take_declared_equal", lambda self, column, declared: self._take_equal(column))
 
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(_Join, "_learned", learned))
-            stack.enter_context(
-                mock.patch.object(Session, "_telling_plan", lambda self, kind, plan, flat, cutter: (plan, None))
-            )
-            yield
 
-    return both()
+def first_call_refused() -> AbstractContextManager[Any]:
+    """Refuse the first call of each session that is cut, as if it had to learn from it."""
+    gather, has_learned = Session.gather, set()
+
+    def patched(self: Session, *args: Any, **kwargs: Any) -> Any:
+        if self not in has_learned:
+            has_learned.add(self)
+            msg = "nothing is known of this call yet"
+            raise GatherError(msg)
+        return gather(self, *args, **kwargs)
+
+    return mock.patch.object(Session, "gather", patched)
 
 
 def lanes_draw_at_once() -> AbstractContextManager[Any]:
     """Run lanes that draw random numbers at the same time."""
-    return mock.patch.object(Kind, "in_turns", property(lambda self: False, lambda self, value: None))
+    return mock.patch.object(Turns, "decide", return_value=None)
+
+
+def warnings_repeat() -> AbstractContextManager[Any]:
+    """Warn of a large shard at each call."""
+    never = property(lambda self: False, lambda self, value: None)
+    return mock.patch.object(Session, "_has_warned_of_plan", never, create=True)
 
 
 @contextmanager
@@ -165,6 +183,9 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "buffers_not_renewed": buffers_not_renewed,
     "buffers_stay_in_lane_0": buffers_stay_in_lane_0,
     "one_row_count_proves": one_row_count_proves,
+    "equal_values_prove": equal_values_prove,
+    "first_call_refused": first_call_refused,
+    "warnings_repeat": warnings_repeat,
     "lanes_draw_at_once": lanes_draw_at_once,
     "clones_keep_stand_ins": clones_keep_stand_ins,
 }
