@@ -37,7 +37,7 @@ def check_rowwise(
     ``x - x.mean(0)``; this check finds both.
 
     The check uses copies of the model, and does not change the model. It runs on the model's device, in the modes of the
-    caller. It cuts the batch for 2, 3, and 8 lanes.
+    caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 3 rows: without `out_dims`, fewer rows are not cut.
 
     Args:
         model: The model, in train or eval mode. Random numbers differ between cuts, so use eval mode for dropout.
@@ -55,10 +55,10 @@ def check_rowwise(
     Example:
         >>> import torch
         >>> from parawrap.testing import check_rowwise
-        >>> check_rowwise(torch.nn.Linear(3, 2), torch.randn(8, 3))
-        >>> check_rowwise(torch.nn.Softmax(dim=0), torch.randn(8, 3))
+        >>> check_rowwise(torch.nn.Linear(3, 2), torch.randn(11, 3))
+        >>> check_rowwise(torch.nn.Softmax(dim=0), torch.randn(11, 3))
         Traceback (most recent call last):
-        parawrap.errors.VerifyError: Softmax mixes rows. With 8 rows cut as 4 + 4, output differs by up to ...
+        parawrap.errors.VerifyError: Softmax mixes rows. With 11 rows cut as 6 + 5, output differs by up to ...
     """
     method, *_ = options.get("methods", ("forward",))
     weights = torch.Generator().manual_seed(0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.autograd import forward_ad
+
 from parawrap._private_name import private_attribute, private_name
 
 __all__ = [
@@ -21,12 +23,9 @@ def _name(path: str) -> Any:
     return private_name(path, "lanes")
 
 
-_forward_ad = _name("torch.autograd.forward_ad")
-
-
 def forward_ad_level() -> int:
     """Return the level of forward-mode autograd, -1 outside it. All threads share it."""
-    level: int = private_attribute(_forward_ad, "_current_level", "lanes")
+    level: int = private_attribute(forward_ad, "_current_level", "lanes")
     return level
 
 
