@@ -410,46 +410,39 @@ def test_idle_waits_for_a_busy_lane(pool):
     assert entered.is_set()
 
 
-def test_a_plain_call_and_lane_0_exclude_each_other(pool):
+def test_a_call_on_the_model_and_lane_0_exclude_each_other(pool):
     """Lane 0 may use the model's own buffers, so it waits for a plain call, and a plain call for it. Others do not."""
-    order, began, release = [], threading.Event(), threading.Event()
-    with pool.exclude_first_lane():
-        future = submit(pool, 0, lambda: (order.append("lane 0"), began.set(), release.wait(20)))
+    order, began, release, futures = [], threading.Event(), threading.Event(), []
+
+    def plain_call():
+        futures.append(submit(pool, 0, lambda: (order.append("lane 0"), began.set(), release.wait(20))))
         assert submit(pool, 1, lambda: "not excluded").result(20) == "not excluded"
         order.append("plain call")
+        return "answer"
+
+    assert pool.run_on_model(plain_call, (), {}) == "answer"
     assert began.wait(20)
-
-    def call():
-        with pool.exclude_first_lane():
-            order.append("next plain call")
-
-    caller = threading.Thread(target=call)
+    caller = threading.Thread(target=pool.run_on_model, args=(order.append, ("next plain call",), {}))
     caller.start()
     caller.join(0.05)
     order.append("lane 0 still runs")
     release.set()
-    future.result(20)
+    futures[0].result(20)
     caller.join(20)
     assert order == ["plain call", "lane 0", "lane 0 still runs", "next plain call"]
 
 
-def test_a_plain_call_inside_another_and_inside_a_lane_does_not_wait(pool):
-    """A model may call itself: the thread that excludes lane 0, and a lane, go on."""
-    with pool.exclude_first_lane(), pool.exclude_first_lane():
-        assert pool.lanes[0].busy.locked()
+def test_a_call_on_the_model_inside_another_and_inside_a_lane_does_not_wait(pool):
+    """A model may call itself: the thread that runs a plain call, and a lane, go on."""
+    assert pool.run_on_model(pool.run_on_model, (lambda: pool.lanes[0].busy.locked(), (), {}), {}) is True
     assert not pool.lanes[0].busy.locked()
-
-    def inside():
-        with pool.exclude_first_lane():
-            return here.lane.index
-
-    assert submit(pool, 0, inside).result(20) == 0
+    assert submit(pool, 0, lambda: pool.run_on_model(lambda: here.lane.index, (), {})).result(20) == 0
 
 
-def test_a_plain_call_that_raises_frees_lane_0(pool):
-    """An error in the block leaves the lane usable."""
-    with pytest.raises(KeyError), pool.exclude_first_lane():
-        raise KeyError
+def test_a_call_on_the_model_that_raises_frees_lane_0(pool):
+    """An error leaves the lane usable."""
+    with pytest.raises(KeyError):
+        pool.run_on_model({}.__getitem__, ("missing",), {})
     assert submit(pool, 0, lambda: "usable").result(20) == "usable"
 
 
