@@ -171,7 +171,7 @@ CALLS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of")
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize("lanes", [2, 3])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_is_decided_from_the_call_alone(opened, name, lanes):
@@ -206,7 +206,7 @@ def test_a_call_without_tensors_runs_plainly(opened):
     assert session.stats().plain == 1
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of")
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize("lanes", [2, 3, 4])
 def test_any_row_count_gives_the_plain_answer(opened, lanes):
     """Whatever the rows of a call, a row-wise function has its plain answer."""
@@ -218,7 +218,7 @@ def test_any_row_count_gives_the_plain_answer(opened, lanes):
         assert others["l"] == list(map(str, x.tolist()))
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of")
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize("rows", [2, 4, 5, 9, 16])
 def test_a_table_of_the_model_is_returned_in_every_call(opened, rows):
     """A tensor that every lane holds is returned once, whether the call is cut or runs whole."""
@@ -239,7 +239,7 @@ def test_counts_that_are_equal_by_luck_are_refused(opened):
             call(session, x)
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of")
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 @pytest.mark.parametrize(("rows", "values"), [(1, 1), (4, 1), (5, 2), (16, 2)])
 @pytest.mark.parametrize("reduce", ["stack", lambda vector: vector])
 def test_a_stack_has_one_value_per_shard(opened, reduce, rows, values):
@@ -270,7 +270,7 @@ def test_an_output_that_does_not_follow_the_rows_is_refused_in_every_call(opened
             call(session, torch.arange(float(rows)))
 
 
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of")
+@pytest.mark.filterwarnings("ignore:a call of .* because the sizes of shards must differ")
 def test_a_call_that_runs_plainly_returns_its_output_unchecked(opened):
     """A call of one row, or of 4 rows on 2 lanes, runs plainly, so its output is the plain one at every call."""
     session = opened(lambda x: torch.cat([x, x]))

@@ -88,10 +88,15 @@ def test_lanes_of_one_device_run_in_turns_with_gradients(devices, with_gradients
     assert decided(devices, x) == with_gradients
     assert decided(devices, x, learns, learns=False) == with_gradients
     assert decided(devices, x, learns=False) is None
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert decided(devices, x) is None
+
+
+def test_an_argument_that_requires_gradients_puts_the_lanes_in_turns_also_without_them():
+    """A reentrant checkpoint runs forward without gradients, and again with them."""
     with torch.no_grad():
-        assert decided(devices, x, learns) is None
-    with torch.inference_mode():
-        assert decided(devices, x) is None
+        assert decided((CPU, CPU), torch.zeros(4, requires_grad=True), learns=False) == "device"
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -264,6 +269,18 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
 
 
+class Around(nn.Module):
+    """A checkpoint around a model."""
+
+    def __init__(self, model, *, use_reentrant):
+        super().__init__()
+        self.model = model
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.model, x, use_reentrant=self.use_reentrant)
+
+
 def reentrant(*layers):
     return Checkpointed(*layers, use_reentrant=True)
 
@@ -299,6 +316,17 @@ def test_checkpointing_recomputes_the_masks_of_each_lane(make, lanes):
     with parallel(plain, ["cpu"] * lanes), parallel(recomputed, ["cpu"] * lanes):
         for one, other in zip(step(plain, x), step(recomputed, x), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("lanes", [2, 4])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_around_the_block_recomputes_the_masks(lanes, use_reentrant):
+    """The call itself is made again in the backward pass, with the masks of the first time."""
+    model, x = dropping(nn.Sequential), torch.randn(33, 8, requires_grad=True)
+    with parallel(model, ["cpu"] * lanes):
+        expected = step(model, x)
+        found = step(Around(model, use_reentrant=use_reentrant), x)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("lanes", [2, 4])

@@ -191,6 +191,13 @@ def test_a_shard_that_is_an_eighth_larger_than_a_balanced_one_has_a_hint():
     )
 
 
+def test_a_call_that_runs_whole_has_a_hint():
+    """The hint says that no lane shares the call."""
+    hint = plan_of(Cutter(sizes=uneven), 4).hint
+    assert hint.startswith("a call of 4 rows on 2 lanes runs whole, because the sizes of shards must differ")
+    assert hint.endswith("With out_dims=0, the largest shard has 2 rows")
+
+
 def test_the_hint_appears_only_beyond_an_eighth():
     """An eighth of the largest balanced shard is allowed. Other rules have no hint."""
     for rows, parts in EVERY:
