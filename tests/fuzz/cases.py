@@ -44,6 +44,9 @@ CALLS = (
     *("accumulate", "map", "submit", "step", "double", "fail"),
 )
 CLONES = ("deepcopy", "pickle", "vars_clone")
+_RENEWED = ("_flat_weights", "_flat_weight_refs")
+"""Attributes that an RNN renews when it is copied, after a change of its parameters."""
+
 TIMES = 6
 """How often each call is made."""
 
@@ -594,6 +597,8 @@ def _state(built: Built) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for index, module in enumerate(built.modules()):
         for name, value in vars(module).items():
+            if name in _RENEWED:
+                continue
             place = f"{type(module).__name__}[{index}].{name}"
             found[place] = value
             found.update((f"{place}[{key!r}]", part) for key, part in _parts(value))
