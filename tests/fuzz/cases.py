@@ -380,9 +380,10 @@ class Run:
         self._compare_tensors()
 
     def _may_be_refused(self) -> bool:
-        """True for an output that does not follow the rows, and for a tensor that lanes elsewhere cannot have."""
+        """True for outputs and buffers that no rule joins, and for a tensor that lanes elsewhere cannot have."""
+        names = {*_names_in(self.case.body), *_names_in(self.case.outputs)}
         is_elsewhere = set(self.case.devices) != {self.case.home}
-        return "table" in _names_in(self.case.outputs) or (is_elsewhere and "enclosed" in _names_in(self.case.body))
+        return bool(names & {"table", "written_buffer"}) or (is_elsewhere and "enclosed" in names)
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)

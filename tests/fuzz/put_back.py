@@ -15,23 +15,22 @@ import torch
 from parawrap import GatherError
 from parawrap.engine import Session
 from parawrap.engine._turns import Turns
-from parawrap.replicas import _copy_structure
-from parawrap.replicas._copy_rules import Instance, Module
+from parawrap.replicas import _survey
+from parawrap.replicas._copies import Copies
+from parawrap.replicas._lane_tensors import LaneTensors
+from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._method_stand_ins import PlainView
-from parawrap.replicas._refresh import Ledger, Replica, Watch
-from parawrap.replicas._replica_tensors import Tensors
-from parawrap.replicas._rule_by_class import content_of
+from parawrap.replicas._parts import Kind, kind_of
+from parawrap.replicas._replica import Replica
+from parawrap.replicas._snapshot import Snapshot
 from parawrap.shards import balanced
 from parawrap.shards._join_outputs import _Join
 
 
 def sharing(is_shared: Callable[[Any], bool]) -> AbstractContextManager[Any]:
     """Share some objects, with all that they hold: those that `is_shared` returns True for."""
-
-    def patched(value: Any) -> Any:
-        return None if is_shared(value) else content_of(value)
-
-    return mock.patch.object(_copy_structure, "content_of", patched)
+    kind_in_survey = _survey._kind_of
+    return mock.patch.object(_survey, "_kind_of", lambda value: Kind.ATOM if is_shared(value) else kind_in_survey(value))
 
 
 def _is_list_of_modules(value: Any) -> bool:
@@ -51,45 +50,39 @@ def _is_closure(value: Any) -> bool:
 
 
 def _is_plain_object(value: Any) -> bool:
-    content = content_of(value)
-    return isinstance(content, Instance) and not isinstance(content, Module)
+    return kind_of(type(value)) is Kind.INSTANCE
 
 
 def copies_by_equality() -> AbstractContextManager[Any]:
     """Find the copy of a module by ``==``."""
-    of = _copy_structure.Copy.of
+    copy_one = Copies._copy
 
-    def patched(self: Any, value: Any) -> Any:
+    def patched(self: Copies, value: Any) -> Any:
         if isinstance(value, torch.nn.Module):
-            value = next((node.value for node in self.survey.modules if node.value == value), value)
-        return of(self, value)
+            first = next(node.value for node in reversed(self.survey.modules) if node.value == value)
+            self._memo[id(value)] = copy_one(self, first)
+        return copy_one(self, value)
 
-    return mock.patch.object(_copy_structure.Copy, "of", patched)
+    return mock.patch.object(Copies, "_copy", patched)
 
 
 def deep_train_modes_unseen() -> AbstractContextManager[Any]:
-    """Watch the train mode of the whole model alone."""
-    all_changes = Watch.changes
+    """See the train mode of the whole model alone."""
+    all_changes = Snapshot.changes
 
-    def changes(self: Watch) -> Any:
+    def changes(self: Snapshot) -> Any:
         found = all_changes(self)
         return found and [change for change in found if change.key != "training" or change.node.parent is None]
 
-    return mock.patch.multiple(Watch, changes=changes, intact=lambda self: changes(self) == [])
+    return mock.patch.multiple(Snapshot, changes=changes, intact=lambda self: changes(self) == [])
 
 
 @contextmanager
 def parameters_shared() -> Iterator[None]:
     """Give lanes the parameters themselves, in modules that are not marked as replicas."""
-    fill = Module.fill
-
-    def patched(self: Module, value: Any, copy: Any, copy_of: Any) -> None:
-        fill(self, value, copy, copy_of)
-        vars(copy).pop("_is_replica", None)
-
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Module, "fill", patched))
-        stack.enter_context(mock.patch.object(Tensors, "_view", lambda self, original: original))
+        stack.enter_context(mock.patch.object(Copies, "_mark_modules", return_value=None))
+        stack.enter_context(mock.patch.object(LaneTensors, "_view", lambda self, original: original))
         yield
 
 
@@ -115,7 +108,7 @@ def unfreezing_unseen() -> AbstractContextManager[Any]:
 
 def buffers_not_renewed() -> AbstractContextManager[Any]:
     """Leave the lane's copies of buffers as they are before a task."""
-    return mock.patch.object(Tensors, "renew_in_lane", return_value=None)
+    return mock.patch.object(LaneTensors, "renew_in_lane", return_value=None)
 
 
 def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
