@@ -1,7 +1,8 @@
 """A case is a model, devices, and events in a block. The oracle is the plain call of an equal model after equal events.
 
-`run` returns the end of a case: "answered" if every value and gradient was right, "refused" if parawrap raised a
-ParawrapError and everything before was right, else "wrong".
+Every call is made six times. `run` returns the end of a case: "answered" if every value and gradient was right, "refused"
+if parawrap raised the same ParawrapError six times and everything before was right, else "wrong". So a case is wrong, too,
+if one of six equal calls ends in another way than the others, and if a warning appears twice in a block.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar
@@ -43,7 +44,15 @@ CALLS = (
     *("accumulate", "map", "submit", "step", "double", "fail"),
 )
 CLONES = ("deepcopy", "pickle", "vars_clone")
+_RENEWED = ("_flat_weights", "_flat_weight_refs")
+"""Attributes that an RNN renews when it is copied, after a change of its parameters."""
+
+TIMES = 6
+"""How often each call is made."""
+
 _TOLERANCE = 1e-9
+_ONCE = ("a call of", "lanes that share", "a model in", "the model wrote")
+"""The first words of warnings that appear once per block."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,6 +301,23 @@ def agree(actual: BaseException | None, expected: BaseException | None, place: s
     return actual is None
 
 
+def end_of(error: BaseException | None) -> str:
+    """Return the kind of an end: an answer, or the class and the message of an error."""
+    return "an answer" if error is None else f"{type(error).__name__}: {error}"
+
+
+def require_one_end(ends: Sequence[str], place: str) -> None:
+    """Compare the ends of equal calls.
+
+    Raises:
+        Wrong: If they differ.
+    """
+    other = next((index for index, end in enumerate(ends) if end != ends[0]), None)
+    if other is not None:
+        msg = f"call {other} of {len(ends)} equal calls in {place} ended with {ends[other]!r}, the first with {ends[0]!r}"
+        raise Wrong(msg)
+
+
 # Events
 
 
@@ -339,13 +365,25 @@ class Run:
     def run(self) -> None:
         """Run all events, and look at the model after the block."""
         with self.p:
-            for name, number in self.case.events:
-                self.place = name
-                self.event(name, number)
+            try:
+                for name, number in self.case.events:
+                    self.place = name
+                    self.event(name, number)
+            except Refused as error:
+                if self._may_be_refused():
+                    raise
+                msg = f"{self.place} was refused, and every output follows the rows: {error}"
+                raise Wrong(msg) from error
         self.place = "after the block"
         self._check_restored()
         self.call("no_grad", 5, 1)
         self._compare_tensors()
+
+    def _may_be_refused(self) -> bool:
+        """True for outputs and buffers that no rule joins, and for a tensor that lanes elsewhere cannot have."""
+        names = {*_names_in(self.case.body), *_names_in(self.case.outputs)}
+        is_elsewhere = set(self.case.devices) != {self.case.home}
+        return bool(names & {"table", "written_buffer"}) or (is_elsewhere and "enclosed" in names)
 
     def event(self, name: str, number: int) -> None:
         random = Random(number)
@@ -371,18 +409,24 @@ class Run:
     # Calls
 
     def forward(self, mode: str, rows: int, number: int) -> list[tuple[Any, list[Any]]] | None:
-        """Call both models, and compare; return the outputs and inputs of both, or None if both raised."""
-        sides = []
-        with self._mode(mode):
-            for built in (self.oracle, self.mine):
-                args, kwargs = inputs_of(self.case, rows, number)
-                sides.append((self._attempt_watched(built, args, kwargs), leaves_of([args, kwargs])))
-        (_, theirs), inputs = sides[0]
-        (_, error), own_inputs = sides[1]
-        if not agree(error, theirs, f"{self.place} of {rows} rows"):
-            return None
-        compare(sides[1][0][0], sides[0][0][0], f"output of {self.place} of {rows} rows")
-        return [(sides[0][0][0], inputs), (sides[1][0][0], own_inputs)]
+        """Call both models six times, and compare.
+
+        Return the outputs and inputs of the last call of both, or None if both raised.
+        """
+        ends, place = [], f"{self.place} of {rows} rows"
+        for _ in range(TIMES):
+            sides = []
+            with self._mode(mode):
+                for built in (self.oracle, self.mine):
+                    args, kwargs = inputs_of(self.case, rows, number)
+                    sides.append((self._attempt_watched(built, args, kwargs), leaves_of([args, kwargs])))
+            (expected, theirs), inputs = sides[0]
+            (actual, error), own_inputs = sides[1]
+            ends.append(end_of(error))
+            if not isinstance(error, ParawrapError) and agree(error, theirs, place):
+                compare(actual, expected, f"output of {place}")
+        require_one_end(ends, place)
+        return [(expected, inputs), (actual, own_inputs)] if agree(error, theirs, place) else None
 
     def call(self, name: str, rows: int, number: int) -> None:
         """Call both models, in training with a backward pass, and compare outputs, gradients, and counters."""
@@ -428,8 +472,12 @@ class Run:
     def fail(self, random: Random, number: int) -> None:
         """Make a call that raises. Writes of such a call may or may not come back."""
         args, kwargs = inputs_of(self.case, random.randint(2, 17), number)
+        ends = []
         with torch.set_grad_enabled(random.random() < 0.5):
-            errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
+            for _ in range(TIMES):
+                errors = [attempt(built.model, *args, **kwargs, flags="fail")[1] for built in (self.mine, self.oracle)]
+                ends.append(end_of(errors[0]))
+        require_one_end(ends, "a call that fails")
         agree(*errors, "a call that fails")
         self._forget_counts()
 
@@ -446,12 +494,16 @@ class Run:
             expected = [attempt(self.oracle.model, *args, **kwargs) for args, kwargs in batches]
             if any(error is not None for _, error in expected):
                 return
-            batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
-            actual, error = attempt(self._streamed, name, batches)
-        if agree(error, None, name):
-            compare(
-                [_as_tensors(each) for each in actual], [_as_tensors(each) for each, _ in expected], f"outputs of {name}"
-            )
+            ends = []
+            for _ in range(TIMES):
+                batches = [inputs_of(self.case, rows, number + index) for index, rows in enumerate(counts)]
+                actual, error = attempt(self._streamed, name, batches)
+                ends.append(end_of(error))
+                if error is None:
+                    outputs = [_as_tensors(each) for each in actual], [_as_tensors(each) for each, _ in expected]
+                    compare(*outputs, f"outputs of {name}")
+        require_one_end(ends, name)
+        agree(error, None, name)
         self._forget_counts()  # only the calls of lane 0 come back
 
     def _streamed(self, name: str, batches: Sequence[tuple[Any, dict[str, Any]]]) -> list[Any]:
@@ -546,6 +598,8 @@ def _state(built: Built) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for index, module in enumerate(built.modules()):
         for name, value in vars(module).items():
+            if name in _RENEWED:
+                continue
             place = f"{type(module).__name__}[{index}].{name}"
             found[place] = value
             found.update((f"{place}[{key!r}]", part) for key, part in _parts(value))
@@ -573,24 +627,43 @@ class Drawing(nn.Module):
 
 
 def run_seeded(case: Case) -> Outcome:
-    """Call a model that draws random numbers from one seed again and again; return how that ended."""
+    """Call a model that draws random numbers from one seed again and again; return how that ended.
+
+    A call with gradients reproduces them if its lanes are on one device, and under deterministic algorithms any call does.
+    Simulated devices draw from the generator of the CPU.
+    """
     return outcome_of(lambda: _call_seeded(case))
 
 
 def _call_seeded(case: Case) -> None:
     built = build(case.body, case.outputs, case.table, case.seed, torch.device(case.home), is_oracle=False)
     model = Drawing(built.model.body)
-    x = torch.randn(16, WIDTH, dtype=torch.float64, device=case.home)
+    x = torch.randn(16, WIDTH, dtype=torch.float64, device=case.home).requires_grad_()  # the block may have no parameters
     first: Any = None
     with parallel(model, list(case.devices)):
-        for call in range(8):
+        for call in range(TIMES):
             torch.manual_seed(case.seed)
-            output = model(x)
-            backward(output)
+            with deterministic_algorithms() if len(set(case.devices)) > 1 else nullcontext():
+                output = model(x)
+                backward(output)
             found = [output.detach(), *(parameter.grad for parameter in model.parameters())]
             model.zero_grad()
             first = first or found
             compare(found, first, f"output and gradients of seeded call {call}")
+        with torch.no_grad(), deterministic_algorithms():
+            drawn = [(torch.manual_seed(case.seed), model(x))[1] for _ in range(TIMES)]
+        for call, output in enumerate(drawn):
+            compare(output, drawn[0], f"output of seeded call {call} with deterministic algorithms")
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    """Switch on torch's deterministic algorithms inside the block. Operators without one warn."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run(case: Case) -> Outcome:
@@ -616,7 +689,12 @@ def outcome_of(call: Callable[[], None]) -> Outcome:
             end, detail = "wrong", f"{error!r} in {Path(trace.filename).name}:{trace.lineno}"
     if ignored and end != "wrong":
         end, detail = "wrong", f"unraisable: {ignored[0]}"
-    return Outcome(end, detail, tuple(str(each.message) for each in caught))
+    messages = tuple(str(each.message) for each in caught)
+    for start in _ONCE:
+        repeated = [message for message in messages if message.startswith(start)][1:]
+        if repeated and end != "wrong":
+            end, detail = "wrong", f"a warning appeared {len(repeated) + 1} times in one block: {repeated[0]}"
+    return Outcome(end, detail, messages)
 
 
 @contextmanager

@@ -1,22 +1,36 @@
 """A generator of models that mix rows: an output row depends on other rows.
 
-The demanded result is the documented one: each lane calls the model with its shard, and the outputs are joined. Anything
-else must be refused.
+The demanded result is the documented one: each lane calls the model with its shard, and the outputs are joined by their
+sizes or refused. Each call is made six times, and must end in the same way each time.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
 import torch
 from torch import nn
 
-from parawrap import parallel
-from tests.fuzz.cases import Outcome, Refused, Wrong, agree, attempt, backward, compare, leaves_of, outcome_of
+from parawrap import GatherError, parallel
+from parawrap.shards import uneven
+from tests.fuzz.cases import (
+    TIMES,
+    Outcome,
+    Refused,
+    Wrong,
+    agree,
+    attempt,
+    backward,
+    compare,
+    end_of,
+    leaves_of,
+    outcome_of,
+    require_one_end,
+)
 from tests.fuzz.models import WIDTH, Pair, float64_on
 
 Mix = Callable[[nn.Module, torch.Tensor], Any]
@@ -57,7 +71,6 @@ MIXES: dict[str, Mix] = {
     "range": lambda model, x: torch.arange(len(x)),
     "turned": lambda model, x: x.T,
 }
-FIXED = frozenset({"bins", "total", "kept_total", "lengths", "constant", "turned"})  # outputs with a fixed size on dim 0
 
 
 class Mixing(nn.Module):
@@ -89,50 +102,36 @@ class MixingCase:
 
 
 def drawn_mixing_case(random: Random, devices: tuple[str, ...], home: str) -> MixingCase:
-    """Draw a case. Row counts repeat, so that some calls are of a known kind."""
+    """Draw a case. Row counts repeat, so that calls come again after others."""
     mixes = tuple(random.choice(list(MIXES)) for _ in range(random.randint(1, 2)))
     rows = [random.randint(2, 17) for _ in range(2)]
     calls = tuple((random.choice(("grad", "grad", "no_grad")), random.choice(rows)) for _ in range(random.randint(2, 6)))
     return MixingCase(random.randrange(10**6), mixes, random.randint(2, 6), devices, home, calls)
 
 
-def cuts_of(shards: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the cuts that statistics may report as these shards: the last lane may run its share in two parts."""
-    yield tuple(shards)
-    for part in range(1, shards[-1]):
-        yield (*shards[:-1], part, shards[-1] - part)
-
-
-def joined(outputs: Sequence[Any], sizes: Sequence[int], mixes: Sequence[str]) -> Any:
-    """Join outputs of shards of those sizes by the documented rules.
+def joined(column: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Join outputs of shards of those sizes by the documented rules. The sizes are not all equal.
 
     Raises:
         Refused: If the rules refuse them.
     """
-    first = outputs[0]
+    first = column[0]
     if isinstance(first, Pair):
-        columns = zip(*outputs, strict=True)
-        return Pair(*(joined(column, sizes, mixes[index : index + 1]) for index, column in enumerate(columns)))
-    if mixes[0] in FIXED:
-        return _equal(outputs)
-    if isinstance(first, torch.Tensor) and first.ndim and [len(output) for output in outputs] == list(sizes):
-        if len({output.shape[1:] for output in outputs}) > 1:
+        return Pair(*(joined(each, sizes) for each in zip(*column, strict=True)))
+    if isinstance(first, torch.Tensor) and first.ndim:
+        counts = [len(output) for output in column]
+        if counts != list(sizes) and any(counts):  # equal values prove nothing
             raise Refused
-        return torch.cat(list(outputs))
-    if isinstance(first, list) and [len(output) for output in outputs] == list(sizes):
-        return [item for output in outputs for item in output]
-    if isinstance(first, torch.Tensor) and not first.ndim:
-        raise Refused
-    return _equal(outputs)
-
-
-def _equal(outputs: Sequence[Any]) -> Any:
-    for other in outputs[1:]:
-        try:
-            compare(other, outputs[0], "")
-        except Wrong as error:
-            raise Refused from error
-    return outputs[0]
+        if len({output.shape[1:] for output in column}) > 1:
+            raise Refused
+        return torch.cat(list(column))
+    if isinstance(first, list):
+        if [len(output) for output in column] == list(sizes):
+            return [item for output in column for item in output]
+        if len({len(output) for output in column}) > 1:
+            raise Refused
+        return [joined(each, sizes) for each in zip(*column, strict=True)]
+    raise Refused  # a number needs `reduce`
 
 
 class MixingRun:
@@ -154,46 +153,58 @@ class MixingRun:
                     self.call(rows, index)
 
     def call(self, rows: int, index: int) -> None:
-        """Make one call, and compare it with each cut that the statistics allow."""
+        """Make one call six times, and compare it with its shards."""
         generator = torch.Generator().manual_seed(self.case.seed + index)
         x = torch.randn(rows, WIDTH, generator=generator, dtype=torch.float64).to(self.case.home)
-        plain = self.p.stats().plain
-        output, error = attempt(self.model, x)
+        ends = []
+        for _ in range(TIMES):
+            plain = self.p.stats().plain
+            output, error = attempt(self.model, x)
+            ends.append(end_of(error))
+            if error is None:
+                sizes = (rows,) if self.p.stats().plain > plain else self.p.stats().shards
+                self._compare(x, sizes, output)
+        require_one_end(ends, f"{self.case.mixes} with {rows} rows")
         if error is not None:
-            # A layer may refuse a shard of one row: batch norm in train mode does.
-            agree(error, attempt(copy.deepcopy(self.oracle), x[:1])[1], "the call")
+            self._require_refusal(x, error)
             raise Refused(repr(error)) from error
-        cuts = [(rows,)] if self.p.stats().plain > plain else list(cuts_of(self.p.stats().shards))
-        oracle = self._first_right(x, cuts, output)
-        self._finish(oracle, output)
 
-    def _first_right(self, x: torch.Tensor, cuts: Sequence[tuple[int, ...]], output: Any) -> nn.Module:
-        """Return the oracle of the first cut that gives this output."""
-        found = []
-        for cut in cuts:
-            oracle = copy.deepcopy(self.oracle)
-            try:
-                self._compare(oracle, x, cut, output)
-            except (Wrong, Refused, ValueError) as error:
-                found.append(str(error) or "it must be refused")
-            else:
-                return oracle
-        msg = f"{self.case.mixes} gave {_shapes(output)} for {len(x)} rows in shards {cuts[0]}: {found[0]}"
-        raise Wrong(msg)
+    def _compare(self, x: torch.Tensor, sizes: Sequence[int], output: Any) -> None:
+        """Compare an output with that of its shards, and then gradients and buffers."""
+        oracle = copy.deepcopy(self.oracle)
+        try:
+            expected = self._joined(oracle, x, sizes)
+        except Refused as error:
+            msg = f"{self.case.mixes} gave {_shapes(output)} for {len(x)} rows in shards {sizes}: it must be refused"
+            raise Wrong(msg) from error
+        compare(output, expected, f"output for {len(x)} rows in shards {sizes}")
+        self._finish(oracle, output, expected)
 
-    def _compare(self, oracle: nn.Module, x: torch.Tensor, cut: tuple[int, ...], output: Any) -> None:
+    def _require_refusal(self, x: torch.Tensor, error: BaseException) -> None:
+        """Check that a call had to raise: torch refuses a shard, or the rules refuse the outputs."""
+        oracle, sizes = copy.deepcopy(self.oracle), uneven(len(x), len(self.case.devices))
+        try:
+            self._joined(oracle, x, sizes)
+        except Refused:
+            agree(None if isinstance(error, GatherError) else error, None, "a call that must be refused")
+        except ValueError as expected:  # of batch norm, for one row in train mode
+            agree(error, expected, "the call")
+        else:
+            msg = f"{self.case.mixes} refused {len(x)} rows in shards {sizes}, which follow the rows: {error}"
+            raise Wrong(msg)
+
+    def _joined(self, oracle: nn.Module, x: torch.Tensor, sizes: Sequence[int]) -> Any:
         outputs = []
-        for index, shard in enumerate(x.split(list(cut))):
+        for shard in x.split(list(sizes)):
             outputs.append(oracle(shard))
-            if index == 0:
+            if len(outputs) == 1:
                 oracle.buffers_of_lane_0 = [buffer.clone() for buffer in oracle.buffers()]
-        self.expected = outputs[0] if len(cut) == 1 else joined(outputs, cut, self.case.mixes)
-        compare(output, self.expected, "output")
+        return outputs[0] if len(outputs) == 1 else joined(outputs, sizes)
 
-    def _finish(self, oracle: nn.Module, output: Any) -> None:
+    def _finish(self, oracle: nn.Module, output: Any, expected: Any) -> None:
         """Compare gradients and buffers. The buffers of lane 0 come back."""
         if torch.is_grad_enabled():
-            backward(self.expected)
+            backward(expected)
             backward(output)
             for (name, mine), theirs in zip(self.model.named_parameters(), oracle.parameters(), strict=True):
                 compare(mine.grad, theirs.grad, f"gradient of {name}")

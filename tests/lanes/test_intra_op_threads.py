@@ -59,46 +59,43 @@ def test_tasks_in_turns_have_all_of_the_callers_threads(count):
     """A lane that runs alone in the caller's thread may use every thread of the caller."""
     pool = LanePool([CPU] * 2)
     try:
-        assert run(pool, [_after_an_operator] * 2, in_turns=True) == [count] * 2
+        assert run(pool, [_after_an_operator] * 2, turns="all") == [count] * 2
     finally:
         pool.close()
 
 
 def test_a_cut_call_lowers_the_callers_count_and_restores_it(count):
-    """The first call of a kind runs in turns with all threads; later calls lower the caller's count to a lane's."""
+    """Lanes that run at the same time share the threads; lanes in turns have all of them."""
     seen = []
 
     def look(x):
         seen.append(_after_an_operator())
         return x
 
-    session = Session(look, [CPU] * 2, cutters={None: Cutter()}, rules=JoinRules())
+    session = Session(look, [CPU] * 2, cutters={None: Cutter()}, rules=JoinRules(out_dims=0))
     try:
         session.call(Entry(look), (torch.zeros(5),), {})
-        assert seen == [count] * 2
-        seen.clear()
-        session.call(Entry(look), (torch.zeros(5),), {})
         assert seen == [1, 1]
+        assert torch.get_num_threads() == count
+        seen.clear()
+        session.call(Entry(look), (torch.zeros(5, requires_grad=True),), {})
+        assert seen == [count] * 2
         assert torch.get_num_threads() == count
     finally:
         session.close()
 
 
-def test_a_cut_call_that_fails_restores_the_callers_count(count):
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cut_call_that_fails_restores_the_callers_count(count, grad):
     """An exception in a lane does not leave the caller with fewer threads."""
 
     def fail(x):
-        if len(calls) > 1:
-            raise KeyError
-        calls.append(1)
-        return x
+        raise KeyError
 
-    calls = []
     session = Session(fail, [CPU] * 2, cutters={None: Cutter()}, rules=JoinRules(out_dims=0))
     try:
-        session.call(Entry(fail), (torch.zeros(5),), {})
         with pytest.raises(KeyError):
-            session.call(Entry(fail), (torch.zeros(5),), {})
+            session.call(Entry(fail), (torch.zeros(5, requires_grad=grad),), {})
         assert torch.get_num_threads() == count
     finally:
         session.close()

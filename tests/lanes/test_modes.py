@@ -123,7 +123,7 @@ def test_tasks_in_turns_have_the_callers_modes(pool, mode):
     """Tasks that the caller runs in turns see the same modes as tasks in threads."""
     with mode():
         expected = state()
-        for outcome in pool.run([state] * LANES, Modes.capture("cpu"), in_turns=True):
+        for outcome in pool.run([state] * LANES, Modes.capture("cpu"), turns="all"):
             assert outcome.value == expected
 
 

@@ -112,7 +112,7 @@ def test_here_names_the_lane_inside_a_task_alone(pool):
     """`here.lane` is the lane inside a task, also in the caller, and None outside."""
     assert here.lane is None
     assert values(run(pool, [lambda: here.lane] * LANES)) == list(pool.lanes)
-    assert values(run(pool, [lambda: here.lane] * LANES, in_turns=True)) == list(pool.lanes)
+    assert values(run(pool, [lambda: here.lane] * LANES, turns="all")) == list(pool.lanes)
     assert here.lane is None
 
 
@@ -137,7 +137,7 @@ def test_a_task_that_waits_for_another_lanes_thread_is_not_stolen(pool):
 def test_every_kind_of_call_counts_its_tasks(pool):
     """A lane counts its tasks and its busy time, in whichever thread they run."""
     run(pool, [lambda: None] * LANES)
-    run(pool, [lambda: None] * LANES, in_turns=True)
+    run(pool, [lambda: None] * LANES, turns="all")
     submit(pool, 0, lambda: None).result()
     for lane in range(LANES):
         submit(pool, lane, lambda: None).result()  # a lane counts a task before it starts the next
@@ -149,10 +149,10 @@ def test_every_kind_of_call_counts_its_tasks(pool):
 
 
 def test_tasks_in_turns_run_in_the_caller_in_lane_order(pool):
-    """With `in_turns` the caller runs every task itself, in lane order, and starts no thread."""
+    """With turns="all" the caller runs every task itself, in lane order, and starts no thread."""
     order = []
     tasks = [lambda lane=lane: (order.append(lane), threading.get_ident())[1] for lane in range(LANES)]
-    assert values(run(pool, tasks, in_turns=True)) == [threading.get_ident()] * LANES
+    assert values(run(pool, tasks, turns="all")) == [threading.get_ident()] * LANES
     assert order == [0, 1, 2]
     assert own_threads(pool) == []
 
@@ -162,43 +162,49 @@ def test_tasks_in_turns_still_occupy_their_lanes(pool):
     release, began, order = threading.Event(), threading.Event(), []
     submit(pool, 2, lambda: (began.set(), release.wait(), order.append("submitted")))
     assert began.wait(20)
-    values(run(pool, [lambda: None, release.set, lambda: order.append("turn")], in_turns=True))
+    values(run(pool, [lambda: None, release.set, lambda: order.append("turn")], turns="all"))
     assert order == ["submitted", "turn"]
 
 
-def test_a_task_beyond_the_lanes_runs_in_the_last_lane(pool):
-    """Tasks in turns may be more than the lanes: the last lane runs the rest."""
-    tasks = [lambda: here.lane.index] * (LANES + 1)
-    assert values(run(pool, tasks, in_turns=True)) == [0, 1, 2, 2]
+META = torch.device("meta")
 
 
-def test_tasks_beyond_the_lanes_run_one_after_another_in_the_last_lane(pool):
-    """The last lane's thread runs its tasks in order, next to the other lanes, and each task has its outcome."""
-    gate, order = threading.Barrier(LANES), []
+@pytest.fixture
+def mixed():
+    """A pool with two lanes on the CPU and two on another device, alternating."""
+    pool = LanePool([CPU, META, CPU, META])
+    yield pool
+    pool.close()
 
-    def work(number):
-        if number < LANES:
+
+def test_tasks_of_each_device_run_in_turns(mixed):
+    """With turns="device", one thread runs the tasks of a device in lane order, and devices run at the same time."""
+    gate, order = threading.Barrier(2), []
+
+    def work(lane):
+        if lane < 2:
             gate.wait(20)
-        order.append(number)
-        return number, here.lane.index, threading.get_ident()
+        order.append(lane)
+        return threading.get_ident()
 
-    found = values(run(pool, [lambda n=number: work(n) for number in range(LANES + 2)]))
-    assert [each[:2] for each in found] == [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2)]
-    assert len({thread for _, _, thread in found}) == LANES
-    assert [number for number in order if number > 1] == [2, 3, 4]
+    threads = values(run(mixed, [lambda n=lane: work(n) for lane in range(4)], turns="device"))
+    assert threads == [threading.get_ident(), mixed.lanes[1].thread.ident] * 2
+    assert [lane for lane in order if lane % 2 == 0] == [0, 2]
+    assert [lane for lane in order if lane % 2 == 1] == [1, 3]
+    assert len(own_threads(mixed)) == 1
 
 
-def test_an_error_in_a_task_beyond_the_lanes_is_an_error_of_the_last_lane(pool):
-    """Tasks behind a failed one in the last lane do not run, and the other lanes finish."""
+def test_a_failure_ends_the_turns_of_its_device_alone(mixed):
+    """Tasks of the device behind the failed one do not start. Other devices finish."""
     ran = []
 
-    def fail():
-        raise ValueError("mine")
+    def work(lane):
+        ran.append(lane)
+        if lane == 1:
+            raise ValueError
 
-    tasks = [lambda: ran.append(0), lambda: ran.append(1), lambda: ran.append(2), fail, lambda: ran.append(4)]
-    error = first_failure(run(pool, tasks), pool.lanes)
-    assert isinstance(error, ValueError)
-    assert "in lane 2 on cpu" in error.__notes__[0]
+    outcomes = run(mixed, [lambda n=lane: work(n) for lane in range(4)], turns="device")
+    assert [type(outcome.error) for outcome in outcomes] == [type(None), ValueError, type(None), type(None)]
     assert sorted(ran) == [0, 1, 2]
 
 
@@ -209,7 +215,7 @@ def test_the_first_failure_ends_tasks_in_turns(pool):
     def fail():
         raise ValueError
 
-    outcomes = run(pool, [lambda: ran.append(0), fail, lambda: ran.append(2)], in_turns=True)
+    outcomes = run(pool, [lambda: ran.append(0), fail, lambda: ran.append(2)], turns="all")
     assert isinstance(outcomes[1].error, ValueError)
     assert (ran, len(outcomes)) == ([0], LANES)
 
@@ -342,10 +348,11 @@ def test_sixteen_callers_at_once_each_get_their_own_outcomes(pool):
 
     def call(caller):
         gate.wait()
-        return [
-            values(run(pool, [lambda s=step, k=lane: (caller, s, k) for lane in range(LANES)], in_turns=bool(step % 2)))
-            for step in range(20)
-        ]
+        found = []
+        for step in range(20):
+            tasks = [lambda s=step, k=lane: (caller, s, k) for lane in range(LANES)]
+            found.append(values(run(pool, tasks, turns="all" if step % 2 else None)))
+        return found
 
     with concurrent.futures.ThreadPoolExecutor(16) as callers:
         found = list(callers.map(call, range(16)))
@@ -401,6 +408,42 @@ def test_idle_waits_for_a_busy_lane(pool):
     release.set()
     thread.join(20)
     assert entered.is_set()
+
+
+def test_a_call_on_the_model_and_lane_0_exclude_each_other(pool):
+    """Lane 0 may use the model's own buffers, so it waits for a plain call, and a plain call for it. Others do not."""
+    order, began, release, futures = [], threading.Event(), threading.Event(), []
+
+    def plain_call():
+        futures.append(submit(pool, 0, lambda: (order.append("lane 0"), began.set(), release.wait(20))))
+        assert submit(pool, 1, lambda: "not excluded").result(20) == "not excluded"
+        order.append("plain call")
+        return "answer"
+
+    assert pool.run_on_model(plain_call, (), {}) == "answer"
+    assert began.wait(20)
+    caller = threading.Thread(target=pool.run_on_model, args=(order.append, ("next plain call",), {}))
+    caller.start()
+    caller.join(0.05)
+    order.append("lane 0 still runs")
+    release.set()
+    futures[0].result(20)
+    caller.join(20)
+    assert order == ["plain call", "lane 0", "lane 0 still runs", "next plain call"]
+
+
+def test_a_call_on_the_model_inside_another_and_inside_a_lane_does_not_wait(pool):
+    """A model may call itself: the thread that runs a plain call, and a lane, go on."""
+    assert pool.run_on_model(pool.run_on_model, (lambda: pool.lanes[0].busy.locked(), (), {}), {}) is True
+    assert not pool.lanes[0].busy.locked()
+    assert submit(pool, 0, lambda: pool.run_on_model(lambda: here.lane.index, (), {})).result(20) == 0
+
+
+def test_a_call_on_the_model_that_raises_frees_lane_0(pool):
+    """An error leaves the lane usable."""
+    with pytest.raises(KeyError):
+        pool.run_on_model({}.__getitem__, ("missing",), {})
+    assert submit(pool, 0, lambda: "usable").result(20) == "usable"
 
 
 def test_idle_frees_every_lane_after_an_error(pool):

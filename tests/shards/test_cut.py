@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import array
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import itertools
+import pathlib
+import random
 import threading
-from collections import namedtuple
+from collections import UserList, deque, namedtuple
 
 import pytest
 import torch
@@ -11,6 +20,8 @@ from torch.nn.utils import rnn
 
 from parawrap.errors import ShardError
 from parawrap.shards import Cutter, Parameters
+
+numpy = pytest.importorskip("numpy")
 
 CPU = torch.device("cpu")
 Words = namedtuple("Words", "texts")
@@ -20,9 +31,9 @@ def forward(x, y=None, *rest, texts=None, mask=None):
     return x
 
 
-def planned(cutter, *args, lanes=2, tell=False, **kwargs):
+def planned(cutter, *args, lanes=2, **kwargs):
     flat = cutter.flatten(args, kwargs)
-    return cutter.plan(flat, lanes, tell=tell), flat
+    return cutter.plan(flat, lanes), flat
 
 
 def cut(cutter, *args, lanes=2, **kwargs):
@@ -172,17 +183,144 @@ def test_a_nested_ambiguous_list_is_refused():
         cut(cutter(), torch.zeros(3, 2), {"k": [["a", "b", "c"]]})
 
 
-@pytest.mark.parametrize("shape", [(224, 224, 3), (None, 1, 2.0), (True, False, True), (torch.float32, CPU, 1j)])
-def test_a_tuple_of_numbers_is_a_size_not_a_batch(shape):
-    """A tuple of numbers, None, dtypes, and devices goes whole to every lane."""
-    assert all(shard.kwargs["texts"] == shape for shard in cut(cutter(), torch.zeros(3, 2), texts=shape))
+class Mode(enum.Enum):
+    FAST = 1
 
 
-@pytest.mark.parametrize("texts", [["a", "b"], [], ["a"] * 4, "abc", {"a": 1, "b": 2, "c": 3}, {"a", "b", "c"}, range(3)])
-def test_other_values_go_whole_to_every_lane(texts):
-    """A list of another length, a string, a dict of settings, and a range are broadcast."""
+@dataclasses.dataclass
+class Settings:
+    scale: float
+    names: tuple
+
+
+FIXED = {
+    "int": 3,
+    "float": 0.5,
+    "bool": True,
+    "complex": 1j,
+    "decimal": decimal.Decimal("0.5"),
+    "fraction": fractions.Fraction(1, 2),
+    "string": "abc",
+    "bytes": b"abc",
+    "none": None,
+    "ellipsis": ...,
+    "enum": Mode.FAST,
+    "dtype": torch.float32,
+    "device": CPU,
+    "layout": torch.strided,
+    "memory-format": torch.channels_last,
+    "path": pathlib.Path("a"),
+    "slice": slice(0, 3),
+    "function": cutter,
+    "lambda": lambda: None,
+    "builtin": len,
+    "class": Mode,
+    "module": torch,
+    "size": torch.Size([3, 2, 2]),
+    "date": dt.date(2026, 1, 1),
+    "datetime": dt.datetime(2026, 1, 1),
+    "timedelta": dt.timedelta(1),
+    "0d-tensor": torch.tensor(1.0),
+}
+"""Values that cannot follow the rows and have no state."""
+
+
+@pytest.mark.parametrize("value", FIXED.values(), ids=FIXED)
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda value: value,
+        lambda value: [value, value],
+        lambda value: (value,),
+        lambda value: {"a": value, "b": {"c": value}, "d": value},
+        lambda value: Settings(value, (value, value)),
+        lambda value: {"a": [(value, [value])]},
+    ],
+    ids=["alone", "list", "tuple", "dict", "dataclass", "nested"],
+)
+def test_values_without_state_go_whole_to_every_lane(value, wrap):
+    """Numbers, strings, and other values without state are broadcast, also in containers shorter than the batch."""
+    wrapped = wrap(value)
+    for shard in cut(cutter(), torch.zeros(3, 2), texts=wrapped):
+        assert shard.kwargs["texts"] == wrapped
+        assert type(shard.kwargs["texts"]) is type(wrapped)
+
+
+@pytest.mark.parametrize("texts", [["a", "b"], [], (), {}, ["a"] * 4, (1, 2, 3, 4), (224, 224), {"a": 1, "b": 2, "c": 3}])
+def test_containers_of_another_length_go_whole_to_every_lane(texts):
+    """A list or tuple of another length than the batch, and a dict of settings of any length, are broadcast."""
     for shard in cut(cutter(), torch.zeros(3, 2), texts=texts):
         assert shard.kwargs["texts"] == texts
+
+
+@pytest.mark.parametrize("shape", [(224, 224, 3), (None, 1, 2.0), (True, False, True), (torch.float32, CPU, 1j)])
+def test_a_tuple_of_numbers_as_long_as_the_batch_is_ambiguous(shape):
+    """It may be a size or one label per row. Both values of `in_dims` settle it; torch.Size is always a size."""
+    with pytest.raises(ShardError, match=r'in_dims=\{"texts": "items"\} cuts it, in_dims=\{"texts": None\} gives'):
+        cut(cutter(), torch.zeros(3, 2), texts=shape)
+    for shard in cut(cutter(in_dims={"texts": None}), torch.zeros(3, 2), texts=shape):
+        assert shard.kwargs["texts"] == shape
+    first, second = cut(cutter(in_dims={"texts": "items"}), torch.zeros(3, 2), texts=shape)
+    assert (first.kwargs["texts"], second.kwargs["texts"]) == (shape[:2], shape[2:])
+
+
+class Settable:
+    """An object of the user, with state."""
+
+
+OBJECTS = {
+    "iterator": lambda: iter("abc"),
+    "generator": lambda: (each for each in "abc"),
+    "set": lambda: {"a"},
+    "frozenset": lambda: frozenset({"a"}),
+    "random": lambda: random.Random(0),
+    "lock": threading.Lock,
+    "object": Settable,
+    "counter": lambda: itertools.count(),
+}
+SEQUENCES = {
+    "range": lambda: range(3),
+    "deque": lambda: deque("abc"),
+    "array.array": lambda: array.array("i", [1, 2, 3]),
+    "userlist": lambda: UserList("abc"),
+    "numpy": lambda: numpy.arange(3),
+}
+"""Sequences that may have one item per row, whatever their length."""
+
+
+@pytest.mark.parametrize("make", [*OBJECTS.values(), *SEQUENCES.values()], ids=[*OBJECTS, *SEQUENCES])
+@pytest.mark.parametrize("rows", [3, 5])
+@pytest.mark.parametrize("place", ["argument", "dict", "list"])
+def test_an_object_with_state_is_refused_until_in_dims_names_it(make, rows, place):
+    """The error names the argument and `in_dims`. With None, all lanes get the same object, or each its own deque."""
+    value = make()
+    wrapped = {"argument": value, "dict": {"k": value}, "list": [value]}[place]
+    with pytest.raises(ShardError) as caught:
+        cut(cutter(), torch.zeros(rows, 2), texts=wrapped)
+    assert 'kwargs["texts"]' + {"argument": "", "dict": '["k"]', "list": "[0]"}[place] in str(caught.value)
+    assert 'in_dims={"texts": None}' in str(caught.value)
+    for shard in cut(cutter(in_dims={"texts": None}), torch.zeros(rows, 2), texts=value):
+        assert shard.kwargs["texts"] == value if type(value) is deque else shard.kwargs["texts"] is value
+
+
+@pytest.mark.parametrize("make", SEQUENCES.values(), ids=SEQUENCES)
+def test_any_sequence_can_be_cut_by_item(make):
+    """The error names "items", and with it each lane gets the items of its rows in a sequence of the same type."""
+    value = make()
+    with pytest.raises(ShardError, match=r'in_dims=\{"texts": "items"\}'):
+        cut(cutter(), torch.zeros(3, 2), texts=value)
+    first, second = cut(cutter(in_dims={"texts": "items"}), torch.zeros(3, 2), texts=value)
+    assert [*first.kwargs["texts"], *second.kwargs["texts"]] == list(value)
+    assert type(first.kwargs["texts"]) is type(value)
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_an_object_in_a_call_that_is_not_cut_is_passed_on(make):
+    """With one lane, with one row, and with the rules of torch, every object is passed as it is."""
+    value = make()
+    for options, rows, lanes in (({}, 3, 1), ({}, 1, 2), ({"lists_are_shared": True}, 3, 2)):
+        for shard in cut(cutter(**options), torch.zeros(rows), texts=value, lanes=lanes):
+            assert shard.kwargs["texts"] is value
 
 
 def test_a_list_is_not_ambiguous_if_nothing_is_cut():
@@ -370,15 +508,13 @@ def test_a_sparse_or_nested_tensor_is_cut_or_refused(kind):
     assert [shard.args[1].shape[0] for shard in shards] == [2, 2]
 
 
-def test_a_numpy_array_as_long_as_the_batch_is_refused():
-    """The error names `in_dims` and `from_numpy`. A shorter array is broadcast."""
-    numpy = pytest.importorskip("numpy")
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_a_numpy_array_is_refused_whatever_its_length(rows):
+    """All lanes would share it, or it has one item per row. The error names `in_dims` and `from_numpy`."""
     with pytest.raises(ShardError) as caught:
-        cut(cutter(), torch.zeros(6, 2), numpy.arange(6.0))
-    for part in ("args[1]", 'in_dims={"y": "items"}', 'in_dims={"y": None}', "from_numpy"):
+        cut(cutter(), torch.zeros(6, 2), numpy.arange(float(rows)))
+    for part in (f"args[1] is an array with {rows} rows", 'in_dims={"y": "items"}', 'in_dims={"y": None}', "from_numpy"):
         assert part in str(caught.value)
-    for shard in cut(cutter(), torch.zeros(6, 2), numpy.arange(4.0)):
-        assert shard.args[1].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("texts", [["a", "b", "c"], ("a", "b", "c"), (1, 2, 3), [torch.zeros(n) for n in (1, 2, 3)]])
@@ -399,7 +535,6 @@ def test_items_cuts_a_list_of_tensors_with_equal_sizes():
 
 def test_items_cuts_an_array():
     """With "items", a NumPy array is cut on its first dim."""
-    numpy = pytest.importorskip("numpy")
     first, second = cut(cutter(in_dims={"y": "items"}), torch.zeros(3), numpy.arange(6).reshape(3, 2))
     assert (first.args[1].tolist(), second.args[1].tolist()) == ([[0, 1], [2, 3]], [[4, 5]])
 
@@ -479,16 +614,11 @@ def test_a_cycle_in_an_unknown_object_is_searched_once():
     """The search for tensors ends even if objects refer to each other."""
     one, other = Holder(None), Holder(None)
     one.value, other.value = other, one
-    assert all(shard.args[1] is one for shard in cut(cutter(), torch.zeros(3), one))
+    with pytest.raises(ShardError, match="a state that each lane would change"):
+        cut(cutter(), torch.zeros(3), one)
     other.tensor = torch.zeros(1)
     with pytest.raises(ShardError, match="register_split"):
         cut(cutter(), torch.zeros(3), one)
-
-
-@pytest.mark.parametrize("known", [Holder(3), Holder("text"), threading.Lock(), len, Holder])
-def test_an_object_without_tensors_goes_whole_to_every_lane(known):
-    """An object of an unknown class is broadcast if it holds no tensor."""
-    assert all(shard.args[1] is known for shard in cut(cutter(), torch.zeros(3), known))
 
 
 def test_in_dims_none_broadcasts_an_unknown_object():
@@ -520,19 +650,11 @@ def test_in_dims_none_broadcasts_a_strided_nested_tensor():
 # Plans
 
 
-def test_telling_and_balanced_plans_are_cached_separately():
-    """Calls with `tell=True` get uneven shards; other calls get balanced shards."""
-    used = cutter()
-    assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
-    assert planned(used, torch.zeros(16))[0].sizes == (8, 8)
-    assert planned(used, torch.zeros(16), tell=True)[0].sizes == (8, 4, 4)
-
-
 def test_scatter_needs_one_device_per_shard():
-    """A plan with more shards than lanes needs a device for each shard."""
-    plan, flat = planned(cutter(), torch.arange(16.0), None, tell=True)
+    """A plan with more shards than devices is an error."""
+    plan, flat = planned(cutter(), torch.arange(16.0), None, lanes=3)
     shards = plan.scatter(flat, [CPU] * 3)
-    assert [(len(shard.args[0]), shard.rows) for shard in shards] == [(8, 8), (4, 4), (4, 4)]
+    assert [(len(shard.args[0]), shard.rows) for shard in shards] == [(6, 6), (5, 5), (5, 5)]
     with pytest.raises(ValueError):
         plan.scatter(flat, [CPU, CPU])
 
@@ -565,3 +687,36 @@ def test_attributes_of_containers_are_those_of_the_call():
         value.scale = scale
         found.append([shard.args[0].scale for shard in cut(cutter, value)])
     assert found == [[2.0, 2.0], [3.0, 3.0]]
+
+
+class Tagged(list):
+    """A container with attributes."""
+
+
+def tagged(**attributes):
+    value = Tagged([torch.zeros(4)])
+    vars(value).update(attributes)
+    return value
+
+
+def test_a_tensor_in_an_attribute_of_a_container_is_cut():
+    """Attributes are parts of a container, so each lane gets the rows of its shard."""
+    mask = torch.arange(4)
+    first, second = cut(cutter(), tagged(mask=mask, name="a"))
+    assert (first.args[0].mask.tolist(), second.args[0].mask.tolist()) == ([0, 1], [2, 3])
+    assert (type(first.args[0]), first.args[0].name, second.args[0].name) == (Tagged, "a", "a")
+
+
+@pytest.mark.parametrize("make", [*OBJECTS.values(), lambda: ["a"] * 4], ids=[*OBJECTS, "list"])
+def test_an_attribute_is_refused_like_an_argument(make):
+    """An object with state in an attribute, or a list as long as the batch, is an error that names the attribute."""
+    with pytest.raises(ShardError, match=r'args\[1\]\.state.*in_dims=\{"y": None\}'):
+        cut(cutter(), torch.zeros(4), tagged(state=make()))
+
+
+def test_names_in_in_dims_that_no_call_passed_are_known():
+    """A target with `**kwargs` takes any name, so `unused` has the names that no call passed yet."""
+    used = Cutter(in_dims={"x": 0, "mask": None, "maks": None}, parameters=Parameters(lambda x, **options: x))
+    assert used.unused == {"mask", "maks"}
+    used.flatten((torch.zeros(4),), {"mask": torch.zeros(3)})
+    assert used.unused == {"maks"}

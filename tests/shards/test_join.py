@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import math
@@ -13,7 +14,9 @@ import torch
 from torch.nn.utils import rnn
 
 from parawrap.errors import GatherError
-from parawrap.shards import Evidence, JoinRules, join, register_split
+from parawrap.shards import JoinRules, join, register_split
+
+numpy = pytest.importorskip("numpy")
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -37,8 +40,8 @@ class Color(enum.Enum):
     RED = 1
 
 
-def joined(*outputs, sizes=(3, 1), device=None, evidence=None, originals=None, **rules):
-    return join(list(outputs), sizes, JoinRules(**rules), device, originals, evidence)
+def joined(*outputs, sizes=(3, 1), device=None, originals=None, **rules):
+    return join(list(outputs), sizes, JoinRules(**rules), device, originals)
 
 
 def refusal(*outputs, **options):
@@ -156,6 +159,43 @@ def test_a_copy_in_only_one_lane_is_refused():
     assert "without the rows on dim 0" in refusal(one, other, originals=lambda: originals)
 
 
+# Proof by sizes
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (9, 7), (3, 3, 2), (2, 1, 1)])
+@pytest.mark.parametrize("fixed", [1, 2, 3, 5, 7])
+def test_an_output_of_a_fixed_size_never_passes_for_rows(sizes, fixed):
+    """No fixed size is the row count of every shard, so tensors, lists, and arrays of that size are refused."""
+    for make in (torch.zeros, lambda size: [scalar(0.0)] * size, numpy.zeros):
+        with pytest.raises(GatherError):
+            joined(*(make(fixed) for _ in sizes), sizes=sizes)
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 3, 2)])
+def test_an_output_that_follows_the_rows_in_some_lanes_alone_is_refused(sizes):
+    """The row count must match in every lane."""
+    wrong = [torch.zeros(size) for size in sizes[:-1]] + [torch.zeros(sizes[-1] + 1)]
+    message = refusal(*wrong, sizes=sizes)
+    assert "without the rows on dim 0" in message
+    assert all(part in message for part in OPTIONS)
+
+
+@pytest.mark.parametrize("output", [torch.zeros(2), torch.zeros(2, 3), ["a", "b"], [scalar(1.0)] * 2, numpy.zeros(2)])
+def test_shards_of_equal_sizes_prove_nothing(output):
+    """An undeclared output of equal shards is refused, also if its size is their row count; a declared one is joined."""
+    message = refusal(output, copy.copy(output), sizes=(2, 2))
+    assert "all lanes had 2 rows, which does not show whether this output follows the rows" in message
+    assert all(part in message for part in OPTIONS)
+    assert len(joined(output, copy.copy(output), sizes=(2, 2), out_dims="items" if type(output) is list else 0)) == 4
+
+
+def test_counts_that_are_equal_by_luck_are_refused():
+    """Two lanes that both count 2 of each class have counted 4. With reduce, numbers are added; vectors need `out_dims`."""
+    message = refusal(torch.tensor([2, 2]), torch.tensor([2, 2]))
+    assert "Equal values do not make it one value: two lanes that count 3 are 6" in message
+    assert "each lane returned one int (2, 2)" in refusal(2, 2)
+
+
 # join="pad"
 
 
@@ -257,7 +297,6 @@ def test_a_flag_has_no_sum(make):
 
 def test_scalars_of_numpy_are_numbers():
     """NumPy scalars follow the rules of Python numbers."""
-    numpy = pytest.importorskip("numpy")
     assert "float64" in refusal(numpy.float64(1), numpy.float64(2))
     assert joined(numpy.float64(2), numpy.float64(10), reduce="mean") == pytest.approx(4)
     assert joined(numpy.int64(2), numpy.int64(10), reduce="sum") == 12
@@ -273,10 +312,54 @@ def test_reduce_applies_to_a_call_that_was_not_cut(make):
     assert joined((torch.zeros(1), make(1.5)), sizes=(1,), reduce="stack")[1].tolist() == [1.5]
 
 
+def test_a_tree_of_reductions_reduces_each_number():
+    """A dict in `reduce` names keys and fields; a tuple names the items of a tuple. Rows are joined by their sizes."""
+    parts = rows(3, 1)
+    outputs = [{"y": part, "loss": scalar(float(n)), "count": n} for part, n in zip(parts, (3, 1), strict=True)]
+    found = joined(*outputs, reduce={"loss": "mean", "count": "sum"})
+    assert (found["y"].shape, found["loss"].item(), found["count"]) == ((4, 2), 2.5, 4)
+    found = joined(*map(Output, parts, (1.0, 5.0)), reduce={"loss": "mean"})
+    assert (found.logits.shape, found.loss) == ((4, 2), 2.0)
+    assert joined(*(({"loss": float(n)}, n) for n in (3, 1)), reduce=({"loss": max_of}, "sum")) == ({"loss": 3.0}, 4)
+    assert joined([1.0, 2], [3.0, 4], reduce=["stack", "sum"])[1] == 6
+
+
+def max_of(vector):
+    return vector.max().item()
+
+
+def test_a_number_that_a_tree_of_reductions_leaves_out_is_refused():
+    """A dict in `reduce` reduces only what it names. The error names the place of the other number."""
+    outputs = [{"loss": scalar(1.0), "count": 1} for _ in range(2)]
+    message = refusal(*outputs, reduce={"loss": "mean"})
+    assert 'output["count"] cannot be joined' in message
+    assert 'reduce="mean"' in message
+
+
+@pytest.mark.parametrize("declared", [("sum",), ("sum", "sum", "sum")])
+def test_a_tuple_of_reductions_must_be_as_long_as_the_output(declared):
+    """A tuple with another number of entries than the output is refused."""
+    assert f"reduce declares {len(declared)} items, and the output has 2 here" in refusal((1, 2), (3, 4), reduce=declared)
+
+
+@pytest.mark.parametrize("reduce", [{"loss": "mean", "count": "median"}, ("sum", 3), {"loss": {"ce": "max"}}])
+def test_an_unknown_reduction_in_a_tree_is_refused(reduce):
+    """JoinRules checks every entry of `reduce` when it is created."""
+    with pytest.raises(GatherError, match=r"is not supported\. Use 'mean', 'sum', 'stack', a function"):
+        JoinRules(reduce=reduce)
+
+
+@pytest.mark.parametrize("declared", [("sum", "sum"), {"a": "sum"}, {0: "sum"}])
+def test_a_tree_of_reductions_must_have_the_structure_of_the_output(declared):
+    """A tuple or dict for an output that is one number is refused."""
+    assert "reduce" in refusal(scalar(1.0), scalar(2.0), reduce=declared)
+    assert "reduce" in refusal([1.0], [2.0], reduce=declared)
+
+
 @pytest.mark.parametrize("reduce", ["median", 3, 1.5])
 def test_an_unknown_reduce_is_refused(reduce):
     """JoinRules checks `reduce` when it is created."""
-    with pytest.raises(GatherError, match="'mean', 'sum', 'stack', or a function"):
+    with pytest.raises(GatherError, match="'mean', 'sum', 'stack', a function"):
         JoinRules(reduce=reduce)
 
 
@@ -371,9 +454,6 @@ def test_numbers_in_a_list_of_outputs_are_reduced():
 
 
 # Arrays
-
-
-numpy = pytest.importorskip("numpy")
 
 
 def test_arrays_with_the_rows_are_concatenated():
@@ -572,7 +652,7 @@ def test_a_registered_class_is_joined_inside_containers():
 
 
 def test_one_declaration_applies_to_every_output():
-    """A single dim as `out_dims` applies to all leaves, also with equal shards, which give no evidence."""
+    """A single dim as `out_dims` applies to all leaves, also with equal shards, which prove nothing."""
     parts = rows(2, 2)
     found = joined(*({"a": part, "b": [part, (part,)]} for part in parts), sizes=(2, 2), out_dims=0)
     assert found["a"].shape == found["b"][0].shape == found["b"][1][0].shape == (4, 2)
@@ -602,15 +682,29 @@ def test_a_tree_of_out_dims_may_declare_a_namedtuple():
     assert (type(found), found.first.shape, found.second.shape) == (Pair, (3, 4), (4,))
 
 
-def test_a_key_that_out_dims_does_not_name_needs_evidence():
-    """A dict in `out_dims` may omit keys, which are then joined by evidence."""
-    evidence = Evidence()
+def test_a_key_that_out_dims_does_not_name_is_joined_by_its_sizes():
+    """A dict in `out_dims` may omit keys. Their outputs must show that they follow the rows."""
     outputs = [{"a": torch.zeros(2, n), "b": torch.ones(n)} for n in (3, 1)]
-    found = joined(*outputs, evidence=evidence, out_dims={"a": 1})
+    found = joined(*outputs, out_dims={"a": 1})
     assert (found["a"].shape, found["b"].shape) == ((2, 4), (4,))
-    outputs = [{"a": torch.zeros(2, 2), "b": torch.ones(2)} for _ in range(2)]
-    assert joined(*outputs, sizes=(2, 2), evidence=evidence, out_dims={"a": 1})["b"].shape == (4,)
-    assert "no earlier call of this kind" in refusal(*outputs, sizes=(2, 2), out_dims={"a": 1})
+    outputs = [{"a": torch.zeros(2, n), "b": torch.ones(2)} for n in (3, 1)]
+    assert 'output["b"] cannot be joined' in refusal(*outputs, out_dims={"a": 1})
+
+
+@pytest.mark.parametrize("make", [dict, Fields, Output])
+@pytest.mark.parametrize("option", ["out_dims", "reduce"])
+def test_a_misspelled_key_is_refused(make, option):
+    """A key that the output does not have is an error. It names the key, and the keys that the output has."""
+    outputs = [make(logits=torch.zeros(n), loss=scalar(1.0)) for n in (3, 1)]
+    message = refusal(*outputs, **{"out_dims": {"loss": None}, option: {"los": None}})
+    assert f"{option} declares the key 'los', and the output has ['logits', 'loss'] here" in message
+
+
+def test_a_misspelled_key_of_a_nested_output_is_refused():
+    """A key of a dict inside the output must exist too."""
+    outputs = [{"loss": {"ce": scalar(1.0), "kl": scalar(2.0)}} for _ in range(2)]
+    message = refusal(*outputs, reduce={"loss": {"ce": "mean", "lk": "mean"}})
+    assert "reduce declares the key 'lk', and the output has ['ce', 'kl'] here" in message
 
 
 def test_a_declared_dim_is_checked():
@@ -640,7 +734,7 @@ def test_none_returns_a_tensor_as_long_as_a_shard_once():
 
 @pytest.mark.parametrize("items", [["a", "b", "c", "d"], [torch.zeros(n) for n in range(4)], [1, 2, 3, 4]])
 def test_items_declares_a_list_with_one_item_per_row(items):
-    """With "items", a list is concatenated without evidence, and its length is checked."""
+    """With "items", a list of equal shards is concatenated too, and its length is checked."""
     assert joined(items[:2], items[2:], sizes=(2, 2), out_dims="items") == items
     assert joined({"l": items[:2]}, {"l": items[2:]}, sizes=(2, 2), out_dims={"l": "items"})["l"] == items
     message = refusal(items[:3], items[3:], sizes=(2, 2), out_dims="items")
@@ -700,16 +794,17 @@ def test_the_rules_of_torch_do_not_check_sizes():
     assert joined("a", "a", as_torch=True) == "a"
 
 
-def test_learns_is_true_only_with_undeclared_outputs():
-    """`learns` is False if all outputs are declared, with join="list", and with the rules of torch."""
-    assert JoinRules().learns
-    assert JoinRules(out_dims={"a": 0}).learns
-    assert JoinRules(join="pad").learns
-    assert not JoinRules(out_dims=0).learns
-    assert not JoinRules(out_dims=None).learns
-    assert not JoinRules(out_dims=(0, (1, None), ["items", "ragged"])).learns
-    assert not JoinRules(join="list").learns
-    assert not JoinRules(as_torch=True).learns
+def test_shards_need_different_sizes_only_for_undeclared_outputs():
+    """`needs_proof` is False if all outputs are declared, with join="list", and with the rules of torch."""
+    assert JoinRules().needs_proof
+    assert JoinRules(out_dims={"a": 0}).needs_proof
+    assert JoinRules(join="pad").needs_proof
+    assert JoinRules(reduce={"loss": "mean"}).needs_proof
+    assert not JoinRules(out_dims=0).needs_proof
+    assert not JoinRules(out_dims=None).needs_proof
+    assert not JoinRules(out_dims=(0, (1, None), ["items", "ragged"])).needs_proof
+    assert not JoinRules(join="list").needs_proof
+    assert not JoinRules(as_torch=True).needs_proof
 
 
 def test_dtypes_that_differ_between_lanes_are_refused():

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parawrap.shards import Cutter, JoinRules, join
+from parawrap.shards import Cutter, JoinRules, balanced, equal, join, uneven
 from parawrap.tree import flatten, unflatten
 
 CPU = torch.device("cpu")
+rules = st.sampled_from([balanced, uneven, equal])
 Pair = namedtuple("Pair", "first second")
 
 DTYPES = [
@@ -92,11 +93,11 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and (one == other or (one != one and other != other))
 
 
-def cut(call, *, tell=False):
+def cut(call, sizes=balanced):
     args, kwargs, _, dim, lanes = call
-    cutter = Cutter(dim, lists_are_shared=True)
+    cutter = Cutter(dim, lists_are_shared=True, sizes=sizes)
     flat = cutter.flatten(args, kwargs)
-    plan = cutter.plan(flat, lanes, tell=tell)
+    plan = cutter.plan(flat, lanes)
     return flat, plan, plan.scatter(flat, [CPU] * len(plan.sizes))
 
 
@@ -129,13 +130,13 @@ def assert_same(joined, value):
     assert all(map(same, after, before))
 
 
-@given(calls(), st.booleans())
+@given(calls(), rules)
 @settings(deadline=None)
-def test_joining_the_shards_of_a_call_gives_the_call(call, tell):
+def test_joining_the_shards_of_a_call_gives_the_call(call, sizes):
     """With declared dims, join(scatter(tree)) equals tree for any tree, row count, dim, dtype, and number of lanes."""
     value = call[:2]
-    _, plan, shards = cut(call, tell=tell)
-    assert len(shards) == len(plan.sizes) <= call[4] + tell
+    _, plan, shards = cut(call, sizes)
+    assert len(shards) == len(plan.sizes) <= call[4]
     assert [shard.rows for shard in shards] == list(plan.sizes)
     rules = JoinRules(call[3], out_dims=declared(plan, value))
     assert_same(join([(shard.args, shard.kwargs) for shard in shards], plan.sizes, rules), value)
@@ -145,7 +146,7 @@ def test_joining_the_shards_of_a_call_gives_the_call(call, tell):
 @settings(deadline=None)
 def test_shards_of_different_sizes_show_how_to_join_them(call):
     """Without `out_dims`, shards of different sizes are joined to the call if it holds neither numbers nor lists."""
-    _, plan, shards = cut(call, tell=True)
+    _, plan, shards = cut(call, uneven)
     if len(plan.sizes) == 1:
         return
     outputs = [tuple(leaf for leaf in flatten((shard.args, shard.kwargs))[0] if not number(leaf)) for shard in shards]
@@ -161,14 +162,14 @@ def number(leaf):
     return isinstance(leaf, (int, float)) or (isinstance(leaf, torch.Tensor) and leaf.ndim == 0)
 
 
-@given(calls(), st.booleans())
+@given(calls(), rules)
 @settings(deadline=None)
-def test_every_shard_has_its_rows(call, tell):
+def test_every_shard_has_its_rows(call, sizes):
     """Each cut leaf has its shard's row count on its dim. Other leaves are the caller's objects."""
     rows = call[2]
-    flat, plan, shards = cut(call, tell=tell)
+    flat, plan, shards = cut(call, sizes)
     assert plan.rows in (rows, 0, 1)
-    assert tell or max(plan.sizes) - min(plan.sizes) <= 1
+    assert plan.sizes == sizes(plan.rows, call[4])
     for shard in shards:
         for leaf, dim, original in zip(flatten((shard.args, shard.kwargs))[0], plan.dims, flat.leaves, strict=True):
             if dim is None:

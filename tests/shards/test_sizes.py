@@ -1,20 +1,26 @@
-"""Row counts of shards: balanced, telling (different sizes, as evidence), equal, and in units."""
+"""Row counts of shards: balanced, uneven (so that sizes show which outputs follow the rows), equal, and in units."""
 
 from __future__ import annotations
 
-import threading
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parawrap.shards import Cutter, balanced, in_units
-from parawrap.shards._shard_sizes import equal, telling
+from parawrap.errors import ShardError
+from parawrap.shards import Cutter, balanced, equal, in_units, uneven
+
+EVERY = list(product(range(201), range(1, 17)))
+"""Rows and lanes."""
 
 counts = st.integers(0, 10_000)
 lanes = st.integers(1, 64)
+
+
+def are_descending(sizes):
+    return all(one >= other for one, other in pairwise(sizes))
 
 
 @given(counts, lanes)
@@ -23,58 +29,85 @@ def test_balanced_sizes_add_up_and_differ_by_at_most_one(rows, parts):
     sizes = balanced(rows, parts)
     assert sum(sizes) == rows
     assert max(sizes) - min(sizes) <= 1
-    assert list(sizes) == sorted(sizes, reverse=True)
+    assert are_descending(sizes)
     assert len(sizes) == max(1, min(rows, parts))
 
 
-# Telling sizes
+# Uneven sizes
 
 
-@given(counts, lanes)
-def test_telling_sizes_add_up(rows, parts):
-    """The sizes add up to `rows` and are positive unless `rows` is 0."""
-    sizes = telling(rows, parts)
-    assert sum(sizes) == rows
-    assert min(sizes) > 0 or sizes == (0,)
+def test_uneven_sizes_by_example():
+    """The sizes are those of the design."""
+    examples = {
+        (9, 2): (5, 4),
+        (8, 2): (5, 3),
+        (16, 2): (9, 7),
+        (8, 4): (3, 3, 2),
+        (6, 3): (4, 2),
+        (6, 2): (4, 2),
+        (4, 4): (2, 1, 1),
+        (3, 3): (2, 1),
+        (4, 2): (4,),
+        (2, 2): (2,),
+        (2, 8): (2,),
+        (1, 2): (1,),
+        (0, 2): (0,),
+    }
+    assert {each: uneven(*each) for each in examples} == examples
 
 
-@given(counts, lanes)
-def test_telling_sizes_have_two_row_counts_or_are_the_whole_call(rows, parts):
-    """Two row counts show which outputs follow the rows. A single size means that the call runs whole."""
-    sizes = telling(rows, parts)
-    assert len(set(sizes)) > 1 or sizes == (rows,)
+def test_uneven_sizes_add_up():
+    """The sizes add up to `rows`, the larger first; none is zero unless `rows` is; there are at most `parts`."""
+    for rows, parts in EVERY:
+        sizes = uneven(rows, parts)
+        assert sum(sizes) == rows
+        assert are_descending(sizes)
+        assert min(sizes) > 0 or sizes == (0,)
+        assert len(sizes) <= parts
 
 
-@given(counts, lanes)
-def test_a_lane_has_no_more_rows_in_a_telling_call(rows, parts):
-    """No lane gets more rows than in a balanced call, except for shares of fewer than four rows."""
-    sizes, usual = telling(rows, parts), balanced(rows, parts)
-    by_lane = (*sizes[: parts - 1], sum(sizes[parts - 1 :]))
-    assert len(sizes) <= parts + 1
-    assert max(by_lane) <= max(usual) or max(usual) < 4
+def test_uneven_sizes_are_never_all_equal():
+    """Several shards have at least two sizes, so a size that does not come from the rows cannot match all of them."""
+    for rows, parts in EVERY:
+        sizes = uneven(rows, parts)
+        assert len(sizes) == 1 or sizes[0] > sizes[-1], (rows, parts, sizes)
 
 
-@given(counts, lanes)
-def test_a_call_runs_whole_only_if_two_sizes_are_impossible(rows, parts):
-    """A call runs whole only with one lane, with one row, or with two lanes of one or two rows each."""
-    used = min(parts, rows)
-    assert (len(telling(rows, parts)) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
+def test_sizes_that_differ_already_stay_balanced():
+    """Where the rows do not divide evenly, uneven sizes are the balanced ones."""
+    for rows, parts in EVERY:
+        usual = balanced(rows, parts)
+        if usual[0] != usual[-1]:
+            assert uneven(rows, parts) == usual
 
 
-@given(counts, lanes)
-def test_telling_sizes_avoid_single_rows(rows, parts):
-    """BatchNorm refuses a single row in train mode, so parts of a split share have at least two rows."""
-    sizes, usual = telling(rows, parts), balanced(rows, parts)
-    if min(usual) >= 2 and len(sizes) > 1:
-        assert min(sizes) >= 2
+def test_a_call_stays_whole_only_if_two_sizes_would_leave_one_row_next_to_more():
+    """One lane, one row, and two lanes with two or four rows: nothing else stays whole."""
+    for rows, parts in EVERY:
+        used = min(rows, parts)
+        assert (len(uneven(rows, parts)) == 1) == (used < 2 or (used == 2 and rows in (2, 4)))
 
 
-@given(counts, lanes)
-def test_uneven_balanced_sizes_are_telling(rows, parts):
-    """If balanced sizes already differ, they are used."""
-    usual = balanced(rows, parts)
-    if len(set(usual)) > 1:
-        assert telling(rows, parts) == usual
+def test_uneven_sizes_make_no_shard_of_one_row():
+    """Batch norm refuses one row in train mode. A shard has one row only if a balanced shard has."""
+    for rows, parts in EVERY:
+        if rows > 1 and min(balanced(rows, parts)) > 1:
+            assert min(uneven(rows, parts)) > 1, (rows, parts)
+
+
+def test_the_largest_uneven_shard_has_one_row_more_than_a_balanced_one():
+    """One row more at most, or two where 2 lanes share 4 rows and 3 lanes share 6."""
+    for rows, parts in EVERY:
+        more = max(uneven(rows, parts)) - max(balanced(rows, parts))
+        assert more == 2 if (rows, parts) in ((4, 2), (6, 3)) else more in (0, 1)
+
+
+def test_uneven_sizes_leave_at_most_one_lane_idle():
+    """One lane fewer works at most, and only with one or two rows per lane."""
+    for rows, parts in EVERY:
+        idle = len(balanced(rows, parts)) - len(uneven(rows, parts))
+        assert idle in (0, 1)
+        assert idle == 0 or rows in (min(rows, parts), 2 * parts)
 
 
 # Sizes in units
@@ -94,104 +127,88 @@ def test_sizes_in_units_are_multiples_except_the_last_one(rows, parts, unit):
 
 
 def test_equal_sizes_add_up():
-    """The sizes add up to `rows`, and all but the last, which may be smaller, are equal. There are at most `parts`."""
-    for rows, parts, size in product(range(40), range(1, 7), range(9)):
-        sizes = equal(rows, parts, size)
+    """All sizes but the last, which may be smaller, are equal. There are at most `parts`, and at most two sizes."""
+    for rows, parts in EVERY:
+        sizes = equal(rows, parts)
         *full, last = sizes
         assert sum(sizes) == rows
         assert len(sizes) <= parts
-        assert len(set(full)) <= 1
-        assert all(each >= last for each in full)
-        assert sizes == (0,) if rows == 0 else min(sizes) > 0
-
-
-@given(counts, st.integers(1, 64), counts)
-def test_an_equal_size_stays_until_it_is_too_small(rows, parts, size):
-    """A call that fits uses the earlier size. A larger call uses the smallest size that it fits."""
-    first = equal(rows, parts, size)[0]
-    assert first == min(rows, size if rows <= size * parts else -(-rows // parts))
-
-
-def sizes_of(cutter, rows, lanes=4, **named):
-    return cutter.plan(cutter.flatten((torch.empty(rows, 2),), named), lanes).sizes
-
-
-@given(st.lists(counts.filter(bool), min_size=1, max_size=20), st.integers(1, 16))
-def test_a_call_brings_at_most_one_new_size(calls, lanes):
-    """A call has at most one new size, or two if it has more rows than every earlier call."""
-    cutter = Cutter(equal_sizes=True)
-    met, most = set(), 0
-    for rows in calls:
-        sizes = sizes_of(cutter, rows, lanes)
-        assert sum(sizes) == rows
-        assert len(sizes) <= lanes
-        assert len(set(sizes) - met) <= (2 if -(-rows // lanes) > most else 1)
-        met |= set(sizes)
-        most = max(most, *sizes)
-
-
-def test_the_first_call_sets_the_size():
-    """Shorter calls keep the size, in fewer lanes if they fit; a larger call sets a larger size."""
-    cutter = Cutter(equal_sizes=True)
-    assert sizes_of(cutter, 64) == (16, 16, 16, 16)
-    assert sizes_of(cutter, 61) == (16, 16, 16, 13)
-    assert sizes_of(cutter, 20) == (16, 4)
-    assert sizes_of(cutter, 16) == (16,)
-    assert sizes_of(cutter, 5) == (5,)
-    assert sizes_of(cutter, 70) == (18, 18, 18, 16)
-    assert sizes_of(cutter, 40) == (18, 18, 4)
-
-
-def test_a_row_count_is_cut_as_before():
-    """A larger call in between brings no new sizes to a row count that was seen before."""
-    cutter = Cutter(equal_sizes=True)
-    assert [sizes_of(cutter, rows) for rows in (8, 80, 8)] == [(2, 2, 2, 2), (20, 20, 20, 20), (2, 2, 2, 2)]
-
-
-def test_each_structure_and_number_of_lanes_has_its_own_size():
-    """A call of another structure, or for another number of lanes, does not follow the size of the first."""
-    cutter = Cutter(equal_sizes=True)
-    assert sizes_of(cutter, 8) == (2, 2, 2, 2)
-    assert sizes_of(cutter, 7, lanes=2) == (4, 3)
-    assert sizes_of(cutter, 40, mask=torch.zeros(40)) == (10, 10, 10, 10)
-    assert sizes_of(cutter, 6) == (2, 2, 2)
-
-
-def test_threads_can_share_a_cutter_with_equal_sizes():
-    """After concurrent calls, the size is that of the largest call."""
-    cutter = Cutter(equal_sizes=True)
-    start = threading.Barrier(8)
-
-    def plan(rows):
-        start.wait()
-        assert sum(sizes_of(cutter, rows)) == rows
-
-    threads = [threading.Thread(target=plan, args=(4 * (index + 1),)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sizes_of(cutter, 31) == (8, 8, 8, 7)
+        assert set(full) <= {-(-rows // parts)}
+        assert are_descending(sizes)
+        assert last > 0 or sizes == (0,)
 
 
 # The sizes of a cutter
 
 
+def plan_of(cutter, rows, lanes=2):
+    return cutter.plan(cutter.flatten((torch.empty(rows, 2),), {}), lanes)
+
+
+@pytest.mark.parametrize("rule", [balanced, uneven, equal])
+def test_sizes_do_not_depend_on_earlier_calls(rule):
+    """A row count is cut in the same way, whatever calls came before."""
+    used, order = Cutter(sizes=rule), [64, 20, 5, 61, 64, 7, 20]
+    assert [plan_of(used, rows, 4).sizes for rows in order] == [rule(rows, 4) for rows in order]
+
+
 def test_shards_are_balanced_by_default():
-    """Without options, sizes do not depend on earlier calls."""
-    cutter = Cutter()
-    assert [sizes_of(cutter, rows) for rows in (64, 20, 5)] == [(16, 16, 16, 16), (5, 5, 5, 5), (2, 1, 1, 1)]
+    """A cutter without options makes balanced shards."""
+    assert plan_of(Cutter(), 8).sizes == (4, 4)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8])
-def test_a_cutter_can_have_its_own_rule(rows):
-    """The `sizes` function computes the shard sizes from the rows and the number of lanes."""
-    cutter = Cutter(sizes=lambda rows, lanes: in_units(rows, lanes, 4))
-    assert sizes_of(cutter, rows, lanes=2) == in_units(rows, 2, 4)
+@pytest.mark.parametrize("unit", [2, 3, 8])
+def test_sizes_are_multiples_of_the_unit(unit):
+    """The rule counts units, and each shard holds whole units."""
+    cutter = Cutter(sizes=uneven, unit=unit)
+    for units, parts in product(range(1, 40), range(1, 6)):
+        assert plan_of(cutter, units * unit, parts).sizes == tuple(unit * size for size in uneven(units, parts))
 
 
-def test_a_telling_plan_overrides_the_rule_of_a_cutter():
-    """With `tell=True`, every cutter uses the telling sizes."""
-    for cutter in (Cutter(), Cutter(equal_sizes=True)):
-        flat = cutter.flatten((torch.empty(16),), {})
-        assert cutter.plan(flat, 2, tell=True).sizes == (8, 4, 4)
+@pytest.mark.parametrize(("rows", "smaller", "larger"), [(12, 8, 16), (7, 0, 8), (17, 16, 24)])
+def test_a_batch_that_is_not_a_multiple_of_the_unit_is_refused(rows, smaller, larger):
+    """The error names the argument, the rows, the unit, and the row counts next to it."""
+    with pytest.raises(ShardError) as caught:
+        plan_of(Cutter(sizes=uneven, unit=8), rows)
+    for part in (f"args[0] has {rows} rows", "not a multiple of unit=8", f"a batch of {smaller} or {larger} rows"):
+        assert part in str(caught.value)
+
+
+def test_an_empty_batch_is_a_multiple_of_every_unit():
+    """Zero rows are never refused."""
+    assert plan_of(Cutter(sizes=uneven, unit=8), 0).sizes == (0,)
+
+
+# The hint about a large shard
+
+
+def test_a_shard_that_is_an_eighth_larger_than_a_balanced_one_has_a_hint():
+    """The hint names the rows, the lanes, the shard, and the largest shard with out_dims=0."""
+    hint = plan_of(Cutter(sizes=uneven), 8).hint
+    assert hint == (
+        "a call of 8 rows on 2 lanes has a shard of 5 rows, because the sizes of shards must differ to show which outputs "
+        "follow the rows. With out_dims=0, the largest shard has 4 rows"
+    )
+
+
+def test_a_call_that_runs_whole_has_a_hint():
+    """The hint says that no lane shares the call."""
+    hint = plan_of(Cutter(sizes=uneven), 4).hint
+    assert hint.startswith("a call of 4 rows on 2 lanes runs whole, because the sizes of shards must differ")
+    assert hint.endswith("With out_dims=0, the largest shard has 2 rows")
+
+
+def test_the_hint_appears_only_beyond_an_eighth():
+    """An eighth of the largest balanced shard is allowed. Other rules have no hint."""
+    for rows, parts in EVERY:
+        sizes, largest = uneven(rows, parts), balanced(rows, parts)[0]
+        assert (plan_of(Cutter(sizes=uneven), rows, parts).hint is not None) == (8 * sizes[0] > 9 * largest)
+        assert plan_of(Cutter(), rows, parts).hint is None
+        assert plan_of(Cutter(sizes=equal), rows, parts).hint is None
+
+
+def test_the_hint_counts_in_units():
+    """With units, the hint compares rows, and the largest balanced shard holds whole units."""
+    assert "has a shard of 20 rows" in plan_of(Cutter(sizes=uneven, unit=4), 32).hint
+    assert plan_of(Cutter(sizes=uneven, unit=4), 32).hint.endswith("has 16 rows")
+    assert plan_of(Cutter(sizes=uneven, unit=4), 36).hint is None

@@ -59,10 +59,11 @@ def test_a_registered_class_is_cut_and_joined(base):
 
 
 def test_a_class_can_be_registered_after_values_were_passed():
-    """Values of a class without tensors are broadcast until it is registered, and cut afterwards."""
+    """Values of a class without tensors are refused until it is registered, and cut afterwards."""
     words, split, put_together = new_class()
     cutter, value = Cutter(), words("ab")
-    assert cut(torch.zeros(2), value, cutter=cutter)[1].args[1] is value
+    with pytest.raises(ShardError, match="a state that each lane would change"):
+        cut(torch.zeros(2), value, cutter=cutter)
     register_split(words, split=split, join=put_together)
     assert cut(torch.zeros(2), value, cutter=cutter)[1].args[1].items == ["b"]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parawrap import launch
-from parawrap.shards import Cutter, JoinRules
+from parawrap.shards import Cutter, JoinRules, balanced, uneven
 from parawrap.workers import _ray_workers, open_session
 from tests.workers.kept_actors import KeptActors
 
@@ -36,15 +36,10 @@ def opened():
     """Open sessions with two workers, and close them at the end of the test."""
     sessions = []
 
-    def open_one(target, workers=2, *, retries=1, verify=False, methods=(None,), **rules):
-        session = open_session(
-            target,
-            [CPU] * workers,
-            cutters={method: Cutter() for method in methods},
-            rules=JoinRules(**rules),
-            verify=verify,
-            retries=retries,
-        )
+    def open_one(target, workers=2, *, retries=1, methods=(None,), **options):
+        rules = JoinRules(**options)
+        cutters = {method: Cutter(sizes=uneven if rules.needs_proof else balanced) for method in methods}
+        session = open_session(target, [CPU] * workers, cutters=cutters, rules=rules, retries=retries)
         sessions.append(session)
         return session
 

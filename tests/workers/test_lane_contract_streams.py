@@ -266,7 +266,7 @@ def test_streams_at_once(lanes):
             assert one.shape == (2, 1)
             assert other.shape == (3, 1)
             assert int(one[0]) == int(other[0])
-            assert firsts([p(torch.full((4, 1), 3.0))]) == [6]
+            assert firsts([p(torch.full((5, 1), 3.0))]) == [6]
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_block_is_usable_after_a_break(lanes):
         for _ in p.map(numbers(50)):
             break
         assert firsts(p.map(numbers(5))) == [0, 2, 4, 6, 8]
-        assert_close(p(torch.ones(8, 1)), torch.full((8, 1), 2.0))
+        assert_close(p(torch.ones(9, 1)), torch.full((9, 1), 2.0))
 
 
 def test_stream_ends_with_its_block(lanes):
@@ -619,7 +619,7 @@ def test_tensors_of_every_kind_are_cut(lanes):
 
 def test_sparse_tensor_is_an_argument_of_a_cut_call(lanes):
     """With None in `in_dims`, each lane gets a sparse tensor whole."""
-    x, sparse = torch.randn(8, 5), torch.randn(5, 5).relu().to_sparse()
+    x, sparse = torch.randn(9, 5), torch.randn(5, 5).relu().to_sparse()
     with lanes(lambda x, sparse: (sparse @ x.T).T, in_dims={"sparse": None}) as p:
         for _ in range(2):
             assert_close(p(x, sparse), (sparse @ x.T).T)

@@ -86,7 +86,7 @@ def test_lazy_module_is_sent_after_its_first_call():
 @torch.no_grad()
 def test_two_blocks_at_once_are_apart():
     """Two blocks on two models give each model's own output."""
-    first, second, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(8, 3)
+    first, second, x = nn.Linear(3, 3), nn.Linear(3, 3), torch.randn(9, 3)
     expected = first(x), second(x)
     with parallel(first, CPUS, workers="process"), parallel(second, CPUS, workers="process"):
         assert_close((first(x), second(x)), expected)
@@ -166,4 +166,4 @@ def test_unknown_kind_of_worker_is_refused():
 def test_build_needs_processes():
     """A target that workers build is refused with lanes in threads."""
     with parallel(build(nn.Linear, 2, 2), CPUS) as p, pytest.raises(SessionError, match='workers="process"'):
-        p(torch.ones(8, 2))
+        p(torch.ones(9, 2))

@@ -60,7 +60,7 @@ def test_poison_batch_ends_in_an_error_that_says_how_the_worker_died(opened, val
     with pytest.raises(RankDiedError, match="worker") as caught:
         session.submit(Entry(model), (torch.tensor([value]),), {}).result()
     assert (caught.value.signal, caught.value.exit_code) == (signal_, code)
-    assert_close(session.call(Entry(model), (torch.ones(4),), {}), torch.full((4,), 2.0))
+    assert_close(session.call(Entry(model), (torch.ones(5),), {}), torch.full((5,), 2.0))
 
 
 def test_batch_runs_again_after_its_worker_died(opened, tmp_path):
@@ -105,7 +105,7 @@ def test_killed_workers_lose_and_repeat_no_batch(opened, batches, kills, element
 def test_death_between_calls_is_not_seen(opened):
     """Workers that die while idle are replaced by the next call, also after a tensor of the model changed."""
     model = nn.Linear(2, 2)
-    session, x = opened(model), torch.randn(4, 2)
+    session, x = opened(model), torch.randn(5, 2)
     session.call(Entry(model), (x,), {})
     for worker in workers_of(session):
         os.kill(worker.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_model_that_cannot_be_sent_is_refused_by_its_path(opened):
     model.guard = threading.Lock()
     session = opened(model)
     with pytest.raises(UnsendableError, match="guard"):
-        session.call(Entry(model), (torch.ones(8),), {})
+        session.call(Entry(model), (torch.ones(9),), {})
 
 
 def test_replacements_start_from_the_module(opened, monkeypatch):
@@ -130,7 +130,7 @@ def test_replacements_start_from_the_module(opened, monkeypatch):
     session = opened(model := Dying())
     with pytest.raises(RankDiedError):
         session.submit(Entry(model), (torch.tensor([-9.0]),), {}).result()
-    session.call(Entry(model), (torch.ones(4),), {})  # waits for the last worker
+    session.call(Entry(model), (torch.ones(5),), {})  # waits for the last worker
     assert len(started) == 4, "two at the start, one after each death"
 
 

@@ -24,17 +24,14 @@ def test_a_known_shape_needs_no_compilation(home):
 
 
 @pytest.mark.parametrize("count", [63, 61, 33, 20, 5])
-def test_a_short_last_batch_compiles_one_graph(count):
-    """For every size of the last batch, only one lane has a shard of a new size."""
+def test_a_row_count_compiles_each_of_its_sizes_once(count):
+    """A call has two sizes at most. Known sizes, and calls of a known row count, compile nothing."""
     model = mlp()
     with torch.no_grad(), parallel(model, XLAS) as p:
         model(rows(64))
         with compilations() as compiled:
             model(rows(count))
-        assert compiled() == 1
-        *full, last = p.stats().shards
-        assert set(full) <= {16}
-        assert last <= 16
+        assert compiled() == len({*p.stats().shards} - {16}) <= 2
         with compilations() as compiled:
             model(rows(count))
             model(rows(64))
