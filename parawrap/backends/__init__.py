@@ -9,7 +9,7 @@ from parawrap.backends._backend_registry import backend_of, best_backend, regist
 from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
-from parawrap.backends._warnings import warn_caller
+from parawrap.backends._warnings import ignore_speed_warnings, warn_caller
 
 __all__ = [
     "Backend",
@@ -22,6 +22,7 @@ __all__ = [
     "bring",
     "bring_into",
     "device_of",
+    "ignore_speed_warnings",
     "names_cores",
     "neuron_is_device",
     "record_use",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-__all__ = ["warn_caller"]
+__all__ = ["ignore_speed_warnings", "warn_caller"]
 
 _OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 
@@ -21,3 +23,12 @@ def warn_caller(message: str) -> None:
         frame = frame.f_back
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
+
+
+@contextmanager
+def ignore_speed_warnings() -> Iterator[None]:
+    """Run the block without warnings about the speed of blocks that parawrap itself opens."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"a call of \d+ rows on \d+ lanes has a shard")
+        warnings.filterwarnings("ignore", "a model in eval mode is called with gradients enabled")
+        yield

@@ -8,7 +8,7 @@ from parawrap.engine._batch_stream import Stream, StreamOptions, stream
 from parawrap.engine._call_recorder import CallSpan, Recorder, Trace, Work
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import PatchedMethods
-from parawrap.engine._session import Entry, Session
+from parawrap.engine._session import Entry, Ready, Session
 from parawrap.engine._stats import LaneStats, Stats
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.replicas import ReplicaSet, original_method
@@ -20,6 +20,7 @@ __all__ = [
     "OutputFolder",
     "PatchedMethods",
     "Prepare",
+    "Ready",
     "Recorder",
     "ReplicaSet",
     "Session",

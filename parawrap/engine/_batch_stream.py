@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import Entry, failed_future
+from parawrap.engine._session import Entry, Ready, failed_future
 from parawrap.engine._whole_call import Prepare, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import note
@@ -26,8 +26,14 @@ class Stream(Protocol):
 
     @property
     def recorder(self) -> Recorder: ...
+    def get_ready(self) -> Ready | None: ...
     def submit(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
+        ready: Ready | None = None,
     ) -> Future[Any]: ...
 
 
@@ -105,6 +111,7 @@ class _AsFinished:
 def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[_Flight]:
     """Submit one batch for each `next`. An error of the source gets a note; an error of `submit` goes into the future."""
     source = iter(batches)
+    submit = _Submitter(session, entry, options.prepare)
     for number in count():
         try:
             batch = next(source, _END)
@@ -117,8 +124,7 @@ def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: 
             note(error, f"while batch {number} of the stream was read, counted from 0")
             raise
         if future is None:
-            call = entry._replace(batch=number) if session.recorder.traces else entry
-            future = _submit(session, call, batch, options.prepare)
+            future = submit(batch, number)
         hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
         flight = _Flight(number, future, batch if options.with_inputs else None, hint)
         del batch, future  # the source makes the next batch
@@ -126,13 +132,27 @@ def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: 
         del flight
 
 
-def _submit(session: Stream, entry: Entry, batch: Any, prepare: Prepare | None) -> Future[Any]:
-    try:
-        if prepare is not None:
-            return session.submit(entry, (batch,), {}, prepare)
-        return session.submit(entry, *as_call(batch))
-    except Exception as error:  # noqa: BLE001 (raised in place of the batch's output)
-        return failed_future(error)
+class _Submitter:
+    """Submits the batches of one stream. The replicas are brought up to date once, before the first batch."""
+
+    def __init__(self, session: Stream, entry: Entry, prepare: Prepare | None) -> None:
+        self._session = session
+        self._entry = entry
+        self._prepare = prepare
+        self._ready: Ready | None = None
+
+    def __call__(self, batch: Any, number: int) -> Future[Any]:
+        """Submit a batch. An error goes into the future, and is raised in place of the batch's output."""
+        session, entry = self._session, self._entry
+        if session.recorder.traces:
+            entry = entry._replace(batch=number)
+        try:
+            self._ready = self._ready or session.get_ready()
+            if self._prepare is not None:
+                return session.submit(entry, (batch,), {}, self._prepare, self._ready)
+            return session.submit(entry, *as_call(batch), None, self._ready)
+        except Exception as error:  # noqa: BLE001
+            return failed_future(error)
 
 
 def _hint(batch: list[Any]) -> str:

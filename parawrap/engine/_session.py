@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -42,18 +42,16 @@ from parawrap.shards import (
     Originals,
     Shard,
     ShardPlan,
-    balanced,
     join,
     with_originals,
 )
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Entry", "Session", "failed_future"]
+__all__ = ["Entry", "Ready", "Session", "failed_future"]
 
 _NOWHERE: tuple[torch.device, ...] = ()
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
-_UNEVEN_BEYOND = 1.125  # an eighth: less is hard to tell from the usual differences between lanes
 _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
@@ -75,6 +73,13 @@ class Entry(NamedTuple):
 
     def of(self, replica: Any) -> Callable[..., Any]:
         return replica if self.method is None else getattr(replica, self.method)  # type: ignore[no-any-return]
+
+
+class Ready(NamedTuple):
+    """The replicas of all lanes, up to date with the model, and the modes of the caller."""
+
+    replicas: list[LaneReplica]
+    modes: Modes
 
 
 class Replicas(Protocol):
@@ -125,6 +130,7 @@ class Pool(Protocol):
         turns: TurnsOf | None = ...,
     ) -> list[Outcome]: ...
     def idle(self) -> AbstractContextManager[None]: ...
+    def exclude_first_lane(self) -> AbstractContextManager[None]: ...
     def close(self) -> None: ...
 
 
@@ -133,7 +139,8 @@ class Session:
 
     `call` runs scatter, replicate, apply, and gather. Each of them may also be called alone, like the methods of
     torch.nn.DataParallel. A call depends on its arguments, the options, the model, and the modes of torch, and never on
-    earlier calls. Lanes that work in other processes bring their own `replicas` and `pool`, and submit whole calls in their own way.
+    earlier calls. Lanes that work in other processes bring their own `replicas` and `pool`, and submit whole calls in their
+    own way.
     """
 
     def __init__(
@@ -162,7 +169,7 @@ class Session:
         self.tally = Tally(len(self.devices))
         self.recorder = Recorder(target)
         self._refreshing = threading.Lock()
-        self._has_warned_of_sizes = False
+        self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._stays_on_cpu = all(d is None or d.type == "cpu" for d in (*self.devices, home, output_device))
         self._is_one_cpu_lane = self._stays_on_cpu and len(self.devices) == 1
@@ -174,8 +181,9 @@ class Session:
         cutter, lanes = self.cutters[entry.method], len(self.devices)
         flat = cutter.flatten(args, kwargs)
         plan = cutter.plan(flat, lanes)
-        if not self._has_warned_of_sizes:
-            self._warn_of_sizes(plan, cutter.unit)
+        if plan.hint is not None and not self._has_warned_of_plan:
+            self._has_warned_of_plan = True
+            warn_caller(plan.hint)
         if self._is_whole_here(plan, flat):
             return self._run_plainly(entry, args, kwargs)
         replicas = self.replicate()
@@ -193,7 +201,8 @@ class Session:
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self.device_of_output(flat)
             originals = partial(originals_of, replicas, len(plan.sizes), shards)
-            output = self.gather(outputs, plan.sizes, device, originals)
+            with modes.without_autocast() if modes.autocast else nullcontext():
+                output = self.gather(outputs, plan.sizes, device, originals)
         self.tally.cut(plan.sizes)
         return output
 
@@ -305,22 +314,39 @@ class Session:
 
     # Whole calls, each in one lane
 
-    def submit(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
-    ) -> LaneFuture:
-        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
+    def get_ready(self) -> Ready | None:
+        """Return what a whole call needs, for one call or a stream of calls; None if they must run plainly.
 
-        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``.
+        Raises:
+            SessionError: If the lanes are closed.
+            ReplicaError: If a replica cannot be made.
         """
         if self.must_run_plainly():
             if self.pool.closed:
                 msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
                 raise SessionError(msg)
-            return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
+            return None
         replicas = self.replicate()
         if self._replicas is not None:
             self._replicas.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
-        modes = Modes.capture(self.pool.backend.type)
+        return Ready(replicas, Modes.capture(self.pool.backend.type))
+
+    def submit(
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
+        ready: Ready | None = None,
+    ) -> LaneFuture:
+        """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
+
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``. A stream has its own `ready`.
+        """
+        ready = ready or self.get_ready()
+        if ready is None:
+            return _done(partial(self._run_plainly_prepared, entry, args, kwargs, prepare))
+        replicas, modes = ready
         if prepare is not None:
             future = self._submit_prepared(entry, replicas, args, modes, prepare)
         elif self._stays_on_cpu and not kwargs and _TENSOR.issuperset(map(type, args)) and all(map(_on_cpu, args)):
@@ -345,6 +371,13 @@ class Session:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
+        for cutter in self.cutters.values():
+            if cutter.unused:
+                warn_caller(
+                    f"in_dims names {min(cutter.unused)!r}, and no call passed a keyword argument of that name. "
+                    "Correct the name, or leave it out"
+                )
+                cutter.unused.clear()
         with self._refreshing:
             if self._replicas is not None:
                 self._replicas.warn()
@@ -380,27 +413,19 @@ class Session:
         plain = entry.plain
         if self.recorder.traces and here.lane is None:  # inside a lane, the call is part of that lane's span
             plain = partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, None), None, plain)
-        try:
+        if self._replicas is None:
             output = plain(*args, **kwargs)
-        finally:
-            if self._replicas is not None:
-                self._replicas.ran_plainly()
+        else:
+            with self.pool.exclude_first_lane():
+                try:
+                    output = plain(*args, **kwargs)
+                finally:
+                    self._replicas.ran_plainly()
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
         self.tally.plain()
         return output
 
     # The steps of a call
-
-    def _warn_of_sizes(self, plan: ShardPlan, unit: int) -> None:
-        """Warn once of a shard that is much larger than a balanced one, because `out_dims` is not given."""
-        largest = unit * balanced(plan.rows // unit, len(self.devices))[0]
-        if plan.sizes[0] > _UNEVEN_BEYOND * largest and self.rules.needs_proof:
-            self._has_warned_of_sizes = True
-            warn_caller(
-                f"a call of {plan.rows} rows on {len(self.devices)} lanes has a shard of {plan.sizes[0]} rows, because the "
-                "sizes of shards must differ to show which outputs follow the rows. With out_dims=0, the largest shard has "
-                f"{largest} rows"
-            )
 
     def _function_of(self, entry: Entry, replica: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
         if replica.module is self.target:

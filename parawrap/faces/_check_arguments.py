@@ -124,7 +124,10 @@ def checked_in_dims(
         if not any(taken.takes(name) for taken in parameters):
             named = getattr(target, "__name__", type(target).__name__)
             has = "; ".join(dict.fromkeys(map(str, parameters)))
-            msg = f"in_dims names {name!r}, but {named} has no such parameter. It has: {has}"
+            msg = (
+                f"in_dims names {name!r}, but {named} has no such parameter. It has: {has}. "
+                "Name the keyword arguments of **kwargs one by one"
+            )
             raise ShardError(msg)
         if dim not in (None, "items") and (isinstance(dim, bool) or not isinstance(dim, int)):
             msg = f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, or "items"'

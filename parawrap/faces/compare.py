@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import Devices
+from parawrap.backends import Devices, ignore_speed_warnings
 from parawrap.engine import as_call
 from parawrap.errors import ShardError
 from parawrap.faces._comparison_table import Comparison, Way, difference
@@ -105,7 +105,8 @@ def compare(
     for _ in range(rounds):
         for name, way in ways.items():
             growth = memory_growth(accelerators)
-            with turn(name, module, leaves, accelerators), way as opened, torch.set_grad_enabled(train):
+            quiet = ignore_speed_warnings() if train else contextlib.nullcontext()  # an eval mode with gradients is meant
+            with quiet, turn(name, module, leaves, accelerators), way as opened, torch.set_grad_enabled(train):
                 target = model if module is model else opened
                 if name not in answers:
                     answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))

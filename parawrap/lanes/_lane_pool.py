@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
@@ -176,7 +177,7 @@ class _Call:
     __slots__ = ("done", "dropped", "groups", "missing", "outcomes")
 
     def __init__(self, groups: Sequence[_Group]) -> None:
-        self.groups: dict[int, _Group] = {group[0][0].index: group for group in groups}
+        self.groups = {group[0][0].index: group for group in groups}
         self.outcomes: list[Outcome] = [Outcome()] * sum(map(len, groups))
         self.missing = list(range(len(groups) - 1))  # one entry per thread but the caller's; the last to take one takes 0
         self.done = threading.Lock()
@@ -246,6 +247,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
+        self._excluding = 0  # the thread that excludes the first lane
         self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
 
@@ -277,34 +279,36 @@ class LanePool:
         alone, so all tasks run in turns under one. In turns, the first failure ends the tasks that would follow.
         """
         if self._places.only_cpu and not sources:
-            return self._run(tasks, modes, turns)
+            return self._run_groups(self._grouped(tasks, modes, turns))
         lanes = self.lanes[: len(tasks)]
         try:
-            return self._run(self._places.placed(lanes, tasks, sources), modes, turns)
+            return self._run_groups(self._grouped(self._places.placed(lanes, tasks, sources), modes, turns))
         finally:
             if not modes.grad:
                 self._places.wait_for(lanes)
 
-    def _run(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[Outcome]:
-        """Run the tasks; the caller sets how many intra-op threads its own tasks have."""
-        lanes, home = self.lanes[: len(tasks)], self._places.home
-        work: _Group = [
-            (lane, partial(modes.run, task, lane.device, home)) for lane, task in zip(lanes, tasks, strict=True)
-        ]
-        if home is None or home == lanes[0].device:  # the caller's modes are in force as they are
-            work[0] = lanes[0], tasks[0]
-        if turns == "all" or modes.profiling or len(tasks) == 1:
-            return self._run_groups([work])
-        return self._run_groups(_by_device(work) if turns == "device" else [[each] for each in work])
+    def _grouped(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
+        """Return the tasks of each thread, each under the modes of the caller."""
+        home = self._places.home
+        groups: dict[object, _Group] = {}
+        for lane, task in zip(self.lanes, tasks, strict=False):
+            if lane.index or home not in (None, lane.device):  # else the caller's modes are in force as they are
+                task = partial(modes.run, task, lane.device, home)  # noqa: PLW2901
+            key = None if turns == "all" or modes.profiling else lane.device if turns == "device" else lane
+            groups.setdefault(key, []).append((lane, task))
+        return [*groups.values()]
 
     def _run_groups(self, groups: Sequence[_Group]) -> list[Outcome]:
-        """Run the first group in the calling thread, and every other group in the thread of its first lane."""
+        """Run the first group in the calling thread, and every other group in the thread of its first lane.
+
+        The caller sets how many intra-op threads its own tasks have.
+        """
         call = _Call(groups)
-        leaders = [group[0][0] for group in groups[1:]]
-        if leaders:
+        if len(groups) > 1:
+            leaders = [lane for (lane, _), *_ in groups[1:]]
             with self._gate:  # nothing is put behind the word that ends a lane
                 if not self.alive:
-                    return self._run_groups([[each for group in groups for each in group]])
+                    return self._run_groups([list(chain.from_iterable(groups))])
                 if None in map(_thread_of, leaders):
                     self._start(leaders)
                 for lane in leaders:
@@ -314,7 +318,7 @@ class LanePool:
             error = call.outcomes[0].error
             call.dropped = error is not None and not isinstance(error, Exception)  # Ctrl-C or an exit
             del error
-            if leaders and not call.done.acquire(timeout=_LONG_WAIT_S):
+            if len(groups) > 1 and not call.done.acquire(timeout=_LONG_WAIT_S):
                 _log_wait("a call has been waiting for its lanes", self.lanes)
                 call.done.acquire()
         except BaseException:
@@ -388,6 +392,24 @@ class LanePool:
             with self._places.changing():
                 yield
 
+    @contextmanager
+    def exclude_first_lane(self) -> Iterator[None]:
+        """Keep the first lane idle inside the block, for a call that runs on the model itself.
+
+        Inside a lane, and inside another such block of the same thread, it does nothing.
+        """
+        first, thread = self.lanes[0], threading.get_ident()
+        if here.lane is not None or self._excluding == thread:
+            yield
+            return
+        first.wait_until_idle()
+        self._excluding = thread
+        try:
+            yield
+        finally:
+            self._excluding = 0
+            first.busy.release()
+
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
         if self._forks != _forks:  # in a child, where another thread's hold on the gate would never end
@@ -413,14 +435,6 @@ class LanePool:
             for lane in lanes:
                 if lane.thread is None:
                     lane.start(self.threads, self._backlog)
-
-
-def _by_device(work: _Group) -> list[_Group]:
-    """Return the tasks of each device as one group, in lane order."""
-    groups: dict[torch.device, _Group] = {}
-    for lane, task in work:
-        groups.setdefault(lane.device, []).append((lane, task))
-    return [*groups.values()]
 
 
 def _run_in(task: Callable[[Lane], Any], modes: Modes, home: torch.device | None, lane: Lane) -> tuple[Any, Reached]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextvars
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from typing import NamedTuple, TypeVar
 
@@ -84,6 +85,15 @@ class Modes(NamedTuple):
             if not self.autocast and default_device is None and not self.dtypes:
                 return self.context.copy().run(work)  # a context can be entered by one thread at a time
             return self._run_with_autocast(work, default_device)
+
+    @contextmanager
+    def without_autocast(self) -> Iterator[None]:
+        """Run the block, in the thread of these modes, without autocast."""
+        with ExitStack() as stack:
+            for each in self.autocast:
+                if each.enabled:
+                    stack.enter_context(torch.autocast(each.kind, enabled=False))
+            yield
 
     def _run_with_autocast(self, work: Callable[[], T], default_device: torch.device | None) -> T:
         context = self.context.copy()

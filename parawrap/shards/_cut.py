@@ -19,6 +19,8 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.shards._count_rows import EMPTY, NESTED, NUMBERS, OBJECT, extent_of, has_items
 from parawrap.shards._cut_errors import (
     CALL_ROOTS,
+    hint_of_items,
+    hint_of_sizes,
     refuse_ambiguous,
     refuse_broken_units,
     refuse_dims_out_of_range,
@@ -28,7 +30,7 @@ from parawrap.shards._cut_errors import (
 from parawrap.shards._parameter_names import Parameters
 from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import placed, splitter_of
-from parawrap.shards._shard_sizes import Sizes, balanced
+from parawrap.shards._shard_sizes import Sizes, balanced, uneven
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
 
 __all__ = ["Cutter", "FlatCall", "InDim", "Piece", "Shard", "ShardPlan"]
@@ -98,12 +100,14 @@ class Piece(NamedTuple):
 class ShardPlan:
     """How the calls of one structure are cut: each leaf's dim (None: whole to every lane) and the sizes of the shards.
 
-    Immutable; shared by every call of the structure and by every thread.
+    `hint` is a warning if an option would cut the call better. Immutable; shared by every call of the structure and by
+    every thread.
     """
 
     spec: TreeSpec
     dims: tuple[int | None, ...]
     sizes: tuple[int, ...]
+    hint: str | None = None
 
     @property
     def rows(self) -> int:
@@ -193,7 +197,8 @@ class _Layout(NamedTuple):
 class Cutter:
     """Plans the calls of one method of a target. Safe to share between threads: at worst a plan is made twice.
 
-    `sizes` gives the sizes of the shards, in units of `unit` rows. With `lists_are_shared`, the rules are those of
+    `sizes` gives the sizes of the shards, in units of `unit` rows. `unused` are names in `in_dims` that no call passed yet,
+    and that only ``**kwargs`` takes. With `lists_are_shared`, the rules are those of
     torch.nn.DataParallel: every lane gets the same list or object.
     """
 
@@ -213,6 +218,7 @@ class Cutter:
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
         self.unit = unit
+        self.unused = {name for name in self.in_dims if parameters is not None and not parameters.names(name)}
         self._layouts: dict[TreeSpec, _Layout] = {}
         self._specs: dict[int, TreeSpec] = {}  # by their number, of calls of tensors alone
 
@@ -227,6 +233,7 @@ class Cutter:
                 spec = self._specs.get(len(args)) or self._spec_of(args)
                 return FlatCall(args, spec, extents, on_cpu=True)
         if self.in_dims:
+            self.unused.difference_update(kwargs)
             args, kwargs = self._with_items(args, kwargs)
         leaves, spec = flatten_call(args, kwargs)
         dims = self._layout(spec).dims
@@ -273,7 +280,10 @@ class Cutter:
             is_strict = is_cut and not self.lists_are_shared
             refuse_unknown(spec, flat.leaves, extents, self._name_at, self._option, is_strict=is_strict)
         if rows is None:
-            return ShardPlan(spec, (None,) * len(flat.leaves), (0,))
+            hint = (
+                None if self.lists_are_shared or lanes == 1 else hint_of_items(spec, extents, self.in_dims, self._name_at)
+            )
+            return ShardPlan(spec, (None,) * len(flat.leaves), (0,), hint)
         if is_cut and not self.lists_are_shared:
             refuse_ambiguous(spec, extents, rows, self.in_dims, self._name_at)
         if rows % self.unit:
@@ -281,7 +291,8 @@ class Cutter:
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
         cut_extents = (rows, EMPTY) if rows != 1 else ()
         cut = tuple(dim if extent in cut_extents else None for dim, extent in zip(layout.dims, extents, strict=True))
-        return ShardPlan(spec, cut, sizes)
+        largest = self.unit * balanced(rows // self.unit, lanes)[0]
+        return ShardPlan(spec, cut, sizes, hint_of_sizes(sizes, largest, lanes) if self.sizes is uneven else None)
 
     def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
         """The row count that the cut leaves agree on; None if nothing in the call has rows."""

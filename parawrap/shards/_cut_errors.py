@@ -1,16 +1,19 @@
-"""Errors of calls that cannot be cut."""
+"""Errors of calls that cannot be cut, and warnings about calls that an option would cut better."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
-from parawrap.shards._count_rows import BEYOND, FOREIGN, NESTED, OBJECT, has_items
+from parawrap.shards._count_rows import BEYOND, FIXED, FOREIGN, NESTED, OBJECT, has_items
 from parawrap.tree import TreeSpec, address, addresses, sequences, tensors_in
 
 __all__ = [
     "CALL_ROOTS",
+    "hint_of_items",
+    "hint_of_sizes",
     "refuse_ambiguous",
     "refuse_broken_units",
     "refuse_dims_out_of_range",
@@ -20,6 +23,8 @@ __all__ = [
 
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
+
+_UNEVEN_BEYOND = 1.125  # an eighth: less is hard to tell from the usual differences between lanes
 
 
 class Names(Protocol):
@@ -109,7 +114,7 @@ def refuse_unknown(
 
 
 def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared: Collection[str], name_at: Names) -> None:
-    """Refuse an array, and a list or tuple without tensors that is as long as the batch.
+    """Refuse an array, a list or tuple without tensors that is as long as the batch, and a deque without tensors.
 
     A list may have one item per row or be one value for all rows. An array would be shared by all lanes.
     """
@@ -124,17 +129,49 @@ def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared
         raise ShardError(msg)
     for path, node, start in sequences(spec):
         kinds = extents[start : start + node.num_leaves]
-        if len(path) < 2 or node.num_children != rows or any(kind >= 0 for kind in kinds):
+        is_refused = node.num_children == rows or node.type is deque  # each lane would have its own deque
+        if len(path) < 2 or not is_refused or any(kind >= 0 for kind in kinds):
             continue
         name = name_at(path)
         if name in declared:
             continue
-        where = address(CALL_ROOTS[path[0]], path[1:])
-        kind = "list" if node.type is list else "tuple"
+        where, kind = address(CALL_ROOTS[path[0]], path[1:]), _name_of(node)
         named = name or "its name"
         msg = (
-            f"{where} is a {kind} of {rows} items without a tensor, and the batch has {rows} rows: it may have one "
-            f'item per row or be one value for all rows. in_dims={{"{named}": "items"}} cuts it, '
+            f"{where} is a {kind} of {node.num_children} items without a tensor, and the batch has {rows} rows: it "
+            f'may have one item per row or be one value for all rows. in_dims={{"{named}": "items"}} cuts it, '
             f'in_dims={{"{named}": None}} gives it whole to every lane'
         )
         raise ShardError(msg)
+
+
+def _name_of(node: TreeSpec) -> str:
+    return "sequence" if node.type is None else node.type.__name__
+
+
+def hint_of_items(spec: TreeSpec, extents: Sequence[int], declared: Collection[str], name_at: Names) -> str | None:
+    """Return a warning for a call that is not cut although it has texts or arrays; None for any other call."""
+    arrays = [(spec.paths()[index], "array") for index, extent in enumerate(extents) if extent < FOREIGN - 1]
+    texts = [
+        (path, _name_of(node))
+        for path, node, start in sequences(spec)
+        if len(path) > 1 and node.num_children > 1 and FIXED in extents[start : start + node.num_leaves]
+    ]
+    for path, kind in arrays + texts:
+        name = name_at(path)
+        if name is not None and name not in declared:
+            return (
+                f"a call without tensors runs plainly: {address(CALL_ROOTS[path[0]], path[1:])} is a {kind}. To cut it by "
+                f'item, use in_dims={{"{name}": "items"}}; to keep the call plain, use in_dims={{"{name}": None}}'
+            )
+    return None
+
+
+def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
+    """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut."""
+    if sizes[0] <= _UNEVEN_BEYOND * largest:
+        return None
+    return (
+        f"a call of {sum(sizes)} rows on {lanes} lanes has a shard of {sizes[0]} rows, because the sizes of shards must "
+        f"differ to show which outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
+    )

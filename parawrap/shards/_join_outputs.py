@@ -2,13 +2,14 @@
 
 `out_dims` declares where the rows of an output lie. Without it, an output follows the rows if its size on the row dim is
 the row count of its shard in every lane. The row counts of shards differ then, so a size that does not come from the rows
-cannot match. Any other output is returned once if it is the same parameter, buffer, or uncut argument in every lane, and refused
-otherwise: equal values alone prove nothing, since two lanes that both count 3 are 6.
+cannot match. Any other output is returned once if it is the same parameter, buffer, or uncut argument in every lane, and
+refused otherwise: equal values alone prove nothing, since two lanes that both count 3 are 6.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NoReturn, cast
 
 import torch
@@ -27,6 +28,7 @@ Originals = Callable[[], Sequence[Callable[[Any], Any]]]
 """Returns one function per shard: from a value of that lane to the caller's value that it is a copy of, or None."""
 
 _TENSOR = frozenset({torch.Tensor})
+_dtype_of = attrgetter("dtype")
 
 
 def join(
@@ -43,6 +45,12 @@ def join(
     Raises:
         GatherError: If a place in the output cannot be joined. The message names the place.
     """
+    if device is None and rules.joins_rows and len(outputs) > 1 and _TENSOR.issuperset(map(type, outputs)):
+        try:  # the short way for the most common output: one tensor with the rows
+            if tuple(output.shape[rules.dim] for output in outputs) == sizes and len(set(map(_dtype_of, outputs))) == 1:
+                return torch.cat(list(outputs), rules.dim)
+        except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
+            pass
     if rules.join == "list" or (len(outputs) == 1 and rules.keep_single):
         if originals is not None:
             outputs = list(map(with_originals, outputs, originals()))
@@ -64,6 +72,13 @@ def with_originals(output: Any, find: Callable[[Any], Any]) -> Any:
         value = find(output)
         return output if value is None else value
     leaves, spec = flatten(output)
+    module = next((leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)), None)
+    if module is not None:
+        msg = (
+            f"the output holds a {type(module).__name__}, which is a lane's copy of a layer and ends with the block. "
+            "Return its tensors instead"
+        )
+        raise GatherError(msg)
     found = [find(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     if all(value is None for value in found):
         return output
@@ -294,8 +309,8 @@ class _Join:
                 return column[0]
             refuse(
                 f"each lane returned one {type(column[0]).__name__} ({listed(column)}), and equal numbers do not make it "
-                "one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one value per "
-                'shard, or use parallel(model, devices, reduce="sum")'
+                "one number: two lanes that both count 3 are 6. Return a 0-d tensor, which becomes a vector with one value "
+                'per shard, or use parallel(model, devices, reduce="sum")'
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
             refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")

@@ -77,6 +77,11 @@ class JoinRules:
         return self.join != "list" and not self.as_torch and _leaves_open(self.out_dims)
 
     @property
+    def joins_rows(self) -> bool:
+        """True if every tensor with its shard's row count on `dim` is concatenated."""
+        return self.join == "cat" and not self.as_torch and (self.out_dims is UNDECLARED or self.out_dims == self.dim)
+
+    @property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
         return self.join != "list" and all(each in (None, "mean", "sum") for each in _leaves_of(self.reduce))
@@ -101,7 +106,10 @@ class JoinRules:
             if isinstance(each, bool) or not (
                 each is UNDECLARED or each is None or isinstance(each, int) or each in _WORDS
             ):
-                msg = f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the output'
+                msg = (
+                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the '
+                    "output"
+                )
                 raise GatherError(msg)
 
 

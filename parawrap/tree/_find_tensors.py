@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -37,7 +38,7 @@ def _held_by(value: Any) -> list[Any]:
     held: list[Any] = []
     if isinstance(value, Mapping):
         held += value.values()
-    elif isinstance(value, (list, tuple, AbstractSet)):
+    elif isinstance(value, (list, tuple, deque, AbstractSet)):
         held += value
     elif isinstance(value, types.MethodType):
         held.append(value.__self__)
@@ -46,6 +47,10 @@ def _held_by(value: Any) -> list[Any]:
     return held + [getattr(value, name) for name in names if hasattr(value, name)]
 
 
-def _slots(cls: type) -> tuple[str, ...]:
+def _slots(cls: type) -> list[str]:
+    """Return the names of the slots of a class; those of private names as Python stores them."""
     slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    is_private = [name.startswith("__") and not name.endswith("__") for name in names]
+    prefix = f"_{cls.__name__.lstrip('_')}"
+    return [prefix + name if private else name for name, private in zip(names, is_private, strict=True)]

@@ -7,7 +7,7 @@ import enum
 import itertools
 import threading
 import warnings
-from collections import defaultdict
+from collections import UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +41,7 @@ _nodes: set[type] = set()
 _claims: list[Callable[[type], bool]] = []
 _TENSOR = frozenset({torch.Tensor})
 _SEQUENCES = frozenset({list, tuple})
+_PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls_of_tensors: dict[int, TreeSpec] = {}
 
 
@@ -114,8 +115,8 @@ def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
 
 
 def address(root: str, path: Iterable[Any]) -> str:
-    """Return the address of a path of keys and indices, such as ``args[0]["mask"]``."""
-    return root + "".join(f"[{_quoted(entry)}]" for entry in path)
+    """Return the address of a path of keys, indices, and attributes, such as ``args[0]["mask"]``."""
+    return root + "".join(f".{entry}" if isinstance(entry, _Attribute) else f"[{_quoted(entry)}]" for entry in path)
 
 
 def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | None:
@@ -136,10 +137,10 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
 
 
 def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-    """Yield every list and plain tuple in a structure: its path, its node, and the index of its first leaf."""
+    """Yield every list, plain tuple, and deque in a structure: its path, its node, and the index of its first leaf."""
 
     def walk(node: TreeSpec, path: tuple[Any, ...], start: int) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]:
-        if node.type in (list, tuple):
+        if node.type in (list, tuple, deque):
             yield path, node, start
         begins = itertools.accumulate((child.num_leaves for child in node.children()), initial=start)
         for entry, child, begin in zip(node.entries(), node.children(), begins, strict=False):
@@ -180,7 +181,7 @@ def _quoted(entry: object) -> str:
 
 
 def _step(entry: PyTreeEntry) -> str:
-    if isinstance(entry, GetAttrEntry):
+    if isinstance(entry, GetAttrEntry) or isinstance(entry.entry, _Attribute):
         return f".{entry.entry}"
     if isinstance(entry, (MappingEntry, SequenceEntry)):
         return f"[{_quoted(entry.entry)}]"
@@ -230,88 +231,144 @@ def _recipe(cls: type) -> _Recipe | None:
     """Return functions that flatten and rebuild a container of a type that optree does not know; None for a leaf."""
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return None
+    if issubclass(cls, dict | UserDict):
+        return _mapping_parts, _build_dict, MappingEntry
     if issubclass(cls, Mapping):
-        return _mapping_items, _build_dict if issubclass(cls, dict) else _build_mapping(cls), MappingEntry
+        return _mapping_items, _build_mapping, MappingEntry
     if dataclasses.is_dataclass(cls):
-        return _dataclass_fields, _build_dataclass, GetAttrEntry
+        return _dataclass_parts, _build_dataclass, GetAttrEntry
     if issubclass(cls, list):
-        return _sequence_items, _build_list, SequenceEntry
+        return _sequence_parts, _build_list, SequenceEntry
     if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # optree handles torch.return_types itself
-        return _sequence_items, lambda _, leaves: tuple.__new__(cls, leaves), SequenceEntry
+        return _sequence_parts, _build_tuple, SequenceEntry
     return None
 
 
-class _Blank:
-    """A container without its items: its class, its keys, and its other attributes.
+class _Attribute(str):
+    """The name of an attribute, as an entry next to the items of a container."""
 
-    Two blanks are equal if class and keys are equal, because the other attributes are not part of the structure.
+    __slots__ = ()
+
+
+class _Blank:
+    """A container without its parts: its class, its keys, and its attributes of plain values.
+
+    The parts of a container are its items, and its attributes with other values. Two blanks are equal if class, keys, and
+    plain attributes are equal, so that outputs with different attributes are not joined.
     """
 
-    __slots__ = ("_extra", "_factory", "_keys", "cls")
+    __slots__ = ("_factory", "_plain", "cls", "keys")
 
-    def __init__(self, value: Any, keys: tuple[Any, ...], skip: tuple[str, ...] = ()) -> None:
+    def __init__(self, value: Any, keys: tuple[Any, ...], plain: dict[str, Any]) -> None:
         self.cls: Any = type(value)
-        self._keys = keys
+        self.keys = keys
+        self._plain = plain
         self._factory = getattr(value, "default_factory", None)
-        own = getattr(value, "__dict__", {})
-        # Tensors are omitted: a session keeps blanks in its cache, which would keep the tensors alive.
-        self._extra = {n: v for n, v in own.items() if n not in skip and not isinstance(v, torch.Tensor)}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Blank) and self.cls is other.cls and self._keys == other._keys
+        if not isinstance(other, _Blank) or self.cls is not other.cls or self.keys != other.keys:
+            return False
+        return self._plain == other._plain and list(map(type, self._plain.values())) == list(
+            map(type, other._plain.values())
+        )
 
     def __hash__(self) -> int:
-        return hash((self.cls, self._keys))
+        return hash((self.cls, self.keys))
+
+    def __repr__(self) -> str:
+        return f"{self.cls.__name__}({', '.join(f'{name}={value!r}' for name, value in self._plain.items())})"
 
     def instance(self) -> Any:
+        """Return an instance of the class with the plain attributes and no items, made without calling ``__init__``."""
         built = self.cls.__new__(self.cls)
-        for name, value in self._extra.items():
-            object.__setattr__(built, name, value)
+        self.set_attributes(built, self._plain)
         if isinstance(built, defaultdict):
             built.default_factory = self._factory
         return built
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._keys)
+    def set_attributes(self, built: Any, attributes: Mapping[str, Any]) -> None:
+        """Set attributes, also of a frozen dataclass."""
+        for name, value in attributes.items():
+            object.__setattr__(built, name, value)
+
+    def split(self, leaves: Iterable[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """Return the items and the attributes among the leaves, by their keys."""
+        items: dict[Any, Any] = {}
+        attributes: dict[str, Any] = {}
+        for key, leaf in zip(self.keys, leaves, strict=True):
+            if isinstance(key, _Attribute):
+                attributes[str(key)] = leaf
+            else:
+                items[key] = leaf
+        return items, attributes
 
 
-def _sequence_items(value: Sequence[Any]) -> tuple[Any, ...]:
-    indices = tuple(range(len(value)))
-    return tuple(value), _Blank(value, indices), indices
+def _parts(value: Any, keys: Iterable[Any], items: Iterable[Any], skip: Iterable[str] = ()) -> tuple[Any, ...]:
+    """Return the parts of a container as optree takes them: values, blank, and entries. `skip` names other attributes."""
+    names = set(skip)
+    own = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in names}
+    plain = {name: each for name, each in own.items() if type(each) in _PLAIN}
+    others = {_Attribute(name): each for name, each in own.items() if name not in plain}
+    entries = (*keys, *others)
+    return (*items, *others.values()), _Blank(value, entries, plain), entries
+
+
+def _sequence_parts(value: Sequence[Any]) -> tuple[Any, ...]:
+    return _parts(value, range(len(value)), value)
+
+
+def _mapping_parts(value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    keys = tuple(value)  # a ModelOutput also has its items as attributes
+    skip = ["data"] if isinstance(value, UserDict) else []
+    return _parts(value, keys, (value[key] for key in keys), [*skip, *(key for key in keys if isinstance(key, str))])
 
 
 def _mapping_items(value: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Return the items of a mapping that its class alone can fill. Its attributes may hold the items themselves."""
     keys = tuple(value)
-    names = tuple(key for key in keys if isinstance(key, str))  # a ModelOutput also has its items as attributes
-    return tuple(value[key] for key in keys), _Blank(value, keys, names), keys
+    return tuple(value[key] for key in keys), _Blank(value, keys, {}), keys
 
 
-def _dataclass_fields(value: Any) -> tuple[Any, ...]:
+def _dataclass_parts(value: Any) -> tuple[Any, ...]:
     names = tuple(field.name for field in dataclasses.fields(value) if hasattr(value, field.name))
-    return tuple(getattr(value, name) for name in names), _Blank(value, names, names), names
+    return _parts(value, names, (getattr(value, name) for name in names), names)
 
 
 def _build_dict(blank: _Blank, leaves: Iterable[Any]) -> Any:
     """Fill a dict through __setitem__, which keeps the attributes of a ModelOutput equal to its items."""
     built = blank.instance()
-    for key, leaf in zip(blank, leaves, strict=True):
+    items, attributes = blank.split(leaves)
+    if isinstance(built, UserDict):
+        built.data = {}
+    for key, leaf in items.items():
         built[key] = leaf
+    blank.set_attributes(built, attributes)
     return built
 
 
-def _build_mapping(cls: Any) -> Callable[[Any, Any], Any]:
-    return lambda blank, leaves: cls(dict(zip(blank, leaves, strict=True)))
+def _build_mapping(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    """Call the class with a dict of the items: only the class can fill its instances."""
+    return blank.cls(blank.split(leaves)[0])
 
 
 def _build_dataclass(blank: _Blank, leaves: Iterable[Any]) -> Any:
     """Build a dataclass without running __init__ or __post_init__ again. This also works for frozen classes."""
     built = blank.instance()
-    for name, leaf in zip(blank, leaves, strict=True):
-        object.__setattr__(built, name, leaf)
+    fields, attributes = blank.split(leaves)
+    blank.set_attributes(built, {**fields, **attributes})
     return built
 
 
 def _build_list(blank: _Blank, leaves: Iterable[Any]) -> Any:
     built = blank.instance()
-    built.extend(leaves)
+    items, attributes = blank.split(leaves)
+    built.extend(items.values())
+    blank.set_attributes(built, attributes)
+    return built
+
+
+def _build_tuple(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    items, attributes = blank.split(leaves)
+    built = tuple.__new__(blank.cls, items.values())
+    blank.set_attributes(built, {**blank._plain, **attributes})
     return built

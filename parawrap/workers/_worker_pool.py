@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -104,6 +104,10 @@ class WorkerPool:
         """Wait for the requests that were sent before. Then run the block."""
         wait([request.future for lane in self.lanes for request in lane.unanswered])
         yield
+
+    def exclude_first_lane(self) -> AbstractContextManager[None]:
+        """Do nothing: a worker has its own model."""
+        return nullcontext()
 
     def cancel(self) -> None:
         """Drop calls that were not sent, and end the workers, also in the middle of a call."""

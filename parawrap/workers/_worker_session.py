@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from parawrap.engine import Entry, Prepare, Session, Work
+from parawrap.engine import Entry, Prepare, Ready, Session, Work
 from parawrap.errors import SessionError
-from parawrap.lanes import Lane, LaneFuture, Modes
+from parawrap.lanes import Lane, LaneFuture
 from parawrap.launch import Platform
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
@@ -49,14 +49,19 @@ class WorkerSession(Session):
         return super().call(entry, args, kwargs)
 
     def submit(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
+        ready: Ready | None = None,
     ) -> LaneFuture:
         """Run a call whole in the worker with the least work. With `prepare`, the worker computes the arguments first."""
         self._refuse_gradients(args, kwargs)
-        if self.must_run_plainly():
+        ready = ready or self.get_ready()
+        if ready is None:
             return super().submit(entry, args, kwargs, prepare)
-        self.replicate()
-        modes = Modes.capture(self._workers.packed_modes.kind)
+        modes = ready.modes
         rows = 0 if prepare is not None else self._rows(entry, args, kwargs)  # this process does not see prepared rows
         call = Call(entry.method, None, self._workers.packed_modes(modes), None, False, args, kwargs)
         numbered = None if prepare is None else self._numbered(prepare)

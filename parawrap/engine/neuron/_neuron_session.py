@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 
 from parawrap.engine._call_recorder import Recorder, Trace
-from parawrap.engine._session import Entry
+from parawrap.engine._session import Entry, Ready
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._whole_call import Prepare, prepared
 from parawrap.engine.neuron._compiled_shapes import Fitting
@@ -96,12 +96,20 @@ class NeuronSession:
             self.tally.cut(plan.sizes, [index % len(self.devices) for index in range(len(shards))])
             return output
 
+    def get_ready(self) -> Ready | None:
+        """Return None: a compiled model does not change."""
+
     def submit(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
+        self,
+        entry: Entry,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        prepare: Prepare | None = None,
+        ready: Ready | None = None,
     ) -> LaneFuture:
         """Run a call whole on one core, in the lane that is free first. Raises the errors of `call` before it is queued.
 
-        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``.
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``. `ready` is not used.
         """
         if self.pool.closed:
             msg = "the lanes are closed: submit inside the `with` block, and read the outputs of map before it ends"
