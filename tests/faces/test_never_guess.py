@@ -60,7 +60,7 @@ def assert_equal(one, other):
 
 
 def is_cut(rows, lanes):
-    """True if a call without `out_dims` is cut. Two rows, and four on two lanes, cannot be cut unevenly into shards of two."""
+    """True if a call without `out_dims` is cut: not with two rows, or with four on two lanes."""
     return rows > 2 and (rows, lanes) != (4, 2)
 
 
@@ -729,7 +729,7 @@ class Hidden(nn.Module):
 @LANES
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_an_output_is_joined_without_regard_to_earlier_outputs(layers, lanes):
-    """Hidden states are refused after calls whose output followed the rows, also with as many layers as a shard has rows."""
+    """Hidden states are refused after calls whose output followed the rows, whatever their number of layers."""
     model = Hidden(layers)
     x = torch.randn(layers * lanes, 5, 3)
     with torch.no_grad():
