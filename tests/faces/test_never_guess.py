@@ -26,7 +26,7 @@ ROWS = (2, 3, 4, 5, 6, 7, 8, 9, 12)
 SOME_ROWS = (2, 4, 5, 8, 9)
 CALLS = 6
 
-# These tests sweep row counts, also small ones. test_shard_sizes.py tests the warning.
+# These tests sweep row counts, also small ones. test_parallel_warnings.py tests the warning.
 pytestmark = pytest.mark.filterwarnings("ignore:a call of .* has a shard of:UserWarning")
 
 
@@ -356,13 +356,6 @@ def test_a_seed_gives_the_same_numbers_without_gradients_under_deterministic_alg
         for rows in ROWS:
             (first, drawn), *others = outcomes_of_one_seed(model, rows, lanes)
             assert all(torch.equal(y, first) and number == drawn for y, number in others)
-
-
-@pytest.fixture
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Draws(nn.Module):
