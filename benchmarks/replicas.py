@@ -39,7 +39,7 @@ def rows(rounds: int = 400) -> list[Row]:
 
 def _unchanged(rounds: int) -> Row:
     few, many, x = _Holds(2), _Holds(200), torch.zeros(8, 2)
-    with torch.no_grad(), parallel(few, ["cpu"] * 2), parallel(many, ["cpu"] * 2):
+    with torch.no_grad(), parallel(few, ["cpu"] * 2, out_dims=0), parallel(many, ["cpu"] * 2, out_dims=0):
         arms = take_turns({"2 parameters": partial(few, x), "200 parameters": partial(many, x)}, rounds=rounds, calls=5)
     added = arms["200 parameters"].median_us - arms["2 parameters"].median_us
     result = Result("time added by 198 unchanged parameters", added, "us").held_to("at most", _MOST_FOR_PARAMETERS_US)

@@ -4,9 +4,9 @@
 >>> from parawrap import parallel
 >>> model = torch.nn.Linear(3, 2)
 >>> with parallel(model, ["cpu", "cpu"]):
-...     y = model(torch.randn(8, 3))
+...     y = model(torch.randn(9, 3))
 >>> y.shape
-torch.Size([8, 2])
+torch.Size([9, 2])
 """
 
 import importlib

@@ -57,10 +57,7 @@ class GatherError(ParawrapError, ValueError):
 
 
 class VerifyError(ParawrapError, RuntimeError):
-    """A parallel output differs from the plain one by more than rounding.
-
-    Raised by ``parallel(..., verify=True)`` and `parawrap.testing.check_rowwise`.
-    """
+    """A parallel output differs from the plain one by more than rounding. Raised by `parawrap.testing.check_rowwise`."""
 
 
 class ShapeError(ParawrapError, ValueError):

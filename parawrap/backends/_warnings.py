@@ -29,6 +29,6 @@ def warn_caller(message: str) -> None:
 def ignore_speed_warnings() -> Iterator[None]:
     """Run the block without warnings about the speed of blocks that parawrap itself opens."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"a call of \d+ rows on \d+ lanes has a shard")
+        warnings.filterwarnings("ignore", r"a call of \d+ rows on \d+ lanes .*, because the sizes")
         warnings.filterwarnings("ignore", "a model in eval mode is called with gradients enabled")
         yield

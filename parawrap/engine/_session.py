@@ -130,7 +130,7 @@ class Pool(Protocol):
         turns: TurnsOf | None = ...,
     ) -> list[Outcome]: ...
     def idle(self) -> AbstractContextManager[None]: ...
-    def exclude_first_lane(self) -> AbstractContextManager[None]: ...
+    def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def close(self) -> None: ...
 
 
@@ -341,7 +341,7 @@ class Session:
     ) -> LaneFuture:
         """Run a call whole in one lane: on the CPU the first free lane, on other devices the lane with the least work.
 
-        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``. A stream has its own `ready`.
+        With `prepare`, the lane computes the arguments of the call first, as ``prepare(*args)``. A stream gives `ready`.
         """
         ready = ready or self.get_ready()
         if ready is None:
@@ -371,13 +371,13 @@ class Session:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the replicas. A call in flight finishes too."""
         self.pool.close()
-        for cutter in self.cutters.values():
-            if cutter.unused:
-                warn_caller(
-                    f"in_dims names {min(cutter.unused)!r}, and no call passed a keyword argument of that name. "
-                    "Correct the name, or leave it out"
-                )
-                cutter.unused.clear()
+        unused = set[str]().union(*(cutter.unused for cutter in self.cutters.values()))
+        unused.intersection_update(*(cutter.unused for cutter in self.cutters.values()))
+        if unused and self.tally.calls:
+            warn_caller(
+                f"in_dims names {min(unused)!r}, and no call passed a keyword argument of that name. Correct the name, or "
+                "leave it out"
+            )
         with self._refreshing:
             if self._replicas is not None:
                 self._replicas.warn()
@@ -416,11 +416,10 @@ class Session:
         if self._replicas is None:
             output = plain(*args, **kwargs)
         else:
-            with self.pool.exclude_first_lane():
-                try:
-                    output = plain(*args, **kwargs)
-                finally:
-                    self._replicas.ran_plainly()
+            try:
+                output = self.pool.run_on_model(plain, args, kwargs)
+            finally:
+                self._replicas.ran_plainly()
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
         self.tally.plain()
         return output

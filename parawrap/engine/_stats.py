@@ -80,6 +80,11 @@ class Tally:
         self._rows = [0] * lanes
         self._shards: tuple[int, ...] = ()
 
+    @property
+    def calls(self) -> int:
+        """The number of calls so far."""
+        return self._calls
+
     def plain(self) -> None:
         """Count a plain call."""
         with self._counting:
@@ -87,12 +92,9 @@ class Tally:
             self._plain += 1
 
     def cut(self, sizes: tuple[int, ...], lanes: Sequence[int] | None = None) -> None:
-        """Count a call with shards of those sizes. Shard i ran in ``lanes[i]``, or else in lane i or the last lane."""
-        last = len(self._rows) - 1
+        """Count a call with shards of those sizes. Shard i ran in ``lanes[i]``, or else in lane i."""
         with self._counting:
             self._calls += 1
-            if lanes is None and len(sizes) > last + 1:
-                sizes = (*sizes[:last], sum(sizes[last:]))
             self._shards = sizes
             for shard, size in enumerate(sizes):
                 self._rows[shard if lanes is None else lanes[shard]] += size

@@ -49,11 +49,11 @@ class Turns:
             return "all"
         if not only_tensors and any(type(leaf) is torch.Generator for leaf in leaves):
             return "all"
-        if not self._shared or not torch.is_grad_enabled():
+        if not self._shared:
             return None
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            return "device"
-        if not learns:
+            return "device"  # also without gradients: a reentrant checkpoint runs forward without, and once more with them
+        if not learns or not torch.is_grad_enabled():
             return None
         if self._is_on_cpu and not self._has_warned_of_turns and getattr(target, "training", True) is False:
             self._has_warned_of_turns = True

@@ -59,7 +59,7 @@ class Comparison:
     Example:
         >>> import torch
         >>> from parawrap import compare
-        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(8, 3), ["cpu", "cpu"], show=False)
+        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(9, 3), ["cpu", "cpu"], show=False)
         >>> [way.name for way in comparison.ways]
         ['plain', 'lanes']
     """

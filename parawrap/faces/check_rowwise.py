@@ -10,7 +10,7 @@ import torch
 
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine import as_call
-from parawrap.errors import VerifyError
+from parawrap.errors import ShardError, VerifyError
 from parawrap.faces._comparison_table import Difference, difference
 from parawrap.faces.parallel import parallel
 from parawrap.tree import addresses, flatten, mismatch, unflatten
@@ -37,7 +37,7 @@ def check_rowwise(
     ``x - x.mean(0)``; this check finds both.
 
     The check uses copies of the model, and does not change the model. It runs on the model's device, in the modes of the
-    caller. It cuts the batch for 2, 3, and 8 lanes.
+    caller. It cuts the batch for 2, 3, and 8 lanes. Give at least 3 rows: without `out_dims`, fewer rows are not cut.
 
     Args:
         model: The model, in train or eval mode. Random numbers differ between cuts, so use eval mode for dropout.
@@ -49,15 +49,16 @@ def check_rowwise(
 
     Raises:
         VerifyError: If an output, a gradient, or a buffer differs. The message names it, the cut, and the difference.
-        ShardError, GatherError, ReplicaError: As for `parallel`.
+        ShardError: If no call was cut, for instance because the batch has fewer than 3 rows; and as for `parallel`.
+        GatherError, ReplicaError: As for `parallel`.
 
     Example:
         >>> import torch
         >>> from parawrap.testing import check_rowwise
-        >>> check_rowwise(torch.nn.Linear(3, 2), torch.randn(8, 3))
-        >>> check_rowwise(torch.nn.Softmax(dim=0), torch.randn(8, 3))
+        >>> check_rowwise(torch.nn.Linear(3, 2), torch.randn(11, 3))
+        >>> check_rowwise(torch.nn.Softmax(dim=0), torch.randn(11, 3))
         Traceback (most recent call last):
-        parawrap.errors.VerifyError: Softmax mixes rows. With 8 rows cut as 4 + 4, output differs by up to ...
+        parawrap.errors.VerifyError: Softmax mixes rows. With 11 rows cut as 6 + 5, output differs by up to ...
     """
     method, *_ = options.get("methods", ("forward",))
     weights = torch.Generator().manual_seed(0)
@@ -65,14 +66,20 @@ def check_rowwise(
     before = torch.get_rng_state()
     expected = _parts_of(plain, _call(plain, method, batch, loss, weights))
     draws = not torch.equal(before, torch.get_rng_state())
+    is_cut = False
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     for lanes in _LANES:
         cut = copy.deepcopy(model)
         with ignore_speed_warnings(), parallel(cut, [device] * lanes, **options) as block:
             found = _parts_of(cut, _call(cut, method, batch, loss, weights.manual_seed(0)))
+        sizes = block.stats().shards
+        is_cut = is_cut or len(sizes) > 1
         problems = [*_problems(found, expected, rtol)]
         if problems:
-            raise VerifyError(_message(model, problems, block.stats().shards, draws=draws))
+            raise VerifyError(_message(model, problems, sizes, draws=draws))
+    if not is_cut:
+        msg = "the batch was not cut, so there was nothing to compare. Give a batch of 3 rows or more, as tensors"
+        raise ShardError(msg)
 
 
 def _call(

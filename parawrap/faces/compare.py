@@ -41,7 +41,7 @@ def compare(
     In the table, "plain" is the call as torch runs it, and "lanes" is the call inside
     ``parallel(model, devices, **options)``. These two ways alternate in turns. Each turn starts from the same buffers,
     training flags, `.grad`, and torch random states, and restores them at its end. Its first calls are not timed.
-    Accelerators are synchronised around each timed call.
+    Accelerators are synchronized around each timed call.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
@@ -61,7 +61,7 @@ def compare(
     Example:
         >>> import torch
         >>> from parawrap import compare
-        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(8, 3), ["cpu", "cpu"])
+        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(9, 3), ["cpu", "cpu"])
         parallel(Linear, ['cpu', 'cpu']): forward in training mode, 5 rounds of 10 calls
           way  median ms ...
     """

@@ -210,10 +210,10 @@ class Parallel(Streams, Generic[TargetT]):
             >>> from parawrap import parallel
             >>> model = torch.nn.Linear(3, 1)
             >>> with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
-            ...     _ = model(torch.ones(4, 3))
+            ...     _ = model(torch.ones(9, 3))
             ...     _ = model.weight.data.zero_()
             ...     p.refresh()
-            ...     bool((model(torch.ones(4, 3)) == model.bias).all())
+            ...     bool((model(torch.ones(9, 3)) == model.bias).all())
             True
         """
         self._opened().refresh()

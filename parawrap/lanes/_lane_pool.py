@@ -247,7 +247,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
-        self._excluding = 0  # the thread that excludes the first lane
+        self._on_model = 0  # the thread that runs the model itself
         self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
 
@@ -392,22 +392,21 @@ class LanePool:
             with self._places.changing():
                 yield
 
-    @contextmanager
-    def exclude_first_lane(self) -> Iterator[None]:
-        """Keep the first lane idle inside the block, for a call that runs on the model itself.
+    def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that runs the model itself, while the first lane is idle.
 
-        Inside a lane, and inside another such block of the same thread, it does nothing.
+        Inside a lane, and inside another such call of the same thread, it does not wait.
         """
         first, thread = self.lanes[0], threading.get_ident()
-        if here.lane is not None or self._excluding == thread:
-            yield
-            return
-        first.wait_until_idle()
-        self._excluding = thread
+        if here.lane is not None or self._on_model == thread:
+            return function(*args, **kwargs)
+        if not first.busy.acquire(blocking=False):
+            first.wait_until_idle()
+        self._on_model = thread
         try:
-            yield
+            return function(*args, **kwargs)
         finally:
-            self._excluding = 0
+            self._on_model = 0
             first.busy.release()
 
     def close(self) -> None:

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from parawrap._private_name import private_name
+from torch.autograd import forward_ad
 
-__all__ = ["DeviceContext", "dispatch_modes", "function_modes", "functorch_level", "profiler_runs", "saved_tensor_hooks"]
+from parawrap._private_name import private_attribute, private_name
+
+__all__ = [
+    "DeviceContext",
+    "dispatch_modes",
+    "forward_ad_level",
+    "function_modes",
+    "functorch_level",
+    "profiler_runs",
+    "saved_tensor_hooks",
+]
 
 
 def _name(path: str) -> Any:
     return private_name(path, "lanes")
+
+
+def forward_ad_level() -> int:
+    """Return the level of forward-mode autograd, -1 outside it. All threads share it."""
+    level: int = private_attribute(forward_ad, "_current_level", "lanes")
+    return level
 
 
 # Modes and hooks of the calling thread

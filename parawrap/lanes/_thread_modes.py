@@ -19,6 +19,7 @@ import torch
 from parawrap.lanes._private_names import (
     DeviceContext,
     dispatch_modes,
+    forward_ad_level,
     function_modes,
     functorch_level,
     profiler_runs,
@@ -114,16 +115,19 @@ class Modes(NamedTuple):
 def sees_only_its_own_thread() -> bool:
     """True if something watches the calling thread and cannot follow into a lane: the call must then run plainly.
 
-    Tracers and compilers record what one thread does; a dispatch mode (a FLOP counter, fake tensors), a function mode
-    and a functorch transform live in one thread; hooks on saved tensors depend on the order of their calls.
+    Tracers and compilers record what one thread does. A dispatch mode (a FLOP counter, fake tensors), a function mode, and
+    a functorch transform live in one thread. Copies of parameters lose the tangents of forward-mode autograd. Hooks on
+    saved tensors depend on the order of their calls.
     """
+    functions = function_modes()
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         or dispatch_modes() > 0
         or saved_tensor_hooks(False) is not None
         or functorch_level() is not None
-        or not all(isinstance(mode, DeviceContext) for mode in function_modes())
+        or forward_ad_level() >= 0
+        or (functions and not all(isinstance(mode, DeviceContext) for mode in functions))
     )
 
 
@@ -133,7 +137,8 @@ def _default_in_lane(default: torch.device | None, device: torch.device, home: t
 
 def _default_device() -> torch.device | None:
     """The innermost default device, of ``torch.set_default_device`` or of ``with torch.device(...)``."""
-    devices = [mode.device for mode in function_modes() if isinstance(mode, DeviceContext)]
+    modes = function_modes()
+    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)] if modes else []
     return devices[-1] if devices else None
 
 

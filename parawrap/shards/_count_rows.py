@@ -8,7 +8,10 @@ import datetime as dt
 import enum
 import numbers
 import pathlib
+import re
+import sys
 import types
+import uuid
 from typing import Any
 
 import torch
@@ -42,7 +45,11 @@ _FIXED = (
     numbers.Number,
     pathlib.PurePath,
     dt.date,
+    dt.time,
     dt.timedelta,
+    dt.tzinfo,
+    re.Pattern,
+    uuid.UUID,
     torch.Size,
     torch.layout,
     torch.memory_format,
@@ -54,6 +61,12 @@ _FIXED = (
 def _length_of_array(value: Any) -> int | None:
     shape = None if isinstance(value, (torch.Tensor, Opaque)) else getattr(value, "shape", None)
     return shape[0] if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+
+
+def _is_numpy_value(value: Any) -> bool:
+    """True for a scalar or a dtype of numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, (numpy.generic, numpy.dtype))
 
 
 def has_items(value: Any) -> bool:
@@ -81,7 +94,7 @@ def extent_of(leaf: Any, dim: int | None) -> int:
         return BROADCAST
     if isinstance(leaf, NUMBERS):
         return NUMBER
-    if isinstance(leaf, _FIXED) or dim is None:
+    if isinstance(leaf, _FIXED) or dim is None or _is_numpy_value(leaf):
         return FIXED
     length = _length_of_array(leaf)
     return OBJECT if length is None else FOREIGN - length

@@ -12,7 +12,6 @@ from operator import attrgetter, itemgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from parawrap.backends import bring
 from parawrap.errors import GatherError, ShardError
@@ -375,7 +374,7 @@ def _views(tensor: torch.Tensor, sizes: tuple[int, ...], dim: int) -> Sequence[t
     its rows (``x += self.bias``), so each view is detached from the others.
     """
     parts = tensor.split_with_sizes(sizes, dim)
-    if not tensor.requires_grad and forward_ad.unpack_dual(tensor).tangent is None:
+    if not tensor.requires_grad:
         return [part.detach() for part in parts]
     return parts
 

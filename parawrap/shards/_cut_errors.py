@@ -171,7 +171,8 @@ def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
     """Return a warning for a shard that is much larger than `largest`, its size in a balanced cut."""
     if sizes[0] <= _UNEVEN_BEYOND * largest:
         return None
+    does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
-        f"a call of {sum(sizes)} rows on {lanes} lanes has a shard of {sizes[0]} rows, because the sizes of shards must "
-        f"differ to show which outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
+        f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
+        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
     )

@@ -8,7 +8,7 @@ refused otherwise: equal values alone prove nothing, since two lanes that both c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn, cast
 
@@ -314,6 +314,9 @@ class _Join:
             )
         if any(isinstance(part, torch.Tensor) and part.ndim for part in column):
             refuse(f"the shapes {shapes_of(column)} have no dim in common. {CURE}")
+        if isinstance(declared.reduce, (list, tuple, Mapping)):
+            kind = type(declared.reduce).__name__
+            refuse(f"reduce declares a {kind} here, and the lanes returned a {type(column[0]).__name__}")
         if self._may_be_squeezed(column, declared):
             refuse(
                 "each lane had one row and returned a 0-d tensor, which is either a number or that row without its dim. "

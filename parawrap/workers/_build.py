@@ -32,7 +32,7 @@ def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build
         >>> import torch
         >>> from parawrap import build, parallel
         >>> with torch.no_grad(), parallel(build(torch.nn.Linear, 3, 2), ["cpu", "cpu"], workers="process") as p:
-        ...     tuple(p(torch.ones(6, 3)).shape)
-        (6, 2)
+        ...     tuple(p(torch.ones(9, 3)).shape)
+        (9, 2)
     """
     return Build(load_model, args, kwargs)

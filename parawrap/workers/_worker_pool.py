@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -105,9 +105,9 @@ class WorkerPool:
         wait([request.future for lane in self.lanes for request in lane.unanswered])
         yield
 
-    def exclude_first_lane(self) -> AbstractContextManager[None]:
-        """Do nothing: a worker has its own model."""
-        return nullcontext()
+    def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that runs the model of this process: workers have their own models."""
+        return function(*args, **kwargs)
 
     def cancel(self) -> None:
         """Drop calls that were not sent, and end the workers, also in the middle of a call."""
