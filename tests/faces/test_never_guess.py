@@ -27,7 +27,7 @@ SOME_ROWS = (2, 4, 5, 8, 9)
 CALLS = 6
 
 # These tests sweep row counts, also small ones. test_parallel_warnings.py tests the warning.
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* has a shard of:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 
 
 def lanes_on_cpu(count):

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from parawrap import GatherError, ShardError, parallel
 
 # These tests sweep row counts, also small ones. test_parallel_warnings.py tests the warning.
-pytestmark = pytest.mark.filterwarnings("ignore:a call of .* has a shard of:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 Pair = namedtuple("Pair", ["left", "right"])
 
 

@@ -103,7 +103,7 @@ class First(nn.Module):
 @pytest.mark.parametrize("name", MODELS)
 @given(rows=st.integers(1, 17), lanes=st.integers(1, 5), times=st.integers(1, 2))
 @few
-@pytest.mark.filterwarnings("ignore:a call of .* has a shard of:UserWarning")
+@pytest.mark.filterwarnings("ignore:a call of .* rows on .* lanes:UserWarning")
 def test_gradients_equal_the_plain_ones(name, rows, lanes, times):
     """Gradients of parameters and inputs equal the plain ones, also if they accumulate."""
     model = MODELS[name]()
