@@ -240,6 +240,30 @@ def test_modules_keep_attributes_that_calls_do_not_read():
     assert set(vars(Linear(2, 2))) >= of_replicas.NOT_CALLED
 
 
+@canary("_make_subclass")
+def test_a_subclass_is_no_view():
+    """A tensor of another class shares memory and version with the first, and a write leaves its place in the graph."""
+
+    class Link(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, tensor):
+            return of_replicas.make_subclass(torch.nn.Parameter, tensor.detach())
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    weight = torch.nn.Parameter(torch.ones(2))
+    linked = Link.apply(weight)
+    node = linked.grad_fn
+    with torch.no_grad():
+        weight.mul_(3)
+    assert isinstance(linked, torch.nn.Parameter)
+    assert linked.tolist() == [3, 3]
+    assert linked._version == weight._version
+    assert linked.grad_fn is node
+
+
 @canary("_foreach_copy_")
 def test_many_tensors_are_copied_at_once():
     """Small parameters are copied together."""

@@ -70,7 +70,6 @@ class DataParallel(torch.nn.DataParallel[T]):
     """
 
     _engine: tuple[tuple[Any, ...], Session] | None = None  # the session's settings, and the session
-    _left_out_of_replicas = ("_engine",)
 
     def __init__(
         self,

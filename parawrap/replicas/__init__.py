@@ -6,12 +6,12 @@ gradients return to the parameters.
 """
 
 from parawrap.replicas._batched_copies import lasting
-from parawrap.replicas._copy_structure import Survey
-from parawrap.replicas._detect_changes import Ledger, Watch, with_other_buffers
+from parawrap.replicas._ledger import Ledger, buffers_written_unseen, may_be_written_unseen, with_other_buffers
 from parawrap.replicas._method_stand_ins import PlainView, StandIn, original_method, put, restore
 from parawrap.replicas._private_names import COMPILED_CALL, buffers_of, compiler, version_of
-from parawrap.replicas._refresh import Freshness, LaneReplica, ReplicaSet, home_of
-from parawrap.replicas._replica import buffers_written_unseen, may_be_written_unseen
+from parawrap.replicas._replica_set import Freshness, LaneReplica, ReplicaSet, home_of
+from parawrap.replicas._snapshot import Snapshot
+from parawrap.replicas._survey import Survey
 
 __all__ = [
     "COMPILED_CALL",
@@ -20,9 +20,9 @@ __all__ = [
     "Ledger",
     "PlainView",
     "ReplicaSet",
+    "Snapshot",
     "StandIn",
     "Survey",
-    "Watch",
     "buffers_of",
     "buffers_written_unseen",
     "compiler",

@@ -9,8 +9,9 @@ import torch
 
 from parawrap.backends import backend_of, bring
 from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
+from parawrap.replicas._private_names import make_subclass
 
-__all__ = ["Mirror", "send"]
+__all__ = ["Mirror", "link_view", "send"]
 
 
 class _Link(torch.autograd.Function):
@@ -27,6 +28,27 @@ class _Link(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return bring(gradients[0], ctx.home), None
+
+
+class _View(torch.autograd.Function):
+    """From a tensor to another tensor object with the same memory and version, of another class.
+
+    Unlike a view, it keeps its place in the graph when the memory is written in place, as an optimizer does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+        return make_subclass(kind, tensor.detach())  # `as_subclass` would make a view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+def link_view(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor of class `kind` with the memory and the version of `tensor`. Gradients flow through it."""
+    linked: torch.Tensor = _View.apply(tensor, kind) if tensor.requires_grad else tensor.detach().as_subclass(kind)
+    return linked
 
 
 class Mirror:

@@ -1,173 +1,139 @@
-"""The state that calls leave in one replica. Each call starts from the model's state, so the next one drops it."""
+"""What a call may not leave in a replica: each call starts from the state of the model."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import chain
-from operator import is_, is_not
+from collections import deque
+from operator import is_not
 from typing import Any
 
 import torch
 
 from parawrap.errors import ReplicaError
-from parawrap.replicas._copy_rules import Cell, Dict, Instance
-from parawrap.replicas._copy_structure import Copy, Node, Survey
-from parawrap.replicas._detect_changes import Lengths, is_watched_apart, parts_of
+from parawrap.replicas._copies import Copies
+from parawrap.replicas._lane_tensors import LaneTensors
+from parawrap.replicas._parts import Kind, kind_of, parts_of, references_of
 from parawrap.replicas._private_names import BUFFERS, CHILDREN, PARAMETERS
-from parawrap.replicas._replica_tensors import Tensors
-from parawrap.replicas._rule_by_class import ATOMS
+from parawrap.replicas._snapshot import ABSENT, Change, Snapshot
+from parawrap.replicas._survey import Node
 
 __all__ = ["LaneState"]
 
-_NOT_STATE = frozenset({BUFFERS, PARAMETERS})  # tensors have rules of their own
-_NEW = object()
 
 
 class LaneState:
-    """The values in the dicts, instances, and lists of one replica. Used while the lane is idle, or in the lane."""
+    """The objects that the containers of one replica hold, except tensors. Used while the lane is idle, or in the lane.
 
-    def __init__(self, survey: Survey, copy: Copy, tensors: Tensors) -> None:
-        self._survey = survey
-        self._copy = copy
+    `written` is a list that the replicas of a session share. It gets the places that the first such call wrote.
+    """
+
+    def __init__(self, copies: Copies, tensors: LaneTensors, written: list[str]) -> None:
+        self._copies = copies
         self._tensors = tensors
-        nodes = [node for node in survey.makeable if node.key not in _NOT_STATE]
-        self._nodes = [node for node in nodes if isinstance(node.content, Dict) or _has_dict(node)]
-        copies = [copy.of(node.value) for node in self._nodes]
-        self._dicts: list[Any] = [
-            each if isinstance(node.content, Dict) else vars(each) for node, each in zip(self._nodes, copies, strict=True)
-        ]
-        self._others = [(node, copy.of(node.value)) for node in nodes if is_watched_apart(node)]
-        self._growing = [(node, copy.of(node.value)) for node in survey.makeable if node.key in (CHILDREN, PARAMETERS)]
-        self._grown_from = [dict(own) for _, own in self._growing]
-        self.accept()
+        self._written = written
+        pairs = [*copies.pairs()]
+        self._modules = {id(copy) for _, copy in pairs if isinstance(copy, torch.nn.Module)}
+        self._snapshot = Snapshot((node, copy) for node, copy in pairs if not _holds_buffers(node))
+        self._buffers = [(node, copy, frozenset(copy)) for node, copy in pairs if _holds_buffers(node)]
+        self._sizes = [len(names) for *_, names in self._buffers]
 
     def accept(self) -> None:
-        """Take the values of now for the values that each call starts from."""
-        self._views = [own.values() for own in self._dicts if own]  # live
-        self._keys = [list(own) for own in self._dicts]
-        self._sized = Lengths(self._dicts)
-        self._values = [*chain.from_iterable(self._views)]  # a dict that is empty now must stay empty
-        self._parts = [parts_of(node, own) for node, own in self._others]
+        """Take the objects of now for those that each call starts from."""
+        self._snapshot.accept()
+
+    def set(self, own: dict[Any, Any], key: Any, value: Any) -> None:
+        """Take a value that was set in one dict for the one that each call starts from."""
+        self._snapshot.set(own, key, value)
+
+    def intact(self) -> bool:
+        """True if the last call left nothing."""
+        return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.intact()
 
     def restore(self) -> None:
-        """Put back the values that calls replaced."""
-        if not self.is_intact():
-            self._restore()
+        """Put back what calls changed."""
+        if self.intact():
+            return
+        for _, own, names in self._buffers:
+            for name in [name for name in own if name not in names]:
+                del own[name]
+        self._snapshot.restore()
 
-    def is_intact(self) -> bool:
-        """True if no call replaced a value."""
-        same = self._sized.intact() and all(map(is_, chain.from_iterable(self._views), self._values))
-        return same and (not self._others or self._others_are_intact())
+    def settle(self) -> None:
+        """Put back what a call changed, and note its places for a warning.
 
-    def _restore(self) -> None:
-        given, fresh = [*self._given()], self._fresh()
-        for own, values in zip(self._dicts, given, strict=True):
-            if id(own) not in fresh and _differ(own, values):
-                kind = OrderedDict if isinstance(own, OrderedDict) else dict
-                kind.clear(own)
-                kind.update(own, {key: fresh.get(id(value), value) for key, value in values.items()})
-        for (node, own), parts in zip(self._others, self._parts, strict=True):
-            if id(own) not in fresh and _list_differs(parts_of(node, own), parts):
-                node.content.put_back(own, [fresh.get(id(part), part) for part in parts])
-        if fresh:
-            self._dicts = [fresh.get(id(own), own) for own in self._dicts]
-            self._others = [(node, fresh.get(id(own), own)) for node, own in self._others]
-            self.accept()
+        Raises:
+            ReplicaError: If the call made a layer or a parameter; each lane would train its own. The message names it.
+        """
+        changes = [change for change in self._changes() if self._counts(change)]
+        self.restore()
+        for change in changes:
+            if self._is_made(change):
+                holder = change.node.parent if change.node.key in (CHILDREN, PARAMETERS) else change.node
+                msg = (
+                    f"{type((holder or change.node).value).__name__} makes {_path(change)!r} in forward, and each lane made its "
+                    "own, which learns nothing. Make it before the block, for instance by a call of the model"
+                )
+                raise ReplicaError(msg)
+        if changes and not self._written:
+            self._written.extend(dict.fromkeys(_path(change) for change in changes))
 
-    def _fresh(self) -> dict[int, Any]:
-        """Copies for containers that a call changed and then took out of the model: they may be in its output."""
-        dicts = zip(self._nodes, self._dicts, self._given(), strict=True)
-        changed = [(node, own) for node, own, given in dicts if isinstance(node.content, Dict) and _differ(own, given)]
-        others = zip(self._others, self._parts, strict=True)
-        changed += [
-            pair
-            for pair, parts in others
-            if not isinstance(pair[0].content, Instance | Cell) and _list_differs(parts_of(*pair), parts)
-        ]
-        return {id(own): self._copy.make(node) for node, own in changed if not self._is_held(node, own)}
+    def _changes(self) -> list[Change]:
+        changes = self._snapshot.changes() or []
+        for node, own, names in self._buffers:
+            changes += [Change(node, name, ABSENT, value) for name, value in own.items() if name not in names]
+        return changes
+
+    def _counts(self, change: Change) -> bool:
+        """True for state that a later call of the model would have read, and that no hook of torch computes at each call."""
+        node, key, before, now = change
+        copy = self._copies.of(node.value)
+        if node.kind in (Kind.DICT, Kind.LIST, Kind.SET) and not self._is_held(node, copy):
+            return False  # the call took it out of the model
+        if key is None:
+            return len(before) != len(now) or not all(map(_are_equal, before, now))
+        if _are_equal(before, now) or self._is_empty_as_before(before, now):
+            return False
+        if node.kind is Kind.MODULE:
+            parameters = vars(copy)[PARAMETERS]
+            if f"{key}_orig" in parameters or f"{key}_v" in parameters:
+                return False
+        return not isinstance(now, torch.Tensor) or node.key == PARAMETERS or self._tensors.original_of(now) is None
 
     def _is_held(self, node: Node, own: Any) -> bool:
         """True if a container is still where the model has its original."""
-        for holder in self._survey.holders(node.value):
-            copy = self._copy.of(holder.value)
-            if any(part is own for _, part in (*holder.content.parts(copy), *holder.content.references(copy))):
-                return True
-        return False
-
-    def _others_are_intact(self) -> bool:
-        return not any(
-            _list_differs(parts_of(node, own), parts) for (node, own), parts in zip(self._others, self._parts, strict=True)
+        holders = [(holder, self._copies.of(holder.value)) for holder in self._copies.survey.holders(node.value)]
+        return any(
+            part is own
+            for holder, copy in holders
+            for _, part in (*parts_of(copy, holder.kind), *references_of(copy, holder.kind))
         )
 
-    @property
-    def growing(self) -> list[dict[str, Any]]:
-        """The dicts of submodules and parameters."""
-        return [own for _, own in self._growing]
-
-    def refuse_grown(self) -> None:
-        """Refuse a module that makes or replaces layers or parameters in a call.
-
-        Raises:
-            ReplicaError: If the lane made or replaced one. The message names the place.
-        """
-        for (node, own), given in zip(self._growing, self._grown_from, strict=True):
-            name = next((name for name in own if own[name] is not given.get(name)), None)
-            if name is not None and node.parent is not None:
-                place = f"{self._survey.path(node.parent)}.{name}".lstrip(".")
-                msg = (
-                    f"{type(node.parent.value).__name__} makes {place!r} in forward, and each lane made its own, which "
-                    "learns nothing. Make it before the block, for instance by a call of the model"
-                )
-                raise ReplicaError(msg)
-
-    def changed(self) -> list[str]:
-        """Return the places of attributes and items that a call set or removed."""
-        return [repr(f"{self._survey.path(node)}{node.content.place(key)}".lstrip(".")) for node, key in self._replaced()]
-
-    def _given(self) -> Iterator[dict[Any, Any]]:
-        values = iter(self._values)
-        for keys in self._keys:
-            yield dict(zip(keys, values, strict=False))
-
-    def _replaced(self) -> Iterator[tuple[Node, Any]]:
-        """Yield the place of each value that a call set, and that later calls of the model would have read."""
-        for node, own, given in zip(self._nodes, self._dicts, self._given(), strict=True):
-            if isinstance(node.content, Dict) and not self._is_held(node, own):
-                continue  # a call took it out of the model
-            for key, now in own.items():
-                if self._counts(key, given.get(key, _NEW), now, own):
-                    yield node, key
-            for key in given:
-                if key not in own and key not in _NOT_STATE:
-                    yield node, key
-        for (node, own), parts in zip(self._others, self._parts, strict=True):
-            if (
-                not isinstance(node.content, Cell)
-                and _list_differs(parts_of(node, own), parts)
-                and self._is_held(node, own)
-            ):
-                yield node, len(parts)
-
-    def _counts(self, key: Any, before: Any, now: Any, own: Any) -> bool:
-        """True for another value, unless a hook of torch computes it at each call."""
-        if now is before or key in _NOT_STATE or key == CHILDREN:
+    def _is_empty_as_before(self, before: Any, now: Any) -> bool:
+        if not isinstance(now, dict | list | set | deque) or now:
             return False
-        if type(now) in ATOMS:
-            return before is _NEW or type(before) is not type(now) or bool(now != before)
-        parameters = own.get(PARAMETERS)
-        if isinstance(parameters, dict) and (f"{key}_orig" in parameters or f"{key}_v" in parameters):
-            return False
-        return not isinstance(now, torch.Tensor) or self._tensors.original_of(now) is None
+        return before in (ABSENT, None) if kind_of(type(before)) is Kind.ATOM else not self._snapshot.parts_before(before)
+
+    def _is_made(self, change: Change) -> bool:
+        """True if the call made a layer or a parameter."""
+        now = [change.now]
+        if change.key is None:
+            known = set(map(id, change.before))
+            now = [part for part in change.now if id(part) not in known]
+        return any(
+            (isinstance(part, torch.nn.Module) and id(part) not in self._modules)
+            or (isinstance(part, torch.nn.Parameter) and self._tensors.original_of(part) is None)
+            for part in now
+        )
 
 
-def _differ(own: dict[Any, Any], given: dict[Any, Any]) -> bool:
-    return len(own) != len(given) or any(map(is_not, own.values(), given.values()))
+def _holds_buffers(node: Node) -> bool:
+    return node.key == BUFFERS and node.kind is Kind.DICT and node.parent is not None and node.parent.kind is Kind.MODULE
 
 
-def _list_differs(now: list[Any], before: list[Any]) -> bool:
-    return len(now) != len(before) or any(map(is_not, now, before))
+def _path(change: Change) -> str:
+    return change.node.path if change.key is None else change.node.path_of(change.key)
 
 
-def _has_dict(node: Node) -> bool:
-    return isinstance(node.content, Instance) and hasattr(node.value, "__dict__")
+def _are_equal(before: Any, now: Any) -> bool:
+    if not is_not(before, now):
+        return True
+    return type(before) is type(now) and kind_of(type(now)) is Kind.ATOM and bool(before == now)

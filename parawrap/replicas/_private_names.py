@@ -28,6 +28,7 @@ __all__ = [
     "getters_of_script",
     "is_compiled_function",
     "is_compiled_module",
+    "make_subclass",
     "recompiled",
     "replicate_script",
     "version_of",
@@ -35,6 +36,11 @@ __all__ = [
 
 # A tensor's count of writes in place
 version_of: Callable[[torch.Tensor], int] = private_reader("torch.Tensor._version", "replicas")
+
+# A tensor of another class with the same memory and version, which is not a view
+make_subclass: Callable[[type[torch.Tensor], torch.Tensor], torch.Tensor] = private_name(
+    "torch.Tensor._make_subclass", "replicas"
+)
 
 # Attributes of torch.nn.Module that hold its parts
 PARAMETERS, BUFFERS, CHILDREN = "_parameters", "_buffers", "_modules"

@@ -9,43 +9,21 @@ from typing import Any, NoReturn
 
 import torch
 
-from parawrap.backends import backend_of, warn_caller
+from parawrap.backends import backend_of
 from parawrap.errors import ReplicaError
 from parawrap.replicas._batched_copies import lasting
-from parawrap.replicas._copy_structure import Copy, Node, Survey
+from parawrap.replicas._copies import Copies
 from parawrap.replicas._lane_state import LaneState
+from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
+from parawrap.replicas._ledger import may_be_written_unseen
+from parawrap.replicas._parts import Kind
 from parawrap.replicas._private_names import buffers_of
-from parawrap.replicas._replica_tensors import Tensors, is_parameter
+from parawrap.replicas._snapshot import Change
+from parawrap.replicas._survey import Survey
 from parawrap.replicas._torchscript import script_pairs
+from parawrap.tree import flatten, unflatten
 
-__all__ = ["Order", "Replica", "buffers_written_unseen", "may_be_written_unseen", "warn_of_state"]
-
-_MOST_NAMED = 3
-
-
-def may_be_written_unseen(module: torch.nn.Module, buffer: torch.Tensor) -> bool:
-    """True if a forward pass may write the buffer without advancing its version.
-
-    The kernels of batch and instance norm do so in train mode, and so do writes through ``.data``, for instance of the
-    codebook of a VQ-VAE.
-    """
-    return getattr(module, "training", False) and buffer.ndim > 0 and buffer.is_floating_point()
-
-
-def buffers_written_unseen(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Return the buffers of modules that a forward pass may write without advancing their versions."""
-    pairs = ((module, buffer) for module in modules for buffer in buffers_of(module).values())
-    return [buffer for module, buffer in pairs if buffer is not None and may_be_written_unseen(module, buffer)]
-
-
-def warn_of_state(places: Sequence[str]) -> None:
-    """Warn of places of the model that a call set."""
-    more = "" if len(places) <= _MOST_NAMED else f" and {len(places) - _MOST_NAMED} more"
-    warn_caller(
-        f"the model wrote {', '.join(places[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
-        "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
-        "register a tensor as a buffer: the buffers of lane 0 come back"
-    )
+__all__ = ["Order", "Replica", "give_buffers"]
 
 
 class Order:
@@ -54,7 +32,6 @@ class Order:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._copied: dict[int, torch.Event] = {}
-        self.changed: list[str] = []  # the places that lanes set, for a warning
 
     @contextmanager
     def together(self, device: torch.device) -> Iterator[None]:
@@ -84,35 +61,21 @@ class Replica:
         ReplicaError: If a copy cannot be made. The message names the device and the error.
     """
 
-    def __init__(self, survey: Survey, tensors: Tensors, order: Order) -> None:
+    def __init__(self, survey: Survey, tensors: LaneTensors, order: Order, written: list[str]) -> None:
         self.tensors = tensors
         self._order = order
-        try:
-            tensors.take([node.value for node in survey.tensors])
-            self.copy = Copy(survey, tensors.of)
-        except Exception as error:
-            name = type(survey.target).__name__
-            msg = f"no replica of {name} can be made on {tensors.device}: {type(error).__name__}: {error}"
-            raise ReplicaError(msg) from error
-        self.state = LaneState(survey, self.copy, tensors)
+        self._survey = survey
+        self._copies = _copies_of(survey, tensors)
+        self.target = self._copies.target
+        self.state = LaneState(self._copies, tensors, written)
         self.gives_back = False  # its buffers go back to the model
         self.is_pending = False  # the lane has run since then
+        self.has_finished = False  # the lane ran its part of a cut call, whose buffers are not compared yet
+        self.trains = False  # a module is in training mode
         self.trains_norms = False  # it may write buffers unseen
         self.is_over = False  # its block has ended
-        self._buffers = [
-            (module, copy, name, buffer)
-            for node in survey.modules
-            for module, copy in _pairs(node.value, self.copy.of(node.value))
-            for name, buffer in buffers_of(module).items()
-            if buffer is None or not buffer.requires_grad
-        ]
-        buffers = {id(buffer) for *_, buffer in self._buffers}
-        own = (node.value for node in survey.tensors if not is_parameter(node.value))
-        self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
-
-    def _given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
-        """The copy of a buffer that the lane was given."""
-        return None if buffer is None else self.tensors.of(buffer)
+        self._has_cycle = survey.has_cycle()
+        self._find_buffers()
 
     @property
     def home(self) -> torch.device | None:
@@ -120,18 +83,13 @@ class Replica:
         return self.tensors.home
 
     @property
-    def target(self) -> Any:
-        """The copy of the whole target."""
-        return self.copy.target
-
-    @property
     def has_own(self) -> bool:
         """True if the replica has tensors of its own, or places for buffers."""
         return bool(self._buffers or self.tensors.held())
 
     def __del__(self) -> None:
-        if getattr(self, "is_over", False) and self.copy.survey.has_cycle:
-            self.copy.clear()  # without it, the copy is freed by a garbage collection
+        if getattr(self, "is_over", False) and self._has_cycle:
+            self._copies.clear()  # without it, the copy is freed by a garbage collection
 
     def original_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the model's tensor that this one is a view or a copy of; None for any other."""
@@ -141,10 +99,13 @@ class Replica:
         """Call `function` with the replica in the model's state, as a lane's task in a cut call: no lane writes the model.
 
         Raises:
-            ReplicaError: If the call writes a parameter.
+            ReplicaError: If the call writes a parameter, or makes a layer or a parameter.
         """
+        self.has_finished = False
         self._prepare(renews=True)
-        return self._call(function, args, kwargs)
+        output = self._call(function, args, kwargs)
+        self.has_finished = True
+        return output
 
     def run_whole(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Do the same for a whole call, while lane 0 may write the model. Replicas elsewhere are renewed between calls."""
@@ -155,43 +116,21 @@ class Replica:
             if self.gives_back and self.has_own:
                 self.finish()
 
-    def _prepare(self, *, renews: bool) -> None:
-        self.state.restore()
-        if not self.has_own:
-            return
-        touched = self.touched()
-        owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
-        if renews and not owes:
-            with self._order.together(self.tensors.device):
-                if touched:
-                    self.renew(())  # an earlier part of the same call wrote them
-                elif self.tensors.renews_in_lane:
-                    self.tensors.renew_in_lane()
-        self.is_pending = True
-
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        versions = self.tensors.versions()
-        output = function(*args, **kwargs)
-        written = self.tensors.written_parameter(versions)
-        if written is not None:
-            self._refuse_written(written)
-        if not self.state.is_intact():
-            self.state.refuse_grown()
-            self._order.changed = self._order.changed or self.state.changed()
-        return output
-
-    def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:
-        survey = self.copy.survey
-        msg = (
-            f"the parameter {survey.path(survey.nodes[id(parameter)])!r} was written during a call, by forward or by "
-            "another thread. Each lane writes it once, into the memory of the model. In forward, compute with a new tensor "
-            "(self.weight * mask), make the value a buffer (register_buffer), or write it between calls"
-        )
-        raise ReplicaError(msg)
-
-    def set(self, node: Node, key: Any, value: Any) -> None:
-        """Set a value of a dict, or an attribute of an instance, that was set in the target."""
-        self.copy.put(node, key, value)
+    def set(self, change: Change) -> None:
+        """Set a number, a flag, a string, or a tensor that was set in the target in the place of another."""
+        value = change.now
+        if isinstance(value, torch.Tensor):
+            value = self.tensors.add(value)
+            self._copies.note(change.now, value)
+        copy = self._copies.of(change.node.value)
+        own = copy if change.node.kind is Kind.DICT else vars(copy)
+        dict.__setitem__(own, change.key, value)
+        self.state.set(own, change.key, value)
+        if isinstance(change.before, torch.Tensor) and not self._survey.holders(change.before):
+            self.tensors.drop(change.before)
+            self._copies.drop(change.before)
+        if isinstance(change.now, torch.Tensor) or isinstance(change.before, torch.Tensor):
+            self._find_buffers()
 
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""
@@ -208,10 +147,18 @@ class Replica:
                     _set_buffer(copy, name, None)
                 else:
                     replaced.append(buffer)
-        copied = self.tensors.renew([*changed, *replaced, *self.tensors.written()], self.copy.replace)
+        copied = self.tensors.renew([*changed, *replaced, *self.tensors.written()], self._copies.replace)
+        for module, name, given in [(copy, name, self._given(buffer)) for _, copy, name, buffer in self._buffers]:
+            if _buffer(module, name) is not given:
+                _set_buffer(module, name, given)  # the call had removed it
         if self._attributes:
             self.state.accept()  # new copies are among the attributes
         return copied
+
+    def renew_computed(self) -> None:
+        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
+        if self.tensors.renew_computed(self._copies.replace):
+            self.state.accept()
 
     def share_buffers(self) -> None:
         """Hold the model's own buffers instead of copies, as the first replica of torch.nn.parallel.replicate does."""
@@ -227,22 +174,142 @@ class Replica:
     def write_back(self) -> None:
         """Give the tensors that the lane wrote in place, and the buffers that it replaced, to the model."""
         self.is_pending = False
+        written = set(map(id, self.tensors.written()))
         for module, copy, name, buffer in self._buffers:
             now = _buffer(copy, name)
             if buffer is None and now is not None:
                 _set_buffer(module, name, now.detach().to(self.home or now.device))
             if buffer is None or now is None or now is buffer:
                 continue
-            if now is not self.tensors.of(buffer) or self.tensors.wrote(buffer):
+            if now is not self.tensors.of(buffer) or id(buffer) in written:
                 _give(module, name, buffer, now)
             elif may_be_written_unseen(module, buffer):
                 with lasting():
                     buffer.data.copy_(now)  # like the kernels of norms, it leaves the version alone
-        written = set(map(id, self.tensors.written()))
         for tensor in self._attributes:
             if id(tensor) in written:
                 with lasting():
                     tensor.copy_(self.tensors.of(tensor))
+
+    def written_buffers(self) -> set[int]:
+        """Return the indices in `buffers` of the buffers that the lane wrote or replaced."""
+        written = set(map(id, self.tensors.written()))
+        return {
+            index
+            for index, (_, copy, name, buffer) in enumerate(self._buffers)
+            if id(buffer) in written or _buffer(copy, name) is not self._given(buffer)
+        }
+
+    def buffers(self) -> list[torch.Tensor | None]:
+        """Return the lane's buffers, in one order for all lanes."""
+        return [_buffer(copy, name) for _, copy, name, _ in self._buffers]
+
+    def path_of_buffer(self, index: int) -> str:
+        """Return the way from the target to a buffer."""
+        module, _, name, _ = self._buffers[index]
+        node = self._survey.nodes.get(id(module))
+        return name if node is None else node.path_of(name)
+
+    def _find_buffers(self) -> None:
+        self._buffers = [
+            (module, copy, name, buffer)
+            for node in self._survey.modules
+            for module, copy in _pairs(node.value, self._copies.of(node.value))
+            for name, buffer in buffers_of(module).items()
+            if buffer is None or not buffer.requires_grad
+        ]
+        buffers = {id(buffer) for *_, buffer in self._buffers}
+        own = (node.value for node in self._survey.tensors if not is_parameter(node.value))
+        self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
+
+    def _given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        """The copy of a buffer that the lane was given."""
+        return None if buffer is None else self.tensors.of(buffer)
+
+    def _prepare(self, *, renews: bool) -> None:
+        if not self.has_own:
+            return
+        touched = self.touched()
+        owes = self.gives_back and self.is_pending and (self.trains_norms or touched)
+        if renews and not owes:
+            with self._order.together(self.tensors.device):
+                if touched:
+                    self.renew(())  # an earlier part of the same call wrote them
+                elif self.tensors.renews_in_lane:
+                    self.tensors.renew_in_lane()
+        self.is_pending = True
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        versions = self.tensors.versions()
+        try:
+            output = function(*args, **kwargs)
+            written = self.tensors.written_parameter(versions)
+            if written is not None:
+                self._refuse_written(written)
+        except BaseException:
+            self.state.restore()
+            raise
+        if not self.state.intact():
+            leaves, spec = flatten(output)
+            output = unflatten(spec, leaves)  # containers of the model would change in it
+            self.state.settle()
+        return output
+
+    def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:
+        msg = (
+            f"the parameter {self._survey.nodes[id(parameter)].path!r} was written during a call, by forward or by "
+            "another thread. Each lane writes it once, into the memory of the model. In forward, compute with a new tensor "
+            "(self.weight * mask), make the value a buffer (register_buffer), or write it between calls"
+        )
+        raise ReplicaError(msg)
+
+
+def give_buffers(replicas: Sequence[Replica]) -> None:
+    """Give the buffers of lane 0 to the model after a cut call. All lanes are idle.
+
+    Raises:
+        ReplicaError: If lanes wrote other values into a buffer of a model in evaluation mode. The message names it.
+    """
+    first = replicas[0]
+    lanes = [replica for replica in replicas if replica.has_finished]
+    for replica in lanes:
+        replica.has_finished = False
+    written = [] if first.trains or len(lanes) < 2 else sorted(set().union(*map(Replica.written_buffers, lanes)))
+    values = [replica.buffers() for replica in lanes] if written else []
+    for index in written:
+        if not all(_have_equal_values(each[index], values[0][index]) for each in values[1:]):
+            first.is_pending = False  # its buffers stay there
+            msg = (
+                f"the buffer {first.path_of_buffer(index)!r} was written during a call in evaluation mode, and each lane "
+                "wrote the values of its own rows. Pass such state to the call as an argument, and return it. In "
+                "training mode, the model keeps the buffers of lane 0"
+            )
+            raise ReplicaError(msg)
+    first.write_back()
+
+
+def _have_equal_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.allclose(one.to(other.device), other, rtol=0, atol=0, equal_nan=True)
+
+
+def _copies_of(survey: Survey, tensors: LaneTensors) -> Copies:
+    name = type(survey.target).__name__
+    try:
+        tensors.take([node.value for node in survey.tensors])
+        return Copies(survey, tensors.of)
+    except ReplicaError:
+        raise
+    except RecursionError as error:
+        msg = (
+            f"no replica of {name} can be made: its objects hold each other in a chain that is too long for copy.deepcopy. "
+            "Raise sys.setrecursionlimit, or keep the objects in a list"
+        )
+        raise ReplicaError(msg) from error
+    except Exception as error:
+        msg = f"no replica of {name} can be made on {tensors.device}: {type(error).__name__}: {error}"
+        raise ReplicaError(msg) from error
 
 
 def _pairs(module: torch.nn.Module, copy: torch.nn.Module) -> Iterable[tuple[torch.nn.Module, torch.nn.Module]]:

@@ -47,7 +47,9 @@ def join(
     """
     if device is None and rules.joins_rows and len(outputs) > 1 and _TENSOR.issuperset(map(type, outputs)):
         try:  # the short way for the most common output: one tensor with the rows
-            if tuple(output.shape[rules.dim] for output in outputs) == sizes and len(set(map(_dtype_of, outputs))) == 1:
+            follows = tuple(output.shape[rules.dim] for output in outputs) == sizes
+            is_proof = not rules.needs_proof or outputs[0].shape[rules.dim] != outputs[-1].shape[rules.dim]
+            if follows and is_proof and len(set(map(_dtype_of, outputs))) == 1:
                 return torch.cat(list(outputs), rules.dim)
         except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
             pass

@@ -19,8 +19,8 @@ from parawrap.launch import packed
 from parawrap.replicas import (
     Freshness,
     Ledger,
+    Snapshot,
     Survey,
-    Watch,
     buffers_of,
     buffers_written_unseen,
     home_of,
@@ -85,7 +85,7 @@ class WorkerReplicas:
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
         self._function: bytes | None = None
-        self._watch = Watch(())
+        self._watch = Snapshot(())
         self._ledger = Ledger((), ())
         self._is_unsent = True
 
@@ -144,7 +144,7 @@ class WorkerReplicas:
         self._is_unsent = True
         self.end_workers()
         self._drop_file()
-        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Watch(()), Ledger((), ()), [], [], {}
+        self._watch, self._ledger, self._tensors, self._modules, self._unseen = Snapshot(()), Ledger((), ()), [], [], {}
 
     def is_on(self, device: torch.device) -> bool:
         """True if the model lies on that device."""
@@ -213,7 +213,7 @@ class WorkerReplicas:
             msg = "the model holds a torch.Generator, which cannot be shared with workers. Use torch's default generator"
             raise SessionError(msg)
         self._tensors = [node.value for node in survey.tensors]
-        self._watch = Watch(survey.copied)
+        self._watch = Snapshot((node, node.value) for node in survey.copied)
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self._function = self._pickled_function()

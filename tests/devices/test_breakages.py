@@ -10,7 +10,7 @@ import torch
 
 from parawrap import GatherError, engine, parallel
 from parawrap.replicas._gradients import Mirror
-from parawrap.replicas._refresh import ReplicaSet
+from parawrap.replicas._replica_set import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 

@@ -726,19 +726,6 @@ def test_nested_blocks():
             torch.testing.assert_close(model(x), expected)
 
 
-def test_a_module_captured_by_forward_is_refused():
-    """A module that `forward` captures, but the model does not hold, raises an error that names it."""
-    inner = nn.Linear(5, 3, dtype=torch.float64).to("sim:0")
-
-    class Around(nn.Module):
-        def forward(self, x):
-            return inner(x)
-
-    message = r"Around\.forward captures 'inner', which holds a Linear"
-    with pytest.raises(ReplicaError, match=message), parallel(Around(), ["sim:0", "sim:0"]):
-        pass
-
-
 def test_calls_from_several_threads():
     """Concurrent calls from several threads each return their own rows."""
     model = mlp().to("sim:0")

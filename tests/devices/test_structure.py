@@ -64,24 +64,29 @@ def test_a_returned_parameter_is_the_models_own(count):
         assert model(torch.randn(count, 3, device="sim:0"))[1] is model.bias
 
 
-def behind_a_lambda(scale):
-    return lambda x: x * scale
-
-
-def behind_a_torch_partial(scale):
-    return functools.partial(torch.mul, scale)
-
-
-@pytest.mark.parametrize("behind", [behind_a_lambda, behind_a_torch_partial])
-def test_a_tensor_that_only_a_function_holds_is_refused(behind):
+def test_a_tensor_that_only_a_function_holds_is_refused():
     """In a lane on another device the tensor would lie on the wrong device. The error names its path in the model."""
-    model = nn.Linear(3, 3, device="sim:0")
-    model.scaled = behind(torch.ones(3, device="sim:0"))
+    model, scale = nn.Linear(3, 3, device="sim:0"), torch.ones(3, device="sim:0")
+    model.scaled = lambda x: x * scale
     with (
         parallel(model, ["sim:0", "sim:1"]),
         pytest.raises(ReplicaError, match=r"scaled.* is a tensor that only a function"),
     ):
         model(torch.randn(7, 3))
+
+
+def test_a_tensor_that_a_partial_holds_is_copied():
+    """The arguments of a partial belong to the model, as in `copy.deepcopy`."""
+
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            return self.scaled(super().forward(x))
+
+    model = Scaled(3, 3, device="sim:0")
+    model.scaled = functools.partial(torch.mul, torch.full((3,), 2.0, device="sim:0"))
+    x = torch.randn(7, 3, device="sim:0")
+    with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]):
+        torch.testing.assert_close(model(x), nn.Linear.forward(model, x) * 2)
 
 
 class Counts(nn.Linear):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from operator import ne
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -12,10 +11,11 @@ import torch
 
 from parawrap.backends import backend_of
 from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
-from parawrap.replicas._gradients import Mirror
+from parawrap.replicas._gradients import Mirror, link_view
+from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._private_names import copy_all, version_of
 
-__all__ = ["Tensors", "is_computed", "is_parameter"]
+__all__ = ["LaneTensors", "is_computed", "is_parameter"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _data: Any = torch.Tensor.data
@@ -54,7 +54,7 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
 
 
-class Tensors:
+class LaneTensors:
     """The tensors of one replica. A lane may write its own copies; it never holds a leaf that requires gradients."""
 
     def __init__(
@@ -75,7 +75,8 @@ class Tensors:
         self._computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
         self._copies: list[torch.Tensor] = []
-        self._versions: list[int] = []
+        self._ledger = Ledger((), ())
+        self._together: dict[int, list[torch.Tensor]] = {}  # by an original: those that share its memory
         self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.is_fresh = True  # until the lane runs, or until the next call
 
@@ -140,24 +141,37 @@ class Tensors:
         return self._copies
 
     def written(self) -> list[torch.Tensor]:
-        """Return the originals of the copies that the lane has written."""
-        now = [*map(version_of, self._copies)]
-        if now == self._versions:
+        """Return the originals of the copies that the lane wrote, or gave other memory."""
+        if self._ledger.unwritten() and self._ledger.same_form():
             return []
-        changed = map(ne, now, self._versions)
-        return [tensor for tensor, is_written in zip(self._originals, changed, strict=True) if is_written]
+        changed = set(map(id, (*self._ledger.written(), *self._ledger.moved())))
+        return [original for original, copy in zip(self._originals, self._copies, strict=True) if id(copy) in changed]
 
-    def wrote(self, original: torch.Tensor) -> bool:
-        """True if the lane has written its copy of that tensor."""
-        index = next(index for index, tensor in enumerate(self._originals) if tensor is original)
-        return version_of(self._copies[index]) != self._versions[index]
+    def add(self, original: torch.Tensor) -> torch.Tensor:
+        """Make and return a copy of another tensor of the model; return the present one if there is one."""
+        if id(original) not in self._made:
+            with lasting():
+                (copy,) = self._copied([original])
+            self._originals.append(original)
+            self._copies.append(copy)
+            self._enter(original, copy)
+            self._look()
+        return self._made[id(original)]
+
+    def drop(self, original: torch.Tensor) -> None:
+        """Drop the copy of a tensor that the model no longer holds."""
+        copy = self._made.pop(id(original), None)
+        self._origins.pop(id(copy), None)
+        kept = [pair for pair in zip(self._originals, self._copies, strict=True) if pair[0] is not original]
+        self._originals, self._copies = [each for each, _ in kept], [each for _, each in kept]
+        self._look()
 
     def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.
 
         They are new because a graph that waits for its backward pass may hold the present ones.
         """
-        wanted = {id(tensor) for tensor in changed}
+        wanted = {id(each) for tensor in changed for each in self._together.get(id(tensor), (tensor,))}
         mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
         with lasting():
             copies = self._copied([self._originals[index] for index in mine])
@@ -172,12 +186,14 @@ class Tensors:
         self.is_fresh = False
         return sum(self._originals[index].nbytes for index in mine)
 
-    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
-        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
-        for original in self._computed:
-            if not self._is_at_home(original):
-                self._enter(original, self._brought(original))
-                place(original, self._made[id(original)])
+    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
+        """Bring computed tensors again; return True if there are any."""
+        away = [tensor for tensor in self._computed if not self._is_at_home(tensor)]
+        for original in away:
+            self._origins.pop(id(self._made[id(original)]), None)
+            self._enter(original, self._brought(original))
+            place(original, self._made[id(original)])
+        return bool(away)
 
     def renew_in_lane(self) -> None:
         """Copy the originals into the replica's own copies, as part of a lane's task on the model's device.
@@ -196,8 +212,8 @@ class Tensors:
         return self._mirror is None and bool(self._copies)
 
     def _look(self) -> None:
-        """Note the versions of the copies, and alias them for `renew_in_lane`."""
-        self._versions = [*map(version_of, self._copies)]
+        """Note the versions and the memory of the copies, and alias them for `renew_in_lane`."""
+        self._ledger = Ledger(self._copies, self._copies)
         pairs = zip(self._copies, self._originals, strict=True)
         same = [(copy.data, tensor.detach()) for copy, tensor in pairs if copy.device == tensor.device]
         self._aliases = [copy for copy, _ in same], [tensor for _, tensor in same]
@@ -218,7 +234,7 @@ class Tensors:
         with torch.inference_mode(False), torch.enable_grad():
             base = base.detach() if self._detach else base
             if type(original) in _PLAIN:
-                view = base.as_subclass(_LaneParameter if is_parameter else _LaneView)
+                view = link_view(base, _LaneParameter if is_parameter else _LaneView)
             else:
                 view = base[...].as_subclass(type(original))
         vars(view).update(vars(original))
@@ -240,11 +256,32 @@ class Tensors:
         return brought.detach() if self._detach else brought
 
     def _copied(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device."""
+        """New copies of tensors: on the replica's device, or where a tensor is if that is not the model's device.
+
+        Tensors that share memory have copies that share memory.
+        """
         values = [tensor.detach() for tensor in originals]
+        shared = _sharing(values)
+        for group in shared:
+            self._together |= dict.fromkeys((id(originals[index]) for index in group), [originals[i] for i in group])
+        inside = {index for group in shared for index in group}
+        alone = [index for index in range(len(values)) if index not in inside]
+        made = self._moved([*(values[index] for index in alone), *(_whole_memory(values[group[0]]) for group in shared)])
+        copies = dict(zip(alone, made, strict=False))
+        for group, memory in zip(shared, made[len(alone) :], strict=True):
+            for index in group:
+                value = values[index]
+                copies[index] = memory.as_strided(value.shape, value.stride(), value.storage_offset())
+        for index, original in enumerate(originals):
+            if hasattr(original, "__dict__"):
+                vars(copies[index]).update(vars(original))
+        return [copies[index] for index in range(len(values))]
+
+    def _moved(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors, straight to the replica's device if they are on the model's."""
         travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
         arrived = iter(self._sent(travelling))
-        copies = [
+        return [
             tensor.clone()
             if self._is_at_home(tensor)
             else next(arrived)
@@ -252,10 +289,6 @@ class Tensors:
             else tensor.to(self.device, copy=True)
             for tensor in values
         ]
-        for copy, original in zip(copies, originals, strict=True):
-            if hasattr(original, "__dict__"):
-                vars(copy).update(vars(original))
-        return copies
 
     def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
@@ -278,3 +311,18 @@ def _copy_of_parameter(view: torch.Tensor, memo: dict[int, object]) -> torch.nn.
 
 def _have_same_memory(view: torch.Tensor, base: torch.Tensor) -> bool:
     return view.data_ptr() == base.data_ptr() and view.shape == base.shape and view.stride() == base.stride()
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the indices of tensors that share memory, in groups that fill most of it."""
+    found: dict[tuple[int, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        if can_be_sent(tensor) and not (tensor.is_conj() or tensor.is_neg()) and (address := tensor.untyped_storage().data_ptr()):
+            found.setdefault((address, tensor.dtype), []).append(index)
+    groups = (group for group in found.values() if len(group) > 1)
+    return [group for group in groups if _whole_memory(tensors[group[0]]).nbytes <= sum(tensors[i].nbytes for i in group)]
+
+
+def _whole_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all memory that a tensor and its views share, as a vector."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)

@@ -6,25 +6,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from parawrap.backends import Stream, backend_of, record_use
+from parawrap.backends import Stream, backend_of, record_use, warn_caller
 from parawrap.errors import ReplicaError
-from parawrap.replicas._copy_structure import Survey
-from parawrap.replicas._detect_changes import Change, Ledger, Watch, with_other_buffers
 from parawrap.replicas._gradients import Mirror, send
-from parawrap.replicas._modules_in_code import refuse_hidden, refuse_left_behind
-from parawrap.replicas._private_names import check_modules
-from parawrap.replicas._replica import Order, Replica, buffers_written_unseen, warn_of_state
-from parawrap.replicas._replica_tensors import Tensors, is_parameter
+from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
+from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
+from parawrap.replicas._parts import Kind, kind_of
+from parawrap.replicas._private_names import PARAMETERS, check_modules
+from parawrap.replicas._replica import Order, Replica, give_buffers
+from parawrap.replicas._snapshot import Change, Snapshot
+from parawrap.replicas._survey import Node, Survey
 
 __all__ = ["Freshness", "LaneReplica", "ReplicaSet", "home_of"]
 
-_requires_grad = attrgetter("requires_grad")
+_MOST_NAMED = 3
 
 
 @dataclass(slots=True)
@@ -94,11 +94,11 @@ class ReplicaSet:
         self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
         self.home: torch.device | None = None
         self._survey = Survey(target)
-        refuse_hidden(self._survey)
+        self.learns = _learns(self._survey)  # True if a tensor of the target required gradients at the last refresh
         self.home = _home_of(self._survey)
         self._replicas: list[Replica] = []
         self._mirrors: dict[torch.device, Mirror] = {}
-        self._watch = Watch(())
+        self._watch = Snapshot(())
         self._ledger = Ledger((), ())
         self._unseen: list[torch.Tensor] = []
         self._renews_all = False
@@ -109,9 +109,8 @@ class ReplicaSet:
         self._writers: list[Replica] = []  # that have copies of tensors
         self._has_copies = False
         self._has_streams = False
+        self._written_state: list[str] = []  # the places that a call wrote, for a warning
         self._has_warned = False
-        self._order = Order()
-        self._tensors: list[torch.Tensor] = []
 
     @property
     def has_model(self) -> bool:
@@ -128,7 +127,7 @@ class ReplicaSet:
 
     def is_on(self, device: torch.device) -> bool:
         """True if the model lies on that device now."""
-        first = next((tensor for _, tensor in _registered(self._survey)), None)
+        first = next((tensor for *_, tensor in _registered(self._survey)), None)
         return first is not None and first.device == device
 
     def stale(self) -> bool:
@@ -152,17 +151,6 @@ class ReplicaSet:
             replica.tensors.is_fresh = False
         return False
 
-    def warn(self) -> None:
-        """Warn once of what the lanes set, removed, or replaced in the model: it does not come back."""
-        if self._order.changed and not self._has_warned:
-            self._has_warned = True
-            warn_of_state(self._order.changed)
-
-    @property
-    def learns(self) -> bool:
-        """True if a tensor of the model requires gradients."""
-        return any(map(_requires_grad, self._tensors))
-
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
         try:
@@ -181,6 +169,19 @@ class ReplicaSet:
         if self._mirrors:
             self._ledger.suspect(buffers_written_unseen(self._survey.all_modules()))
 
+    def warn(self) -> None:
+        """Warn once of attributes and items that calls wrote: they do not come back to the model."""
+        if not self._written_state or self._has_warned:
+            return
+        self._has_warned = True
+        names = [*map(repr, self._written_state)]
+        more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
+        warn_caller(
+            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
+            "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
+            "register a tensor as a buffer: the buffers of lane 0 come back"
+        )
+
     def share_buffers(self) -> None:
         """Give the first replica the model's own buffers, if they are on its device."""
         self._replicas[0].share_buffers()
@@ -192,10 +193,9 @@ class ReplicaSet:
             replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
         self._mirrors = {}
-        self._watch, self._ledger = Watch(()), Ledger((), ())
+        self._watch, self._ledger = Snapshot(()), Ledger((), ())
         self._unseen = []
         self._survey = Survey(None)
-        self._tensors = []
 
     def _refresh(self) -> None:
         self._keep_for_here()
@@ -212,27 +212,41 @@ class ReplicaSet:
         else:
             self._build(changed)
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
+        trains = any(getattr(module, "training", False) for module in self._survey.all_modules())
         self._unseen = buffers_written_unseen(self._survey.all_modules())
         for replica in self._replicas:
-            replica.trains_norms = bool(self._unseen)
+            replica.trains, replica.trains_norms = trains, bool(self._unseen)
 
     def _restore(self) -> None:
+        """Put back what callers of `replicate` changed. No variable may keep an old replica while new ones are made."""
         for replica in self._replicas:
             replica.state.restore()
 
     def _update(self, changes: Sequence[Change]) -> bool:
         """Set replaced values in every replica; return False if replicas must be built again."""
-        if not (self._ledger.same_form() and all(change.is_of_atoms for change in changes)):
+        if not (self._ledger.same_form() and all(map(self._can_set, changes))):
             return False
         if torch.is_grad_enabled() and not self._is_linked_here():
             return False
-        for replica in self._replicas:
-            for change in changes:
-                replica.set(change.node, change.key, change.now)
-            if changes:
-                replica.state.accept()
-        self._watch.accept()
+        for change in changes:
+            self._survey.swap(change.node, change.key, change.before, change.now)
+            for replica in self._replicas:
+                replica.set(change)
+            own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
+            self._watch.set(own, change.key, change.now)
+        if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
+            self._note_tensors()
         return True
+
+    def _can_set(self, change: Change) -> bool:
+        """True if a number, a flag, a string, or a tensor without gradients took the place of another."""
+        node, key, before, now = change
+        own = {Kind.DICT: node.value}.get(node.kind, getattr(node.value, "__dict__", {}))
+        if node.key == PARAMETERS or dict.get(own, key, self) is not now:
+            return False
+        if isinstance(now, torch.Tensor) and now.device not in (self.home, getattr(before, "device", None)):
+            return False
+        return all(_is_simple(value) for value in (before, now))
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Copy the tensors that changed; on other devices all tensors if gradients are enabled."""
@@ -245,7 +259,7 @@ class ReplicaSet:
             is_away = replica.tensors.device in self._mirrors
             written += replica.renew(self._own if everything and is_away else [*changed.values(), *self._unseen])
             if is_away:
-                replica.tensors.renew_computed(replica.copy.replace)
+                replica.renew_computed()
         if written:
             self.freshness.refreshes += 1
             self.freshness.copied_bytes += written
@@ -253,40 +267,45 @@ class ReplicaSet:
     def _build(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Make every replica for the structure of now. Parameters that are still there keep their copies."""
         self._survey = survey = Survey(self.original)
-        refuse_hidden(survey)
         home = _home_of(survey)
         _refuse_meta(survey, home)
         self._let_go(keep_mirrors=home == self.home)
         self.home, self._linked_on = home, None if home is None else backend_of(home.type).stream(home)
         self._has_streams = self._linked_on is not None
         tensors = [node.value for node in survey.tensors]
-        self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
         at_home = self.devices if home is None else (home,)
         away = dict.fromkeys(device for device in self.devices if device not in at_home)
         self._mirrors = {device: self._mirrors.get(device) or Mirror(device) for device in away}
         if away:
-            refuse_left_behind(survey)
+            _refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        self._tensors = tensors
+        order = Order()
         self._replicas = [
-            Replica(survey, Tensors(device, home, self._mirrors.get(device), detach=self._detach), self._order)
+            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, self._written_state)
             for device in self.devices
         ]
         self._replicas[0].gives_back = self._gives_back
+        self._note_tensors()
+        self._watch = Snapshot((node, node.value) for node in survey.copied)
+        self.generators = survey.generators
+        self.current = [_as_lane_replica(lane, self._replicas) for lane in range(len(self._replicas))]
+
+    def _note_tensors(self) -> None:
+        """Note the tensors of the target, and their versions."""
+        tensors = [node.value for node in self._survey.tensors]
+        self.learns = _learns(self._survey)
+        self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
         self._writers = self._replicas if self._replicas[0].has_own else []
         self._has_copies = bool(self._writers or self._mirrors)
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
-        self._watch = Watch(survey.copied, self._replicas[0].state.growing)
-        self.generators = survey.generators
-        self.current = [_as_lane_replica(lane, replica) for lane, replica in enumerate(self._replicas)]
 
     def _let_go(self, *, keep_mirrors: bool) -> None:
         """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
         for replica in self._replicas:
             replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
-        self._watch = Watch(())
+        self._watch = Snapshot(())
         if not keep_mirrors:
             self._mirrors = {}
         if not self._is_linked_here():
@@ -326,42 +345,63 @@ class ReplicaSet:
             self._memory_from = here
 
 
-def _as_lane_replica(lane: int, replica: Replica) -> LaneReplica:
-    write_back = replica.write_back if replica.has_own else None
+def _learns(survey: Survey) -> bool:
+    return any(node.value.requires_grad for node in survey.tensors)
+
+
+def _as_lane_replica(lane: int, replicas: Sequence[Replica]) -> LaneReplica:
+    replica = replicas[lane]
+    write_back = None if not replica.has_own else replica.write_back if lane else partial(give_buffers, replicas)
     return LaneReplica(lane, replica.target, replica.original_of, replica.run, replica.run_whole, write_back)
 
 
-def _registered(survey: Survey) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of all modules, with their names; else the tensors in plain attributes."""
+def _is_simple(value: Any) -> bool:
+    """True for an atom other than a generator, and for a plain tensor that a lane has a copy of."""
+    if isinstance(value, torch.Tensor):
+        return type(value) is torch.Tensor and not value.requires_grad and value.grad_fn is None
+    return kind_of(type(value)) is Kind.ATOM and not isinstance(value, torch.Generator)
+
+
+def _refuse_left_behind(survey: Survey) -> None:
+    """Refuse tensors that only functions refer to, and that lanes on other devices would find on the model's."""
+    for node in survey.shared:
+        if node.kind is Kind.TENSOR and node.parent is not None and node.parent.kind is Kind.CELL:
+            msg = (
+                f"no replica can be made on another device: {node.path} is a tensor that only a function holds. "
+                "Register it as a buffer of the model"
+            )
+            raise ReplicaError(msg)
+
+
+def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
+    """Yield the parameters and buffers of all modules, with the module and the name; else a tensor in a plain attribute."""
     found = False
     for node in survey.modules:
-        prefix = survey.path(node)
         for name, tensor in chain(node.value.named_parameters(recurse=False), node.value.named_buffers(recurse=False)):
             found = True
-            yield f"{prefix}.{name}".lstrip("."), tensor
+            yield node, name, tensor
     if not found:
-        for node in survey.tensors:
-            yield survey.path(node), node.value
-            return
+        for node in survey.tensors[:1]:
+            yield node.parent or node, node.key, node.value
 
 
 def _refuse_meta(survey: Survey, home: torch.device | None) -> None:
     if home is not None and home.type == "meta":
-        name = next(name for name, _ in _registered(survey))
-        msg = f"no replica of the module can be made: {name!r} is on the meta device and has no data to copy"
+        node, name, _ = next(_registered(survey))
+        msg = f"no replica of the module can be made: {node.path_of(name)!r} is on the meta device and has no data to copy"
         raise ReplicaError(msg)
 
 
 def _home_of(survey: Survey) -> torch.device | None:
-    home: torch.device | None = None
-    first = ""
-    for name, tensor in _registered(survey):
-        if home is None:
-            home, first = tensor.device, name
-        elif tensor.device != home:
+    first: tuple[Node, str, torch.Tensor] | None = None
+    for node, name, tensor in _registered(survey):
+        if first is None:
+            first = node, name, tensor
+        elif tensor.device != first[2].device:
             msg = (
-                f"the model lies on several devices: {first!r} on {home} and {name!r} on {tensor.device}. A replica of it "
-                "would need as many devices again; put the model on one device, or make its parts parallel one by one"
+                f"the model lies on several devices: {first[0].path_of(first[1])!r} on {first[2].device} and "
+                f"{node.path_of(name)!r} on {tensor.device}. A replica of it would need as many devices again; put the model "
+                "on one device, or make its parts parallel one by one"
             )
             raise ReplicaError(msg)
-    return home
+    return None if first is None else first[2].device
