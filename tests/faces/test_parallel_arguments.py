@@ -69,7 +69,8 @@ WHOLE = [
     torch.float32, torch.device("cpu"), torch.strided, torch.contiguous_format, torch.Size((ROWS, 2)), np.dtype("f4"),
     slice(1, ROWS), pathlib.Path("a/b"), dt.date(2020, 1, 1), dt.datetime(2020, 1, 1, tzinfo=dt.UTC), dt.timedelta(1),
     dt.time(1), dt.UTC, re.compile("a"), uuid.UUID(int=1),
-    [1, 2], (1, "a", None), {"a": [1, "b"], "c": {"d": (2.0, torch.int8)}}, ["a"] * (ROWS - 1), ["a"] * (ROWS + 1), [], (), {},
+    [1, 2], (1, "a", None), {"a": [1, "b"], "c": {"d": (2.0, torch.int8)}}, ["a"] * (ROWS - 1), ["a"] * (ROWS + 1),
+    [], (), {},
     Config(2.0, ["a", "b"]), torch.tensor(3.0), torch.zeros(1, 2),
 ]  # fmt: skip
 

@@ -69,9 +69,8 @@ IN_TURNS_OR_NOT = pytest.mark.usefixtures("_in_turns")
 def test_an_exception_keeps_its_type_and_gains_a_note(bad):
     """Type and message are the original ones. A note names lane, device, and shard."""
     model = failing({bad})
-    with parallel(model, THREE, out_dims=0):
-        with pytest.raises(ValueError) as caught:
-            model(rows(3))
+    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError) as caught:
+        model(rows(3))
     assert str(caught.value) == f"row {bad}"
     assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3"]
 
@@ -81,9 +80,8 @@ def test_an_exception_keeps_its_type_and_gains_a_note(bad):
 def test_the_traceback_reaches_the_users_line(bad):
     """The last frame of the traceback is the line that raised, in any lane."""
     model = failing({bad})
-    with parallel(model, THREE, out_dims=0):
-        with pytest.raises(ValueError) as caught:
-            model(rows(3))
+    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError) as caught:
+        model(rows(3))
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert last.line is not None
     assert "the user's line" in last.line
@@ -100,9 +98,8 @@ def test_an_exception_keeps_its_own_attributes_and_cause():
         return error
 
     model = failing({1}, make)
-    with parallel(model, TWO, out_dims=0):
-        with pytest.raises(MyError) as caught:
-            model(rows(2))
+    with parallel(model, TWO, out_dims=0), pytest.raises(MyError) as caught:
+        model(rows(2))
     assert (caught.value.code, caught.value.detail) == (1, "more")
     assert caught.value.__cause__ is cause
 
@@ -110,9 +107,8 @@ def test_an_exception_keeps_its_own_attributes_and_cause():
 def test_the_first_lanes_exception_is_raised_and_notes_name_the_others():
     """If several lanes fail at the same time, the first lane's exception is raised, with one note per other failure."""
     model = failing({1, 2})
-    with torch.no_grad(), parallel(model, THREE, out_dims=0):
-        with pytest.raises(ValueError, match="row 1") as caught:
-            model(rows(3))
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
+        model(rows(3))
     assert caught.value.__notes__ == [
         "in lane 1 on cpu, shard 1 of 3",
         "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
