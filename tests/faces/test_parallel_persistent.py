@@ -297,7 +297,7 @@ def test_lanes_follow_a_submodule_of_a_compiled_module():
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
-    """The replicas stay the same, and the attribute stays in each replica."""
+    """The replicas stay the same, and each call starts without the attribute."""
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -306,17 +306,17 @@ def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
             type(self).ran = []  # on the class, because a replica has its own attributes
 
         def forward(self, x):
-            self.ran.append(self)
+            self.ran.append((self, hasattr(self, "last")))
             self.last = x.sum().item()
-            return self.linear(x)
+            return self.linear(x) * self.last
 
     model = Remembers()
     x = torch.arange(28.0).reshape(7, 4)
     with parallel(model, THREE):
         for _ in range(4):
             model(x)
-        assert len({id(module) for module in model.ran}) == 3
-        assert {module.last for module in model.ran} == {part.sum().item() for part in x.split([3, 2, 2])}
+    assert len({id(module) for module, _ in model.ran}) == 3
+    assert not any(has_last for _, has_last in model.ran)
     assert not hasattr(model, "last")
 
 
