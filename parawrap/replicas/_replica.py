@@ -74,7 +74,7 @@ class Replica:
         self.trains = False  # a module is in training mode
         self.trains_norms = False  # it may write buffers unseen
         self.is_over = False  # its block has ended
-        self._has_cycle = survey.has_cycle()
+        self._has_cycle = survey.has_cycle
         self._find_buffers()
 
     @property

@@ -295,7 +295,7 @@ def test_lanes_follow_a_submodule_of_a_compiled_module():
 
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
-    """The replicas stay the same, and the attribute stays in each replica."""
+    """The replicas stay the same, and the attribute is gone after each call."""
 
     class Remembers(nn.Module):
         def __init__(self) -> None:
@@ -304,6 +304,7 @@ def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
             type(self).ran = []  # on the class, because a replica has its own attributes
 
         def forward(self, x):
+            assert not hasattr(self, "last")
             self.ran.append(self)
             self.last = x.sum().item()
             return self.linear(x)
@@ -314,7 +315,7 @@ def test_an_attribute_that_forward_sets_does_not_rebuild_replicas():
         for _ in range(4):
             model(x)
         assert len({id(module) for module in model.ran}) == 3
-        assert {module.last for module in model.ran} == {part.sum().item() for part in x.split([3, 2, 2])}
+        assert not any(hasattr(module, "last") for module in model.ran)
     assert not hasattr(model, "last")
 
 
