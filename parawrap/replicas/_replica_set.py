@@ -188,9 +188,9 @@ class ReplicaSet:
         names = [*map(repr, self._written_state)]
         more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
         warn_caller(
-            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
-            "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
-            "register a tensor as a buffer: the buffers of lane 0 come back"
+            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
+            "writes do not come back to the model: the next call starts without them. Return the value from the call "
+            "instead, or register a tensor as a buffer: the buffers of lane 0 come back"
         )
 
     def share_buffers(self) -> None:
@@ -292,9 +292,9 @@ class ReplicaSet:
             _refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        order = Order()
+        order, written = Order(), self._written_state
         self._replicas = [
-            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, self._written_state)
+            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, written)
             for device in self.devices
         ]
         self._replicas[0].gives_back = self._gives_back
