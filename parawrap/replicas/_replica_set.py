@@ -190,7 +190,8 @@ class ReplicaSet:
         warn_caller(
             f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
             "writes do not come back to the model: the next call starts without them. Return the value from the call "
-            "instead, or register a tensor as a buffer: the buffers of lane 0 come back"
+            "instead, or register a tensor as a buffer: the buffers of lane 0 come back. If the model prepares itself in its "
+            "first call, call it once before the block"
         )
 
     def share_buffers(self) -> None:
