@@ -47,7 +47,9 @@ class _View(torch.autograd.Function):
 
 def link_view(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """Return a tensor of class `kind` with the memory and the version of `tensor`. Gradients flow through it."""
-    linked: torch.Tensor = _View.apply(tensor, kind) if tensor.requires_grad else tensor.detach().as_subclass(kind)
+    if not tensor.requires_grad:
+        return tensor.detach().as_subclass(kind)
+    linked: torch.Tensor = _View.apply(tensor, kind)  # type: ignore[no-untyped-call]
     return linked
 
 

@@ -46,7 +46,7 @@ class LaneState:
 
     def intact(self) -> bool:
         """True if the last call left nothing."""
-        return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.intact()
+        return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.holds_the_same()
 
     def restore(self) -> None:
         """Put back what calls changed."""

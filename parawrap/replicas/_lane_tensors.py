@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, ClassVar
 from weakref import ref
 
@@ -19,6 +20,7 @@ __all__ = ["LaneTensors", "is_computed", "is_parameter"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _data: Any = torch.Tensor.data
+_requires_grad = attrgetter("requires_grad")
 
 
 class _LaneView(torch.Tensor):
@@ -97,8 +99,7 @@ class LaneTensors:
         self._look()
 
     def versions(self) -> list[int]:
-        """Return the versions of the replica's parameters, after putting back what an earlier call left moved."""
-        self._put_back()
+        """Return the versions of the replica's parameters."""
         return [*map(version_of, self._views)]
 
     def written_parameter(self, versions: list[int]) -> torch.Tensor | None:
@@ -107,15 +108,15 @@ class LaneTensors:
         Other memory and another ``requires_grad`` count as writes, and are put back.
         """
         now = [*map(version_of, self._views)]
-        changed = self._put_back()
+        changed = self.put_back()
         if now == versions and not changed:
             return None
         written = [view for view, before, after in zip(self._views, versions, now, strict=True) if before != after]
         return next((self._origins[id(view)][1] for view in (*written, *changed)), None)
 
-    def _put_back(self) -> list[torch.Tensor]:
+    def put_back(self) -> list[torch.Tensor]:
         """Give views their memory back, and freeze frozen ones. Return the views that a call changed."""
-        learning = [view for view in self._frozen if view.requires_grad]
+        learning = [*filter(_requires_grad, self._frozen)]
         for view in learning:
             view.requires_grad_(False)
         if self._moves == _LaneView.moves and [*map(torch.Tensor.data_ptr, self._placed)] == self._addresses:

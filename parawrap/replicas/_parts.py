@@ -51,6 +51,8 @@ CopyOf = Callable[[Any], Any]
 class Kind(Enum):
     """How objects of a class hold their parts."""
 
+    __hash__ = object.__hash__  # that of Enum is slow
+
     ATOM = auto()  # has no parts; every lane has the same one
     TENSOR = auto()
     MODULE = auto()
@@ -104,6 +106,7 @@ _BY_BASE: tuple[tuple[Any, Kind], ...] = (
 _OF_GRAPHS = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
 # Modules of the standard library with classes that hold data. Objects of its other classes do something: they are shared.
 _OF_DATA = frozenset({"abc", "argparse", "builtins", "collections", "contextlib", "dataclasses", "typing", "types"})
+_WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, list, deque, set, tuple})  # an OrderedDict could have some, and has none
 _slots: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
@@ -130,6 +133,8 @@ def slots_of(cls: type) -> tuple[tuple[str, Any], ...]:
 
 def attributes_of(value: Any) -> list[Part]:
     """Return the attributes of an instance, in its ``__dict__`` and in its slots."""
+    if type(value) in _WITHOUT_ATTRIBUTES:
+        return []
     own = getattr(value, "__dict__", None)
     found: list[Part] = [*own.items()] if isinstance(own, dict) and own is not value else []
     for name, slot in slots_of(type(value)):

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import ReplicaError
+from parawrap.errors import ReplicaError, SessionError
 from parawrap.replicas._batched_copies import lasting
 from parawrap.replicas._copies import Copies
 from parawrap.replicas._lane_state import LaneState
@@ -74,7 +74,7 @@ class Replica:
         self.trains = False  # a module is in training mode
         self.trains_norms = False  # it may write buffers unseen
         self.is_over = False  # its block has ended
-        self._has_cycle = survey.has_cycle()
+        self._has_cycle = survey.has_cycle
         self._find_buffers()
 
     @property
@@ -107,8 +107,20 @@ class Replica:
         self.has_finished = True
         return output
 
-    def run_whole(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Do the same for a whole call, while lane 0 may write the model. Replicas elsewhere are renewed between calls."""
+    def run_whole(self, versions: list[int] | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Do the same for a whole call, while lane 0 may write the model. Replicas elsewhere are renewed between calls.
+
+        `versions` are those of the parameters when the call was submitted. None if the lane has copies of that moment.
+
+        Raises:
+            SessionError: If a parameter was written since.
+        """
+        if versions is not None and versions != self.tensors.versions():
+            msg = (
+                "a parameter of the model was written after this call was submitted and before it ran, so its output would "
+                "mix both. Read the outputs of submit and map before you change the model"
+            )
+            raise SessionError(msg)
         self._prepare(renews=self.tensors.renews_in_lane)
         try:
             return self._call(function, args, kwargs)
@@ -247,6 +259,7 @@ class Replica:
             if written is not None:
                 self._refuse_written(written)
         except BaseException:
+            self.tensors.put_back()
             self.state.restore()
             raise
         if not self.state.intact():

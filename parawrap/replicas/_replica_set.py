@@ -40,7 +40,8 @@ class LaneReplica(NamedTuple):
 
     `original_of` finds the model's own tensor that a tensor of the lane is a copy of. `run` calls a function in the lane
     for a cut call, and `run_whole` for a whole call. Both bring the replica to the model's state first. `write_back` gives
-    the buffers that the lane wrote to the model when all lanes are idle. None if there is nothing to do.
+    the buffers that the lane wrote to the model when all lanes are idle. None if there is nothing to do. With `versions`,
+    those of the parameters when a whole call was submitted, the call raises if a parameter was written since.
     """
 
     lane: int
@@ -49,6 +50,7 @@ class LaneReplica(NamedTuple):
     run: Callable[..., Any] | None = None
     run_whole: Callable[..., Any] | None = None
     write_back: Callable[[], None] | None = None
+    versions: list[int] | None = None
 
     def prepared(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that prepares the replica, calls `function`, and refuses what it must not write."""
@@ -56,7 +58,7 @@ class LaneReplica(NamedTuple):
 
     def whole(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same for a whole call, and then gives the buffers of lane 0 to the model."""
-        return function if self.run_whole is None else partial(self.run_whole, function)
+        return function if self.run_whole is None else partial(self.run_whole, self.versions, function)
 
 
 def home_of(module: torch.nn.Module) -> torch.device | None:
@@ -168,6 +170,15 @@ class ReplicaSet:
         """Note a call in the caller's thread. Copies elsewhere need the buffers that it may have written unseen."""
         if self._mirrors:
             self._ledger.suspect(buffers_written_unseen(self._survey.all_modules()))
+
+    def for_later(self) -> list[LaneReplica]:
+        """Return the current replicas for whole calls that run later: they raise if a parameter was written meanwhile."""
+        at_home = [replica.tensors.device not in self._mirrors for replica in self._replicas]
+        if not any(at_home):
+            return self.current
+        versions = self._replicas[at_home.index(True)].tensors.versions()
+        pairs = zip(self.current, at_home, strict=True)
+        return [replica._replace(versions=versions if shares else None) for replica, shares in pairs]
 
     def warn(self) -> None:
         """Warn once of attributes and items that calls wrote: they do not come back to the model."""

@@ -22,6 +22,7 @@ __all__ = ["ABSENT", "Change", "Snapshot"]
 
 ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 _PLAIN_DICTS = (dict, OrderedDict)
+_WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, list, deque, set})  # an OrderedDict could have some, and has none
 _LISTED = frozenset({Kind.LIST, Kind.SET, Kind.WEAK_DICT, Kind.CELL, Kind.FUNCTION, Kind.PARTIAL})
 
 
@@ -72,8 +73,17 @@ class Snapshot:
         self._parts = [_listed_parts(node, each) for node, each in self._listed]
 
     def intact(self) -> bool:
+        """True if every container holds the same objects under the same keys, and is itself the same."""
+        return self.holds_the_same() and self._has_identities()
+
+    def holds_the_same(self) -> bool:
         """True if every container holds the same objects under the same keys."""
-        return self._has_lengths() and all(map(is_, chain.from_iterable(self._value_views), self._values)) and self._is_framed()
+        return (
+            self._has_lengths()
+            and all(map(is_, chain.from_iterable(self._value_views), self._values))
+            and self._has_keys()
+            and (not self._listed or self._has_parts())
+        )
 
     def changes(self) -> list[Change] | None:
         """Return the changes; None if an object got another class or ``__dict__``, or a scripted module changed."""
@@ -148,10 +158,6 @@ class Snapshot:
             and all(state.intact() for state in self._scripts)
         )
 
-    def _is_framed(self) -> bool:
-        """True if all but the values of dicts is what it was. The dicts have their lengths."""
-        return self._has_keys() and self._has_identities() and self._has_parts()
-
     def _has_parts(self) -> bool:
         pairs = zip(self._listed, self._parts, strict=True)
         return not any(_differ(_listed_parts(node, each), parts) for (node, each), parts in pairs)
@@ -160,8 +166,12 @@ class Snapshot:
 def _has_dict(node: Node, value: Any) -> bool:
     if node.kind in (Kind.MODULE, Kind.COMPILED):
         return True
+    if type(value) in _WITHOUT_ATTRIBUTES:
+        return False
     own = getattr(value, "__dict__", None)
-    return node.kind in (Kind.INSTANCE, Kind.DICT, Kind.LIST, Kind.SET) and type(own) is dict and own is not value
+    if type(own) is not dict or own is value:
+        return False
+    return node.kind is Kind.INSTANCE or (node.kind in (Kind.DICT, Kind.LIST, Kind.SET) and bool(own))
 
 
 def _is_listed(node: Node, value: Any) -> bool:

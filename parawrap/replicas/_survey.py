@@ -9,6 +9,7 @@ import io
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -118,6 +119,7 @@ class Survey:
                 self.copied.append(node)
             self._hold(now, holder)
 
+    @cached_property
     def has_cycle(self) -> bool:
         """True if a copied object leads to itself, so that reference counting alone does not free its copy."""
         holds = {id(node.value): 0 for node in self.copied}

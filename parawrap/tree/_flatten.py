@@ -132,7 +132,7 @@ def mismatch(specs: Iterable[TreeSpec], root: str) -> tuple[str, list[str]] | No
             deeper = mismatch(children, f"{root}[{_quoted(entry)}]")
             if deeper is not None:
                 return deeper
-        shapes = [str(tree) for tree in trees]  # the order of keys, a default factory, two classes of one name
+        shapes = [_attributes_of(tree) or str(tree) for tree in trees]  # or the order of keys, two classes of one name
     return root, shapes
 
 
@@ -198,6 +198,15 @@ def _describe(tree: TreeSpec) -> str:
     return f"a {name} of {tree.num_children}"
 
 
+def _attributes_of(tree: TreeSpec) -> str:
+    """Return a description of the plain attributes of a node; an empty text if it has none."""
+    node: Any = tree.one_level()
+    blank = node.walk([None] * tree.num_children, lambda kind, data, children: data)
+    if not isinstance(blank, _Blank) or not blank.plain:
+        return ""
+    return f"a {blank.cls.__name__} with {', '.join(f'{name}={value!r}' for name, value in blank.plain.items())}"
+
+
 def _learn(strangers: Iterable[type]) -> bool:
     """Examine types that are met for the first time. Return True if one of them is a container."""
     learnt = False
@@ -257,31 +266,26 @@ class _Blank:
     plain attributes are equal, so that outputs with different attributes are not joined.
     """
 
-    __slots__ = ("_factory", "_plain", "cls", "keys")
+    __slots__ = ("_factory", "cls", "keys", "plain")
 
     def __init__(self, value: Any, keys: tuple[Any, ...], plain: dict[str, Any]) -> None:
         self.cls: Any = type(value)
         self.keys = keys
-        self._plain = plain
+        self.plain = plain
         self._factory = getattr(value, "default_factory", None)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Blank) or self.cls is not other.cls or self.keys != other.keys:
             return False
-        return self._plain == other._plain and list(map(type, self._plain.values())) == list(
-            map(type, other._plain.values())
-        )
+        return self.plain == other.plain and list(map(type, self.plain.values())) == list(map(type, other.plain.values()))
 
     def __hash__(self) -> int:
         return hash((self.cls, self.keys))
 
-    def __repr__(self) -> str:
-        return f"{self.cls.__name__}({', '.join(f'{name}={value!r}' for name, value in self._plain.items())})"
-
     def instance(self) -> Any:
         """Return an instance of the class with the plain attributes and no items, made without calling ``__init__``."""
         built = self.cls.__new__(self.cls)
-        self.set_attributes(built, self._plain)
+        self.set_attributes(built, self.plain)
         if isinstance(built, defaultdict):
             built.default_factory = self._factory
         return built
@@ -370,5 +374,5 @@ def _build_list(blank: _Blank, leaves: Iterable[Any]) -> Any:
 def _build_tuple(blank: _Blank, leaves: Iterable[Any]) -> Any:
     items, attributes = blank.split(leaves)
     built = tuple.__new__(blank.cls, items.values())
-    blank.set_attributes(built, {**blank._plain, **attributes})
+    blank.set_attributes(built, {**blank.plain, **attributes})
     return built

@@ -132,6 +132,10 @@ class WorkerReplicas:
         """Note a call in the caller's thread. The workers need the buffers that it may have written unseen."""
         self._ledger.suspect(buffers_written_unseen(self._modules))
 
+    def for_later(self) -> list[WorkerReplica]:
+        """Return the replicas: workers have copies of the model."""
+        return self.current
+
     def warn(self) -> None:
         """Do nothing: each worker warns of what a call set in its model."""
 

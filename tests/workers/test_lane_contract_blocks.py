@@ -727,7 +727,6 @@ def test_tied_weights_stay_tied(lanes):
             model.encode.weight.mul_(1.5)
 
 
-@fails(THREAD, PROCESS, RAY, reason="replicas copy two buffers that share memory apart from each other")
 def test_views_of_a_buffer_share_memory_in_the_lanes(lanes):
     """A write through a view of a buffer is seen through the buffer."""
     model, x = Shared(), torch.randn(8, 4)

@@ -103,6 +103,7 @@ def test_cut_call_equals_plain_call(opened):
         assert_close(session.call(Entry(model), (x,), {}), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote 'calls':UserWarning")
 def test_calls_run_in_other_processes(opened):
     """Whole calls run in the worker processes, never here."""
     session = opened(model := Reporting())
@@ -222,6 +223,7 @@ def test_gradients_are_refused(opened, what):
         session.submit(Entry(model), (x,), {})
 
 
+@pytest.mark.filterwarnings("ignore:the model wrote 'calls':UserWarning")
 def test_unsendable_values_are_named(opened):
     """An argument that cannot be pickled is named by its address, and the worker lives on."""
     session = opened(model := Reporting())
