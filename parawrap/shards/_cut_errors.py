@@ -72,9 +72,10 @@ def refuse_dims_out_of_range(
 def refuse_broken_units(spec: TreeSpec, extents: Sequence[int], rows: int, unit: int) -> NoReturn:
     """Refuse a batch that is not a multiple of `unit`."""
     where = addresses(spec, CALL_ROOTS)[list(extents).index(rows)]
+    sizes = f"{unit}" if rows < unit else f"{rows - rows % unit} or {rows - rows % unit + unit}"
     msg = (
         f"{where} has {rows} rows, which is not a multiple of unit={unit}. With unit={unit}, {unit} rows that follow each "
-        f"other stay in one lane. Pass a batch of {rows - rows % unit} or {rows - rows % unit + unit} rows, or another unit"
+        f"other stay in one lane. Pass a batch of {sizes} rows, or another unit"
     )
     raise ShardError(msg)
 
@@ -174,5 +175,5 @@ def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
     does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
         f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
-        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
+        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} of them"
     )
