@@ -11,8 +11,7 @@ from torch import nn
 from benchmarks._measure import Result, Row, take_turns
 from benchmarks._process import in_process
 from parawrap import parallel
-from parawrap.replicas._copy_structure import Survey
-from parawrap.replicas._detect_changes import Watch
+from parawrap.replicas import Snapshot, Survey
 
 __all__ = ["count", "rows"]
 
@@ -49,7 +48,7 @@ def _unchanged(rounds: int) -> Row:
 def _checked(rounds: int) -> Row:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True), 12)
     modules = sum(1 for _ in model.modules())
-    watch = Watch(Survey(model).copied)
+    watch = Snapshot((node, node.value) for node in Survey(model).copied)
     arms = take_turns({"check": watch.intact}, rounds=rounds, calls=5)
     each = arms["check"].median_us / modules
     name = f"replicas: check of the structure, {modules} modules"

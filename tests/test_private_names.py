@@ -246,11 +246,11 @@ def test_a_subclass_is_no_view():
 
     class Link(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, tensor):
+        def forward(_, tensor):
             return of_replicas.make_subclass(torch.nn.Parameter, tensor.detach())
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(_, gradient):
             return gradient
 
     weight = torch.nn.Parameter(torch.ones(2))

@@ -52,6 +52,8 @@ class Copies:
         self._put_late()
         self._mark_modules()
         self._check({*map(id, tensors.values())})
+        if self.of(survey.target) is survey.target and survey.nodes.get(id(survey.target)) in survey.modules:
+            self._refuse(survey.nodes[id(survey.target)], f"the copy of {_name(survey.target)} is the module itself")
         self._memo = {key: self._memo[key] for key in survey.nodes if key in self._memo}  # drops temporary objects
 
     @property
@@ -127,7 +129,7 @@ class Copies:
                 vars(shell).update({name: self._copy(part) for name, part in vars(node.value).items()})
 
     def _make_late(self) -> None:
-        """Make functions, weak references, and the like, and the fixed objects that hold them, from the copies of their parts."""
+        """Make functions, weak references, and the fixed objects that hold them, from the copies of their parts."""
         late = self.survey.late
         waiting = dict(late)
         cells = [node.value for node in late.values() if node.kind is Kind.CELL]
@@ -162,7 +164,7 @@ class Copies:
                     continue
                 found = put(holder.value, holder.kind, copy, node.value, self._memo[key], self._copy)
                 if not found and holder.kind is Kind.INSTANCE:
-                    msg = f"{holder.path!r} holds {node.path!r}, and a copy of {_name(holder.value)} cannot hold another one"
+                    msg = f"{holder.path!r} holds {node.path!r}, and a copy of a {_name(holder.value)} cannot hold another"
                     raise ReplicaError(msg)
 
     def _mark_modules(self) -> None:
@@ -181,11 +183,11 @@ class Copies:
         known = {*map(id, copies.values())}
         for node in self.survey.modules:
             copy = copies[id(node.value)]
-            if copy is node.value:
-                self._refuse(node, f"the copy of {_name(copy)} is the module itself")
             if not isinstance(copy, torch.nn.Module) or node.kind is Kind.SCRIPT:
                 continue
             for name, child in children_of(copy).items():
+                if id(child) in copies:
+                    self._refuse(self.survey.nodes[id(child)], f"the copy of {_name(child)} is the module itself")
                 if issubclass(type(child), torch.nn.Module) and id(child) not in known:
                     self._refuse(node, f"its copy has another submodule {name!r}")
             for name, parameter in copy.named_parameters(recurse=False):

@@ -19,7 +19,6 @@ from parawrap.replicas._survey import Node
 __all__ = ["LaneState"]
 
 
-
 class LaneState:
     """The objects that the containers of one replica hold, except tensors. Used while the lane is idle, or in the lane.
 
@@ -68,9 +67,10 @@ class LaneState:
         for change in changes:
             if self._is_made(change):
                 holder = change.node.parent if change.node.key in (CHILDREN, PARAMETERS) else change.node
+                name = type((holder or change.node).value).__name__
                 msg = (
-                    f"{type((holder or change.node).value).__name__} makes {_path(change)!r} in forward, and each lane made its "
-                    "own, which learns nothing. Make it before the block, for instance by a call of the model"
+                    f"{name} makes {_path(change)!r} in forward, and each lane made its own, which learns nothing. Make it "
+                    "before the block, for instance by a call of the model"
                 )
                 raise ReplicaError(msg)
         if changes and not self._written:
@@ -83,7 +83,7 @@ class LaneState:
         return changes
 
     def _counts(self, change: Change) -> bool:
-        """True for state that a later call of the model would have read, and that no hook of torch computes at each call."""
+        """True for state that a later call would have read, and that no hook of torch computes at each call."""
         node, key, before, now = change
         copy = self._copies.of(node.value)
         if node.kind in (Kind.DICT, Kind.LIST, Kind.SET) and not self._is_held(node, copy):

@@ -264,7 +264,8 @@ class LaneTensors:
         values = [tensor.detach() for tensor in originals]
         shared = _sharing(values)
         for group in shared:
-            self._together |= dict.fromkeys((id(originals[index]) for index in group), [originals[i] for i in group])
+            members = [originals[index] for index in group]
+            self._together.update((id(member), members) for member in members)
         inside = {index for group in shared for index in group}
         alone = [index for index in range(len(values)) if index not in inside]
         made = self._moved([*(values[index] for index in alone), *(_whole_memory(values[group[0]]) for group in shared)])
@@ -318,9 +319,9 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return the indices of tensors that share memory, in groups that fill most of it."""
     found: dict[tuple[int, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if can_be_sent(tensor) and not (tensor.is_conj() or tensor.is_neg()) and (address := tensor.untyped_storage().data_ptr()):
-            found.setdefault((address, tensor.dtype), []).append(index)
-    groups = (group for group in found.values() if len(group) > 1)
+        if can_be_sent(tensor) and not (tensor.is_conj() or tensor.is_neg()):
+            found.setdefault((tensor.untyped_storage().data_ptr(), tensor.dtype), []).append(index)
+    groups = (group for (address, _), group in found.items() if address and len(group) > 1)
     return [group for group in groups if _whole_memory(tensors[group[0]]).nbytes <= sum(tensors[i].nbytes for i in group)]
 
 

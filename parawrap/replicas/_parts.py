@@ -77,8 +77,10 @@ FIXED = frozenset({Kind.TUPLE, Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.CAC
 """Objects that are made from their parts and never change."""
 
 _KINDS: dict[type, Kind] = {
-    **dict.fromkeys((object, type(None), bool, complex, range, slice, type(...), type(NotImplemented), property), Kind.ATOM),
-    **dict.fromkeys((re.Pattern, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size), Kind.ATOM),
+    **dict.fromkeys((object, type(None), bool, complex, range, slice, type(...), type(NotImplemented)), Kind.ATOM),
+    **dict.fromkeys(
+        (property, re.Pattern, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size), Kind.ATOM
+    ),
     **dict.fromkeys((types.CodeType, types.GenericAlias, types.UnionType, types.WrapperDescriptorType), Kind.ATOM),
     **dict.fromkeys((types.MethodDescriptorType, types.ClassMethodDescriptorType, types.GetSetDescriptorType), Kind.ATOM),
     types.FunctionType: Kind.FUNCTION,
@@ -106,7 +108,8 @@ _BY_BASE: tuple[tuple[Any, Kind], ...] = (
 _OF_GRAPHS = {("torch.fx.graph", "Graph"), ("torch.fx.node", "Node")}
 # Modules of the standard library with classes that hold data. Objects of its other classes do something: they are shared.
 _OF_DATA = frozenset({"abc", "argparse", "builtins", "collections", "contextlib", "dataclasses", "typing", "types"})
-_WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, list, deque, set, tuple})  # an OrderedDict could have some, and has none
+# An OrderedDict could have attributes, and in practice has none.
+_WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, list, deque, set, tuple})
 _slots: dict[type, tuple[tuple[str, Any], ...]] = {}
 
 
@@ -171,11 +174,14 @@ def parts_of(value: Any, kind: Kind) -> Sequence[Part]:
 
 
 def references_of(value: Any, kind: Kind, *, shared: bool = False) -> Iterable[Part]:
-    """Return the parts that an object refers to, and that may be the user's. They are copied only if they hold the model."""
+    """Return the parts that an object refers to. They may be the user's: they are copied only if they hold the model."""
     match kind:
+        case Kind.FUNCTION if is_compiled_function(value):
+            return ((COMPILED_FROM, getattr(value, COMPILED_FROM)),)
         case Kind.FUNCTION:
             cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=True)
-            return [*cells, *enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items(), *vars(value).items()]
+            defaults = [*enumerate(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).items()]
+            return [*cells, *defaults, *vars(value).items()]
         case Kind.CELL:
             with contextlib.suppress(ValueError):  # an empty cell
                 return [(None, value.cell_contents)]
@@ -196,7 +202,8 @@ def is_shared(value: Any) -> bool:
     is_service = any(each.partition(".")[0] in _SERVICES for each in (base.__module__ for base in cls.__mro__))
     if is_service or is_native(value) or _is_singleton(value):
         return True
-    return not _is_plain(cls) and not hasattr(cls, "__deepcopy__") and not _parts_of_instance(value)
+    has_state = _is_plain(cls) or hasattr(cls, "__deepcopy__") or hasattr(value, "__dict__")
+    return not has_state and not _parts_of_instance(value)
 
 
 def is_native(value: Any) -> bool:
@@ -258,7 +265,8 @@ def rebuild(value: Any, kind: Kind, copy_of: CopyOf) -> Any:
         case Kind.WEAK:
             (referent,) = _referents(value)
             if type(value) is weakref.WeakMethod:
-                return weakref.WeakMethod(types.MethodType(value().__func__, copy_of(referent)))
+                method: Any = value()
+                return weakref.WeakMethod(types.MethodType(method.__func__, copy_of(referent)))
             return (weakref.ref if isinstance(value, weakref.ref) else weakref.proxy)(copy_of(referent))
         case Kind.PARTIAL:
             keywords = {name: copy_of(part) for name, part in value.keywords.items()}
@@ -315,6 +323,10 @@ def _parts_of_instance(value: Any) -> list[Part]:
         return []
     _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     found: list[Part] = [(None, part) for part in (*arguments, *(items or ()))]
+    is_opaque = isinstance(state, tuple) and hasattr(cls, "__setstate__")  # else a tuple has the attributes and the slots
+    if is_opaque:
+        found += [(None, each) for each in state]
+        state = None
     for each in (*(state if isinstance(state, tuple) else (state,)), dict(pairs or ())):
         found += each.items() if isinstance(each, dict) else [(None, each)]
     return [(key, part) for key, part in found if kind_of(type(part)) is not Kind.ATOM]
@@ -322,13 +334,8 @@ def _parts_of_instance(value: Any) -> list[Part]:
 
 def _is_plain(cls: type) -> bool:
     """True if objects of the class are pickled as their attributes."""
-    return (
-        cls.__reduce_ex__ is object.__reduce_ex__
-        and cls.__reduce__ is object.__reduce__
-        and cls.__getstate__ is object.__getstate__
-        and not hasattr(cls, "__deepcopy__")
-        and cls not in copyreg.dispatch_table
-    )
+    inherited = all(getattr(cls, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__"))
+    return inherited and not hasattr(cls, "__deepcopy__") and cls not in copyreg.dispatch_table
 
 
 def _is_singleton(value: Any) -> bool:

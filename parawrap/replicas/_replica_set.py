@@ -188,9 +188,10 @@ class ReplicaSet:
         names = [*map(repr, self._written_state)]
         more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
         warn_caller(
-            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
-            "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
-            "register a tensor as a buffer: the buffers of lane 0 come back"
+            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
+            "writes do not come back to the model: the next call starts without them. Return the value from the call "
+            "instead, or register a tensor as a buffer: the buffers of lane 0 come back. If the model prepares itself in its "
+            "first call, call it once before the block"
         )
 
     def share_buffers(self) -> None:
@@ -203,6 +204,7 @@ class ReplicaSet:
         for replica in self._replicas:
             replica.is_over = True
         self._replicas, self._writers, self.current = [], [], []
+        _clear_caches(self._survey)
         self._mirrors = {}
         self._watch, self._ledger = Snapshot(()), Ledger((), ())
         self._unseen = []
@@ -242,7 +244,7 @@ class ReplicaSet:
         for change in changes:
             self._survey.swap(change.node, change.key, change.before, change.now)
             for replica in self._replicas:
-                replica.set(change)
+                replica.apply(change)
             own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
             self._watch.set(own, change.key, change.now)
         if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
@@ -291,9 +293,9 @@ class ReplicaSet:
             _refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        order = Order()
+        order, written = Order(), self._written_state
         self._replicas = [
-            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, self._written_state)
+            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, written)
             for device in self.devices
         ]
         self._replicas[0].gives_back = self._gives_back
@@ -366,6 +368,14 @@ def _as_lane_replica(lane: int, replicas: Sequence[Replica]) -> LaneReplica:
     return LaneReplica(lane, replica.target, replica.original_of, replica.run, replica.run_whole, write_back)
 
 
+def _clear_caches(survey: Survey) -> None:
+    """Empty the caches of methods, which hold the replicas that they were called on."""
+    for cls in {base for module in survey.all_modules() for base in type(module).__mro__}:
+        for value in vars(cls).values():
+            if kind_of(type(value)) is Kind.CACHED:
+                value.cache_clear()
+
+
 def _is_simple(value: Any) -> bool:
     """True for an atom other than a generator, and for a plain tensor that a lane has a copy of."""
     if isinstance(value, torch.Tensor):
@@ -411,8 +421,8 @@ def _home_of(survey: Survey) -> torch.device | None:
         elif tensor.device != first[2].device:
             msg = (
                 f"the model lies on several devices: {first[0].path_of(first[1])!r} on {first[2].device} and "
-                f"{node.path_of(name)!r} on {tensor.device}. A replica of it would need as many devices again; put the model "
-                "on one device, or make its parts parallel one by one"
+                f"{node.path_of(name)!r} on {tensor.device}. A replica of it would need as many devices again; put the "
+                "model on one device, or make its parts parallel one by one"
             )
             raise ReplicaError(msg)
     return None if first is None else first[2].device

@@ -116,7 +116,10 @@ class Snapshot:
             self._values[self._keys.index(key, start, end)] = value
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put everything back, except the classes of objects."""
+        for each, own in zip(self._instances, self._own, strict=True):
+            if vars(each) is not own:
+                object.__setattr__(each, "__dict__", own)
         for _, own, given in self._given():
             if len(own) != len(given) or any(map(is_not, _kind(own).values(own), given.values())) or [*own] != [*given]:
                 _kind(own).clear(own)
@@ -217,5 +220,5 @@ def _differ(now: list[Any], before: list[Any]) -> bool:
 
 
 def _kind(own: dict[Any, Any]) -> Any:
-    """Return the class with the methods that read a dict: an OrderedDict has its own order; other overrides do not count."""
+    """Return the class with the methods that read a dict: an OrderedDict has its own order."""
     return OrderedDict if isinstance(own, OrderedDict) else dict

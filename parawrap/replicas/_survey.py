@@ -173,7 +173,7 @@ class Survey:
         return found
 
     def _find_late(self) -> dict[int, Node]:
-        """Find the objects that are made after `copy.deepcopy`: functions and the like, and the fixed objects that hold them."""
+        """Find the objects that are made after `copy.deepcopy`: functions, and fixed objects that hold them."""
         late = {
             id(node.value): node
             for node in self.copied

@@ -101,7 +101,7 @@ def test_lanes_follow_changed_dtypes_shapes_and_requires_grad(change, devices, a
     model = nn.Linear(4, 2).to("sim:0")
 
     def assert_followed():
-        x = torch.randn(6, 4).to(model.weight)
+        x = torch.randn(7, 4).to(model.weight)
         for _ in devices:
             torch.testing.assert_close(ask(p, x), nn.functional.linear(x, model.weight, model.bias))
 
@@ -120,7 +120,7 @@ def test_data_assigned_at_the_same_address(ask):
     """Lanes see a new ``.data`` tensor, even if it lies at the address of the old one and holds other values."""
     model = nn.Linear(4, 2, bias=False)
     memory = bytearray(model.weight.nbytes)
-    x = torch.ones(6, 4)
+    x = torch.ones(7, 4)
 
     def assign(value):
         model.weight.data = torch.empty(2, 4)
@@ -137,7 +137,7 @@ def test_data_assigned_at_the_same_address(ask):
 def test_a_model_moved_after_a_parameter_was_replaced(ask):
     """The output lies on the model's new device."""
     model = nn.Linear(4, 4).to("sim:0")
-    x = torch.randn(6, 4)
+    x = torch.randn(7, 4)
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]) as p:
         ask(p, x)
         model.weight = nn.Parameter(model.weight + 1)
@@ -163,7 +163,7 @@ def streamed(work, device="sim:0"):
 def test_a_call_on_another_stream_than_the_refresh(devices, first, second):
     """A call waits for replicas and buffers that an earlier call copied on another stream."""
     model = Masked().to("sim:0").eval()
-    x = rows(6).to("sim:0")
+    x = rows(7).to("sim:0")
     expected = copy.deepcopy(model)(x)
     settle()
     with parallel(model, devices):
@@ -179,7 +179,7 @@ def test_a_call_on_another_stream_than_the_refresh(devices, first, second):
 def test_calls_from_several_threads_and_streams_in_turn(first, second):
     """A call of any type waits for a refresh that another thread's call started on other streams."""
     model = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6)).to("sim:0")
-    x = torch.randn(8, 6)
+    x = torch.randn(9, 6)
     expected = copy.deepcopy(model)(x.to("sim:0")).cpu()
     settle()
 
@@ -206,7 +206,7 @@ def test_batch_norm_statistics_of_lanes_on_other_devices():
     """Batch norm in train mode, submitted without gradients, writes its statistics to the model in order."""
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("sim:0")
     with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
-        for future in [p.submit(torch.randn(6, 8)) for _ in range(12)]:
+        for future in [p.submit(torch.randn(7, 8)) for _ in range(12)]:
             assert future.result().isfinite().all()
     assert model[1].running_mean.isfinite().all()
     assert int(model[1].num_batches_tracked) > 0
@@ -224,7 +224,7 @@ def test_a_refresh_before_earlier_work_has_started(monkeypatch):
         return begin(future)
 
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).to("sim:0")
-    x = torch.randn(6, 8)
+    x = torch.randn(7, 8)
     with torch.no_grad(), parallel(model, ["sim:2", "sim:1"]) as p:
         p(x)
         monkeypatch.setattr(lane_streams.LaneFuture, "set_running_or_notify_cancel", start_the_first_late)
@@ -251,7 +251,7 @@ def test_a_call_with_gradients_and_then_one_without_in_the_same_lane(device):
     model = Waiting(in_place=True).to("sim:0")
     plain = Average(in_place=True).to("sim:0")
     plain.load_state_dict(model.state_dict())
-    x = rows(6).to("sim:0")
+    x = rows(7).to("sim:0")
     expected = [plain(x), plain(x)]
     settle()
     with parallel(model, [device]) as p:
@@ -270,7 +270,7 @@ def test_a_call_with_gradients_and_then_one_without_in_the_same_lane(device):
 def test_memory_of_replicas_made_on_another_stream_is_not_reused_early(make, devices):
     """Freed replica memory is reused on its stream only after other streams have finished their work with the replicas."""
     model = make().to("sim:0")
-    x = rows(6).to("sim:0")
+    x = rows(7).to("sim:0")
     settle()
     device = devices[-1]
     stream = side_stream(device)
@@ -299,7 +299,7 @@ def test_a_block_closed_during_a_call(close_after):
             return super().forward(x)
 
     model = Slow(64, 64).to("sim:0")
-    x = torch.randn(6, 64, device="sim:0")
+    x = torch.randn(7, 64, device="sim:0")
     outputs = []
 
     def call():
@@ -340,13 +340,13 @@ def test_a_refresh_needs_little_extra_memory(width, monkeypatch):
     for name in ("bring", "bring_into"):
         monkeypatch.setattr(_batched_copies, name, measuring(getattr(_batched_copies, name)))
     with torch.no_grad(), parallel(model, ["sim:0", "sim:1"]):
-        model(torch.ones(4, width))
+        model(torch.ones(5, width))
         settle()
         between = simdevice.stats().live_bytes_by_device[1]
         for parameter in model.parameters():
             parameter.add_(0)
         taken.clear()
-        model(torch.ones(4, width))
+        model(torch.ones(5, width))
     assert len(taken) > 2
     assert max(taken) - between <= 2 * most
 
@@ -355,7 +355,7 @@ def test_gradients_copied_together_have_separate_versions():
     """An in-place write to one gradient does not invalidate a graph that saved another one."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to("sim:0")
     with parallel(model, ["sim:1"]):
-        model(torch.randn(6, 4)).sum().backward()
+        model(torch.randn(7, 4)).sum().backward()
     first, second, *_ = [parameter.grad for parameter in model.parameters()]
     weight = torch.ones(4, 4, device="sim:0", requires_grad=True)
     loss = (first * weight).sum()
@@ -372,7 +372,7 @@ def test_gradients_copied_together_have_separate_versions():
 def test_submit_with_an_output_device_that_has_no_lane(where, devices):
     """A result on a device other than the model's and the lanes' is ready for the reader's stream."""
     model = mlp().to("sim:0")
-    x = rows(6).to(where)
+    x = rows(7).to(where)
     expected = model(x.to("sim:0")).detach().cpu()
     settle()
     with torch.no_grad(), parallel(model, devices, output_device="sim:3") as p:
@@ -392,7 +392,7 @@ def test_a_callback_can_read_results_of_other_lanes():
             return super().forward(x)
 
     model = Following(5, 3, dtype=torch.float64).to("sim:0")
-    x = rows(6).to("sim:0")
+    x = rows(7).to("sim:0")
     settle()
 
     def collect(_):
@@ -480,7 +480,7 @@ def test_packed_sequence_of_one_row_on_the_cpu(devices, ask):
 
 def pending_copy_on_a_device(value=3.0):
     """A device tensor; the copy that fills it is still queued on the current stream."""
-    return torch.full((8, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
+    return torch.full((9, 5), value, dtype=torch.float64).pin_memory().to("sim:0", non_blocking=True)
 
 
 @WAYS
@@ -488,7 +488,7 @@ def pending_copy_on_a_device(value=3.0):
 def test_cpu_lanes_wait_for_pending_device_work(home, ask):
     """A lane on the CPU reads a device tensor only after the caller's stream has computed it."""
     model = nn.Linear(5, 5, dtype=torch.float64)
-    expected = model(torch.full((8, 5), 3.0, dtype=torch.float64)).detach()
+    expected = model(torch.full((9, 5), 3.0, dtype=torch.float64)).detach()
     model.to(home)
     settle()
     with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
@@ -511,7 +511,7 @@ def test_tuple_fn_on_the_cpu_with_parts_on_a_device():
 def test_tuple_parallel_on_the_cpu_with_parts_on_a_device():
     """TupleParallel on CPU lanes reads each part after the caller's queued work on it."""
     model = nn.Linear(5, 5, dtype=torch.float64)
-    parts = [torch.full((8, 5), value, dtype=torch.float64) for value in (1.0, 2.0)]
+    parts = [torch.full((9, 5), value, dtype=torch.float64) for value in (1.0, 2.0)]
     expected = [model(part).detach() for part in parts]
     wrapped = TupleParallel(model, ["cpu", "cpu"])
     settle()
@@ -621,5 +621,5 @@ def test_large_inputs_of_any_layout_are_staged(layout, pinned):
 def test_large_inputs_of_any_layout_keep_their_values(layout, ask):
     """The shards of a large input of any layout hold the input's values."""
     x = torch.cat([LAYOUTS[layout]()] * 4) if layout == "contiguous" else LAYOUTS[layout]()
-    with torch.no_grad(), parallel(nn.Identity(), SIMS) as p:
+    with torch.no_grad(), parallel(nn.Identity(), SIMS, out_dims=0) as p:
         torch.testing.assert_close(ask(p, x).cpu(), x, rtol=0, atol=0)

@@ -49,7 +49,7 @@ def plainly(model: nn.Module, x: Tensor) -> Tensor:
 def test_nothing_is_copied_when_nothing_changed():
     """The second inference call copies inputs and outputs, but no parameters."""
     model = mlp().to("sim:0").requires_grad_(False)
-    x = rows(8)
+    x = rows(9)
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu") as p:
         model(x)
         simdevice.reset_stats()
@@ -64,7 +64,7 @@ def test_the_first_call_copies_parameters_once_per_device():
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, [*SIMS, "sim:3", "sim:0"], output_device="cpu"):
         simdevice.reset_stats()
-        model(rows(12))
+        model(rows(13))
         assert simdevice.stats().d2d_bytes == OTHERS * parameter_bytes(model)
 
 
@@ -72,7 +72,7 @@ def test_an_optimizer_step_copies_the_parameters_once_per_device():
     """After optimizer.step(), the next call copies the parameters once to each other device and counts one refresh."""
     model = mlp().to("sim:0")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = rows(8)
+    x = rows(9)
     with parallel(model, SIMS, output_device="cpu") as p:
         for step in range(1, 4):
             model(x).square().sum().backward()
@@ -94,18 +94,17 @@ def test_only_what_changed_is_copied():
     """If one parameter was written, the next call copies only that parameter."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu"):
-        model(rows(8))
+        model(rows(9))
         model[2].bias.fill_(1)
         simdevice.reset_stats()
-        torch.testing.assert_close(model(x := rows(8)), plainly(model, x).cpu())
+        torch.testing.assert_close(model(x := rows(9)), plainly(model, x).cpu())
         assert simdevice.stats().d2d_bytes == OTHERS * model[2].bias.nbytes
 
 
 def test_backward_copies_gradients_once_per_device():
     """Backward copies each gradient once from each other device, whatever the number of lanes on it."""
     model = mlp().to("sim:0")
-    with parallel(model, [*SIMS, *SIMS[1:]]):
-        model(rows(14).to("sim:0"))  # the first call of a kind has shards of different sizes
+    with parallel(model, [*SIMS, *SIMS[1:]], out_dims=0):
         loss = model(rows(14).to("sim:0")).square().sum()
         simdevice.reset_stats()
         loss.backward()
@@ -480,10 +479,10 @@ def test_dtype_changed_inside_the_block(first, home):
     with parallel(model, SIMS):
         for change, dtype in ((nn.Module.half, torch.float16), (nn.Module.double, torch.float64)):
             with first():
-                model(torch.randn(8, 5, dtype=model.weight.dtype))
+                model(torch.randn(9, 5, dtype=model.weight.dtype))
             change(model)
             model.zero_grad()
-            x = torch.randn(8, 5).to(dtype)
+            x = torch.randn(9, 5).to(dtype)
             output = model(x)
             assert output.dtype == dtype
             output.sum().backward()
@@ -573,7 +572,7 @@ def test_buffers_changed(how, home):
 def test_train_and_eval():
     """model.eval() and model.train() reach every lane's submodules."""
     model = nn.Sequential(nn.Linear(5, 5), nn.Dropout(1.0)).to("sim:0")
-    x = torch.randn(8, 5)
+    x = torch.randn(9, 5)
     with torch.no_grad(), parallel(model, SIMS):
         assert model(x).abs().sum() == 0
         model.eval()
@@ -593,7 +592,7 @@ def test_batch_norm_keeps_the_statistics_of_lane_0(home, devices):
     plain = nn.BatchNorm1d(5, dtype=torch.float64)
     with parallel(model, devices) as p:
         for _ in range(3):
-            x = rows(12) * 3 + 1
+            x = rows(13) * 3 + 1
             model(x)
             plain(x[: p.stats().shards[0]])
             torch.testing.assert_close({k: v.cpu() for k, v in model.state_dict().items()}, plain.state_dict())
@@ -608,7 +607,7 @@ def test_batch_norm_output_is_that_of_each_shard(home):
     """In train mode, BatchNorm normalizes each shard separately, as in torch.nn.DataParallel."""
     model = nn.BatchNorm1d(5, dtype=torch.float64).to(home)
     with parallel(model, SIMS) as p:
-        for count in (12, 12, 10):
+        for count in (13, 13, 10):
             x = rows(count)
             output = model(x)
             parts = x.split(p.stats().shards)
@@ -623,7 +622,7 @@ def test_batch_norm_train_eval_train(home):
     plain = copy.deepcopy(model).cpu()
     with parallel(model, SIMS) as p:
         for _ in range(3):
-            x = rows(8) + 2
+            x = rows(9) + 2
             model.train()(x)
             plain.train()(x[: p.stats().shards[0]])
             with torch.no_grad():
@@ -671,7 +670,7 @@ def test_step_of_another_optimizer_before_backward():
 def test_batch_norm_of_two_forwards_before_a_backward(home):
     """Two training calls of a model with BatchNorm can share one backward, as two plain calls can."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to(home)
-    x, y = rows(8), rows(8)
+    x, y = rows(9), rows(9)
     with parallel(model, SIMS):
         (model(x).square().sum() + model(y).pow(3).sum()).backward()
     assert model[0].weight.grad is not None
@@ -681,7 +680,7 @@ def test_batch_norm_of_two_forwards_before_a_backward(home):
 def test_batch_norm_trained_and_evaluated_before_backward(home):
     """An eval call between the forward and the backward of a training call does not break the backward."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().to(home)
-    x = rows(8)
+    x = rows(9)
     with parallel(model, SIMS):
         loss = model(x).square().sum()
         with torch.no_grad():
@@ -727,10 +726,10 @@ def test_buffer_written_in_one_lane_only(in_place, home):
             return before.expand(len(x))
 
     model = Latch().to(home)
-    x = torch.arange(8.0)[:, None]
+    x = torch.arange(9.0)[:, None]
     with torch.no_grad(), parallel(model, SIMS):
         for _ in range(3):
-            assert model(x).tolist() == [0.0] * 8
+            assert model(x).tolist() == [0.0] * 9
     assert model.tripped.item() == 0
 
 
@@ -780,7 +779,7 @@ def test_memory_of_attributes_that_forward_writes_stays_bounded(home):
             return y
 
     model = Keeps().to(home)
-    x = torch.randn(8, 5)
+    x = torch.randn(9, 5)
     levels = []
     with torch.no_grad(), parallel(model, SIMS):
         for _ in range(12):
@@ -797,7 +796,7 @@ def test_memory_of_a_parameter_replaced_often_stays_bounded():
     with torch.no_grad(), parallel(model, SIMS):
         for _ in range(8):
             model.weight = nn.Parameter(torch.randn(3, 5, device="sim:0"))
-            model(torch.randn(8, 5))
+            model(torch.randn(9, 5))
             gc.collect()
             levels.append(simdevice.stats().live_bytes)
     assert levels[-1] <= levels[2], levels
@@ -810,7 +809,7 @@ def test_memory_of_old_weight_norm_stays_bounded():
     levels = []
     with torch.no_grad(), parallel(model, SIMS):
         for _ in range(8):
-            model(torch.randn(8, 5))
+            model(torch.randn(9, 5))
             gc.collect()
             levels.append(simdevice.stats().live_bytes)
     assert levels[-1] <= levels[2], levels
@@ -866,7 +865,7 @@ def test_scripted_with_batch_norm():
     plain.load_state_dict(model.state_dict())
     with parallel(model, SIMS) as p:
         for _ in range(2):
-            x = rows(8) + 1
+            x = rows(9) + 1
             model(x)
             plain(x[: p.stats().shards[0]])
         model.eval()
@@ -947,7 +946,7 @@ def test_replicas_have_parameters():
     """A replica's parameters and buffers have the model's names and shapes and lie on the replica's device."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).to("sim:0")
     dp = DataParallel(model, SIMS)
-    dp(torch.randn(8, 5))
+    dp(torch.randn(9, 5))
     for index, replica in enumerate(dp.replicate(model, SIMS)):
         for kind in ("named_parameters", "named_buffers"):
             mine, theirs = dict(getattr(replica, kind)()), dict(getattr(model, kind)())
@@ -963,12 +962,12 @@ def test_replicas_have_parameters():
 def test_memory_returns_after_close(home):
     """After the block, all device memory that it allocated is free, except for gradients."""
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).to(home)
-    model(torch.randn(8, 5, device=home)).sum().backward()  # allocates the gradients
+    model(torch.randn(9, 5, device=home)).sum().backward()  # allocates the gradients
     gc.collect()
     before = simdevice.stats()
     with parallel(model, SIMS) as p:
         for _ in range(3):
-            model(torch.randn(8, 5)).sum().backward()
+            model(torch.randn(9, 5)).sum().backward()
         assert simdevice.stats().live_bytes > before.live_bytes
     gc.collect()
     after = simdevice.stats()
@@ -1000,7 +999,7 @@ def test_memory_returns_after_an_error():
     def fail() -> None:
         with parallel(model, SIMS):
             model(rows())
-            model(rows(8, 6))
+            model(rows(9, 6))
 
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         fail()
@@ -1021,4 +1020,4 @@ def test_an_error_while_making_a_replica():
     model = nn.Sequential(nn.Linear(5, 3)).to("sim:0")
     model[0].register_buffer("scale", torch.ones(3, device="sim:0").as_subclass(Stubborn))
     with parallel(model, SIMS), pytest.raises(ReplicaError, match=r"no replica of Sequential .* on sim:0: .*never"):
-        model(torch.randn(8, 5))
+        model(torch.randn(9, 5))

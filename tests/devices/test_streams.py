@@ -59,10 +59,10 @@ def test_each_lane_has_its_own_stream(devices):
     """Lanes on one device have different streams, none of them the caller's, and keep them from call to call."""
     model = Where().to("sim:0")
     with torch.no_grad(), parallel(model, devices):
-        model(rows(9))  # the lanes run in turns
+        model(rows(11))
         first = sorted(model.seen)
         model.seen.clear()
-        model(rows(9))  # each lane runs in its own thread
+        model(rows(11))
     assert len({(device, stream) for device, stream, _ in first}) == len(devices)
     assert all(stream != 0 and f"sim:{current}" == device for device, stream, current in first)
     assert sorted(model.seen) == first
@@ -73,7 +73,7 @@ def test_with_gradients_lanes_on_the_models_device_use_the_callers_stream():
     model = Where().to("sim:0")
     stream = side_stream()
     with parallel(model, ["sim:0", "sim:0", "sim:1"]), torch.sim.stream(stream):
-        model(rows(6)).sum().backward()
+        model(rows(7)).sum().backward()
     at_home = {each for device, each, _ in model.seen if device == "sim:0"}
     assert at_home == {stream.stream_id}
     assert model.weight.grad is not None
@@ -142,7 +142,7 @@ def test_training_on_one_stream_and_then_on_another():
 def test_lanes_on_one_device_do_not_share_autocast_casts():
     """Lanes on one device, each on its own stream, cast shared parameters separately."""
     model = nn.Linear(64, 64).to("sim:0")
-    x = torch.ones(8, 64, device="sim:0")
+    x = torch.ones(9, 64, device="sim:0")
     with torch.no_grad(), parallel(model, TWICE), torch.autocast("sim", dtype=torch.bfloat16):
         for _ in range(20):
             assert model(x).dtype is torch.bfloat16
@@ -154,7 +154,7 @@ def test_successive_blocks_reuse_streams():
     model = Where().to("sim:0")
     for _ in range(10):
         with torch.no_grad(), parallel(model, TWICE) as p:
-            model(rows(8))
+            model(rows(9))
             list(p.map([rows(8)] * 4))
     assert len({stream for _, stream, _ in model.seen}) <= 4  # two for compute and two for input copies
 
@@ -174,7 +174,7 @@ def test_callers_in_several_threads_on_separate_streams():
 
     with parallel(model, ["sim:0", "sim:0", "sim:1"]), ThreadPoolExecutor(4) as threads:
         # Draw the batches first: numbers that another thread draws during a call count as drawn by the call.
-        work = [[rows(12) for _ in range(8)] for _ in range(4)]
+        work = [[rows(13) for _ in range(8)] for _ in range(4)]
         for each in [threads.submit(calls, batches) for batches in work]:
             each.result()
 
@@ -210,7 +210,7 @@ def test_a_callback_gets_a_complete_result():
         there.set()
 
     with torch.no_grad(), parallel(model, ["sim:1", "sim:2"]) as p:
-        x = rows()
+        x = rows(9)
         p.submit(x).add_done_callback(keep)
         assert there.wait(30)
         torch.testing.assert_close(results[0] + 0, model(x))
@@ -220,9 +220,9 @@ def test_futures_work_with_as_completed():
     """Futures from `submit` work with concurrent.futures.as_completed."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
-        futures = {p.submit(torch.full((2, 5), float(i), dtype=torch.float64)): i for i in range(8)}
+        futures = {p.submit(torch.full((5, 5), float(i), dtype=torch.float64)): i for i in range(8)}
         for future in as_completed(futures):
-            x = torch.full((2, 5), float(futures[future]), dtype=torch.float64)
+            x = torch.full((5, 5), float(futures[future]), dtype=torch.float64)
             torch.testing.assert_close(future.result(), model(x))
 
 
@@ -288,10 +288,10 @@ def test_large_inputs_are_staged():
     """Large pageable inputs are copied through pinned memory, so the host does not wait. Small inputs are not staged."""
     model = mlp().to("sim:0")
     with torch.no_grad(), parallel(model, SIMS):
-        model(rows(8))
+        model(rows(9))
         torch.sim.synchronize()
         simdevice.reset_stats()
-        model(rows(8))
+        model(rows(9))
         small = simdevice.stats()
         simdevice.reset_stats()
         model(rows(MANY * 4))
@@ -305,7 +305,7 @@ def test_outputs_are_copied_once_to_their_place(dim):
     """Without a graph, each lane's output is copied once, from device to device, to its place in the joined output."""
     model = nn.Identity()
     x = rows(12, 12).to("sim:2")
-    with torch.no_grad(), parallel(model, SIMS, dim=dim, output_device="sim:2") as p:
+    with torch.no_grad(), parallel(model, SIMS, dim=dim, out_dims=dim, output_device="sim:2") as p:
         simdevice.reset_stats()
         y = p(x)
         stats = simdevice.stats()
@@ -341,11 +341,11 @@ def test_large_parameters_are_copied_without_packing():
     """A refresh copies every byte once per device, also of tensors larger than 1 MiB, which are not packed."""
     model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 3)).to("sim:0")
     with torch.no_grad(), parallel(model, SIMS) as p:
-        model(torch.randn(8, 600))
+        model(torch.randn(9, 600))
         for parameter in model.parameters():
             parameter.add_(1)
         before = p.stats().copied_bytes
-        torch.testing.assert_close(model(torch.ones(8, 600)), computed_plainly(model, torch.ones(8, 600)))
+        torch.testing.assert_close(model(torch.ones(9, 600)), computed_plainly(model, torch.ones(9, 600)))
         assert p.stats().copied_bytes - before == 3 * parameter_bytes(model)
 
 

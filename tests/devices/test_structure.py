@@ -58,9 +58,9 @@ class WithBias(nn.Linear):
 
 @pytest.mark.parametrize("count", [1, 2, 9])
 def test_a_returned_parameter_is_the_models_own(count):
-    """This also holds for a call of few rows that one lane on another device runs whole."""
+    """This also holds for a call of one row that one lane on another device runs whole."""
     model = WithBias(3, 3).to("sim:0")
-    with torch.no_grad(), parallel(model, ["sim:2", "sim:0"]):
+    with torch.no_grad(), parallel(model, ["sim:2", "sim:0"], out_dims=(0, None)):
         assert model(torch.randn(count, 3, device="sim:0"))[1] is model.bias
 
 

@@ -41,7 +41,7 @@ def test_many_steps_equal_plain_training(kind, make, home, count):
                 optimizer.step()
 
     if kind == "block":
-        with parallel(model, SIMS):
+        with parallel(model, SIMS, out_dims=0):
             steps(model)
     else:
         wrapped = DataParallel(model)
@@ -78,7 +78,7 @@ def test_gradients_accumulate(home):
     """Several backward passes add up their gradients."""
     model = mlp().to(home)
     plain = copy.deepcopy(model)
-    with parallel(model, SIMS):
+    with parallel(model, SIMS, out_dims=0):
         for x in batches(4):
             model(x).square().sum().backward()
             plain(x.to(home)).square().sum().backward()
@@ -91,7 +91,7 @@ def test_two_calls_share_one_backward(home):
     model = mlp().to(home)
     plain = copy.deepcopy(model)
     x, y = rows(9), rows(2)
-    with parallel(model, SIMS):
+    with parallel(model, SIMS, out_dims=0):
         (model(x).square().sum() * model(y).sin().sum()).backward()
     (plain(x.to(home)).square().sum() * plain(y.to(home)).sin().sum()).backward()
     assert_same_gradients(model, plain)

@@ -84,7 +84,7 @@ def test_stats_have_the_same_figures_as_text_and_html():
 
 def test_comparison_is_a_table():
     """One row per way, with as many cells as the header has."""
-    comparison = compare(nn.Linear(3, 2), torch.zeros(8, 3), TWO, rounds=2, calls=1, show=False)
+    comparison = compare(nn.Linear(3, 2), torch.zeros(9, 3), TWO, rounds=2, calls=1, show=False)
     shown = html(comparison)
     assert shown["caption"] == [comparison.title]
     assert len(shown["td"]) == 2 * len(shown["th"])
@@ -203,7 +203,7 @@ def test_reprs_are_one_short_line(tmp_path):
     launchable = wrapper(RANKS)(current_rank)
     launch = launchable.submit()
     with parallel(nn.Linear(3, 2), TWO) as p:
-        p(torch.zeros(8, 3))
+        p(torch.zeros(9, 3))
         shown = [launchable, launchable.dry_run(), launch, RANKS, Wrapper(RANKS), p, p.method("forward"), p.stats()]
         shown += [p.stats().lanes[0], p.submit(torch.zeros(1, 3)), p.map([]), p.trace(tmp_path / "t.html")]
     shown += list(launch.results())

@@ -50,7 +50,7 @@ class MixesRows(nn.Module):
 
 def test_the_table_has_a_row_per_way(capsys):
     """`compare` prints the times, memory, faults, and differences of both ways, and returns the numbers."""
-    comparison = compare(nn.Linear(3, 2).eval(), torch.randn(8, 3), LANES, rounds=2, calls=3)
+    comparison = compare(nn.Linear(3, 2).eval(), torch.randn(9, 3), LANES, rounds=2, calls=3)
     title, header, plain, lanes = capsys.readouterr().out.splitlines()
     assert title == "parallel(Linear, ['cpu', 'cpu']): forward in eval mode, 2 rounds of 3 calls"
     assert header.split() == (
@@ -82,7 +82,7 @@ def test_a_table_of_known_numbers():
 
 def test_show_false_prints_nothing(capsys):
     """With `show=False`, the caller can print the table with `str`."""
-    comparison = compare(nn.Linear(3, 2), torch.randn(8, 3), LANES, **SHORT)
+    comparison = compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, **SHORT)
     assert capsys.readouterr().out == ""
     assert "lanes" in str(comparison)
 
@@ -90,8 +90,8 @@ def test_show_false_prints_nothing(capsys):
 def test_one_way_runs_plain_and_the_other_in_lanes():
     """The plain way calls the model with the whole batch; the other way cuts the batch."""
     model = Recorder()
-    compare(model, torch.randn(8, 3), LANES, **SHORT)
-    plain, lanes = ([seen for seen in model.seen if (seen[2] == 8) is whole] for whole in (True, False))
+    compare(model, torch.randn(9, 3), LANES, **SHORT)
+    plain, lanes = ([seen for seen in model.seen if (seen[2] == 9) is whole] for whole in (True, False))
     assert plain
     assert all(in_main for *_, in_main in plain)
     assert lanes
@@ -101,9 +101,9 @@ def test_one_way_runs_plain_and_the_other_in_lanes():
 @pytest.mark.parametrize(
     ("batch", "expected"),
     [
-        (torch.randn(8, 3), (1, [])),
-        ((torch.randn(8, 3), torch.randn(8)), (2, [])),
-        ({"x": torch.randn(8, 3)}, (0, ["x"])),
+        (torch.randn(9, 3), (1, [])),
+        ((torch.randn(9, 3), torch.randn(9)), (2, [])),
+        ({"x": torch.randn(9, 3)}, (0, ["x"])),
     ],
     ids=["tensor", "tuple", "dict"],
 )
@@ -126,14 +126,14 @@ def test_a_packed_sequence_is_one_argument():
 def test_differences_are_small_for_a_row_wise_model():
     """Outputs and gradients are equal up to rounding."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    _, lanes = compare(model, torch.randn(8, 3), LANES, train=True, **SHORT).ways
+    _, lanes = compare(model, torch.randn(9, 3), LANES, train=True, **SHORT).ways
     assert lanes.outputs.absolute < 1e-5
     assert lanes.gradients.absolute < 1e-5
 
 
 def test_differences_show_a_model_that_mixes_rows():
     """A softmax over the batch gives other outputs and other gradients in lanes."""
-    _, lanes = compare(MixesRows(), torch.randn(8, 3), LANES, train=True, loss=lambda y: y.square().sum(), **SHORT).ways
+    _, lanes = compare(MixesRows(), torch.randn(9, 3), LANES, train=True, loss=lambda y: y.square().sum(), **SHORT).ways
     assert lanes.outputs.absolute > 0.01
     assert lanes.outputs.relative > 0.01
     assert lanes.gradients.absolute > 0.001
@@ -171,7 +171,7 @@ def test_the_model_is_restored():
 
     model = Model()
     model.linear.weight.grad = torch.ones(2, 3)
-    batch = torch.randn(8, 3, requires_grad=True)
+    batch = torch.randn(9, 3, requires_grad=True)
     gradient, steps, buffers = model.linear.weight.grad, model.steps, {k: b.clone() for k, b in model.named_buffers()}
     compare(model, batch, LANES, train=True, **SHORT)
     assert model.linear.weight.grad is gradient
@@ -195,7 +195,7 @@ def test_each_way_starts_from_the_callers_random_state():
     torch.manual_seed(1)
     following = torch.rand(())
     torch.manual_seed(1)
-    compare(noise, torch.randn(8, 3, generator=torch.Generator()), ["cpu"], **SHORT)
+    compare(noise, torch.randn(9, 3, generator=torch.Generator()), ["cpu"], **SHORT)
     assert torch.equal(torch.rand(()), following)
     assert drawn.count(following.item()) == 4  # two ways, two turns
 
@@ -210,7 +210,7 @@ def test_the_state_is_restored_after_an_error():
 
     model = Raises(3)
     with pytest.raises(KeyError):
-        compare(model, torch.randn(8, 3), LANES, **SHORT)
+        compare(model, torch.randn(9, 3), LANES, **SHORT)
     assert model.num_batches_tracked == 0
 
 
@@ -219,8 +219,8 @@ def test_the_grad_mode_follows_train(grad):
     """A training step enables gradients, also under `torch.no_grad`. A forward comparison disables them."""
     model = Recorder()
     with torch.set_grad_enabled(grad):
-        compare(model, torch.randn(8, 3), LANES, **SHORT)
-        compare(model, torch.randn(8, 3), LANES, train=True, **SHORT)
+        compare(model, torch.randn(9, 3), LANES, **SHORT)
+        compare(model, torch.randn(9, 3), LANES, train=True, **SHORT)
         assert torch.is_grad_enabled() is grad
     with_grad = [seen[3] for seen in model.seen]
     assert with_grad == sorted(with_grad)
@@ -235,15 +235,15 @@ def test_the_default_loss_sums_all_floating_point_outputs():
             y = super().forward(x)
             return {"a": y, "b": [2 * y], "rows": torch.arange(len(x)), "name": "two"}
 
-    assert module_of_compare._sum(Two(3, 2)(torch.randn(8, 3))).ndim == 0
-    output = Two(3, 2)(torch.randn(8, 3))
+    assert module_of_compare._sum(Two(3, 2)(torch.randn(9, 3))).ndim == 0
+    output = Two(3, 2)(torch.randn(9, 3))
     assert torch.isclose(module_of_compare._sum(output), 3 * output["a"].sum())
 
 
 def test_an_output_without_gradients_requires_a_loss():
     """The error names `loss`, and its note names the way."""
     with pytest.raises(ShardError, match="Pass loss=") as caught:
-        compare(torch.argmax, (torch.randn(8, 3), 1), LANES, train=True, **SHORT)
+        compare(torch.argmax, (torch.randn(9, 3), 1), LANES, train=True, **SHORT)
     assert caught.value.__notes__ == ["raised in the way 'plain' of parawrap.compare"]
 
 
@@ -255,12 +255,12 @@ def test_options_reach_parallel():
         return model(x).sum()
 
     with pytest.raises(Exception, match="reduce") as caught:
-        compare(total, torch.randn(8, 3), LANES, **SHORT)
+        compare(total, torch.randn(9, 3), LANES, **SHORT)
     assert "raised in the way 'lanes' of parawrap.compare" in caught.value.__notes__
-    _, lanes = compare(total, torch.randn(8, 3), LANES, reduce="sum", **SHORT).ways
+    _, lanes = compare(total, torch.randn(9, 3), LANES, reduce="sum", **SHORT).ways
     assert lanes.outputs.absolute < 1e-4
     with pytest.raises(TypeError, match="no_such_option"):
-        compare(model, torch.randn(8, 3), LANES, no_such_option=1)
+        compare(model, torch.randn(9, 3), LANES, no_such_option=1)
 
 
 def test_another_method_can_be_compared():
@@ -274,15 +274,15 @@ def test_another_method_can_be_compared():
             raise AssertionError("the other method")
 
     model = Encoder(3, 2)
-    assert compare(model, torch.randn(8, 3), LANES, methods=("encode",), **SHORT).ways[1].outputs.absolute < 1e-5
-    assert compare(model.encode, torch.randn(8, 3), LANES, **SHORT).ways[1].outputs.absolute < 1e-5
+    assert compare(model, torch.randn(9, 3), LANES, methods=("encode",), **SHORT).ways[1].outputs.absolute < 1e-5
+    assert compare(model.encode, torch.randn(9, 3), LANES, **SHORT).ways[1].outputs.absolute < 1e-5
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 1}, {"calls": 0}, {"methods": ("forward", "extra_repr")}])
 def test_wrong_options_are_refused(wrong):
     """Too few rounds or calls, or several methods, raise ShardError."""
     with pytest.raises(ShardError, match="compare needs rounds >= 2, calls >= 1, and one method"):
-        compare(nn.Linear(3, 2), torch.randn(8, 3), LANES, **wrong)
+        compare(nn.Linear(3, 2), torch.randn(9, 3), LANES, **wrong)
 
 
 @pytest.mark.parametrize("way", ["plain", "lanes"])
@@ -292,19 +292,19 @@ def test_an_error_names_its_way(way):
 
     class Raises(nn.Linear):
         def forward(self, x):
-            if (len(x) == 8 and threading.current_thread() is main) is (way == "plain"):
+            if (len(x) == 9 and threading.current_thread() is main) is (way == "plain"):
                 raise KeyError("here")
             return super().forward(x)
 
     with pytest.raises(KeyError) as caught:
-        compare(Raises(3, 2), torch.randn(8, 3), LANES, **SHORT)
+        compare(Raises(3, 2), torch.randn(9, 3), LANES, **SHORT)
     assert f"raised in the way {way!r} of parawrap.compare" in caught.value.__notes__
 
 
 def test_a_sparse_gradient_is_compared():
     """A sparse gradient is compared like a dense one."""
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
-    _, lanes = compare(model, torch.arange(8) % 5, LANES, train=True, **SHORT).ways
+    _, lanes = compare(model, torch.arange(9) % 5, LANES, train=True, **SHORT).ways
     assert lanes.gradients.absolute < 1e-5
 
 
@@ -315,7 +315,7 @@ def test_extra_memory_counts_what_a_call_allocates():
     def needy(x):
         return x + torch.ones(2**24).sum()
 
-    plain, _ = compare(needy, torch.randn(8, 3), ["cpu"], **SHORT).ways
+    plain, _ = compare(needy, torch.randn(9, 3), ["cpu"], **SHORT).ways
     if plain.extra_bytes is None:
         pytest.skip("this machine does not allow the peak to be reset")
     assert 60 << 20 < plain.extra_bytes < 100 << 20

@@ -331,7 +331,8 @@ def test_replicas_follow_eval_and_dtype_changes():
     x = torch.randn(6, 4)
     assert net(x).abs().sum().item() == 0
     net.eval().double()
-    assert_close(net(x.double()), net.module(x.double()))
+    with torch.no_grad():
+        assert_close(net(x.double()), net.module(x.double()))
 
 
 def test_batch_norm_keeps_the_first_shards_statistics():
@@ -359,34 +360,40 @@ def test_module_hooks_run_per_shard_and_wrapper_hooks_once():
         outer.clear()
 
 
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("lanes", [2, 3, 4])
-def test_lanes_on_one_device_draw_random_numbers_in_lane_order(lanes, grad):
-    """If devices share a generator, dropout with a seed gives the same numbers in every call."""
-    net = DataParallel(nn.Dropout(0.5), ["cpu"] * lanes)
-    x = torch.ones(8 * lanes, 16)
+def assert_draws_in_lane_order(net, x):
     torch.manual_seed(0)
     expected = torch.cat([nn.functional.dropout(part) for part in x.split(8)])
-    with torch.set_grad_enabled(grad):
-        for _ in range(4):
-            torch.manual_seed(0)
-            assert torch.equal(net(x), expected)
+    for _ in range(4):
+        torch.manual_seed(0)
+        assert torch.equal(net(x), expected)
 
 
-def test_lanes_run_at_the_same_time_if_nothing_is_drawn():
-    """After the first call, which runs shards one after another, lanes on one device run at the same time."""
-    armed, barrier = threading.Event(), threading.Barrier(3)
+@pytest.mark.parametrize("lanes", [2, 3, 4])
+def test_lanes_on_one_device_draw_random_numbers_in_lane_order(lanes):
+    """With gradients, dropout in lanes that share a generator draws the numbers of a loop over the shards."""
+    net = DataParallel(nn.Dropout(0.5), ["cpu"] * lanes)
+    assert_draws_in_lane_order(net, torch.ones(8 * lanes, 16, requires_grad=True))
+
+
+@pytest.mark.usefixtures("_deterministic")
+def test_lanes_draw_in_lane_order_under_deterministic_algorithms():
+    """Under torch.use_deterministic_algorithms(True), the same holds without gradients."""
+    with torch.no_grad():
+        assert_draws_in_lane_order(DataParallel(nn.Dropout(0.5), THREE), torch.ones(24, 16))
+
+
+def test_lanes_run_at_the_same_time_without_gradients():
+    """Without gradients, lanes on one device run at the same time."""
+    barrier = threading.Barrier(3)
 
     class Model(nn.Module):
         def forward(self, x):
-            if armed.is_set():
-                barrier.wait(20)
+            barrier.wait(20)
             return x
 
     net = DataParallel(Model(), THREE)
-    net(torch.zeros(6))
-    armed.set()
-    assert net(torch.zeros(6)).shape == (6,)
+    for _ in range(2):
+        assert net(torch.zeros(6)).shape == (6,)
 
 
 def test_the_profiler_sees_data_parallel_forward():

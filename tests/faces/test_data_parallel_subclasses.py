@@ -239,10 +239,10 @@ def test_batch_norm_with_an_overridden_verb(verb):
 
 @pytest.mark.parametrize("verb", ["replicate", "parallel_apply"])
 def test_dropout_with_an_overridden_verb(verb):
-    """Lanes that share a generator draw in lane order in each call, also after a call in eval mode."""
+    """With gradients, lanes that share a generator draw in lane order, also after a call in eval mode."""
     mine = type("Mine", (DataParallel,), {verb: lambda self, *args: getattr(DataParallel, verb)(self, *args)})
     net = mine(nn.Dropout(0.5), TWO)
-    x = torch.ones(16, 16)
+    x = torch.ones(16, 16, requires_grad=True)
     net.eval()
     net(x)
     net.train()

@@ -255,7 +255,7 @@ def test_the_decorator_of_forward_runs_in_every_lane():
     """A wrapt decorator on forward, which looks like a bound method, runs in every lane."""
     model = _Decorated()
     with parallel(model, THREE):
-        assert model(torch.zeros(6, 1))[:, 0].tolist() == [1.0] * 6
+        assert model(torch.zeros(7, 1))[:, 0].tolist() == [1.0] * 7
 
 
 class _Partial(nn.Module):

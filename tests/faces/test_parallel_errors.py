@@ -47,52 +47,47 @@ def rows(count):
     return torch.arange(float(count))[:, None]
 
 
-def fail_on(model, values, count):
-    """Make the model fail on these rows, after two calls of its kind: later calls give each of `count` rows its own lane.
-
-    The set is changed in place, because a new attribute value would make the next call another kind.
-    """
-    for _ in range(2):
-        model(rows(count))
-    model.ran.clear()
+def failing(values, make=lambda value: ValueError(f"row {value}")):
+    """Return a model that fails on these rows."""
+    model = Fails(make)
     model.on.update(values)
+    return model
 
 
+@pytest.fixture(params=[True, False], ids=["in turns", "at the same time"])
+def _in_turns(request):
+    """Enable or disable gradients: with gradients, the lanes of a model that learns run one after another."""
+    with torch.set_grad_enabled(request.param):
+        yield
+
+
+IN_TURNS_OR_NOT = pytest.mark.usefixtures("_in_turns")
+
+
+@IN_TURNS_OR_NOT
 @pytest.mark.parametrize("bad", [0, 1, 2])
 def test_an_exception_keeps_its_type_and_gains_a_note(bad):
     """Type and message are the original ones. A note names lane, device, and shard."""
-    model = Fails()
-    with parallel(model, THREE):
-        fail_on(model, {bad}, 3)
-        with pytest.raises(ValueError) as caught:
-            model(rows(3))
+    model = failing({bad})
+    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError) as caught:
+        model(rows(3))
     assert str(caught.value) == f"row {bad}"
     assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3"]
 
 
-@pytest.mark.parametrize(("bad", "lane"), [(0, 0), (1, 0), (2, 1)])
-def test_the_first_call_of_a_kind_raises_like_any_other(bad, lane):
-    """The lanes of a first call run one after another, and an exception has the same note as in later calls."""
-    model = Fails()
-    model.on = {bad}
-    with parallel(model, THREE), pytest.raises(ValueError, match=f"row {bad}") as caught:
-        model(rows(3))  # cut as 2 + 1
-    assert caught.value.__notes__ == [f"in lane {lane} on cpu, shard {lane} of 2"]
-
-
+@IN_TURNS_OR_NOT
 @pytest.mark.parametrize("bad", [0, 2])
 def test_the_traceback_reaches_the_users_line(bad):
     """The last frame of the traceback is the line that raised, in any lane."""
-    model = Fails()
-    with parallel(model, THREE):
-        fail_on(model, {bad}, 3)
-        with pytest.raises(ValueError) as caught:
-            model(rows(3))
+    model = failing({bad})
+    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError) as caught:
+        model(rows(3))
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
     assert last.line is not None
     assert "the user's line" in last.line
 
 
+@IN_TURNS_OR_NOT
 def test_an_exception_keeps_its_own_attributes_and_cause():
     """The caller gets the same exception object, with its attributes and cause."""
     cause = KeyError("why")
@@ -102,22 +97,18 @@ def test_an_exception_keeps_its_own_attributes_and_cause():
         error.__cause__ = cause
         return error
 
-    model = Fails(make)
-    with parallel(model, TWO):
-        fail_on(model, {1}, 2)
-        with pytest.raises(MyError) as caught:
-            model(rows(2))
+    model = failing({1}, make)
+    with parallel(model, TWO, out_dims=0), pytest.raises(MyError) as caught:
+        model(rows(2))
     assert (caught.value.code, caught.value.detail) == (1, "more")
     assert caught.value.__cause__ is cause
 
 
 def test_the_first_lanes_exception_is_raised_and_notes_name_the_others():
-    """If several lanes fail, the first lane's exception is raised, with one note per other failure."""
-    model = Fails()
-    with parallel(model, THREE):
-        fail_on(model, {1, 2}, 3)
-        with pytest.raises(ValueError, match="row 1") as caught:
-            model(rows(3))
+    """If several lanes fail at the same time, the first lane's exception is raised, with one note per other failure."""
+    model = failing({1, 2})
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
+        model(rows(3))
     assert caught.value.__notes__ == [
         "in lane 1 on cpu, shard 1 of 3",
         "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
@@ -125,20 +116,27 @@ def test_the_first_lanes_exception_is_raised_and_notes_name_the_others():
 
 
 def test_the_other_lanes_finish():
-    """If one lane fails, the other lanes still run their shards."""
-    model = Fails()
-    with parallel(model, THREE):
-        fail_on(model, {0}, 3)
-        with pytest.raises(ValueError, match="row 0"):
-            model(rows(3))
+    """If one of the lanes that run at the same time fails, the other lanes still run their shards."""
+    model = failing({0})
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 0"):
+        model(rows(3))
     assert sorted(model.ran) == [0, 1, 2]
 
 
+def test_the_first_failure_ends_lanes_that_run_in_turns():
+    """If lanes run one after another, those after the lane that fails do not run."""
+    model = failing({1})
+    with parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1"):
+        model(rows(3))
+    assert model.ran == [0, 1]
+
+
+@IN_TURNS_OR_NOT
 def test_the_block_is_usable_after_an_error():
     """After an error, the next call runs in the same lanes."""
     model = Fails()
     x = rows(3)
-    with parallel(model, THREE) as p:
+    with parallel(model, THREE, out_dims=0) as p:
         for _ in range(20):
             model.on.add(2)
             with pytest.raises(ValueError, match="row 2"):
@@ -150,17 +148,18 @@ def test_the_block_is_usable_after_an_error():
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, MemoryError, AssertionError])
 @pytest.mark.parametrize("bad", [0, 1])
+@IN_TURNS_OR_NOT
 def test_exceptions_of_every_type_reach_the_caller(kind, bad):
     """StopIteration and exceptions such as SystemExit reach the caller from any lane, and the block stays usable."""
-    model = Fails(kind)
-    with parallel(model, TWO):
-        fail_on(model, {bad}, 2)
+    model = failing({bad}, kind)
+    with parallel(model, TWO, out_dims=0):
         with pytest.raises(kind):
             model(rows(2))
         model.on.clear()
         assert model(rows(2)).shape == (2, 1)
 
 
+@IN_TURNS_OR_NOT
 def test_an_exception_with_a_failing_str_reaches_the_caller():
     """If `__str__` of an exception raises, the caller still gets the original exception."""
 
@@ -168,41 +167,36 @@ def test_an_exception_with_a_failing_str_reaches_the_caller():
         def __str__(self):
             raise AttributeError("no text")
 
-    model = Fails(lambda value: Unprintable())
-    with parallel(model, TWO):
-        fail_on(model, {0, 1}, 2)
-        with pytest.raises(Unprintable):
-            model(rows(2))
+    model = failing({0, 1}, lambda value: Unprintable())
+    with parallel(model, TWO, out_dims=0), pytest.raises(Unprintable):
+        model(rows(2))
 
 
 def test_one_exception_object_raised_by_all_lanes():
     """If all lanes raise the same exception object, it has one note."""
     error = ValueError("shared")
-    model = Fails(lambda value: error)
-    with parallel(model, THREE):
-        fail_on(model, {0, 1, 2}, 3)
-        with pytest.raises(ValueError, match="shared") as caught:
-            model(rows(3))
+    model = failing({0, 1, 2}, lambda value: error)
+    with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="shared") as caught:
+        model(rows(3))
     assert caught.value is error
     assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3"]
 
 
 def test_an_error_of_a_plain_call_has_no_note():
     """A call that runs plainly has no lane to name."""
-    model = Fails()
-    model.on = {0}
+    model = failing({0})
     with parallel(model, THREE), pytest.raises(ValueError) as caught:
         model(rows(1))
     assert not getattr(caught.value, "__notes__", [])
 
 
+@IN_TURNS_OR_NOT
 def test_an_error_leaves_no_reference_cycle():
     """When the exception is freed, the call's tensors are freed without garbage collection."""
     import gc
 
-    model = Fails()
-    with parallel(model, TWO):
-        fail_on(model, {1}, 2)
+    model = failing({1})
+    with parallel(model, TWO, out_dims=0):
         x = rows(2)
         alive = weakref.ref(x)
         gc.collect()
@@ -240,7 +234,7 @@ def test_an_exit_in_a_submitted_call_does_not_end_the_lane(kind):
                 p.submit(rows(2)).result(20)
         model.on = set()
         assert p.submit(rows(2)).result(20).shape == (2, 1)
-        assert model(rows(2)).shape == (2, 1)
+        assert model(rows(3)).shape == (3, 1)
 
 
 def test_a_warning_that_is_an_error_reaches_the_caller():
@@ -290,7 +284,7 @@ def test_an_interrupt_leaves_the_block_usable():
         entered.set()
         return x
 
-    with parallel(target, TWO) as p:
+    with parallel(target, TWO, out_dims=0) as p:
         for _ in range(2):
             p(torch.arange(2.0))
         armed.set()

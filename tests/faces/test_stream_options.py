@@ -46,7 +46,7 @@ def test_map_submit_and_the_call_run_the_only_method_that_methods_names():
     with parallel(Coder(), TWO, methods=("encode", "encode")) as p:  # a name that stands twice is one method
         assert first_values(p.map(batches(3))) == [10, 11, 12]
         assert p.submit(torch.zeros(2, 1)).result(20).tolist() == [[10], [10]]
-        assert p(torch.zeros(2, 1)).tolist() == [[10], [10]]
+        assert p(torch.zeros(3, 1)).tolist() == [[10]] * 3
 
 
 @pytest.mark.parametrize("use", [lambda p: p.map([]), lambda p: p.submit(torch.zeros(2)), lambda p: p(torch.zeros(2))])
@@ -65,8 +65,8 @@ def test_each_of_several_methods_has_its_own_map_submit_and_call():
         assert first_values(p.method("forward").map(batches(3))) == [1, 2, 3]
         assert first_values(p.method("encode").map(batches(3))) == [10, 11, 12]
         assert p.method("decode").submit(torch.ones(2, 1), scale=3).result(20).tolist() == [[-7], [-7]]
-        assert p.method("decode")(torch.ones(8, 1), scale=3).tolist() == [[-7]] * 8
-        assert p.stats().shards == (4, 4)  # a call is cut
+        assert p.method("decode")(torch.ones(9, 1), scale=3).tolist() == [[-7]] * 9
+        assert p.stats().shards == (5, 4)  # a call is cut
         assert repr(p.method("decode")) == f"{p!r}.method('decode')"
 
 

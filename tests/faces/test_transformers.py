@@ -103,7 +103,7 @@ def assert_same(one, other):
 
 
 def assert_as_plain(model, lanes, inputs, **options):
-    """Compare three calls in a block, of which the first gathers evidence, with the plain call."""
+    """Compare three calls in a block with the plain call."""
     with torch.no_grad():
         plain = model(**copy.deepcopy(inputs))
         with parallel(model, lanes, **options) as p:

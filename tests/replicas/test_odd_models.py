@@ -19,7 +19,7 @@ from torch.testing import assert_close
 from parawrap import ReplicaError, parallel
 
 TWO = ["cpu", "cpu"]
-X = torch.randn(8, 4)
+X = torch.randn(9, 4)
 quiet = pytest.mark.filterwarnings("ignore:the model wrote:UserWarning", "ignore:The .grad attribute:UserWarning")
 
 
@@ -73,12 +73,12 @@ class Steps(nn.Module):
         return x * 0 + self.step
 
 
-def test_both_parts_of_a_lane_start_from_the_same_buffers():
-    """In the first call of a kind, where the last lane runs two parts, both use the same buffers."""
+def test_lanes_start_from_the_buffers_that_lane_0_replaced():
+    """Each call starts, in every lane, with the buffer that lane 0 set in the call before."""
     model = Steps()
     with torch.no_grad(), parallel(model, TWO):
         for step in (1.0, 2.0):
-            assert_close(model(X), torch.full((8, 4), step))
+            assert_close(model(X), torch.full((9, 4), step))
 
 
 class CacheInABuffer(nn.Module):

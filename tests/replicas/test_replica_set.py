@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -111,6 +113,49 @@ def test_a_changed_value_makes_no_new_replica():
     assert list(map(id, modules(made))) == list(map(id, before))
     assert [module.count.item() for module in modules(made)] == [4, 4, 4]
     assert made.freshness.refreshes == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "step", 7),
+        lambda model: setattr(model, "note", "other"),
+        lambda model: setattr(model, "plain", torch.ones(2)),
+        lambda model: setattr(model, "plain", None),
+        lambda model: setattr(model, "count", torch.ones(())),
+        lambda model: model.child.train(),
+        lambda model: setattr(model.config, "scale", 5.0),
+    ],
+    ids=["number", "string", "tensor", "no tensor", "buffer", "mode", "object"],
+)
+def test_new_values_are_set_in_the_replicas(change):
+    """The replicas are the same objects with the new value; a tensor is the lane's own copy."""
+    model = Holds().eval()
+    model.step, model.note, model.plain, model.config = 1, "one", torch.zeros(2), SimpleNamespace(scale=1.0)
+    made = replicas(model)
+    before = modules(made)
+    for _ in range(2):
+        change(model)
+        made.refresh()
+        assert list(map(id, modules(made))) == list(map(id, before))
+        for replica in modules(made):
+            assert (replica.step, replica.note, replica.config.scale) == (model.step, model.note, model.config.scale)
+            assert replica.child.training == model.child.training
+            for mine, theirs in ((replica.plain, model.plain), (replica.count, model.count)):
+                assert mine is theirs is None or (mine is not theirs and torch.equal(mine, theirs))
+    before[0].count.add_(3)
+    made.current[0].write_back()
+    assert torch.equal(model.count, before[1].count + 3)
+
+
+def test_a_set_learns_if_a_tensor_requires_gradients():
+    """`learns` follows the model at each refresh."""
+    model = Holds()
+    made = replicas(model)
+    for learns in (True, False, True):
+        model.requires_grad_(learns)
+        made.refresh()
+        assert made.learns == learns
 
 
 def test_home_of_a_module():

@@ -139,7 +139,7 @@ def test_replicas_of_an_unchanged_scripted_module_are_not_stale(size):
 def test_calls_of_a_scripted_module_follow_its_changes(change, size, monkeypatch):
     """Calls have the plain output before and after a change, and only the change refreshes the replicas."""
     model = scripted(size)
-    x = torch.randn(6, size)
+    x = torch.randn(9, size)
     refresh, refreshes = ReplicaSet.refresh, []
     monkeypatch.setattr(ReplicaSet, "refresh", lambda made: (refreshes.append(1), refresh(made)))
     with torch.no_grad(), parallel(model, TWO) as p:
@@ -156,4 +156,4 @@ def test_calls_of_a_scripted_module_follow_its_changes(change, size, monkeypatch
         for _ in range(4):
             call()
         assert len(refreshes) == 2
-        assert p.stats().shards == (3, 3)
+        assert p.stats().shards == (5, 4)

@@ -32,21 +32,21 @@ quiet = pytest.mark.filterwarnings(
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_awkward_models_equal_a_plain_copy(make, event, grad):
     """Outputs and gradients equal those of a plain copy, with 2 to 4 lanes and 2 to 17 rows."""
-    for lanes, rows in ((2, 17), (3, 5), (4, 2)):
-        check(make, event, functools.partial(parallel, devices=["cpu"] * lanes), rows, grad=grad)
+    for lanes, rows, options in ((2, 17, {}), (3, 5, {}), (4, 2, {"out_dims": 0})):
+        check(make, event, functools.partial(parallel, devices=["cpu"] * lanes, **options), rows, grad=grad)
 
 
 @quiet
 def test_zero_grad_in_forward_keeps_the_gradients_of_the_caller():
     """If forward calls zero_grad, lanes warn as torch's replicas do, and the caller's gradients accumulate."""
     model = MODELS["zero_grad"]()
-    x = torch.randn(8, 4, dtype=torch.float64)
+    x = torch.randn(9, 4, dtype=torch.float64)
     with parallel(model, ["cpu"] * 4):
         with pytest.warns(UserWarning, match="nn.DataParallel"):
             model(x).sum().backward()
         for _ in range(29):
             model(x).sum().backward()
-    torch.testing.assert_close(model.a.bias.grad, torch.full((4,), 240.0, dtype=torch.float64))
+    torch.testing.assert_close(model.a.bias.grad, torch.full((4,), 270.0, dtype=torch.float64))
 
 
 def test_parameters_of_replicas_are_not_leaves():
@@ -97,10 +97,10 @@ def test_a_container_that_only_a_closure_holds_is_shared():
     model, seen = nn.Sequential(nn.Linear(4, 4)), []
     model[0].register_forward_hook(lambda module, args, output: seen.append(len(output)))
     with parallel(model, ["cpu"] * 2):
-        model(torch.randn(6, 4))
+        model(torch.randn(9, 4))
         seen.clear()
-        model(torch.randn(6, 4))
-    assert seen == [3, 3]
+        model(torch.randn(9, 4))
+    assert seen == [5, 4]
 
 
 def test_deep_models_need_no_recursion():
@@ -159,7 +159,7 @@ def test_a_model_behind_a_callable_is_replicated(behind):
     """Each lane has its own copy of the model, so outputs and gradients are the plain ones."""
     model = MODELS["extractor"]()
     plain = copy.deepcopy(model)
-    x = torch.randn(9, 4, dtype=torch.float64)
+    x = torch.randn(10, 4, dtype=torch.float64)
     with parallel(behind(model), ["cpu"] * 3) as p:
         for _ in range(3):
             output, expected = p(x), plain(x)
@@ -188,9 +188,9 @@ def test_state_that_lanes_write_and_lose_warns_once():
     model = Counts()
     with torch.no_grad(), parallel(model, ["cpu"] * 2):
         with pytest.warns(UserWarning, match="wrote 'steps' during"):
-            model(torch.randn(6, 4))
+            model(torch.randn(9, 4))
         for _ in range(3):
-            model(torch.randn(6, 4))
+            model(torch.randn(9, 4))
 
 
 class Caches(nn.Module):
@@ -221,7 +221,7 @@ class Caches(nn.Module):
 @pytest.mark.filterwarnings("ignore:the model wrote:UserWarning")
 def test_each_call_starts_from_the_state_of_the_model():
     """State that a lane wrote in an earlier call is discarded, so lanes never use a stale cache."""
-    model, x = Caches().eval(), torch.rand(6, 4)
+    model, x = Caches().eval(), torch.rand(9, 4)
     with torch.no_grad(), parallel(model, ["cpu"] * 2) as p:
         for _ in range(3):
             torch.testing.assert_close(model(x), x * model.scale * 2 + model.scale * 3)
@@ -235,13 +235,13 @@ def test_a_clone_with_the_dict_of_the_model_is_a_plain_module():
     """A module made from `vars(model)` inside the block runs plainly with its own weights."""
     model = nn.Linear(4, 4)
     with parallel(model, ["cpu"] * 2) as p:
-        model(torch.ones(4, 4))
+        model(torch.ones(9, 4))
         calls = p.stats().calls
         clone = nn.Linear.__new__(nn.Linear)
         clone.__dict__.update(vars(model))
         clone._parameters = {"weight": nn.Parameter(torch.zeros(4, 4)), "bias": None}
-        assert not clone(torch.ones(4, 4)).any()
-        assert not clone.forward(torch.ones(4, 4)).any()
+        assert not clone(torch.ones(9, 4)).any()
+        assert not clone.forward(torch.ones(9, 4)).any()
         assert p.stats().calls == calls
 
 
@@ -254,7 +254,7 @@ def test_copies_made_inside_the_block_are_plain(clone):
     """A copy has a plain `__dict__` without the parallel `forward`."""
     model = nn.Linear(4, 4)
     with parallel(model, ["cpu"] * 2):
-        model(torch.ones(4, 4))
+        model(torch.ones(9, 4))
         assert type(vars(clone(model))) is dict
         assert "forward" not in vars(clone(model))
 
@@ -268,7 +268,7 @@ def test_the_end_of_a_block_frees_model_and_replicas(make):
     try:
         model = make()
         with parallel(model, ["cpu"] * 3) as p:
-            model(torch.randn(6, 4)).sum().backward()
+            model(torch.randn(10, 4)).sum().backward()
             found = [weakref.ref(replica.module) for replica in p._session.replicate()]
         found.append(weakref.ref(model))
         del model, p
@@ -284,7 +284,7 @@ def test_the_end_of_a_block_frees_replicas_with_cycles():
     gc.disable()
     try:
         with parallel(model, ["cpu"] * 3) as p:
-            model(torch.randn(6, 4, dtype=torch.float64))
+            model(torch.randn(10, 4, dtype=torch.float64))
             found = [weakref.ref(replica.module.child) for replica in p._session.replicate()]
         assert [reference() for reference in found] == [None] * 3
     finally:
