@@ -76,7 +76,7 @@ class Kind(Enum):
 FIXED = frozenset({Kind.TUPLE, Kind.METHOD, Kind.BUILTIN, Kind.PARTIAL, Kind.CACHED, Kind.WEAK})
 """Objects that are made from their parts and never change."""
 
-_KINDS: dict[type, Kind] = {
+_KINDS: dict[Any, Kind] = {
     **dict.fromkeys((object, type(None), bool, complex, range, slice, type(...), type(NotImplemented)), Kind.ATOM),
     **dict.fromkeys(
         (property, re.Pattern, torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size), Kind.ATOM
@@ -197,12 +197,12 @@ def references_of(value: Any, kind: Kind, *, shared: bool = False) -> Iterable[P
 
 
 def is_shared(value: Any) -> bool:
-    """True for an instance that every lane uses, unless it leads to the model: a lock, a logger, a sentinel, a date."""
+    """True for an instance that every lane uses, unless it leads to the model: a lock, a logger, a sentinel, an array."""
     cls = type(value)
     is_service = any(each.partition(".")[0] in _SERVICES for each in (base.__module__ for base in cls.__mro__))
     if is_service or is_native(value) or _is_singleton(value):
         return True
-    has_state = _is_plain(cls) or hasattr(cls, "__deepcopy__") or hasattr(value, "__dict__")
+    has_state = _is_plain(cls) or hasattr(value, "__dict__") or bool(slots_of(cls))
     return not has_state and not _parts_of_instance(value)
 
 
@@ -318,10 +318,10 @@ def _parts_of_instance(value: Any) -> list[Part]:
     cls = type(value)
     if _is_plain(cls) or hasattr(cls, "__deepcopy__"):
         return attributes_of(value)
-    reduced = value.__reduce_ex__(4)
+    reduced: Any = value.__reduce_ex__(4)
     if isinstance(reduced, str):
         return []
-    _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    arguments, state, items, pairs = [*reduced[1:], None, None, None][:4]
     found: list[Part] = [(None, part) for part in (*arguments, *(items or ()))]
     is_opaque = isinstance(state, tuple) and hasattr(cls, "__setstate__")  # else a tuple has the attributes and the slots
     if is_opaque:

@@ -261,6 +261,8 @@ class ReplicaSet:
             return False
         if isinstance(now, torch.Tensor) and now.device not in (self.home, getattr(before, "device", None)):
             return False
+        if isinstance(before, torch.Tensor) and node not in self._survey.holders(before):
+            return False
         return all(_is_simple(value) for value in (before, now))
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:

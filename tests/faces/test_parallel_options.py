@@ -105,7 +105,7 @@ def test_the_sizes_warning_counts_rows_of_whole_units():
     with (
         parallel(torch.tanh, TWO, unit=4) as p,
         pytest.warns(
-            UserWarning, match="a call of 24 rows on 2 lanes has a shard of 16 rows.*the largest shard has 12 rows"
+            UserWarning, match="a call of 24 rows on 2 lanes has a shard of 16 rows.*the largest shard has 12 of them"
         ),
     ):
         p(torch.randn(24))

@@ -43,10 +43,10 @@ def called(target, x, devices=TWO, **options):
 @pytest.mark.parametrize(
     ("rows", "lanes", "says"),
     [
-        (8, 2, "a call of 8 rows on 2 lanes has a shard of 5 rows, .* With out_dims=0, the largest shard has 4 rows"),
-        (14, 2, "a call of 14 rows on 2 lanes has a shard of 8 rows, .* With out_dims=0, the largest shard has 7 rows"),
-        (8, 4, "a call of 8 rows on 4 lanes has a shard of 3 rows, .* With out_dims=0, the largest shard has 2 rows"),
-        (4, 2, "a call of 4 rows on 2 lanes runs whole, .* With out_dims=0, the largest shard has 2 rows"),
+        (8, 2, "a call of 8 rows on 2 lanes has a shard of 5 rows, .* With out_dims=0, the largest shard has 4 of them"),
+        (14, 2, "a call of 14 rows on 2 lanes has a shard of 8 rows, .* With out_dims=0, the largest shard has 7 of them"),
+        (8, 4, "a call of 8 rows on 4 lanes has a shard of 3 rows, .* With out_dims=0, the largest shard has 2 of them"),
+        (4, 2, "a call of 4 rows on 2 lanes runs whole, .* With out_dims=0, the largest shard has 2 of them"),
     ],
 )
 def test_a_shard_much_larger_than_a_balanced_one_warns_once_per_block(rows, lanes, says):

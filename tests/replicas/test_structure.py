@@ -83,9 +83,9 @@ def test_objects_that_cannot_be_searched_are_refused(hold, place):
 
 
 def test_objects_without_references_to_the_model_are_shared():
-    """Replicas share locks, loggers, getters, and plain objects with the model."""
+    """Replicas share locks, loggers, getters, arrays, and plain objects with the model."""
     model = nn.Linear(4, 4)
-    model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object()]
+    model.held = [threading.Lock(), logging.getLogger(), operator.itemgetter(1), object(), torch.ones(2).numpy()]
     made = ReplicaSet(model, [torch.device("cpu")] * 2)
     made.refresh()
     for replica in made.current:

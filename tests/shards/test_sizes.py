@@ -187,7 +187,7 @@ def test_a_shard_that_is_an_eighth_larger_than_a_balanced_one_has_a_hint():
     hint = plan_of(Cutter(sizes=uneven), 8).hint
     assert hint == (
         "a call of 8 rows on 2 lanes has a shard of 5 rows, because the sizes of shards must differ to show which outputs "
-        "follow the rows. With out_dims=0, the largest shard has 4 rows"
+        "follow the rows. With out_dims=0, the largest shard has 4 of them"
     )
 
 
@@ -195,7 +195,7 @@ def test_a_call_that_runs_whole_has_a_hint():
     """The hint says that no lane shares the call."""
     hint = plan_of(Cutter(sizes=uneven), 4).hint
     assert hint.startswith("a call of 4 rows on 2 lanes runs whole, because the sizes of shards must differ")
-    assert hint.endswith("With out_dims=0, the largest shard has 2 rows")
+    assert hint.endswith("With out_dims=0, the largest shard has 2 of them")
 
 
 def test_the_hint_appears_only_beyond_an_eighth():
