@@ -246,11 +246,11 @@ def test_a_subclass_is_no_view():
 
     class Link(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, tensor):
+        def forward(_, tensor):
             return of_replicas.make_subclass(torch.nn.Parameter, tensor.detach())
 
         @staticmethod
-        def backward(ctx, gradient):
+        def backward(_, gradient):
             return gradient
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -378,7 +378,7 @@ for module in pkgutil.walk_packages(parawrap.__path__, "parawrap."):
 print(parawrap.default_collate(2)([torch.ones(1), torch.ones(1)]))
 with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     try:
-        p(torch.ones(4, 2))
+        p(torch.ones(9, 2))
     except parawrap.VersionError as error:
         print(error)
 """
