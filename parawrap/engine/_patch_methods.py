@@ -61,7 +61,8 @@ class PatchedMethods:
 
     def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
         entry = Entry(functools.partial(_plainly, self._running, plain), name, plain)
-        return StandIn(plain, _sent_to_caller(self._route, self._running, entry))
+        is_outside = functools.partial(_is_outside, self._running)
+        return StandIn(plain, _sent_to_caller(self._route, entry), _uncompiled(is_outside))
 
     def uninstall(self) -> None:
         """Restore the module.
@@ -102,11 +103,16 @@ def _plainly(running: _Running, method: Callable[..., Any], *args: Any, **kwargs
         running.plain = before
 
 
-def _sent_to_caller(route: _Route, running: _Running, entry: Entry) -> Callable[..., Any]:
-    """Return the function behind a stand-in. A call inside a plain call goes straight to the method."""
+def _is_outside(running: _Running) -> bool:
+    """True if a call must go through its block. A call inside a plain call goes straight to the method."""
+    return not running.plain
+
+
+def _sent_to_caller(route: _Route, entry: Entry) -> Callable[..., Any]:
+    """Return the function behind a stand-in."""
 
     def called(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if running.plain or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
         caller = route.caller()
         return entry.plain(*args, **kwargs) if caller is None else caller.call(entry, args, kwargs)

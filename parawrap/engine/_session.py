@@ -201,7 +201,7 @@ class Session:
                 shards = shards or [task.shard for task in tasks]
                 plan.update(flat, shards)
             device = None if self._stays_on_cpu else self.device_of_output(flat)
-            originals = partial(originals_of, replicas, len(plan.sizes), shards)
+            originals = partial(originals_of, replicas, len(plan.sizes), shards, plan.whole(flat))
             with modes.without_autocast() if modes.autocast else nullcontext():
                 output = self.gather(outputs, plan.sizes, device, originals)
         self.tally.cut(plan.sizes)

@@ -63,7 +63,7 @@ class WholeCall:
 
     def run(self) -> Any:
         """Run the call, and return its output on the output device."""
-        originals = partial(originals_of, [self._replica], 1, [])
+        originals = partial(originals_of, [self._replica], 1, [], ())
         device = self._session.device_of_output(self._flat)
         output = self._session.gather([self._placed.run_placed()], self._plan.sizes, device, originals)
         self._plan.update(self._flat, [self._placed.shard])
@@ -71,13 +71,17 @@ class WholeCall:
         return output
 
 
-def originals_of(replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard]) -> Sequence[Callable[[Any], Any]]:
-    """Return one function per shard. It maps a lane's copy of a value to the caller's value, or to None."""
+def originals_of(
+    replicas: Sequence[LaneReplica], count: int, shards: Sequence[Shard], whole: Sequence[Any]
+) -> Sequence[Callable[[Any], Any]]:
+    """Return one function per shard. It maps a lane's copy of a value to the caller's value, or to None.
+
+    `whole` are the leaves that every lane gets as they are.
+    """
     of_module = [replica.original_of for replica in replicas][:count]
-    of_module += of_module[-1:] * (count - len(of_module))
-    if not any(shard.origins for shard in shards):
-        return of_module
-    return [partial(_found, shard.origins, find) for shard, find in zip(shards, of_module, strict=True)]
+    same = {id(value): value for leaf in whole for value in (leaf, getattr(leaf, "value", leaf))}
+    origins = [{**same, **shard.origins} for shard in shards] or [same] * count
+    return [partial(_found, *each) for each in zip(origins, of_module, strict=True)]
 
 
 def _found(origins: Mapping[int, Any], find: Callable[[Any], Any], value: Any) -> Any:

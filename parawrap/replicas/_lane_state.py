@@ -19,7 +19,6 @@ from parawrap.replicas._survey import Node
 __all__ = ["LaneState"]
 
 
-
 class LaneState:
     """The objects that the containers of one replica hold, except tensors. Used while the lane is idle, or in the lane.
 

@@ -323,6 +323,10 @@ def _parts_of_instance(value: Any) -> list[Part]:
         return []
     _, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     found: list[Part] = [(None, part) for part in (*arguments, *(items or ()))]
+    is_opaque = isinstance(state, tuple) and hasattr(cls, "__setstate__")  # else a tuple has the attributes and the slots
+    if is_opaque:
+        found += [(None, each) for each in state]
+        state = None
     for each in (*(state if isinstance(state, tuple) else (state,)), dict(pairs or ())):
         found += each.items() if isinstance(each, dict) else [(None, each)]
     return [(key, part) for key, part in found if kind_of(type(part)) is not Kind.ATOM]

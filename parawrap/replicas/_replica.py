@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -205,21 +206,27 @@ class Replica:
                 with lasting():
                     tensor.copy_(self.tensors.of(tensor))
 
-    def written_buffers(self) -> set[int]:
-        """Return the indices in `buffers` of the buffers that the lane wrote or replaced."""
+    def written_states(self) -> set[int]:
+        """Return the indices in `states` of the tensors that the lane wrote or replaced."""
         written = set(map(id, self.tensors.written()))
-        return {
-            index
-            for index, (_, copy, name, buffer) in enumerate(self._buffers)
-            if id(buffer) in written or _buffer(copy, name) is not self._given(buffer)
-        }
+        replaced = (_buffer(copy, name) is not self._given(buffer) for _, copy, name, buffer in self._buffers)
+        originals = [*(buffer for *_, buffer in self._buffers), *self._attributes]
+        changed = (id(original) in written or was for original, was in zip_longest(originals, replaced, fillvalue=False))
+        return {index for index, each in enumerate(changed) if each}
 
-    def buffers(self) -> list[torch.Tensor | None]:
-        """Return the lane's buffers, in one order for all lanes."""
-        return [_buffer(copy, name) for _, copy, name, _ in self._buffers]
+    def states(self) -> list[torch.Tensor | None]:
+        """Return the lane's buffers, and then its tensors in other places, in one order for all lanes."""
+        buffers = (_buffer(copy, name) for _, copy, name, _ in self._buffers)
+        return [*buffers, *map(self.tensors.of, self._attributes)]
 
-    def path_of_buffer(self, index: int) -> str:
-        """Return the way from the target to a buffer."""
+    def is_buffer(self, index: int) -> bool:
+        """True if a state is a buffer."""
+        return index < len(self._buffers)
+
+    def path_of_state(self, index: int) -> str:
+        """Return the way from the target to a state."""
+        if not self.is_buffer(index):
+            return self._survey.nodes[id(self._attributes[index - len(self._buffers)])].path
         module, _, name, _ = self._buffers[index]
         node = self._survey.nodes.get(id(module))
         return name if node is None else node.path_of(name)
@@ -284,23 +291,27 @@ def give_buffers(replicas: Sequence[Replica]) -> None:
     """Give the buffers of lane 0 to the model after a cut call. All lanes are idle.
 
     Raises:
-        ReplicaError: If lanes wrote other values into a buffer of a model in evaluation mode. The message names it.
+        ReplicaError: If lanes wrote different values into a tensor that is not a buffer, or into a buffer of a model in
+            evaluation mode. The message names it.
     """
     first = replicas[0]
     lanes = [replica for replica in replicas if replica.has_finished]
     for replica in lanes:
         replica.has_finished = False
     written: set[int] = set()
-    if not first.trains and len(lanes) > 1:
-        written.update(*(replica.written_buffers() for replica in lanes if replica.has_written))
-    values = [replica.buffers() for replica in lanes] if written else []
+    if len(lanes) > 1:
+        written.update(*(replica.written_states() for replica in lanes if replica.has_written))
+    if first.trains:
+        written = {index for index in written if not first.is_buffer(index)}
+    values = [replica.states() for replica in lanes] if written else []
     for index in sorted(written):
         if not all(_have_equal_values(each[index], values[0][index]) for each in values[1:]):
             first.is_pending = False  # its buffers stay there
+            what, when = ("buffer", " in evaluation mode") if first.is_buffer(index) else ("tensor", "")
             msg = (
-                f"the buffer {first.path_of_buffer(index)!r} was written during a call in evaluation mode, and each lane "
-                "wrote the values of its own rows. Pass such state to the call as an argument, and return it. In "
-                "training mode, the model keeps the buffers of lane 0"
+                f"the {what} {first.path_of_state(index)!r} was written during a call{when}, and each lane wrote the "
+                "values of its own rows. Pass such state to the call as an argument, and return it. In training mode, the "
+                "model keeps the buffers of lane 0"
             )
             raise ReplicaError(msg)
     first.write_back()

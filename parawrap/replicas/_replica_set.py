@@ -16,6 +16,7 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._gradients import Mirror, send
 from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
+from parawrap.replicas._modules_in_code import refuse_hidden
 from parawrap.replicas._parts import Kind, kind_of
 from parawrap.replicas._private_names import PARAMETERS, check_modules
 from parawrap.replicas._replica import Order, Replica, give_buffers
@@ -96,6 +97,7 @@ class ReplicaSet:
         self.generators: tuple[torch.Generator, ...] = ()  # that modules hold, and lanes therefore share
         self.home: torch.device | None = None
         self._survey = Survey(target)
+        refuse_hidden(self._survey)
         self.learns = _learns(self._survey)  # True if a tensor of the target required gradients at the last refresh
         self.home = _home_of(self._survey)
         self._replicas: list[Replica] = []
@@ -188,9 +190,10 @@ class ReplicaSet:
         names = [*map(repr, self._written_state)]
         more = "" if len(names) <= _MOST_NAMED else f" and {len(names) - _MOST_NAMED} more"
         warn_caller(
-            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these writes "
-            "do not come back to the model: the next call starts without them. Return the value from the call instead, or "
-            "register a tensor as a buffer: the buffers of lane 0 come back"
+            f"the model wrote {', '.join(names[:_MOST_NAMED])}{more} during a call. Each lane wrote its own, and these "
+            "writes do not come back to the model: the next call starts without them. Return the value from the call "
+            "instead, or register a tensor as a buffer: the buffers of lane 0 come back. If the model prepares itself in "
+            "its first call, call it once before the block"
         )
 
     def share_buffers(self) -> None:
@@ -279,6 +282,7 @@ class ReplicaSet:
     def _build(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Make every replica for the structure of now. Parameters that are still there keep their copies."""
         self._survey = survey = Survey(self.original)
+        refuse_hidden(survey)
         home = _home_of(survey)
         _refuse_meta(survey, home)
         self._let_go(keep_mirrors=home == self.home)
@@ -292,9 +296,9 @@ class ReplicaSet:
             _refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
         self._fill_mirrors(changed)
-        order = Order()
+        order, written = Order(), self._written_state
         self._replicas = [
-            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, self._written_state)
+            Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, written)
             for device in self.devices
         ]
         self._replicas[0].gives_back = self._gives_back

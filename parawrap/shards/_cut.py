@@ -132,8 +132,14 @@ class ShardPlan:
 
     def written(self, flat: FlatCall) -> list[int]:
         """Return the version of each tensor that every lane gets whole; a write in place changes it."""
-        whole = [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
-        return [version_of(leaf) for leaf in whole if isinstance(leaf, torch.Tensor) and not leaf.is_inference()]
+        tensors = (leaf for leaf in self.whole(flat) if isinstance(leaf, torch.Tensor))
+        return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]
+
+    def whole(self, flat: FlatCall) -> list[Any]:
+        """Return the leaves that every lane gets whole."""
+        if None not in self.dims:
+            return []
+        return [leaf for leaf, dim in zip(flat.leaves, self.dims, strict=True) if dim is None]
 
     def cut(self, flat: FlatCall) -> list[Piece]:
         """Return one piece per size."""

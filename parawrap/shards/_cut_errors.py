@@ -72,9 +72,10 @@ def refuse_dims_out_of_range(
 def refuse_broken_units(spec: TreeSpec, extents: Sequence[int], rows: int, unit: int) -> NoReturn:
     """Refuse a batch that is not a multiple of `unit`."""
     where = addresses(spec, CALL_ROOTS)[list(extents).index(rows)]
+    sizes = f"{unit}" if rows < unit else f"{rows - rows % unit} or {rows - rows % unit + unit}"
     msg = (
         f"{where} has {rows} rows, which is not a multiple of unit={unit}. With unit={unit}, {unit} rows that follow each "
-        f"other stay in one lane. Pass a batch of {rows - rows % unit} or {rows - rows % unit + unit} rows, or another unit"
+        f"other stay in one lane. Pass a batch of {sizes} rows, or another unit"
     )
     raise ShardError(msg)
 
@@ -130,15 +131,19 @@ def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared
     for path, node, start in sequences(spec):
         kinds = extents[start : start + node.num_leaves]
         is_refused = node.num_children == rows or node.type is deque  # each lane would have its own deque
-        if len(path) < 2 or not is_refused or any(kind >= 0 for kind in kinds):
+        has_rows = any(kind >= 0 and kind != 1 for kind in kinds)  # a tensor of one row would go whole to every lane
+        if len(path) < 2 or not is_refused or has_rows:
             continue
         name = name_at(path)
         if name in declared:
             continue
         where, kind = address(CALL_ROOTS[path[0]], path[1:]), _name_of(node)
-        named = name or "its name"
+        named, has = (
+            name or "its name",
+            "with tensors of one row" if any(kind == 1 for kind in kinds) else "without a tensor",
+        )
         msg = (
-            f"{where} is a {kind} of {node.num_children} items without a tensor, and the batch has {rows} rows: it "
+            f"{where} is a {kind} of {node.num_children} items {has}, and the batch has {rows} rows: it "
             f'may have one item per row or be one value for all rows. in_dims={{"{named}": "items"}} cuts it, '
             f'in_dims={{"{named}": None}} gives it whole to every lane'
         )
@@ -174,5 +179,5 @@ def hint_of_sizes(sizes: Sequence[int], largest: int, lanes: int) -> str | None:
     does = "runs whole" if len(sizes) == 1 else f"has a shard of {sizes[0]} rows"
     return (
         f"a call of {sum(sizes)} rows on {lanes} lanes {does}, because the sizes of shards must differ to show which "
-        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} rows"
+        f"outputs follow the rows. With out_dims=0, the largest shard has {largest} of them"
     )

@@ -168,9 +168,8 @@ class _Join:
         dim = self._row_dim(column, declared)
         if dim is not None:
             return concatenate_arrays(column, dim)
-        if all(value is column[0] for value in column):
-            return column[0]
-        return self._take_declared_equal(column, declared)
+        original = self._original(column)
+        return self._take_declared_equal(column, declared) if original is None else original
 
     def _row_dim(self, column: Sequence[Any], declared: Declared) -> int | None:
         """Return the dim to concatenate tensors or arrays on; None if they do not follow the rows."""
@@ -337,12 +336,16 @@ class _Join:
             refuse(f"all lanes had {self.rows[0]} rows, which does not show whether this output follows the rows. {CURE}")
 
     def _original(self, parts: Sequence[Any]) -> Any:
-        """Return the one value that all lanes returned, or returned their copies of: a parameter, say, or a cache."""
+        """Return the one value that all lanes returned, or returned their copies of: a parameter, or an uncut argument.
+
+        Another tensor that all lanes returned is not one value: each lane may have written its rows into it.
+        """
         last = parts[-1]
-        if all(part is last for part in parts):
-            return last if self.lanes > 1 else None
-        originals = () if self.originals is None else self.originals()
-        same = originals[-1](last) if originals else None
+        is_one = all(part is last for part in parts)
+        if self.originals is None:  # of lanes whose arguments are not known
+            return last if is_one and self.lanes > 1 else None
+        originals = self.originals()
+        same = originals[-1](last)
         if same is None:
             return None
         finds = zip(parts, originals, strict=True)

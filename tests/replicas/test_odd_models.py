@@ -360,3 +360,17 @@ def test_replicas_with_cycles_are_freed_when_the_model_changes():
             assert [reference() for reference in old] == [None, None]
     finally:
         gc.enable()
+
+
+globals_of_this_file = [nn.BatchNorm1d(4)]
+
+
+def test_modules_in_global_containers_are_refused():
+    """A module in a global list that forward uses raises ReplicaError."""
+
+    class Reads(nn.Linear):
+        def forward(self, x):
+            return globals_of_this_file[0](x)
+
+    with pytest.raises(ReplicaError, match="uses the global 'globals_of_this_file', which holds a BatchNorm1d"):
+        parallel(Reads(4, 4), TWO).__enter__()
