@@ -32,7 +32,7 @@ ALLOWED = {
     "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
     "launch": {"displays", "backends"},
     "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
-    "faces": {"displays", "workers", "engine", "launch", "shards", "lanes", "tree", "backends"},
+    "faces": {"displays", "workers", "engine", "launch", "shards", "replicas", "lanes", "tree", "backends"},
     "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
     "functional": {"launch", "tree"},
     "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},

@@ -378,7 +378,7 @@ for module in pkgutil.walk_packages(parawrap.__path__, "parawrap."):
 print(parawrap.default_collate(2)([torch.ones(1), torch.ones(1)]))
 with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     try:
-        p(torch.ones(4, 2))
+        p(torch.ones(9, 2))
     except parawrap.VersionError as error:
         print(error)
 """

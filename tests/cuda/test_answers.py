@@ -24,7 +24,7 @@ def shards(x, lanes):
 # -- outputs and gradients
 
 
-@pytest.mark.parametrize("count", [7, 1])
+@pytest.mark.parametrize("count", [17, 1])
 @pytest.mark.parametrize("place", ["cpu", HOME])
 @pytest.mark.parametrize("net", NETS)
 def test_outputs_and_gradients(net, place, count, devices):
@@ -75,13 +75,13 @@ def dropout():
     return nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 3)).double().to(HOME)
 
 
-@pytest.mark.parametrize("lane_rows", [1, 2, 4, 5])
+@pytest.mark.parametrize("lane_rows", [1, 2, 5])
 def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
-    """Calls with the same seed draw the same numbers, and calls with another seed draw other numbers."""
+    """With gradients, calls with the same seed draw the same numbers, and calls with another seed draw other numbers."""
     model = dropout()
     x = rows(lane_rows * len(devices))
     outputs = []
-    with torch.no_grad(), parallel(model, devices):
+    with parallel(model, devices, out_dims=0):
         for seed in (1, 2, 1, 1, 2):
             torch.manual_seed(seed)
             outputs.append(model(x))
@@ -91,11 +91,11 @@ def test_a_seed_gives_the_same_numbers_every_time(lane_rows, devices):
 
 
 def test_lanes_on_one_gpu_draw_in_lane_order():
-    """In all calls, the masks are those that the plain model draws for one shard after the other."""
+    """With gradients, the masks are those that the plain model draws for one shard after the other."""
     model = dropout()
     plain = copy.deepcopy(model)
     x = rows(9).to(HOME)
-    with torch.no_grad(), parallel(model, TWICE):
+    with parallel(model, TWICE):
         for seed in range(4):
             torch.manual_seed(seed)
             output = model(x)
@@ -144,7 +144,7 @@ def test_a_training_run(devices):
     plain = copy.deepcopy(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (model, plain)]
     x, y = rows(40), torch.randn(40, 2, dtype=torch.float64)
-    with parallel(model, devices):
+    with parallel(model, devices, out_dims=0):
         for inputs, targets in uneven_batches(x, y, 50):
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 optimizer.zero_grad()
@@ -163,7 +163,7 @@ def test_training_on_one_stream_and_then_on_another(devices):
         for on in (cuda.current_stream(HOME), stream, stream, cuda.current_stream(HOME)):
             cuda.synchronize(HOME)
             with cuda.stream(on):
-                x = rows(9).to(HOME)
+                x = rows(13).to(HOME)
                 for each in (model, plain):
                     each.zero_grad()
                     each(x).square().sum().backward()
@@ -192,7 +192,7 @@ def test_autocast(grad, devices):
     """Lanes compute in the autocast dtype of the caller, and gradients have the dtype of the parameters."""
     model = mlp().float().to(HOME)
     plain = copy.deepcopy(model)
-    x = rows(12).float()
+    x = rows(13).float()
     with torch.set_grad_enabled(grad), parallel(model, devices), torch.autocast(KIND, dtype=torch.bfloat16):
         output, expected = model(x), plain(x.to(HOME))
         assert output.dtype == expected.dtype == torch.bfloat16

@@ -75,7 +75,7 @@ def test_replicas_are_refreshed_when_the_model_changed(several):
     """A second call copies no parameter, and a call after an optimizer step copies each once."""
     model = mlp().to(HOME)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = rows(4 * len(several))
+    x = rows(4 * len(several) + 1)
     with parallel(model, several) as p:
         model(x).sum().backward()
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_input_and_output_may_be_on_any_gpu(grad, several):
         model.zero_grad()
         plain.zero_grad()
         with torch.set_grad_enabled(grad), parallel(model, lanes, output_device=last):
-            x = rows(9)
+            x = rows(13)
             output, expected = model(x.to(last)), plain(x.to(HOME))
             assert output.device == torch.device(last)
             torch.testing.assert_close(output, expected.to(last))
@@ -110,7 +110,7 @@ def test_input_and_output_may_be_on_any_gpu(grad, several):
 def test_large_parameters_on_every_gpu(several):
     """Parameters that exceed one packed copy arrive on all GPUs, also after changes between calls."""
     model = torch.nn.Linear(1500, 1500, dtype=torch.float64).to(HOME)
-    x = torch.randn(4 * len(several), 1500, dtype=torch.float64)
+    x = torch.randn(4 * len(several) + 1, 1500, dtype=torch.float64)
     with torch.no_grad(), parallel(model, several):
         for _ in range(4):
             model.weight.mul_(-1.5)

@@ -15,7 +15,7 @@ def test_a_captured_call_runs_plainly(devices):
     """The graph replays the plain call, and calls before and after the capture are cut."""
     model = mlp().to(HOME)
     plain = copy.deepcopy(model)
-    x = rows(8).to(HOME)
+    x = rows(13).to(HOME)
     with torch.no_grad(), parallel(model, devices) as p:
         warm_up(lambda: (model(x), plain(x)))
         before = p.stats()
@@ -25,7 +25,7 @@ def test_a_captured_call_runs_plainly(devices):
         assert p.stats().plain == before.plain + 1
         assert p.stats().calls == before.calls + 1
         for _ in range(2):
-            x.copy_(rows(8))
+            x.copy_(rows(13))
             graph.replay()
             torch.testing.assert_close(output, plain(x))
             torch.testing.assert_close(model(x), plain(x))

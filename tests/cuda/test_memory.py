@@ -174,7 +174,7 @@ def ends_well(story):
     gc.collect()
     settle()
     cuda.empty_cache()
-    with torch.no_grad(), parallel(model, story.devices or every()[-1:]) as p:
+    with torch.no_grad(), parallel(model, story.devices or every()[-1:], out_dims=0) as p:
         for cycles in (0, LONG):
             spare = [full(0.0) for _ in range(SPARE)]
             del spare
@@ -226,7 +226,7 @@ def test_each_precaution_is_needed(story, monkeypatch):
 def test_lanes_share_no_unfinished_casts():
     """Each lane reads finished casts of parameters under autocast, which caches them for all threads."""
     model = Casting().to(HOME)
-    x = torch.ones(8, 64, device=HOME)
+    x = torch.ones(9, 64, device=HOME)
     with torch.no_grad(), parallel(model, TWICE):
         for value in (1.0, 2.0, 3.0):  # so that no cast is what the last one was
             model.weight.fill_(value)
@@ -344,7 +344,7 @@ def test_memory_is_freed_after_an_error(devices):
     before = held()
     with pytest.raises(RuntimeError), torch.no_grad(), parallel(model, devices) as p:  # noqa: PT012
         futures = [p.submit(full(1.0)) for _ in range(4)]
-        model(rows())
+        model(rows(13))
     del p, futures
     assert held() == before
 
@@ -352,14 +352,14 @@ def test_memory_is_freed_after_an_error(devices):
 def test_many_blocks_use_the_memory_of_few():
     """Memory does not grow with blocks, although torch keeps a workspace per stream that multiplied a matrix."""
     model = mlp().to(HOME)
-    x = rows(8).to(HOME)
+    x = rows(9).to(HOME)
     forget_workspaces()
 
     def held_after_blocks(count):
         for _ in range(count):
             with torch.no_grad(), parallel(model, TWICE):
-                model(x)  # in the caller's thread
-                model(x)  # in the lanes' threads
+                model(x)
+                model(x)
         return held()
 
     few = held_after_blocks(2)

@@ -19,10 +19,10 @@ def test_each_lane_has_its_own_stream():
     """Without gradients, each lane has one stream, different from the caller's and from those of other lanes."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, TWICE):
-        model(rows(9))  # the lanes run in turns
+        model(rows(9))
         first = sorted(model.seen)
         model.seen.clear()
-        model(rows(9))  # each lane runs in its own thread
+        model(rows(9))
     caller = cuda.current_stream(HOME).stream_id
     assert len({stream for _, stream, _ in first}) == 2
     assert caller not in {stream for _, stream, _ in first}
@@ -33,7 +33,7 @@ def test_each_lane_has_its_device_as_the_current_one(several):
     """In a lane, the lane's device is the current device, with a current stream on it."""
     model = Where().to(HOME)
     with torch.no_grad(), parallel(model, several):
-        for _ in range(2):  # in turns in the caller's thread, then in the lanes' threads
+        for _ in range(2):
             model.seen.clear()
             model(rows(2 * len(several) + 1))
             assert sorted(device for device, _, _ in model.seen) == list(range(len(several)))
@@ -43,7 +43,7 @@ def test_each_lane_has_its_device_as_the_current_one(several):
 def test_lanes_use_the_callers_stream_under_gradients(devices):
     """Gradients are accumulated on the caller's stream, because torch warns about other streams."""
     model = Where().to(HOME)
-    x = rows(6).to(HOME)
+    x = rows(13).to(HOME)
     stream = cuda.Stream(HOME)
     stream.wait_stream(cuda.current_stream(HOME))
     with parallel(model, devices), cuda.stream(stream):
@@ -60,7 +60,7 @@ def test_the_caller_keeps_its_device_and_streams(grad, devices):
     with torch.set_grad_enabled(grad), parallel(model, devices), cuda.stream(stream):
         for width, raises in ((5, nullcontext()), (4, pytest.raises(RuntimeError))):
             with raises:
-                model(rows(width=width))
+                model(rows(13, width))
             assert cuda.current_device() == len(every()) - 1
             assert cuda.current_stream(every()[-1]) == stream
             assert [cuda.current_stream(device) for device in every()[:-1]] == elsewhere
@@ -75,7 +75,7 @@ def test_a_caller_on_another_stream(grad, devices):
     cuda.synchronize(HOME)
     with parallel(model, devices), cuda.stream(stream), torch.set_grad_enabled(grad):
         for _ in range(3):
-            x = rows(9).pin_memory().to(HOME, non_blocking=True)
+            x = rows(13).pin_memory().to(HOME, non_blocking=True)
             for each in (model, plain):
                 with torch.no_grad():
                     each[2].bias.add_(x.mean())
@@ -96,7 +96,7 @@ def test_callers_in_several_threads(devices):
     def calls():
         with torch.no_grad(), cuda.stream(cuda.Stream(HOME)):
             for _ in range(20):
-                x = rows(12)
+                x = rows(13)
                 torch.testing.assert_close(model(x.to(HOME)).cpu(), plain(x))
 
     with parallel(model, devices), ThreadPoolExecutor(4) as threads:

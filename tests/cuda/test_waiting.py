@@ -13,7 +13,7 @@ from tests.cuda.zoo import NETS, net_and_rows
 from tests.devices.zoo import assert_same_gradients, mlp, rows
 
 PLACES = ["pageable", "pinned", HOME]
-SMALL, LARGE = 12, 1 << 14  # rows of a batch that is copied directly, and of one that is staged
+SMALL, LARGE = 13, 1 << 14  # rows of a batch that is copied directly, and of one that is staged
 
 
 def placed(x, place):

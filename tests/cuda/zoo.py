@@ -31,7 +31,7 @@ def encoder_layer():
 NETS = {"mlp": (mlp, (5,)), "conv": (conv_net, (2, 6, 6)), "encoder": (encoder_layer, (4, 8)), "tied": (Tied, (5,))}
 
 
-def net_and_rows(name, count=7, *, train=False):
+def net_and_rows(name, count=17, *, train=False):
     """Return a net on the first GPU, and a batch for it on the CPU."""
     make, shape = NETS[name]
     return make().to(HOME).train(train), torch.randn(count, *shape, dtype=torch.float64)

@@ -49,7 +49,7 @@ def test_a_plain_model_runs_on_the_devices(devices, expected):
     """Every spelling names torch devices. The plain model needs no trace, and each device computes some rows."""
     plain = mlp()
     model = copy.deepcopy(plain).to("neuron:0")
-    x = torch.randn(12, 5)
+    x = torch.randn(13, 5)
     with torch.no_grad(), parallel(model, devices) as p:
         assert named(p) == expected
         for _ in range(2):
@@ -63,7 +63,7 @@ def test_a_training_step_has_the_gradients_of_the_plain_model():
     """Unlike compiled models, models on these devices have gradients."""
     plain = mlp().double()
     model = copy.deepcopy(plain).to("neuron:0")
-    x = torch.randn(8, 5, dtype=torch.float64)
+    x = torch.randn(9, 5, dtype=torch.float64)
     plain(x).square().sum().backward()
     with parallel(model, ["neuron:0", "neuron:1"]):
         model(x).square().sum().backward()
