@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 
 import pytest
@@ -87,16 +88,34 @@ def registers_a_buffer(model):
     ],
 )
 def test_what_forward_changes_is_put_back_with_one_warning(write, named, call):
-    """Each call starts from the state of the model. The first call warns and names the place, and later calls do not."""
+    """Each call starts from the state of the model. The block warns once and names the place, at its end at the latest."""
     model, x = Writing(write), torch.randn(7, 4)
     want = copy.deepcopy(model)(x)
-    with torch.no_grad(), parallel(model, TWO) as p:
-        with pytest.warns(UserWarning, match=rf"the model wrote .*{named}.* during a call"):
-            assert_close(call(p, x), want)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(3):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad(), parallel(model, TWO) as p:
+            for _ in range(4):
                 assert_close(call(p, x), want)
+    (warning,) = caught
+    assert re.search(rf"the model wrote .*{named}.* during a call", str(warning.message))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda model, x: model.held[0].copy_(x[0]), lambda model, x: model.rows[: len(x)].add_(x)],
+    ids=["item", "rows"],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_tensor_that_differs_between_lanes_is_refused(mode, write):
+    """The lanes have different rows, so a tensor that is not a buffer is refused, in both modes and at every call."""
+    model, x = Caching(write).train(mode), torch.randn(7, 4)
+    model.held, model.rows = [torch.zeros(4)], torch.zeros(9, 4)
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match=r"the tensor '(held\[0\]|rows)' was written during a call"):
+                model(x)
+            assert not model.held[0].any()
+            assert not model.rows.any()
 
 
 class Growing(nn.Linear):
