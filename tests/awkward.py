@@ -227,7 +227,7 @@ class NormInAList(nn.Module):
 
 
 class Scratch(nn.Module):
-    """Writes a buffer in place, and reads it in the same call."""
+    """Writes a buffer in place, and a plain tensor with the same values in every lane, and reads both in the same call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,8 @@ class Scratch(nn.Module):
     def forward(self, x):
         y = self.a(x)
         self.kept[: len(x)] = y.detach()
-        return y + self.kept[: len(x)] * 2
+        self.plain.fill_(3)
+        return y + self.kept[: len(x)] * 2 + self.plain[: len(x)]
 
     def _apply(self, fn, recurse=True):
         self.plain = fn(self.plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import traceback
 import weakref
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import parallel
+from parawrap import ShardError, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3

@@ -88,16 +88,34 @@ def registers_a_buffer(model):
     ],
 )
 def test_what_forward_changes_is_put_back_with_one_warning(write, named, call):
-    """Each call starts from the state of the model. One warning per block names the place."""
+    """Each call starts from the state of the model. The block warns once and names the place, at its end at the latest."""
     model, x = Writing(write), torch.randn(7, 4)
     want = copy.deepcopy(model)(x)
-    with warnings.catch_warnings(record=True) as caught, torch.no_grad(), parallel(model, TWO) as p:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(4):
-            assert_close(call(p, x), want)
+        with torch.no_grad(), parallel(model, TWO) as p:
+            for _ in range(4):
+                assert_close(call(p, x), want)
     (warning,) = caught
     assert re.search(rf"the model wrote .*{named}.* during a call", str(warning.message))
-    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "write",
+    [lambda model, x: model.held[0].copy_(x[0]), lambda model, x: model.rows[: len(x)].add_(x)],
+    ids=["item", "rows"],
+)
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_tensor_that_differs_between_lanes_is_refused(mode, write):
+    """The lanes have different rows, so a tensor that is not a buffer is refused, in both modes and at every call."""
+    model, x = Caching(write).train(mode), torch.randn(7, 4)
+    model.held, model.rows = [torch.zeros(4)], torch.zeros(9, 4)
+    with torch.no_grad(), parallel(model, TWO):
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match=r"the tensor '(held\[0\]|rows)' was written during a call"):
+                model(x)
+            assert not model.held[0].any()
+            assert not model.rows.any()
 
 
 class Growing(nn.Linear):
@@ -231,28 +249,6 @@ def test_a_buffer_may_get_another_shape_through_data(mode, call):
         call(p, torch.randn(7, 4))
         model(torch.randn(7, 4))
     assert len(model.kept) >= 5
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_tensors_that_lanes_write_differently_are_refused(training):
-    """A tensor that is not a buffer, with one entry per row, raises an error that names it, at every call."""
-
-    class Cache(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1, 1)
-            self.kept = [torch.zeros(9, 1)]
-
-        def forward(self, x):
-            self.kept[0][: len(x)] += x
-            return self.kept[0][: len(x)] * 1
-
-    model = Cache().train(training)
-    with torch.no_grad(), parallel(model, ["cpu", "cpu"]):
-        for _ in range(3):
-            with pytest.raises(ReplicaError, match=r"the tensor 'kept\[0\]' was written during a call"):
-                model(torch.ones(9, 1))
-    assert not model.kept[0].any()
 
 
 def test_the_handle_of_a_hook_that_captures_the_model_is_copied():
