@@ -233,6 +233,7 @@ class Scratch(nn.Module):
         super().__init__()
         self.a = linear()
         self.register_buffer("kept", torch.zeros(64, 4, dtype=torch.float64))
+        self.plain = torch.zeros(64, 4, dtype=torch.float64)
 
     def forward(self, x):
         y = self.a(x)
