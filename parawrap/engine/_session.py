@@ -20,7 +20,7 @@ from parawrap.engine._shard_task import Placed
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._turns import Turns
 from parawrap.engine._whole_call import Prepare, WholeCall, originals_of, prepared
-from parawrap.errors import SessionError, ShardError
+from parawrap.errors import ReplicaError, SessionError, ShardError
 from parawrap.lanes import (
     Lane,
     LaneFuture,
@@ -276,17 +276,19 @@ class Session:
         modes = Modes.capture(self.pool.backend.type) if modes is None else modes
         generators = [] if turns else self._turns.read_generators()
         outcomes = self.pool.run(tasks, modes, sources, turns=turns)
+        has_failed = any(outcome.error is not None for outcome in outcomes)
         if first is not None and first.write_back is not None:
             with self._refreshing, self.pool.idle():
-                first.write_back()
+                try:
+                    first.write_back()
+                except ReplicaError:
+                    if not has_failed:  # the error of a lane comes first
+                        raise
         if self._replicas is not None:
             self._replicas.warn()
-        values = []
-        for outcome in outcomes:
-            if outcome.error is not None:
-                del outcome
-                raise first_failure(outcomes, self.pool.lanes)
-            values.append(outcome.value)
+        if has_failed:
+            raise first_failure(outcomes, self.pool.lanes)
+        values = [outcome.value for outcome in outcomes]
         self._turns.warn_of_draws(generators)
         if not self._stays_on_cpu:
             record_use(leaf for value in values for leaf in flatten(value)[0])

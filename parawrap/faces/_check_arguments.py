@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "UNSET",
     "Joining",
+    "checked_dim",
     "checked_in_dims",
     "checked_methods",
     "checked_unit",
@@ -82,6 +83,14 @@ def checked_workers(workers: Literal["thread", "process"], retries: int, *, on_c
         msg = 'workers="process" is not supported on NeuronCores. Leave workers out'
         raise ShardError(msg)
     return workers
+
+
+def checked_dim(dim: int) -> int:
+    """Return `dim` after a check of it."""
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        msg = f"dim={dim!r}: give the dim that the rows lie on, such as 0"
+        raise ShardError(msg)
+    return dim
 
 
 def checked_unit(unit: int, *, on_cores: bool) -> int:

@@ -20,6 +20,7 @@ from parawrap.errors import SessionError, ShardError
 from parawrap.faces._check_arguments import (
     UNSET,
     Joining,
+    checked_dim,
     checked_in_dims,
     checked_methods,
     checked_unit,
@@ -105,7 +106,7 @@ class Parallel(Streams, Generic[TargetT]):
             raise ShardError(msg)
         self._workers = checked_workers(workers, retries, on_cores=bool(self._cores))
         self._retries = retries
-        self._dim = dim
+        self._dim = checked_dim(dim)
         self._in_dims = in_dims
         self._parameters = parameters
         compiles = bool(self._cores) or any(backend_of(device.type).compiles_each_shape for device in self._devices)

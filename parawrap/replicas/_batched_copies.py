@@ -13,7 +13,7 @@ import torch
 from parawrap.backends import backend_of, bring, bring_into
 from parawrap.replicas._private_names import copy_all
 
-__all__ = ["Parcel", "can_be_sent", "lasting"]
+__all__ = ["Parcel", "bytes_of", "can_be_sent", "lasting"]
 
 _SMALL = 1 << 20
 _MOST = 32 << 20
@@ -53,6 +53,11 @@ class Parcel:
 def can_be_sent(tensor: torch.Tensor) -> bool:
     """True if an empty copy of the tensor can be made and written later: a plain, strided tensor."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the number of bytes of a tensor; 0 for a sparse one, which torch does not count."""
+    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def _packs(tensors: Sequence[torch.Tensor]) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of, bring
-from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
+from parawrap.replicas._batched_copies import Parcel, bytes_of, can_be_sent, lasting
 from parawrap.replicas._private_names import make_subclass
 
 __all__ = ["Mirror", "link_view", "send"]
@@ -131,4 +131,4 @@ def send(wanted: Iterable[tuple[Mirror, Sequence[torch.Tensor]]]) -> int:
             parcel = Parcel([tensor.detach() for tensor in originals])
             for mirror in mirrors:
                 mirror.write(originals, parcel)
-    return sum(tensor.nbytes * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)
+    return sum(bytes_of(tensor) * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.replicas._batched_copies import Parcel, can_be_sent, lasting
+from parawrap.replicas._batched_copies import Parcel, bytes_of, can_be_sent, lasting
 from parawrap.replicas._gradients import Mirror, link_view
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._private_names import copy_all, version_of
@@ -185,7 +185,7 @@ class LaneTensors:
         if mine:
             self._look()
         self.is_fresh = False
-        return sum(self._originals[index].nbytes for index in mine)
+        return sum(bytes_of(self._originals[index]) for index in mine)
 
     def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
         """Bring computed tensors again; return True if there are any."""

@@ -310,8 +310,8 @@ def give_buffers(replicas: Sequence[Replica]) -> None:
             what, when = ("buffer", " in evaluation mode") if first.is_buffer(index) else ("tensor", "")
             msg = (
                 f"the {what} {first.path_of_state(index)!r} was written during a call{when}, and each lane wrote the "
-                "values of its own rows. Pass such state to the call as an argument, and return it. In training mode, the "
-                "model keeps the buffers of lane 0"
+                "values of its own rows. Pass such state to the call as an argument, and return it; make scratch memory in "
+                "forward. In training mode, the model keeps the buffers of lane 0"
             )
             raise ReplicaError(msg)
     first.write_back()

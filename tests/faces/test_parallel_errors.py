@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import traceback
 import weakref
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import parallel
+from parawrap import ShardError, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -291,3 +292,10 @@ def test_an_interrupt_leaves_the_block_usable():
         with pytest.raises(KeyboardInterrupt):
             p(torch.arange(2.0))
         assert p(torch.arange(4.0)).tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("dim", ["0", True, 1.5, None])
+def test_a_dim_that_is_not_an_integer_is_refused(dim):
+    """The error names the value."""
+    with pytest.raises(ShardError, match=re.escape(f"dim={dim!r}: give the dim that the rows lie on")):
+        parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], dim=dim)

@@ -249,3 +249,24 @@ def test_a_buffer_may_get_another_shape_through_data(mode, call):
         call(p, torch.randn(7, 4))
         model(torch.randn(7, 4))
     assert len(model.kept) >= 5
+
+
+def test_the_handle_of_a_hook_that_captures_the_model_is_copied():
+    """A model that keeps the handle of a hook which is a closure over the model runs in lanes."""
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.scale = 2
+            self.handle = self.layer.register_forward_hook(lambda module, args, output: output * self.scale)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    model, x = Hooked(), torch.ones(9, 4)
+    plain = model(x)
+    with parallel(model, ["cpu", "cpu"]):
+        torch.testing.assert_close(model(x), plain)
+        model.scale = 3
+        torch.testing.assert_close(model(x), plain * 1.5)

@@ -210,5 +210,5 @@ def test_the_hint_appears_only_beyond_an_eighth():
 def test_the_hint_counts_in_units():
     """With units, the hint compares rows, and the largest balanced shard holds whole units."""
     assert "has a shard of 20 rows" in plan_of(Cutter(sizes=uneven, unit=4), 32).hint
-    assert plan_of(Cutter(sizes=uneven, unit=4), 32).hint.endswith("has 16 rows")
+    assert plan_of(Cutter(sizes=uneven, unit=4), 32).hint.endswith("has 16 of them")
     assert plan_of(Cutter(sizes=uneven, unit=4), 36).hint is None
