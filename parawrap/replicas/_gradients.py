@@ -37,11 +37,11 @@ class _View(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(_: Any, tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:  # noqa: ARG004
         return make_subclass(kind, tensor.detach())  # `as_subclass` would make a view
 
     @staticmethod
-    def backward(_: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:  # noqa: ARG004
         return gradients[0], None
 
 
