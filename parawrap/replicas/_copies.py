@@ -72,11 +72,6 @@ class Copies:
             if copy is not node.value:
                 yield node, copy
 
-    def set_part(self, node: Node, key: Any, value: Any) -> None:
-        """Set one value of a copied dict, or one attribute of a copied instance, as it was set in the target."""
-        own = self.of(node.value) if node.kind is Kind.DICT else vars(self.of(node.value))
-        dict.__setitem__(own, key, value)
-
     def note(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
         """Take a tensor for the copy of an original."""
         self._memo[id(original)] = tensor

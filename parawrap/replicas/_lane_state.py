@@ -1,4 +1,4 @@
-"""What a call may not leave in a replica: each call starts from the state of the model."""
+"""The state of one replica, which is put back after each call: calls start from the state of the model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LaneState:
         self._snapshot.accept()
 
     def set(self, own: dict[Any, Any], key: Any, value: Any) -> None:
-        """Take a value that was set in one dict for the one that each call starts from."""
+        """Set the value that each call finds under a key of a dict."""
         self._snapshot.set(own, key, value)
 
     def intact(self) -> bool:

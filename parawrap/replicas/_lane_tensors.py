@@ -1,4 +1,4 @@
-"""The tensors of one replica: views of parameters, and its own copies of all tensors that learn nothing."""
+"""The tensors of one replica: links to parameters, and its own copies of tensors that do not require gradients."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class Snapshot:
         return found
 
     def set(self, own: dict[Any, Any], key: Any, value: Any) -> None:
-        """Take a value that was set in one of the dicts, in the place of another, for the one that it must hold."""
+        """Set the value that a dict must hold under a key that it has."""
         if not self._starts:
             bounds = zip([0, *self._ends], self._ends, strict=False)
             self._starts = {id(each): pair for each, pair in zip(self._filled, bounds, strict=False)}

@@ -1,4 +1,4 @@
-"""The walk over a target: it finds what `copy.deepcopy` copies, what it must not copy, and what it leaves as it is.
+"""The walk over a target: which objects are copied, which are shared, and which are made after `copy.deepcopy`.
 
 Identity decides which objects are the same, never ``==``. The walk is iterative: depth costs no recursion.
 """

@@ -24,7 +24,7 @@ __all__ = [
 CALL_ROOTS = ("args", "kwargs")
 """How the addresses of a call's leaves begin."""
 
-_UNEVEN_BEYOND = 1.125  # an eighth: less is hard to tell from the usual differences between lanes
+_UNEVEN_BEYOND = 1.125  # an eighth: lanes usually differ by as much
 
 
 class Names(Protocol):

@@ -235,3 +235,20 @@ def test_data_parallel_keeps_torchs_rules():
         assert_close(net(x, value), x + 1)
         assert all(got is value or got == value for got in seen)
         seen.clear()
+
+
+def test_a_list_of_one_row_tensors_as_long_as_the_batch_is_refused():
+    """Each tensor of one row would go whole to every lane. Both cures of the error work."""
+
+    def scaled(x, boxes):
+        return torch.stack([row * box.sum() for row, box in zip(x, boxes, strict=False)])
+
+    x, boxes = torch.ones(9, 2), [torch.full((1, 4), float(row)) for row in range(9)]
+    with parallel(scaled, ["cpu", "cpu"]) as p:
+        for _ in range(3):
+            with pytest.raises(ShardError, match=r"args\[1\] is a list of 9 items with tensors of one row"):
+                p(x, boxes)
+    with parallel(scaled, ["cpu", "cpu"], in_dims={"boxes": "items"}) as p:
+        assert torch.equal(p(x, boxes), scaled(x, boxes))
+    with parallel(lambda x, boxes: x + boxes[8].sum(), ["cpu", "cpu"], in_dims={"boxes": None}) as p:
+        assert torch.equal(p(x, boxes), x + 32)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset
 
-from parawrap import SessionError, parallel
+from parawrap import ReplicaError, SessionError, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -550,3 +550,28 @@ def test_calls_during_a_close_do_not_raise():
         thread.join(20)
     assert failures == []
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_submitted_calls_see_no_later_write():
+    """A call whose parameters are written before it ran, or while it runs, raises an error. Later calls are right."""
+    started, go = threading.Semaphore(0), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            started.release()
+            assert go.wait(60)
+            return super().forward(x)
+
+    model, x = Waiting(2, 2), torch.ones(3, 2)
+    with torch.no_grad(), parallel(model, ["cpu", "cpu"]) as p:
+        futures = [p.submit(x) for _ in range(3)]
+        for _ in range(2):  # both lanes run, and the third call waits
+            assert started.acquire(timeout=60)
+        model.weight.fill_(1)
+        go.set()
+        for future in futures[:2]:
+            with pytest.raises(ReplicaError, match="'weight' was written during a call"):
+                future.result(60)
+        with pytest.raises(SessionError, match="was written after this call was submitted"):
+            futures[2].result(60)
+        assert torch.equal(p.submit(x).result(60), model(x))

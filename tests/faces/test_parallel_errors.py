@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import ShardError, parallel
+from parawrap import GatherError, ShardError, parallel
 
 TWO = ["cpu"] * 2
 THREE = ["cpu"] * 3
@@ -299,3 +299,22 @@ def test_a_dim_that_is_not_an_integer_is_refused(dim):
     """The error names the value."""
     with pytest.raises(ShardError, match=re.escape(f"dim={dim!r}: give the dim that the rows lie on")):
         parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], dim=dim)
+
+
+def test_an_output_of_map_that_holds_a_layer_is_refused():
+    """A lane's copy of a layer ends with the block, so the error says to return its tensors."""
+
+    class Returns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x), self.layer
+
+    with (
+        torch.no_grad(),
+        parallel(Returns(), TWO) as p,
+        pytest.raises(GatherError, match="holds a Linear, which is a lane's"),
+    ):
+        list(p.map([torch.ones(3, 2)]))

@@ -414,3 +414,38 @@ def test_a_scripted_batch_norm_keeps_the_statistics_of_lane_0():
             inside = model(x)
     assert_close(dict(model.state_dict()), dict(first.state_dict()))
     assert_close(inside, model(x))
+
+
+def test_a_functional_call_keeps_the_tangents_of_parameters():
+    """In forward-mode autograd, dual parameters of functional_call give outputs with the plain tangents."""
+    import torch.autograd.forward_ad as fw
+
+    model, x = nn.Linear(3, 2), torch.ones(9, 3)
+
+    def tangent():
+        with fw.dual_level():
+            dual = {name: fw.make_dual(each.detach(), torch.ones_like(each)) for name, each in model.named_parameters()}
+            return fw.unpack_dual(torch.func.functional_call(model, dual, (x,))).tangent
+
+    plain = tangent()
+    with parallel(model, ["cpu", "cpu"]):
+        assert torch.equal(tangent(), plain)
+
+
+def test_a_model_with_a_sparse_buffer_trains():
+    """Each step after the first copies the buffer again."""
+
+    class Mixing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("mixing", torch.eye(3).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.mixing, (x * self.weight).T).T
+
+    model, x = Mixing(), torch.randn(9, 3)
+    with parallel(model, ["cpu", "cpu"]):
+        for step in range(1, 4):
+            model(x).sum().backward()
+            torch.testing.assert_close(model.weight.grad, step * x.sum(0))

@@ -338,3 +338,17 @@ def test_a_call_that_draws_nothing_does_not_change_the_generator():
         for _ in range(3):
             assert torch.equal(model(x), x)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_outputs_are_joined_outside_autocast():
+    """A function that reduces the values of lanes sees no autocast, which would round them."""
+    seen = []
+
+    def reduced(vector):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return vector.sum()
+
+    with parallel(torch.sum, ["cpu", "cpu"], reduce=reduced) as p, torch.autocast("cpu", dtype=torch.bfloat16):
+        p(torch.ones(9))
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == [False]
