@@ -8,9 +8,9 @@ from parawrap.engine._batch_stream import Stream, StreamOptions, stream
 from parawrap.engine._call_recorder import CallSpan, Recorder, Trace, Work
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._patch_methods import PatchedMethods
-from parawrap.engine._session import Entry, Ready, Session
+from parawrap.engine._session import Ready, Session
 from parawrap.engine._stats import LaneStats, Stats
-from parawrap.engine._whole_call import Prepare, as_call
+from parawrap.lanes import Entry, Prepare, as_call
 from parawrap.replicas import ReplicaSet, original_method
 
 __all__ = [

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import Entry, Ready, failed_future
-from parawrap.engine._whole_call import Prepare, as_call
+from parawrap.engine._session import Ready, failed_future
 from parawrap.errors import SessionError
-from parawrap.lanes import note
+from parawrap.lanes import Entry, Prepare, as_call, note
 
 __all__ = ["Stream", "StreamOptions", "stream"]
 

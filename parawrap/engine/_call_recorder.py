@@ -60,24 +60,18 @@ class Recorder:
         self._method = "forward" if isinstance(target, torch.nn.Module) else name
         self.traces: list[Trace] = []
 
-    def work(self, method: str | None, batch: int | None, rows: int | None) -> Work:
-        """Describe a call. Without `method`, it is a call of the target itself."""
-        return Work(method or self._method, batch, rows)
-
-    def run(self, work: Work, lane: int | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record the call."""
-        start, error = perf_counter_ns(), None
-        try:
-            return function(*args, **kwargs)
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            self.record(work, lane, start, perf_counter_ns(), error)
-            del error  # its traceback holds this frame
-
-    def record(self, work: Work, lane: int | None, start: int, end: int, error: BaseException | None) -> None:
-        """Add a span to all traces that were open when it began."""
+    def record(
+        self,
+        method: str | None,
+        batch: int | None,
+        rows: int | None,
+        lane: int | None,
+        start: int,
+        end: int,
+        error: BaseException | None,
+    ) -> None:
+        """Add a span to all traces that were open when it began. Without `method`, it is a call of the target itself."""
+        work = Work(method or self._method, batch, rows)
         span = CallSpan(lane, start, end, work, None if error is None else type(error).__name__)
         for trace in tuple(self.traces):
             if start >= trace.began:

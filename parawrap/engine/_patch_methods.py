@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parawrap.engine._session import Entry
+from parawrap.lanes import Entry
 from parawrap.replicas import COMPILED_CALL, PlainView, StandIn, compiler, put, restore
 
 __all__ = ["Caller", "PatchedMethods"]

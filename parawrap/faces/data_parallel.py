@@ -16,7 +16,7 @@ from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
 from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
-from parawrap.lanes import here, intra_op_threads
+from parawrap.lanes import Entry, LaneCall, here
 from parawrap.replicas import LaneReplica
 from parawrap.shards import Cutter, JoinRules, Parameters, balanced, equal
 from parawrap.tree import flatten
@@ -124,7 +124,7 @@ class DataParallel(torch.nn.DataParallel[T]):
             GatherError: If the outputs cannot be joined.
         """
         with torch.autograd.profiler.record_function("DataParallel.forward"):
-            if not self.device_ids or here.lane is not None or self._session().must_run_plainly():
+            if not self.device_ids or here.lane is not None or not self._session().pool.is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
             args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
@@ -157,8 +157,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         """
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
-        tasks = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-        return self._run_in_lanes(tasks) if tasks else []
+        calls = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
+        return self._run_in_lanes([LaneReplica(lane, call.func, _no_original) for lane, call in enumerate(calls)], calls)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
@@ -169,9 +169,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not (self._inherits("replicate") and self._inherits("parallel_apply")):
             replicas = self.replicate(self.module, self.device_ids[: len(args)])
             return self.parallel_apply(replicas, args, kwargs)
-        lanes = self._session().replicate(len(args))
-        tasks = as_calls([lane.prepared(lane.module) for lane in lanes], args, kwargs)
-        return self._run_in_lanes(tasks, first=lanes[0])
+        copies = self._session().pool.refresh()
+        return self._run_in_lanes(copies, as_calls([copy.module for copy in copies[: len(args)]], args, kwargs))
 
     def _row_counts(self, args: tuple[Any, ...], kwargs: dict[str, Any], shards: int) -> Sequence[int] | None:
         """Return the row count of each shard; None if an overridden `scatter` made them, or if the call has no rows."""
@@ -184,12 +183,12 @@ class DataParallel(torch.nn.DataParallel[T]):
     def _inherits(self, verb: str) -> bool:
         return getattr(getattr(self, verb), "__func__", None) is getattr(DataParallel, verb)
 
-    def _run_in_lanes(self, tasks: list[partial[Any]], first: LaneReplica | None = None) -> list[Any]:
-        """Run task i in lane i. `first` is the kept replica of lane 0."""
-        session = self._session()
-        turns = session.decide_turns([leaf for task in tasks for leaf in flatten((task.args, task.keywords))[0]])
-        with intra_op_threads(None if turns else session.pool.threads):
-            return session.apply(tasks, turns=turns, first=first)
+    def _run_in_lanes(self, copies: Sequence[LaneReplica], calls: Sequence[partial[Any]]) -> list[Any]:
+        """Run the arguments of call i with copy i, in lane i."""
+        entry = Entry(self.module)
+        lane_calls = [LaneCall(entry, copy, call.args, call.keywords) for copy, call in zip(copies, calls, strict=False)]
+        leaves = [leaf for call in calls for leaf in flatten((call.args, call.keywords))[0]]
+        return self._session().apply(lane_calls, leaves) if lane_calls else []
 
     def _session(self) -> Session:
         """Return the session for the current `module`, `dim`, and `device_ids`."""
@@ -260,6 +259,10 @@ def data_parallel(
         return face(*args, **(module_kwargs or {}))
     finally:
         face.close()
+
+
+def _no_original(tensor: torch.Tensor) -> None:
+    """Return None: the session does not know the originals of replicas that the caller made."""
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

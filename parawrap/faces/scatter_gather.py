@@ -9,10 +9,10 @@ from typing import Any, TypeVar, overload
 import torch
 
 from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
-from parawrap.engine import ReplicaSet, Session
+from parawrap.engine import ReplicaSet
 from parawrap.errors import DeviceListError, GatherError, ShardError
 from parawrap.faces._losses_as_vector import vector
-from parawrap.lanes import intra_op_threads
+from parawrap.lanes import LanePool
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 
@@ -158,12 +158,11 @@ def parallel_apply(
         return []
     named = [None] * len(calls) if devices is None else [None if each is None else device_named(each) for each in devices]
     places = [place or _device_of(call.args) for place, call in zip(named, calls, strict=True)]
-    session = Session(torch.nn.Identity(), places, cutters={}, rules=JoinRules())
+    lanes = LanePool(places)
     try:
-        with intra_op_threads(session.pool.threads):
-            return session.apply(calls)
+        return lanes.apply(calls)
     finally:
-        session.close()
+        lanes.close()
 
 
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:

@@ -13,13 +13,11 @@ import torch
 import wrapt
 
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
-from parawrap.engine import Session
 from parawrap.errors import GatherError, ShardError
 from parawrap.faces._sequences_and_mappings import is_container, items_of, kind_of, rebuilt, transposed
 from parawrap.faces.data_parallel import DataParallel
 from parawrap.faces.move_to_device import recursive_to
-from parawrap.lanes import here, intra_op_threads
-from parawrap.shards import Cutter, JoinRules
+from parawrap.lanes import LanePool, here
 from parawrap.tree import address
 
 __all__ = ["TupleParallel", "tuple_fn"]
@@ -141,7 +139,7 @@ class TupleParallel(DataParallel[T]):
         return together if self.reduction is None else self.reduction(together)
 
     def _outputs(self, args: Sequence[Any], kwargs: Sequence[Any]) -> list[Any]:
-        if not self._lanes or here.lane is not None or self._session().must_run_plainly():
+        if not self._lanes or here.lane is not None or not self._session().pool.is_ready():
             return [self.module(*part, **named) for part, named in zip(args, kwargs, strict=True)]
         self._check_placement()
         return self._run_shards(args, kwargs) if args else []
@@ -221,30 +219,24 @@ class _InLanes:
     def __init__(self, devices: Devices) -> None:
         self._on_cpu = devices is None and best_backend().type == "cpu"
         self._lanes = () if self._on_cpu else resolve_devices(devices)
-        self._session: Session | None = None
+        self._pool: LanePool | None = None
         self._changing = threading.Lock()
 
     def __call__(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts = _parts(args, kwargs, None if self._on_cpu else len(self._lanes))
-        session = self._session_for(len(parts)) if parts else None
-        if session is None or session.must_run_plainly():
+        pool = self._pool_for(len(parts)) if parts else None
+        if pool is None or not pool.is_ready():
             return _in_turn(function, args, kwargs)
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)
         tasks = [partial(function, *part, **named) for part, named in parts]
-        with intra_op_threads(session.pool.threads):
-            return _together(session.apply(tasks))
+        return _together(pool.apply(tasks))
 
-    def _session_for(self, parts: int) -> Session:
+    def _pool_for(self, parts: int) -> LanePool:
         with self._changing:
-            if self._session is None or len(self._session.devices) < parts:
-                lanes = best_backend().first(parts) if self._on_cpu else self._lanes
-                self._session = Session(_nothing, lanes, cutters={None: Cutter()}, rules=JoinRules())
-            return self._session
-
-
-def _nothing() -> None:
-    """Do nothing: the target of a session that only uses `apply`."""
+            if self._pool is None or len(self._pool.lanes) < parts:
+                self._pool = LanePool(best_backend().first(parts) if self._on_cpu else self._lanes)
+            return self._pool
 
 
 def _on_lanes(parts: Sequence[_Part], devices: Sequence[torch.device]) -> list[_Part]:

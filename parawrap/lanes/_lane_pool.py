@@ -35,12 +35,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from parawrap.backends import Backend, backend_of
+from parawrap.backends import Backend, backend_of, record_use
 from parawrap.errors import SessionError
 from parawrap.lanes._device_order import Places, Task
-from parawrap.lanes._first_failure import Outcome, note
+from parawrap.lanes._first_failure import Outcome, first_failure, note
 from parawrap.lanes._lane_streams import LaneFuture, Reached
-from parawrap.lanes._thread_modes import Modes, intra_op_threads, settle
+from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
+from parawrap.tree import flatten
 
 __all__ = ["Lane", "LanePool", "Task", "TurnsOf", "here"]
 
@@ -265,6 +266,10 @@ class LanePool:
         """False after `close`, and in a forked child of the process that made the pool."""
         return not self.closed and self._forks == _forks
 
+    def is_ready(self) -> bool:
+        """True if a call of this thread may go to the lanes: not inside a lane, after `close`, or while it is traced."""
+        return here.lane is None and self.alive and not (sees_only_its_own_thread() or self.backend.is_capturing())
+
     def run(
         self,
         tasks: Sequence[Task],
@@ -276,16 +281,33 @@ class LanePool:
         """Run task i in lane i, at the same time or in `turns`, and return all outcomes.
 
         `sources` are further devices with data of the caller that the tasks use. A profiler records the calling thread
-        alone, so all tasks run in turns under one. In turns, the first failure ends the tasks that would follow.
+        alone, so all tasks run in turns under one. In turns, the first failure ends the tasks that would follow, and each
+        task may use all intra-op threads.
         """
-        if self._places.only_cpu and not sources:
-            return self._run_groups(self._grouped(tasks, modes, turns))
-        lanes = self.lanes[: len(tasks)]
-        try:
-            return self._run_groups(self._grouped(self._places.placed(lanes, tasks, sources), modes, turns))
-        finally:
-            if not modes.grad:
-                self._places.wait_for(lanes)
+        with intra_op_threads(None if turns else self.threads):
+            if self._places.only_cpu and not sources:
+                return self._run_groups(self._grouped(tasks, modes, turns))
+            lanes = self.lanes[: len(tasks)]
+            try:
+                return self._run_groups(self._grouped(self._places.placed(lanes, tasks, sources), modes, turns))
+            finally:
+                if not modes.grad:
+                    self._places.wait_for(lanes)
+
+    def apply(self, tasks: Sequence[Task]) -> list[Any]:
+        """Run task i in lane i at the same time, under the modes of the caller, and return their values in lane order.
+
+        Raises:
+            BaseException: If a lane fails: the error of the first such lane, with a note on lane, device, and shard. All
+                other lanes have finished.
+        """
+        outcomes = self.run(tasks, Modes.capture(self.backend.type))
+        if any(outcome.error is not None for outcome in outcomes):
+            raise first_failure(outcomes, self.lanes)
+        values = [outcome.value for outcome in outcomes]
+        if not self._places.only_cpu:
+            record_use(flatten(values)[0])
+        return values
 
     def _grouped(self, tasks: Sequence[Task], modes: Modes, turns: TurnsOf | None) -> list[_Group]:
         """Return the tasks of each thread, each under the modes of the caller."""

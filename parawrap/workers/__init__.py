@@ -4,8 +4,38 @@ A worker is a rank of the local launcher, or a Ray actor, with a copy of the mod
 and whole calls.
 """
 
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from parawrap.engine import Session
+from parawrap.launch import Platform
+from parawrap.shards import Cutter, JoinRules
 from parawrap.workers._build import Build, build
-from parawrap.workers._ray_workers import devices_of
-from parawrap.workers._worker_session import open_session
+from parawrap.workers._local_worker import LocalWorkers
+from parawrap.workers._ray_workers import RayWorkers, devices_of
+from parawrap.workers._worker_pool import WorkerPool, Workers
 
 __all__ = ["Build", "build", "devices_of", "open_session"]
+
+
+def open_session(
+    target: Any,
+    devices: Sequence[torch.device] | Platform,
+    *,
+    cutters: Mapping[str | None, Cutter],
+    rules: JoinRules,
+    output_device: torch.device | None = None,
+    retries: int = 1,
+) -> Session:
+    """Open a session with one worker process per device, or with the workers of a platform for Ray.
+
+    A call whose worker died runs `retries` more times.
+    """
+    workers: Workers = RayWorkers(devices) if isinstance(devices, Platform) else LocalWorkers(devices)
+    pool = WorkerPool(target, workers, retries)
+    places = [torch.device("cpu")] * len(pool.lanes)
+    return Session(target, places, cutters=cutters, rules=rules, output_device=output_device, pool=pool)

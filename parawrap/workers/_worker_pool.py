@@ -1,4 +1,11 @@
-"""The lanes of a session with workers: cut calls go to every lane, whole calls to the lane with the fewest requests."""
+"""Lanes in other processes, each with its own copy of one target.
+
+    Session ── run, submit ──> WorkerPool ── requests ──> WorkerLane ══ a line or an actor ══> serve ── Server
+       ^                           |                          |                                        |
+       └──── outcomes, futures ────┴───────── answers ────────┴════════════════════════════════════════┘
+
+Cut calls go to every lane, whole calls to the lane with the fewest requests.
+"""
 
 from __future__ import annotations
 
@@ -6,111 +13,203 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from typing import Any, Protocol
 
 import torch
 
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
-from parawrap.lanes import LaneFuture, Modes, Outcome, TurnsOf, here
-from parawrap.workers._worker_lane import Backlog, Request, WorkerLane
+from parawrap.lanes import (
+    Lane,
+    LaneCall,
+    LaneFuture,
+    Modes,
+    Outcome,
+    Prepare,
+    TurnsOf,
+    WholeCall,
+    here,
+    sees_only_its_own_thread,
+)
+from parawrap.replicas import Freshness, LaneReplica
+from parawrap.tree import flatten
+from parawrap.workers._build import Build
+from parawrap.workers._requests import CallRequest, ChangeRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._sent_model import SentModel
+from parawrap.workers._server import Call, Returned, pickled_function
+from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
-__all__ = ["ShardCall", "WorkerPool", "post"]
+__all__ = ["WorkerPool", "Workers"]
 
+_CPU = torch.device("cpu")
 _EXIT_PATIENCE_S = 5.0
+_SEEDS = 1 << 63
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+_GRADIENTS = (
+    "{} requires a gradient, and gradients do not travel between processes. For inference, call inside torch.no_grad(). To "
+    "train on several processes, use @wrapper with DistributedDataParallel"
+)
 
 
-class ShardCall(Protocol):
-    """A lane's part of a cut call."""
+class Workers(Protocol):
+    """Starts the workers of one pool."""
 
-    def request(self, modes: Modes, rng_state: torch.Tensor | None = None) -> Request:
-        """Return the request for the lane's worker. With `rng_state`, it continues these random numbers."""
-        ...
+    devices: Sequence[torch.device]
 
-    def land(self, value: Any) -> Any:
-        """Return the output, given the result of the request. Runs in the caller's thread."""
-        ...
+    @abstractmethod
+    def start(self, lane: int, seed: int) -> Worker:
+        """Start the worker of a lane."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Release what the workers share. May be called again."""
 
 
 class WorkerPool:
-    """The lanes of one session. Any number of threads may use it at once.
+    """The lanes of one target, and its copies in their workers. Any number of threads may use it at once.
 
-    A lane has at most two whole calls; further ones wait for the first lane with room.
+    A lane has at most two whole calls; further ones wait for the first lane with room. A call whose worker died runs
+    `retries` more times. Workers start at the first `refresh`.
     """
 
-    home: torch.device | None = None
-    threads: int | None = None  # the caller's own thread count stays
+    shares_generators = False
+    generators: tuple[torch.Generator, ...] = ()
+    learns = False  # workers compute no gradients
 
-    def __init__(self, lanes: Sequence[WorkerLane], backlog: Backlog) -> None:
-        self.lanes = tuple(lanes)
-        self.backend: Backend = backend_of(lanes[0].device.type)
+    def __init__(self, target: Any, workers: Workers, retries: int) -> None:
+        self._model = model = SentModel(target)
+        self._backlog = Backlog()
+        start = partial(_start, workers, count(1))
+        self.lanes = tuple(
+            WorkerLane(index, device, start, model.install, retries, self._backlog)
+            for index, device in enumerate(workers.devices)
+        )
+        self.backend: Backend = backend_of(workers.devices[0].type)
         self.closed = False
+        self._copies = [LaneReplica(lane.index, None, model.original_of) for lane in self.lanes]
+        self._workers = workers
+        self._packed_modes = PackedModes(workers.devices[0].type)
+        self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
+        self._prepare = 0, b""
+        self._prepares = count(1)
+        self._changing = threading.Lock()
         self._process = os.getpid()
-        self._backlog = backlog
-        self._end = weakref.finalize(self, _abandon, self.lanes)
+        self._end = weakref.finalize(self, _abandon, self.lanes, workers)
         self._end.atexit = False
         _open_pools.add(self)
 
     @property
-    def alive(self) -> bool:
-        """False after `close`, and in a forked child of the process that made the pool."""
-        return not self.closed and self._process == os.getpid()
+    def home(self) -> torch.device | None:
+        """The device of the model in this process."""
+        return self._model.home
+
+    @property
+    def has_target_here(self) -> bool:
+        """False if each worker built its own model."""
+        return not isinstance(self._model.target, Build)
+
+    @property
+    def freshness(self) -> Freshness:
+        return self._model.freshness
+
+    def is_ready(self) -> bool:
+        """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
+        is_open = not self.closed and self._process == os.getpid()
+        return here.lane is None and is_open and not sees_only_its_own_thread() and self._model.is_ready()
+
+    def is_at_home(self, device: torch.device) -> bool:
+        """True if the model of this process is on that device, so that a plain call runs there."""
+        return self.home == device
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Refuse a call that would need gradients.
+
+        Raises:
+            SessionError: If gradients are enabled, and an argument or a parameter requires one.
+        """
+        if not torch.is_grad_enabled():
+            return
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise SessionError(_GRADIENTS.format("an argument"))
+        if any(parameter.requires_grad for parameter in self._parameters):
+            raise SessionError(_GRADIENTS.format("a parameter of the model"))
+
+    def refresh(self) -> Sequence[LaneReplica]:
+        """Start the workers that do not run, and send the others what changed in the target.
+
+        Raises:
+            UnsendableError: If the target cannot be pickled.
+            RankDiedError: If a worker ends while it starts.
+        """
+        with self._changing:
+            if None in [lane.thread for lane in self.lanes] or not self._model.is_current():
+                self._send_changes()
+            return self._copies
+
+    refresh_for_later = refresh
+
+    def renew(self) -> None:
+        """Send the whole model at the next refresh."""
+        with self._changing:
+            self._model.renew()
 
     def run(
-        self,
-        tasks: Sequence[Callable[[], ShardCall]],
-        modes: Modes,
-        sources: Collection[torch.device] = (),
-        *,
-        turns: TurnsOf | None = None,
+        self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]:
-        """Send task i to lane i, at the same time or in `turns`, and return all outcomes.
+        """Send call i to lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         In turns, each lane continues the caller's random numbers, and the first failure ends the call.
         """
-        calls = [task() for task in tasks]
+        for call in calls:
+            call.place(_CPU)
         if turns is None:
-            futures = [post(lane, call.request(modes)) for lane, call in zip(self.lanes, calls, strict=False)]
-            return [_outcome(call, future) for call, future in zip(calls, futures, strict=True)]
+            futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
+            return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
         outcomes = [Outcome()] * len(calls)
-        for slot, (lane, call) in enumerate(zip(self.lanes, calls, strict=False)):
-            outcomes[slot] = _outcome(call, post(lane, call.request(modes, torch.get_rng_state())))
-            if outcomes[slot].error is not None:
+        for index, call in enumerate(calls):
+            request = self._request(call, modes, torch.get_rng_state())
+            outcomes[index] = self._outcome(call, post(self.lanes[call.copy.lane], request))
+            if outcomes[index].error is not None:
                 break
         return outcomes
 
-    def submit(self, request: Request) -> LaneFuture:
-        """Send a request to the lane with the fewest requests, or keep it until a lane has room.
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+        """Send a whole call to the lane with the fewest requests, or keep it until a lane has room.
 
         Raises:
-            UnsendableError: If the request cannot be pickled.
-            SessionError: If the pool is closed.
+            UnsendableError: If an argument or `prepare` cannot be pickled.
+            SessionError: If the call needs gradients.
         """
-        if not self.alive:
-            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
-            raise SessionError(msg)
+        if modes.grad:
+            self.check(flatten((call.args, call.kwargs))[0])
+        sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
+        prepare = None if call.prepare is None else self._numbered(call.prepare)
+        request = CallRequest(sent, partial(self._finish, call), prepare, is_inference=modes.inference)
+        if call.record is not None:
+            request.record = partial(call.record, call.rows)
         lane = self._backlog.place(request, self.lanes)
         if lane is not None:
             request.future.set_running_or_notify_cancel()
             lane.post(request)
         return request.future
 
-    @contextmanager
-    def idle(self) -> Iterator[None]:
-        """Wait for the requests that were sent before. Then run the block."""
-        wait([request.future for lane in self.lanes for request in lane.unanswered])
-        yield
-
-    def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that runs the model of this process: workers have their own models."""
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._model.ran_plainly()
 
     def cancel(self) -> None:
         """Drop calls that were not sent, and end the workers, also in the middle of a call."""
+        for lane in self.lanes:
+            lane.is_over = True  # it does not replace its worker any more
+        self._workers.end()  # a lane may be waiting for a cluster
         self._backlog.drop()
         if self._process == os.getpid():
             _end(self.lanes)
@@ -122,8 +221,72 @@ class WorkerPool:
             return
         if here.lane not in self.lanes:  # a callback runs in a lane, which cannot wait for itself
             wait([request.future for request in self._backlog.requests()])
-            wait([request.future for lane in self.lanes for request in lane.unanswered])
+            self._wait_until_idle()
         _end(self.lanes)
+        with self._changing:
+            self._workers.end()
+            self._model.forget()
+
+    def _send_changes(self) -> None:
+        self._wait_until_idle()
+        changes = self._model.take_changes()
+        new = [lane for lane in self.lanes if lane.thread is None]
+        started = [lane.begin() for lane in new]
+        if changes is None or changes:
+            make = partial(ModelRequest, self._model.send) if changes is None else partial(ChangeRequest, changes)
+            started += [post(lane, make()) for lane in self.lanes if lane not in new]
+        for future in started:
+            future.result()
+        self._model.sent()
+
+    def _wait_until_idle(self) -> None:
+        """Wait for the requests that were sent before."""
+        wait([request.future for lane in self.lanes for request in lane.unanswered])
+
+    def _request(self, call: LaneCall, modes: Modes, rng_state: torch.Tensor | None = None) -> CallRequest:
+        """Return the request for a part of a cut call. With `rng_state`, it continues these random numbers."""
+        packed, is_first = self._packed_modes(modes), call.copy.lane == 0
+        sent = Call(call.entry.method, None, packed, rng_state, is_first, tuple(call.args), dict(call.kwargs))
+        request = CallRequest(sent, is_inference=modes.inference)
+        request.record = call.record
+        return request
+
+    def _outcome(self, call: LaneCall, future: Future[Any]) -> Outcome:
+        """Wait for the answer to a part of a cut call. Ctrl-C leaves at once."""
+        error = future.exception()
+        if error is not None:
+            return Outcome(error=error)
+        returned: Returned = future.result()
+        try:
+            if returned.rng_state is not None:
+                torch.set_rng_state(returned.rng_state)
+            if returned.buffers:
+                with self._changing:
+                    self._model.take_buffers(returned.buffers)
+            return Outcome(self._landed(returned, call.args, call.kwargs))
+        except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
+            return Outcome(error=refused)
+
+    def _finish(self, call: WholeCall, returned: Returned, lane: Lane) -> Any:
+        output = self._landed(returned, call.args, call.kwargs)
+        return call.finish(output, call, self._copies[lane.index], lane.index)
+
+    def _landed(self, returned: Returned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
+        warn_again(returned.warned)
+        if returned.written:
+            leaves = flatten((tuple(args), dict(kwargs)))[0]
+            for index, value in returned.written:
+                with torch.inference_mode(leaves[index].is_inference()), torch.no_grad():
+                    leaves[index].copy_(value)
+        return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output
+
+    def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
+        """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""
+        pickled = pickled_function(prepare, "prepare")
+        if pickled != self._prepare[1]:
+            self._prepare = next(self._prepares), pickled
+        return self._prepare
 
 
 def post(lane: WorkerLane, request: Request) -> Future[Any]:
@@ -137,15 +300,9 @@ def post(lane: WorkerLane, request: Request) -> Future[Any]:
     return request.future
 
 
-def _outcome(call: ShardCall, future: Future[Any]) -> Outcome:
-    """Wait for an answer. Ctrl-C leaves at once."""
-    error = future.exception()
-    if error is not None:
-        return Outcome(error=error)
-    try:
-        return Outcome(call.land(future.result()))
-    except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
-        return Outcome(error=refused)
+def _start(workers: Workers, numbers: Iterator[int], lane: int) -> Worker:
+    """Start a worker for a lane. Each one has its own random numbers."""
+    return workers.start(lane, (torch.initial_seed() + next(numbers)) % _SEEDS)
 
 
 def _end(lanes: Sequence[WorkerLane]) -> None:
@@ -161,12 +318,13 @@ def _end(lanes: Sequence[WorkerLane]) -> None:
         lane.join()
 
 
-def _abandon(lanes: Sequence[WorkerLane]) -> None:
+def _abandon(lanes: Sequence[WorkerLane], workers: Workers) -> None:
     """End what a pool that was never closed has started."""
     for lane in lanes:
         lane.end()
     for lane in lanes:
         lane.join(_EXIT_PATIENCE_S)
+    workers.end()
 
 
 @atexit.register  # before launches are cancelled: a lane would replace a worker that ends without it

@@ -14,7 +14,7 @@ from parawrap.replicas._replica_set import ReplicaSet
 from parawrap.shards import ShardPlan
 from tests.devices.zoo import SIMS, assert_same_training_step, mlp, rows
 
-session_module = importlib.import_module(engine.Session.gather.__module__)
+session_module = importlib.import_module(engine.Session.call.__module__)
 
 
 def plain_comparison_passes() -> bool:

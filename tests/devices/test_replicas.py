@@ -358,7 +358,7 @@ def test_tied_weights_are_copied_once(home):
     before = simdevice.stats().live_bytes
     with torch.no_grad(), parallel(model, SIMS, output_device="cpu") as p:
         model(rows())
-        pool = p._session.pool
+        pool = p._session.pool._lanes
         for lane in pool.lanes:
             # A lane may hold a call's tensors until it runs its next task.
             pool.submit(lane, int, Modes.capture("sim")).result()

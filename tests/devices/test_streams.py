@@ -17,7 +17,7 @@ from torch import nn
 from parawrap import parallel
 from parawrap.backends import _transfer as backend_streams
 from parawrap.backends import backend_of
-from parawrap.engine import _shard_task as bring_and_run
+from parawrap.lanes import _lane_calls
 from parawrap.lanes import _lane_streams as lane_streams
 from tests import simdevice
 from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream
@@ -478,7 +478,7 @@ def test_removing_an_ordering_causes_a_race(without, monkeypatch, races):
     elif without == "staging":  # the lane's stream does not wait for the copy of its input
         monkeypatch.setattr(lane_streams.LaneStreams, "_run_beside", stage_without_an_event)
     elif without == "record_use of inputs":
-        monkeypatch.setattr(bring_and_run, "record_use", _nothing)
+        monkeypatch.setattr(_lane_calls, "record_use", _nothing)
         monkeypatch.setattr(backend_streams, "_record", _nothing)
     else:
         monkeypatch.setattr(lane_streams, "record_use", _nothing)

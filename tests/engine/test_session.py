@@ -1,4 +1,4 @@
-"""A session: the four verbs alone, the calls that are made of them, and whole calls."""
+"""A session: cut calls, plain calls, and whole calls."""
 
 from __future__ import annotations
 
@@ -50,65 +50,31 @@ def sizes(session):
     return session.stats().shards
 
 
-# The four verbs
-
-
-def test_the_four_verbs_make_a_call(opened):
-    """flatten, plan, replicate, scatter, apply, and gather in turn give what `call` gives."""
-    model = nn.Linear(4, 2)
-    session, x = opened(model, 3), torch.randn(13, 4)
-    cutter = session.cutters[None]
-    flat = cutter.flatten((x,), {})
-    plan = cutter.plan(flat, 3)
-    tasks, _ = session.scatter(Entry(model), session.replicate(), plan, flat, ())
-    outputs = session.apply(tasks)
-    assert [len(output) for output in outputs] == list(plan.sizes) == [5, 4, 4]
-    assert_close(session.gather(outputs, plan.sizes), model(x))
-    assert_close(call(session, x), model(x))
+# Copies
 
 
 def test_every_lane_runs_a_replica(opened):
     """Replicas, that of lane 0 too, have the memory of the module's parameters and are not the module."""
     model = nn.Linear(4, 2)
-    made = [replica.module for replica in opened(model, 3).replicate()]
+    made = [replica.module for replica in opened(model, 3).pool.refresh()]
     assert len({id(module) for module in (model, *made)}) == 4
     assert {type(module) for module in made} == {nn.Linear}
     assert {module.weight.data_ptr() for module in made} == {model.weight.data_ptr()}
 
 
-def test_replicate_does_nothing_twice(opened):
+def test_refresh_does_nothing_twice(opened):
     """Without a change the same replicas are returned, and nothing is counted."""
     session = opened(nn.BatchNorm1d(4).eval(), 3)
-    assert [id(r.module) for r in session.replicate()] == [id(r.module) for r in session.replicate()]
-    assert [replica.lane for replica in session.replicate(2)] == [0, 1]
+    assert [id(r.module) for r in session.pool.refresh()] == [id(r.module) for r in session.pool.refresh()]
+    assert [replica.lane for replica in session.pool.refresh()] == [0, 1, 2]
     assert session.stats().refreshes == 0
 
 
 def test_lanes_that_run_a_function_need_no_replicas(opened):
     """Every lane calls the function itself."""
     session = opened(torch.neg)
-    assert [replica.module for replica in session.replicate()] == [torch.neg] * 2
+    assert [replica.module for replica in session.pool.refresh()] == [torch.neg] * 2
     assert call(session, torch.ones(5)).tolist() == [-1] * 5
-
-
-def test_apply_raises_the_first_error_with_notes(opened):
-    """The error of the first failed lane has a note with its lane, device, and shard."""
-
-    def fail():
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine") as caught:
-        opened(torch.neg, 3).apply([int, fail, fail])
-    assert caught.value.__notes__ == [
-        "in lane 1 on cpu, shard 1 of 3",
-        "also in lane 2 on cpu, shard 2 of 3: ValueError: mine",
-    ]
-
-
-def test_tasks_may_wait_for_each_other(opened):
-    """`apply` runs every task in its own lane at the same time."""
-    gate = threading.Barrier(3)
-    assert opened(torch.neg, 3).apply([lambda: (gate.wait(20), here.lane.index)[1]] * 3) == [0, 1, 2]
 
 
 # Calls

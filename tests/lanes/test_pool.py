@@ -258,6 +258,21 @@ def test_the_first_error_in_lane_order_is_raised_with_notes_on_the_place(pool):
     assert error.__notes__ == ["in lane 1 on cpu, shard 1 of 3", "also in lane 2 on cpu, shard 2 of 3: KeyError: 'later'"]
 
 
+def test_apply_returns_the_values_or_raises_the_first_error(pool):
+    """`apply` runs its tasks at the same time. An error has a note with its lane, device, and shard."""
+    assert pool.apply(together(lambda lane: lane)) == [0, 1, 2]
+
+    def fail():
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        pool.apply([int, fail, fail])
+    assert caught.value.__notes__ == [
+        "in lane 1 on cpu, shard 1 of 3",
+        "also in lane 2 on cpu, shard 2 of 3: ValueError: mine",
+    ]
+
+
 def test_the_other_lanes_finish_when_one_fails(pool):
     """A call that fails returns once all of its tasks have finished."""
     done = []

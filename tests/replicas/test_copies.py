@@ -134,7 +134,7 @@ def test_a_cache_of_a_class_keeps_no_replica_alive():
     model = Cached(4, 4)
     with torch.no_grad(), parallel(model, TWO) as p:
         assert_close(model(X), nn.Linear.forward(model, X) * model.weight.sum() * 2)
-        found = [weakref.ref(replica.module) for replica in p._session.replicate()]
+        found = [weakref.ref(replica.module) for replica in p._session.pool.refresh()]
     del p
     gc.collect()
     assert [reference() for reference in found] == [None, None]

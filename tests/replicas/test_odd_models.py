@@ -354,7 +354,7 @@ def test_replicas_with_cycles_are_freed_when_the_model_changes():
     try:
         with torch.no_grad(), parallel(model, TWO) as p:
             model(X)
-            old = [weakref.ref(replica.module[0]) for replica in p._session.replicate()]
+            old = [weakref.ref(replica.module[0]) for replica in p._session.pool.refresh()]
             model.note = [1]
             model(X)
             assert [reference() for reference in old] == [None, None]

@@ -269,7 +269,7 @@ def test_the_end_of_a_block_frees_model_and_replicas(make):
         model = make()
         with parallel(model, ["cpu"] * 3) as p:
             model(torch.randn(10, 4)).sum().backward()
-            found = [weakref.ref(replica.module) for replica in p._session.replicate()]
+            found = [weakref.ref(replica.module) for replica in p._session.pool.refresh()]
         found.append(weakref.ref(model))
         del model, p
         assert [reference() for reference in found] == [None] * 4
@@ -285,7 +285,7 @@ def test_the_end_of_a_block_frees_replicas_with_cycles():
     try:
         with parallel(model, ["cpu"] * 3) as p:
             model(torch.randn(10, 4, dtype=torch.float64))
-            found = [weakref.ref(replica.module.child) for replica in p._session.replicate()]
+            found = [weakref.ref(replica.module.child) for replica in p._session.pool.refresh()]
         assert [reference() for reference in found] == [None] * 3
     finally:
         gc.enable()

@@ -49,7 +49,7 @@ class DyingOnce(nn.Module):
 
 
 def workers_of(session):
-    session.replicate()
+    session.pool.refresh()
     return session.pool.lanes
 
 
@@ -146,7 +146,7 @@ class Sleeping(nn.Module):
 
 if __name__ == "__main__":
     with torch.no_grad(), parallel(Sleeping(), ["cpu", "cpu"], workers="process") as p:
-        p._session.replicate()
+        p._session.pool.refresh()
         futures = [p.submit(torch.ones(2)) for _ in range(2)]
         print(*[lane.pid for lane in p._session.pool.lanes], flush=True)
         futures[0].result()

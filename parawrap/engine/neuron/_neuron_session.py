@@ -14,22 +14,24 @@ from weakref import WeakSet
 import torch
 
 from parawrap.engine._call_recorder import Recorder, Trace
-from parawrap.engine._session import Entry, Ready
+from parawrap.engine._session import Ready
 from parawrap.engine._stats import Stats, Tally
-from parawrap.engine._whole_call import Prepare, prepared
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
 from parawrap.errors import SessionError
 from parawrap.lanes import (
+    Entry,
     Lane,
     LaneFuture,
     LanePool,
     Modes,
+    Prepare,
     Task,
+    as_call,
     first_failure,
     here,
     intra_op_threads,
-    sees_only_its_own_thread,
+    timed,
 )
 from parawrap.replicas import Freshness
 from parawrap.shards import Cutter, JoinRules, Shard, ShardPlan, join
@@ -83,7 +85,7 @@ class NeuronSession:
         """
         with self._placed.in_use():
             args, kwargs = self._fittings[entry.method].fit(args, kwargs)
-            if self.must_run_plainly():
+            if not self.pool.is_ready():
                 return self._run_here(entry, args, kwargs)
             cutter = self._cutters[entry.method]
             flat = cutter.flatten(args, kwargs)
@@ -149,16 +151,11 @@ class NeuronSession:
         """Keep the model on its cores inside the block, for a call that is about to be made."""
         return self._placed.in_use()
 
-    def must_run_plainly(self) -> bool:
-        """True if a call by this thread now must not be cut: in a lane, after the block, or traced."""
-        return here.lane is not None or not self.pool.alive or sees_only_its_own_thread()
-
     def _apply(self, tasks: Sequence[Task]) -> list[Any]:
         """Run task i in lane ``i % lanes`` and return the values in order."""
         lanes = len(self.devices)
         rounds = tasks if len(tasks) <= lanes else [partial(_in_order, tasks[lane::lanes]) for lane in range(lanes)]
-        with intra_op_threads(self.pool.threads):
-            outcomes = self.pool.run(rounds, Modes.capture("cpu"))
+        outcomes = self.pool.run(rounds, Modes.capture("cpu"))
         if any(outcome.error is not None for outcome in outcomes):
             raise first_failure(outcomes, self.pool.lanes[: len(rounds)])
         of_lanes = [outcome.value for outcome in outcomes]
@@ -182,7 +179,7 @@ class NeuronSession:
         """Return `call`; while a trace is open, with a record of when it runs."""
         if not self.recorder.traces:
             return call
-        return partial(self.recorder.run, self.recorder.work(entry.method, entry.batch, rows), lane, call)
+        return partial(timed, partial(self.recorder.record, entry.method, entry.batch, rows), lane, call)
 
     def _run_here(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a whole call in the caller's thread."""
@@ -204,7 +201,8 @@ class NeuronSession:
 
     def _run_prepared(self, entry: Entry, batch: tuple[Any, ...], prepare: Prepare, lane: Lane) -> Any:
         with self._placed.in_use():
-            return self._whole_task(entry, *prepared(prepare, batch, self.recorder, entry.batch, lane.index))(lane)
+            record = partial(self.recorder.record, "prepare", entry.batch, None)
+            return self._whole_task(entry, *as_call(timed(record, lane.index, prepare, *batch)))(lane)
 
     def _run_shards(self, entry: Entry, shards: Sequence[Shard], sizes: Sequence[int], lane: Lane) -> Any:
         cores = self._placed.cores

@@ -1,0 +1,204 @@
+"""Lanes in threads of this process, each with its own copy of one target."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap.backends import Backend
+from parawrap.errors import ReplicaError
+from parawrap.lanes._first_failure import Outcome
+from parawrap.lanes._lane_calls import Entry, LaneCall, WholeCall, timed
+from parawrap.lanes._lane_pool import Lane, LanePool, TurnsOf
+from parawrap.lanes._lane_streams import LaneFuture
+from parawrap.lanes._thread_modes import Modes
+from parawrap.replicas import Freshness, LaneReplica, ReplicaSet
+
+__all__ = ["ThreadPool"]
+
+
+class ThreadPool:
+    """The lanes of one target, and its copies for them. Any number of threads may use it at once.
+
+    Raises:
+        ReplicaError: If the target cannot be copied.
+    """
+
+    has_target_here = True
+    shares_generators = True
+
+    def __init__(self, target: Callable[..., Any], devices: Sequence[torch.device]) -> None:
+        copies = ReplicaSet(target, devices)
+        self._target = target
+        self._copies = copies if copies.has_model or isinstance(target, torch.nn.Module) else None
+        self._lanes = LanePool(devices, copies.home)
+        self._uncopied = [LaneReplica(lane, target, _no_original) for lane in range(len(devices))]
+        self._changing = threading.Lock()
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return self._lanes.lanes
+
+    @property
+    def backend(self) -> Backend:
+        """What the lanes' kind of device can do."""
+        return self._lanes.backend
+
+    @property
+    def home(self) -> torch.device | None:
+        """The device of the model; None for a target without one."""
+        return self._lanes.home
+
+    @property
+    def closed(self) -> bool:
+        return self._lanes.closed
+
+    @property
+    def learns(self) -> bool:
+        """True if a tensor of the target requires gradients."""
+        return self._copies is not None and self._copies.learns
+
+    @property
+    def generators(self) -> Collection[torch.Generator]:
+        """The random generators that the target holds, and lanes therefore share."""
+        return () if self._copies is None else self._copies.generators
+
+    @property
+    def freshness(self) -> Freshness:
+        return Freshness() if self._copies is None else self._copies.freshness
+
+    def is_ready(self) -> bool:
+        """True if a call of this thread may go to the lanes. A lazy module gets its shapes from its first, plain call."""
+        copies = self._copies
+        return self._lanes.is_ready() and (copies is None or copies.is_ready or copies.ready())
+
+    def is_at_home(self, device: torch.device) -> bool:
+        """True if the model is on that device, so that a plain call runs there."""
+        return self._copies is not None and self._copies.is_on(device)
+
+    def check(self, leaves: Sequence[Any]) -> None:
+        """Accept any arguments."""
+
+    def refresh(self) -> list[LaneReplica]:
+        """Bring every copy up to date with the target, and return them by lane.
+
+        Raises:
+            ReplicaError: If a copy cannot be made.
+        """
+        if self._copies is None:
+            return self._uncopied
+        with self._changing:
+            if self._copies.stale():
+                with self._lanes.idle():
+                    self._copies.refresh()
+                self._lanes.home = self._copies.home
+            return self._copies.current
+
+    def refresh_for_later(self) -> list[LaneReplica]:
+        """Do the same for whole calls that run later: they raise if a parameter is written before they end."""
+        copies = self.refresh()
+        if self._copies is None:
+            return copies
+        self._copies.warn()  # of earlier calls: warnings of a lane's thread do not point at the user's line
+        return self._copies.for_later()
+
+    def renew(self) -> None:
+        """Copy everything at the next refresh, also what looks unchanged."""
+        if self._copies is not None:
+            with self._changing:
+                self._copies.renew()
+
+    def run(
+        self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
+    ) -> list[Outcome]:
+        """Run call i in lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
+
+        `sources` are further devices with data of the caller.
+
+        Raises:
+            ReplicaError: If no lane failed, and the lanes wrote different values into a buffer.
+        """
+        outcomes = self._lanes.run([partial(self._run_part, call) for call in calls], modes, sources, turns=turns)
+        if self._copies is not None:
+            self._take_buffers(calls[0].copy, has_failed=any(outcome.error is not None for outcome in outcomes))
+            self._copies.warn()
+        return outcomes
+
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+        """Run a call whole: on the CPU in the first free lane, on other devices in the lane with the least work.
+
+        There, `prepare` and the copies of the inputs run next to the earlier work of the lane.
+        """
+        if call.sources is None:
+            return self._lanes.submit_to_any(partial(self._run_whole, call, copies), modes)
+        lane = self._lanes.least_loaded()
+        run, place = partial(self._run_placed, call, copies[lane.index], lane), partial(_place, call, lane)
+        return self._lanes.submit(lane, run, modes, place, call.sources)
+
+    def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function that runs the target itself in this thread, while the first lane is idle."""
+        if self._copies is None:
+            return function(*args, **kwargs)
+        try:
+            return self._lanes.run_on_model(function, args, kwargs)
+        finally:
+            self._copies.ran_plainly()
+
+    def cancel(self) -> None:
+        """Do nothing: a lane finishes what it has started."""
+
+    def close(self) -> None:
+        """Let the lanes finish, end their threads, and drop the copies. A call in flight finishes too."""
+        self._lanes.close()
+        if self._copies is not None:
+            with self._changing:
+                self._copies.warn()
+                self._copies.forget()
+
+    def _run_part(self, call: LaneCall) -> Any:
+        lane = call.copy.lane
+        call.place(self._lanes.lanes[lane].device)
+        function = self._function(call.entry, call.copy)
+        if call.record is None:
+            return function(*call.args, **call.kwargs)
+        return timed(call.record, lane, function, *call.args, **call.kwargs)
+
+    def _function(self, entry: Entry, copy: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
+        if self._copies is None and copy.module is self._target:
+            return entry.in_lane or entry.plain
+        function = entry.of(copy.module)
+        return copy.whole(function) if whole else copy.prepared(function)
+
+    def _take_buffers(self, first: LaneReplica, *, has_failed: bool) -> None:
+        if first.write_back is None:
+            return
+        with self._changing, self._lanes.idle():
+            try:
+                first.write_back()
+            except ReplicaError:
+                if not has_failed:  # the error of a lane comes first
+                    raise
+
+    def _run_whole(self, call: WholeCall, copies: Sequence[LaneReplica], lane: Lane) -> Any:
+        copy = copies[lane.index]
+        if call.prepare is not None:
+            call.make_arguments(lane.index)
+        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        return call.finish(function(*call.args, **call.kwargs), call, copy, lane.index)
+
+    def _run_placed(self, call: WholeCall, copy: LaneReplica, lane: Lane) -> Any:
+        function = call.recorded(lane.index, self._function(call.entry, copy, whole=True))
+        return call.finish(call.run_placed(function, lane.device), call, copy, lane.index)
+
+
+def _place(call: WholeCall, lane: Lane) -> None:
+    call.make_arguments(lane.index)
+    call.place(lane.device)
+
+
+def _no_original(value: Any) -> None:
+    """Return None: a target that is not a module has no copies."""
