@@ -31,8 +31,8 @@ from parawrap.lanes import (
     TurnsOf,
     WholeCall,
     as_call,
-    first_failure,
     here,
+    raise_first_failure,
     timed,
 )
 from parawrap.replicas import Freshness, LaneReplica
@@ -80,7 +80,6 @@ class Pool(Protocol):
     def freshness(self) -> Freshness: ...
     def is_ready(self) -> bool: ...
     def is_at_home(self, device: torch.device) -> bool: ...
-    def check(self, leaves: Sequence[Any]) -> None: ...
     def refresh(self) -> Sequence[LaneReplica]: ...
     def refresh_for_later(self) -> Sequence[LaneReplica]: ...
     def renew(self) -> None: ...
@@ -131,7 +130,6 @@ class Session:
             return self._run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
-        self.pool.check(flat.leaves)
         plan = cutter.plan(flat, len(self.devices))
         if plan.hint is not None and not self._has_warned_of_plan:
             self._has_warned_of_plan = True
@@ -172,8 +170,7 @@ class Session:
         turns = self._turns.decide(leaves, pool.generators, learns=pool.learns, target=self.target)
         generators = [] if turns else self._turns.read_generators()
         outcomes = pool.run(calls, modes, sources, turns)
-        if any(outcome.error is not None for outcome in outcomes):
-            raise first_failure(outcomes, pool.lanes)
+        raise_first_failure(outcomes, pool.lanes)
         self._turns.warn_of_draws(generators)
         outputs = [outcome.value for outcome in outcomes]
         if not self._stays_on_cpu:
@@ -279,8 +276,7 @@ class Session:
             calls = list(map(LaneCall, repeat(entry), copies, zip(*plan.columns(flat), strict=True)))
         else:
             calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(copies, plan.cut(flat), strict=False)]
-        if sources is None:
-            for call in calls:
+            for call in calls if sources is None else ():
                 call.place(_CPU)
         if self.recorder.traces:
             for call, rows in zip(calls, plan.sizes, strict=True):

@@ -4,7 +4,7 @@ A `LanePool` runs tasks; its guarantees are at the top of ``_lane_pool.py``. A `
 a `LanePool`, and owns the copies of the target.
 """
 
-from parawrap.lanes._first_failure import Outcome, first_failure, note
+from parawrap.lanes._first_failure import Outcome, first_failure, note, raise_first_failure
 from parawrap.lanes._lane_calls import Entry, LaneCall, Prepare, Record, WholeCall, as_call, timed
 from parawrap.lanes._lane_pool import Lane, LanePool, Task, TurnsOf, here
 from parawrap.lanes._lane_streams import LaneFuture
@@ -30,6 +30,7 @@ __all__ = [
     "here",
     "intra_op_threads",
     "note",
+    "raise_first_failure",
     "sees_only_its_own_thread",
     "timed",
 ]

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Outcome", "first_failure", "note"]
+__all__ = ["Outcome", "first_failure", "note", "raise_first_failure"]
 
 
 class Outcome(NamedTuple):
@@ -23,17 +23,30 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> BaseException:
+def raise_first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> None:
+    """Raise the error of the first lane that failed, as `first_failure` returns it."""
+    failure = first_failure(outcomes, lanes)
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame
+
+
+def first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> BaseException | None:
     """Return the error of the first lane that failed, with notes on its place and on the errors of other lanes.
 
-    An outcome beyond the lanes is of the last one. An interrupt or an exit comes before any error, because no task failed
-    with it. The list is emptied: the traceback holds frames that hold it, and a cycle would keep the tensors of the call.
+    None if no lane failed. An outcome beyond the lanes is of the last one. An interrupt or an exit comes before any error,
+    because no task failed with it. The list is emptied: the traceback holds frames that hold it, and a cycle would keep the
+    tensors of the call.
     """
     failed = [
         (f"in {lanes[min(index, len(lanes) - 1)]}, shard {index} of {len(outcomes)}", outcome.error)
         for index, outcome in enumerate(outcomes)
         if outcome.error is not None
     ]
+    if not failed:
+        return None
     failed.sort(key=lambda at: isinstance(at[1], Exception))
     place, first = failed[0]
     note(first, place)

@@ -68,9 +68,9 @@ class LaneCall:
 
     def place(self, device: torch.device) -> None:
         """Copy the arguments to a device, on the thread's streams."""
-        if self.piece is not None and self.shard is None:
-            self.shard = shard = self.piece.on(device)
-            self.args, self.kwargs = shard.args, shard.kwargs
+        if self.piece is not None:
+            self.shard, self.piece = self.piece.on(device), None
+            self.args, self.kwargs = self.shard.args, self.shard.kwargs
 
 
 class WholeCall:

@@ -38,7 +38,7 @@ import torch
 from parawrap.backends import Backend, backend_of, record_use
 from parawrap.errors import SessionError
 from parawrap.lanes._device_order import Places, Task
-from parawrap.lanes._first_failure import Outcome, first_failure, note
+from parawrap.lanes._first_failure import Outcome, note, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
 from parawrap.tree import flatten
@@ -302,8 +302,7 @@ class LanePool:
                 other lanes have finished.
         """
         outcomes = self.run(tasks, Modes.capture(self.backend.type))
-        if any(outcome.error is not None for outcome in outcomes):
-            raise first_failure(outcomes, self.lanes)
+        raise_first_failure(outcomes, self.lanes)
         values = [outcome.value for outcome in outcomes]
         if not self._places.only_cpu:
             record_use(flatten(values)[0])

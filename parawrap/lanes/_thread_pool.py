@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from parawrap.backends import Backend
 from parawrap.errors import ReplicaError
 from parawrap.lanes._first_failure import Outcome
 from parawrap.lanes._lane_calls import Entry, LaneCall, WholeCall, timed
 from parawrap.lanes._lane_pool import Lane, LanePool, TurnsOf
 from parawrap.lanes._lane_streams import LaneFuture
 from parawrap.lanes._thread_modes import Modes
-from parawrap.replicas import Freshness, LaneReplica, ReplicaSet
+from parawrap.replicas import LaneReplica, ReplicaSet
 
 __all__ = ["ThreadPool"]
 
@@ -38,38 +37,14 @@ class ThreadPool:
         self._lanes = LanePool(devices, copies.home)
         self._uncopied = [LaneReplica(lane, target, _no_original) for lane in range(len(devices))]
         self._changing = threading.Lock()
-
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return self._lanes.lanes
-
-    @property
-    def backend(self) -> Backend:
-        """What the lanes' kind of device can do."""
-        return self._lanes.backend
-
-    @property
-    def home(self) -> torch.device | None:
-        """The device of the model; None for a target without one."""
-        return self._lanes.home
+        self.lanes = self._lanes.lanes
+        self.backend = self._lanes.backend
+        self.freshness = copies.freshness
+        self._note_target(copies)
 
     @property
     def closed(self) -> bool:
         return self._lanes.closed
-
-    @property
-    def learns(self) -> bool:
-        """True if a tensor of the target requires gradients."""
-        return self._copies is not None and self._copies.learns
-
-    @property
-    def generators(self) -> Collection[torch.Generator]:
-        """The random generators that the target holds, and lanes therefore share."""
-        return () if self._copies is None else self._copies.generators
-
-    @property
-    def freshness(self) -> Freshness:
-        return Freshness() if self._copies is None else self._copies.freshness
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes. A lazy module gets its shapes from its first, plain call."""
@@ -79,9 +54,6 @@ class ThreadPool:
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model is on that device, so that a plain call runs there."""
         return self._copies is not None and self._copies.is_on(device)
-
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Accept any arguments."""
 
     def refresh(self) -> list[LaneReplica]:
         """Bring every copy up to date with the target, and return them by lane.
@@ -95,7 +67,7 @@ class ThreadPool:
             if self._copies.stale():
                 with self._lanes.idle():
                     self._copies.refresh()
-                self._lanes.home = self._copies.home
+                self._note_target(self._copies)
             return self._copies.current
 
     def refresh_for_later(self) -> list[LaneReplica]:
@@ -123,8 +95,10 @@ class ThreadPool:
             ReplicaError: If no lane failed, and the lanes wrote different values into a buffer.
         """
         outcomes = self._lanes.run([partial(self._run_part, call) for call in calls], modes, sources, turns=turns)
+        write_back = calls[0].copy.write_back
+        if write_back is not None:
+            self._give_buffers(write_back, outcomes)
         if self._copies is not None:
-            self._take_buffers(calls[0].copy, has_failed=any(outcome.error is not None for outcome in outcomes))
             self._copies.warn()
         return outcomes
 
@@ -160,12 +134,12 @@ class ThreadPool:
                 self._copies.forget()
 
     def _run_part(self, call: LaneCall) -> Any:
-        lane = call.copy.lane
-        call.place(self._lanes.lanes[lane].device)
+        if call.piece is not None:
+            call.place(self.lanes[call.copy.lane].device)
         function = self._function(call.entry, call.copy)
         if call.record is None:
             return function(*call.args, **call.kwargs)
-        return timed(call.record, lane, function, *call.args, **call.kwargs)
+        return timed(call.record, call.copy.lane, function, *call.args, **call.kwargs)
 
     def _function(self, entry: Entry, copy: LaneReplica, *, whole: bool = False) -> Callable[..., Any]:
         if self._copies is None and copy.module is self._target:
@@ -173,15 +147,18 @@ class ThreadPool:
         function = entry.of(copy.module)
         return copy.whole(function) if whole else copy.prepared(function)
 
-    def _take_buffers(self, first: LaneReplica, *, has_failed: bool) -> None:
-        if first.write_back is None:
-            return
+    def _give_buffers(self, write_back: Callable[[], None], outcomes: Sequence[Outcome]) -> None:
         with self._changing, self._lanes.idle():
             try:
-                first.write_back()
+                write_back()
             except ReplicaError:
-                if not has_failed:  # the error of a lane comes first
+                if all(outcome.error is None for outcome in outcomes):  # the error of a lane comes first
                     raise
+
+    def _note_target(self, copies: ReplicaSet) -> None:
+        """Note the device of the target, its random generators, and whether one of its tensors requires gradients."""
+        self.home = self._lanes.home = copies.home
+        self.generators, self.learns = copies.generators, copies.learns
 
     def _run_whole(self, call: WholeCall, copies: Sequence[LaneReplica], lane: Lane) -> Any:
         copy = copies[lane.index]

@@ -58,7 +58,8 @@ class CallRequest(Request):
                 returned = Returned(*answer.read())
         else:
             returned = Returned(*answer.read())
-        return returned if self._read is None else self._read(returned, lane)
+        read, self._read = self._read, None  # whoever waits for the result may drop the pool, whose last reference it is
+        return returned if read is None else read(returned, lane)
 
 
 class ModelRequest(Request):

@@ -49,6 +49,7 @@ __all__ = ["WorkerPool", "Workers"]
 _CPU = torch.device("cpu")
 _EXIT_PATIENCE_S = 5.0
 _SEEDS = 1 << 63
+_NO_KWARGS: Mapping[str, Any] = {}
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 _GRADIENTS = (
     "{} requires a gradient, and gradients do not travel between processes. For inference, call inside torch.no_grad(). To "
@@ -126,26 +127,15 @@ class WorkerPool:
         """True if the model of this process is on that device, so that a plain call runs there."""
         return self.home == device
 
-    def check(self, leaves: Sequence[Any]) -> None:
-        """Refuse a call that would need gradients.
-
-        Raises:
-            SessionError: If gradients are enabled, and an argument or a parameter requires one.
-        """
-        if not torch.is_grad_enabled():
-            return
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-            raise SessionError(_GRADIENTS.format("an argument"))
-        if any(parameter.requires_grad for parameter in self._parameters):
-            raise SessionError(_GRADIENTS.format("a parameter of the model"))
-
     def refresh(self) -> Sequence[LaneReplica]:
         """Start the workers that do not run, and send the others what changed in the target.
 
         Raises:
+            SessionError: If gradients are enabled, and a parameter requires one.
             UnsendableError: If the target cannot be pickled.
             RankDiedError: If a worker ends while it starts.
         """
+        self._refuse_gradients()
         with self._changing:
             if None in [lane.thread for lane in self.lanes] or not self._model.is_current():
                 self._send_changes()
@@ -164,9 +154,13 @@ class WorkerPool:
         """Send call i to lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
         In turns, each lane continues the caller's random numbers, and the first failure ends the call.
+
+        Raises:
+            SessionError: If the call needs gradients.
         """
         for call in calls:
             call.place(_CPU)
+            self._refuse_gradients(call.args, call.kwargs)
         if turns is None:
             futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
             return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
@@ -185,8 +179,7 @@ class WorkerPool:
             UnsendableError: If an argument or `prepare` cannot be pickled.
             SessionError: If the call needs gradients.
         """
-        if modes.grad:
-            self.check(flatten((call.args, call.kwargs))[0])
+        self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
         request = CallRequest(sent, partial(self._finish, call), prepare, is_inference=modes.inference)
@@ -199,7 +192,13 @@ class WorkerPool:
         return request.future
 
     def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that runs the model of this process: workers have their own models."""
+        """Call a function that runs the model of this process: workers have their own models.
+
+        Raises:
+            SessionError: If the call needs gradients: it would in a worker.
+        """
+        if self.is_ready():
+            self._refuse_gradients(args, kwargs)
         try:
             return function(*args, **kwargs)
         finally:
@@ -280,6 +279,16 @@ class WorkerPool:
                 with torch.inference_mode(leaves[index].is_inference()), torch.no_grad():
                     leaves[index].copy_(value)
         return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output
+
+    def _refuse_gradients(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KWARGS) -> None:
+        """Raise SessionError if gradients are enabled, and an argument or a parameter requires one."""
+        if not torch.is_grad_enabled():
+            return
+        leaves = flatten((tuple(args), dict(kwargs)))[0]
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            raise SessionError(_GRADIENTS.format("an argument"))
+        if any(parameter.requires_grad for parameter in self._parameters):
+            raise SessionError(_GRADIENTS.format("a parameter of the model"))
 
     def _numbered(self, prepare: Prepare) -> tuple[int, bytes]:
         """Return a number and the pickle of a function. Pickled each time, because what it refers to may have changed."""

@@ -28,9 +28,9 @@ from parawrap.lanes import (
     Prepare,
     Task,
     as_call,
-    first_failure,
     here,
     intra_op_threads,
+    raise_first_failure,
     timed,
 )
 from parawrap.replicas import Freshness
@@ -156,8 +156,7 @@ class NeuronSession:
         lanes = len(self.devices)
         rounds = tasks if len(tasks) <= lanes else [partial(_in_order, tasks[lane::lanes]) for lane in range(lanes)]
         outcomes = self.pool.run(rounds, Modes.capture("cpu"))
-        if any(outcome.error is not None for outcome in outcomes):
-            raise first_failure(outcomes, self.pool.lanes[: len(rounds)])
+        raise_first_failure(outcomes, self.pool.lanes[: len(rounds)])
         of_lanes = [outcome.value for outcome in outcomes]
         if rounds is tasks:
             return of_lanes
