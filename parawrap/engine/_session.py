@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
+from itertools import cycle, repeat
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -27,6 +27,7 @@ from parawrap.lanes import (
     Modes,
     Outcome,
     Prepare,
+    Record,
     ThreadPool,
     TurnsOf,
     WholeCall,
@@ -58,7 +59,7 @@ class Ready(NamedTuple):
 
 
 class Pool(Protocol):
-    """The lanes of one target, and its copies for them: threads (`ThreadPool`), or other processes."""
+    """The lanes of one target, and its copies for them: threads (`ThreadPool`), other processes, or NeuronCores."""
 
     @property
     def lanes(self) -> Sequence[Lane]: ...
@@ -72,6 +73,8 @@ class Pool(Protocol):
     def has_target_here(self) -> bool: ...
     @property
     def shares_generators(self) -> bool: ...
+    @property
+    def cuts_for_one_lane(self) -> bool: ...
     @property
     def generators(self) -> Collection[torch.Generator]: ...
     @property
@@ -87,7 +90,7 @@ class Pool(Protocol):
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]: ...
     def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
-    def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
 
@@ -122,11 +125,11 @@ class Session:
         self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._stays_on_cpu = all(each is None or each.type == "cpu" for each in (*devices, self.pool.home, output_device))
-        self._is_one_cpu_lane = self._stays_on_cpu and len(self.devices) == 1
+        self._is_plain = self._stays_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
-        if self._is_one_cpu_lane or not self.pool.is_ready():
+        if self._is_plain or not self.pool.is_ready():
             return self._run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -253,12 +256,12 @@ class Session:
         """Run a call in the caller's thread; in a lane if this process does not have the target."""
         if not self.pool.has_target_here and self.pool.is_ready():
             return self.submit(entry, args, kwargs, prepare).result()
-        plain, is_recorded = entry.plain, self.recorder.traces and here.lane is None  # a lane's own span has it already
+        record = None
+        if self.recorder.traces and here.lane is None:  # a lane's own span has it already
+            record = partial(self.recorder.record, entry.method, entry.batch, None)
         if prepare is not None:
             args, kwargs = as_call(timed(partial(self.recorder.record, "prepare", entry.batch, None), None, prepare, *args))
-        if is_recorded:
-            plain = partial(timed, partial(self.recorder.record, entry.method, entry.batch, None), None, plain)
-        output = self.pool.run_plainly(plain, args, kwargs)
+        output = self.pool.run_plainly(entry, args, kwargs, record)
         output = output if self.rules.keep_single else join([output], (1,), self.rules)
         self.tally.plain()
         return output
@@ -273,9 +276,9 @@ class Session:
     ) -> list[LaneCall]:
         """Return one call per shard."""
         if flat.on_cpu and self._stays_on_cpu:
-            calls = list(map(LaneCall, repeat(entry), copies, zip(*plan.columns(flat), strict=True)))
+            calls = list(map(LaneCall, repeat(entry), cycle(copies), zip(*plan.columns(flat), strict=True)))
         else:
-            calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(copies, plan.cut(flat), strict=False)]
+            calls = [LaneCall(entry, copy, piece=piece) for copy, piece in zip(cycle(copies), plan.cut(flat), strict=False)]
             for call in calls if sources is None else ():
                 call.place(_CPU)
         if self.recorder.traces:

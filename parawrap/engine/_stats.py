@@ -91,13 +91,13 @@ class Tally:
             self._calls += 1
             self._plain += 1
 
-    def cut(self, sizes: tuple[int, ...], lanes: Sequence[int] | None = None) -> None:
-        """Count a call with shards of those sizes. Shard i ran in ``lanes[i]``, or else in lane i."""
+    def cut(self, sizes: tuple[int, ...]) -> None:
+        """Count a call with shards of those sizes. Shard i ran in lane ``i % lanes``."""
         with self._counting:
             self._calls += 1
             self._shards = sizes
             for shard, size in enumerate(sizes):
-                self._rows[shard if lanes is None else lanes[shard]] += size
+                self._rows[shard % len(self._rows)] += size
 
     def whole(self, lane: int, rows: int) -> None:
         """Count a call of `rows` rows that one lane runs whole."""

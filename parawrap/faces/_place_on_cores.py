@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from parawrap.backends.neuron import NeuronCore, resolve_cores, runtime
-from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
+from parawrap.engine import Session
+from parawrap.engine.neuron import Batching, PlacedModel
+from parawrap.engine.neuron import open_session as open_on_cores
 from parawrap.errors import ShapeError, ShardError
 from parawrap.faces._check_arguments import Joining
 from parawrap.shards import Cutter, Sizes
@@ -68,7 +70,7 @@ def open_session(
     dim: int,
     cutter_of: Callable[[Sizes], Mapping[str | None, Cutter]],
     joining: Joining,
-) -> NeuronSession:
+) -> Session:
     """Return a session that loads the model onto the cores, and frees them when it is closed.
 
     It does not warn if dynamic batching is off. A call that needs it raises ShapeError with the reason.
@@ -76,4 +78,4 @@ def open_session(
     placed = place(model, cores, dim)
     batching = Batching.of(placed, dim)
     workers = WORKERS_PER_CORE * len(cores)
-    return NeuronSession(placed, batching, workers, cutters=cutter_of(batching.cut), owns_placed=True, **joining)
+    return open_on_cores(placed, batching, workers, cutters=cutter_of(batching.cut), owns_placed=True, **joining)

@@ -8,14 +8,11 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from parawrap.engine import Entry, OutputFolder, Session, StreamOptions, stream
 from parawrap.errors import ShardError
 from parawrap.faces._progress_bar import Progress
-
-if TYPE_CHECKING:
-    from parawrap.engine.neuron import NeuronSession
 
 __all__ = ["Streams"]
 
@@ -26,7 +23,7 @@ class Streams(ABC):
     """`map` and `submit`, which a block has for its only method, and ``p.method(name)`` for each."""
 
     @abstractmethod
-    def _opened(self) -> Session | NeuronSession:
+    def _opened(self) -> Session:
         """Return the session of the block; open it on first use."""
 
     @abstractmethod

@@ -12,8 +12,8 @@ import torch
 
 from parawrap.backends import warn_caller
 from parawrap.backends.neuron import NeuronCore
-from parawrap.engine import Entry
-from parawrap.engine.neuron import Batching, NeuronSession, PlacedModel
+from parawrap.engine import Entry, Session
+from parawrap.engine.neuron import Batching, PlacedModel, open_session
 from parawrap.errors import ShardError
 from parawrap.faces._losses_as_vector import vector
 from parawrap.faces._place_on_cores import WORKERS_PER_CORE, cores_of, place
@@ -90,7 +90,7 @@ class DataParallel(torch.nn.Module):
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
         self._changing = threading.RLock()
-        self._session: NeuronSession | None = None
+        self._session: Session | None = None
         self._placed: PlacedModel | None = place(
             model, self._cores, dim, dynamic=set_dynamic_batching, warn=_warn_fixed_size
         )
@@ -160,15 +160,16 @@ class DataParallel(torch.nn.Module):
         super().__setstate__({**state, **fresh})  # type: ignore[no-untyped-call]
 
     @contextmanager
-    def _in_use(self) -> Iterator[NeuronSession]:
+    def _in_use(self) -> Iterator[Session]:
         """Yield the session, and keep its model on the cores inside the block."""
         with ExitStack() as held:
             with self._changing:
                 session = self._opened()
-                held.enter_context(session.in_use())
+                assert self._placed is not None
+                held.enter_context(self._placed.in_use())
             yield session
 
-    def _opened(self) -> NeuronSession:
+    def _opened(self) -> Session:
         """Return the session for the current attributes."""
         with self._changing:
             if self._session is None:
@@ -179,7 +180,7 @@ class DataParallel(torch.nn.Module):
                 self._session = self._new_session(self._placed)
             return self._session
 
-    def _new_session(self, placed: PlacedModel) -> NeuronSession:
+    def _new_session(self, placed: PlacedModel) -> Session:
         batching = Batching.of(placed, self.dim, self._split_size)
         cutter = Cutter(
             self.dim,
@@ -188,7 +189,7 @@ class DataParallel(torch.nn.Module):
             sizes=partial(_sizes, batching),
         )
         rules = JoinRules(self.dim, reduce=vector, as_torch=True)
-        return NeuronSession(placed, batching, self._num_workers, cutters={None: cutter}, rules=rules)
+        return open_session(placed, batching, self._num_workers, cutters={None: cutter}, rules=rules)
 
     def _end_lanes(self) -> None:
         with self._changing:

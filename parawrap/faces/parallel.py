@@ -34,7 +34,6 @@ from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced, equ
 
 if TYPE_CHECKING:
     from parawrap.backends.neuron import NeuronCore
-    from parawrap.engine.neuron import NeuronSession
     from parawrap.launch import Platform
 
 __all__ = ["Parallel", "parallel"]
@@ -116,8 +115,8 @@ class Parallel(Streams, Generic[TargetT]):
         self._device_cutters = self._cutters(sizes) if self._devices else {}
         self._joining = Joining(rules=rules, output_device=None if output_device is None else resolve_device(output_device))
         self._lock = threading.RLock()
-        self._session: Session | NeuronSession | None = None
-        self._last: Session | NeuronSession | None = None  # for stats() after the block
+        self._session: Session | None = None
+        self._last: Session | None = None  # for stats() after the block
         self._depth = 0
         self._closed = False
 
@@ -260,7 +259,7 @@ class Parallel(Streams, Generic[TargetT]):
         with self._rewritten():
             return self.target(*args, **kwargs) if name == "forward" else _call_named(self.target, name, *args, **kwargs)
 
-    def _detach_session(self) -> Session | NeuronSession | None:
+    def _detach_session(self) -> Session | None:
         """Detach the session and return it. Close it without holding the lock: lanes may still be running."""
         session, self._session = self._session, None
         if self._in_place is not None:
@@ -269,7 +268,7 @@ class Parallel(Streams, Generic[TargetT]):
         self._last = session or self._last
         return session
 
-    def _new_session(self) -> Session | NeuronSession:
+    def _new_session(self) -> Session:
         if self._cores:
             from parawrap.faces._place_on_cores import open_session
 
@@ -293,7 +292,7 @@ class Parallel(Streams, Generic[TargetT]):
             for method, taken in self._parameters.items()
         }
 
-    def _opened(self) -> Session | NeuronSession:
+    def _opened(self) -> Session:
         """Return the session; open it on first use."""
         with self._lock:
             if self._session is None and self._closed:
@@ -301,7 +300,7 @@ class Parallel(Streams, Generic[TargetT]):
                 raise SessionError(msg)
             return self._open()
 
-    def _open(self) -> Session | NeuronSession:
+    def _open(self) -> Session:
         if self._session is None:
             self._session = self._new_session()
             if self._in_place is not None:
@@ -354,7 +353,7 @@ class Method(Streams):
     def __repr__(self) -> str:
         return f"{self._block!r}.method({self._name!r})"
 
-    def _opened(self) -> Session | NeuronSession:
+    def _opened(self) -> Session:
         return self._block._opened()
 
     def _entry(self) -> tuple[Entry, str]:

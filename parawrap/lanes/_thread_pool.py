@@ -11,7 +11,7 @@ import torch
 
 from parawrap.errors import ReplicaError
 from parawrap.lanes._first_failure import Outcome
-from parawrap.lanes._lane_calls import Entry, LaneCall, WholeCall, timed
+from parawrap.lanes._lane_calls import Entry, LaneCall, Record, WholeCall, timed
 from parawrap.lanes._lane_pool import Lane, LanePool, TurnsOf
 from parawrap.lanes._lane_streams import LaneFuture
 from parawrap.lanes._thread_modes import Modes
@@ -29,6 +29,7 @@ class ThreadPool:
 
     has_target_here = True
     shares_generators = True
+    cuts_for_one_lane = False
 
     def __init__(self, target: Callable[..., Any], devices: Sequence[torch.device]) -> None:
         copies = ReplicaSet(target, devices)
@@ -113,8 +114,9 @@ class ThreadPool:
         run, place = partial(self._run_placed, call, copies[lane.index], lane), partial(_place, call, lane)
         return self._lanes.submit(lane, run, modes, place, call.sources)
 
-    def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that runs the target itself in this thread, while the first lane is idle."""
+    def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
+        """Run the target itself in this thread, while the first lane is idle."""
+        function = entry.plain if record is None else partial(timed, record, None, entry.plain)
         if self._copies is None:
             return function(*args, **kwargs)
         try:

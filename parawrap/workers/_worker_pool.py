@@ -14,7 +14,7 @@ import os
 import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from itertools import count
@@ -25,16 +25,19 @@ import torch
 from parawrap.backends import Backend, backend_of
 from parawrap.errors import SessionError
 from parawrap.lanes import (
+    Entry,
     Lane,
     LaneCall,
     LaneFuture,
     Modes,
     Outcome,
     Prepare,
+    Record,
     TurnsOf,
     WholeCall,
     here,
     sees_only_its_own_thread,
+    timed,
 )
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
@@ -79,6 +82,7 @@ class WorkerPool:
     """
 
     shares_generators = False
+    cuts_for_one_lane = False
     generators: tuple[torch.Generator, ...] = ()
     learns = False  # workers compute no gradients
 
@@ -191,8 +195,8 @@ class WorkerPool:
             lane.post(request)
         return request.future
 
-    def run_plainly(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function that runs the model of this process: workers have their own models.
+    def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
+        """Run the model of this process: workers have their own models.
 
         Raises:
             SessionError: If the call needs gradients: it would in a worker.
@@ -200,7 +204,7 @@ class WorkerPool:
         if self.is_ready():
             self._refuse_gradients(args, kwargs)
         try:
-            return function(*args, **kwargs)
+            return timed(record, None, entry.plain, *args, **kwargs)
         finally:
             self._model.ran_plainly()
 
