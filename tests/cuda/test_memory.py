@@ -20,7 +20,7 @@ import torch
 from parawrap import parallel
 from parawrap.backends import _transfer as backend_streams
 from parawrap.engine import _session as engine_session
-from parawrap.engine import _shard_task as bring_and_run
+from parawrap.lanes import _lane_calls
 from parawrap.lanes import _lane_streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Casting, Late
@@ -158,9 +158,9 @@ class Story(NamedTuple):
 
 
 STORIES = [
-    Story(input_let_go_of, ONE, bring_and_run, "record_use"),
+    Story(input_let_go_of, ONE, _lane_calls, "record_use"),
     Story(input_for_another_gpu, None, backend_streams, "_record"),
-    Story(input_brought_over, ONE, bring_and_run, "record_use"),
+    Story(input_brought_over, ONE, _lane_calls, "record_use"),
     Story(result_used_elsewhere, ONE, lane_streams, "record_use"),
     Story(parts_joined_elsewhere, TWICE, engine_session, "record_use"),
     Story(caller_before_lanes, TWICE, lane_streams.LaneStreams, "_following"),
