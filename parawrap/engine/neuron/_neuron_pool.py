@@ -32,7 +32,7 @@ __all__ = ["open_session"]
 _CPU = torch.device("cpu")
 
 
-class CorePool:
+class NeuronPool:
     """The lanes of a placed model. Any number of threads may use it at once.
 
     Several lanes feed each core: one lane copies its input while the core computes for another. A call may have more parts
@@ -153,7 +153,7 @@ class CorePool:
         return outputs[0] if len(outputs) == 1 else join(outputs, plan.sizes, self._rules)
 
 
-class CoreCutter(Cutter):
+class NeuronCutter(Cutter):
     """Plans the calls of a compiled model, and refuses those that it cannot take with any number of rows.
 
     A whole call is cut into the chunks that one core gets, one after another.
@@ -195,8 +195,8 @@ def open_session(
     owns_placed: bool = False,
 ) -> Session:
     """Open a session for a placed model, with that number of lanes in all."""
-    fitted = {method: CoreCutter(cutter, placed, batching) for method, cutter in cutters.items()}
-    pool = CorePool(placed, workers, fitted, rules, owns_placed=owns_placed)
+    fitted = {method: NeuronCutter(cutter, placed, batching) for method, cutter in cutters.items()}
+    pool = NeuronPool(placed, workers, fitted, rules, owns_placed=owns_placed)
     return Session(placed.model, [_CPU] * workers, cutters=fitted, rules=rules, output_device=output_device, pool=pool)
 
 
