@@ -28,7 +28,7 @@ ALLOWED = {
     "backends": {"tree"},
     "shards": {"tree", "backends"},
     "replicas": {"tree", "backends"},
-    "lanes": {"tree", "backends", "shards", "replicas"},
+    "lanes": {"tree", "backends"},
     "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
     "launch": {"displays", "backends"},
     "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},

@@ -10,10 +10,11 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._call_recorder import Recorder
+from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._session import Ready, failed_future
 from parawrap.errors import SessionError
-from parawrap.lanes import Entry, Prepare, as_call, note
+from parawrap.lanes import note
 
 __all__ = ["Stream", "StreamOptions", "stream"]
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from parawrap.lanes import Entry
+from parawrap.engine._lane_calls import Entry
 from parawrap.replicas import COMPILED_CALL, PlainView, StandIn, compiler, put, restore
 
 __all__ = ["Caller", "PatchedMethods"]

@@ -16,26 +16,12 @@ import torch
 
 from parawrap.backends import Backend, device_of, record_use, warn_caller
 from parawrap.engine._call_recorder import Recorder, Trace
+from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeCall, as_call, timed
 from parawrap.engine._stats import Stats, Tally
+from parawrap.engine._thread_pool import ThreadPool
 from parawrap.engine._turns import Turns
 from parawrap.errors import SessionError, ShardError
-from parawrap.lanes import (
-    Entry,
-    Lane,
-    LaneCall,
-    LaneFuture,
-    Modes,
-    Outcome,
-    Prepare,
-    Record,
-    ThreadPool,
-    TurnsOf,
-    WholeCall,
-    as_call,
-    here,
-    raise_first_failure,
-    timed,
-)
+from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
 from parawrap.tree import Opaque, flatten

@@ -11,12 +11,12 @@ from typing import Any, TypeVar
 import torch
 
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
-from parawrap.engine import Session
+from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
 from parawrap.faces._losses_as_vector import vector
 from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
 from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
-from parawrap.lanes import Entry, LaneCall, here
+from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
 from parawrap.shards import Cutter, JoinRules, Parameters, balanced, equal
 from parawrap.tree import flatten

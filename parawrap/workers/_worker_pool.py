@@ -23,22 +23,9 @@ from typing import Any, Protocol
 import torch
 
 from parawrap.backends import Backend, backend_of
+from parawrap.engine import Entry, LaneCall, Prepare, Record, WholeCall, timed
 from parawrap.errors import SessionError
-from parawrap.lanes import (
-    Entry,
-    Lane,
-    LaneCall,
-    LaneFuture,
-    Modes,
-    Outcome,
-    Prepare,
-    Record,
-    TurnsOf,
-    WholeCall,
-    here,
-    sees_only_its_own_thread,
-    timed,
-)
+from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees_only_its_own_thread
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build

@@ -19,8 +19,8 @@ import torch
 
 from parawrap import parallel
 from parawrap.backends import _transfer as backend_streams
+from parawrap.engine import _lane_calls
 from parawrap.engine import _session as engine_session
-from parawrap.lanes import _lane_calls
 from parawrap.lanes import _lane_streams as lane_streams
 from tests.cuda.gpus import HOME, KIND, LONG, ONE, TWICE, cuda, every, forget_workspaces, held, settle, sleep
 from tests.cuda.zoo import SHAPE, Casting, Late

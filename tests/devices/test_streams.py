@@ -17,7 +17,7 @@ from torch import nn
 from parawrap import parallel
 from parawrap.backends import _transfer as backend_streams
 from parawrap.backends import backend_of
-from parawrap.lanes import _lane_calls
+from parawrap.engine import _lane_calls
 from parawrap.lanes import _lane_streams as lane_streams
 from tests import simdevice
 from tests.devices.zoo import SIMS, assert_same_gradients, mlp, parameter_bytes, rows, side_stream

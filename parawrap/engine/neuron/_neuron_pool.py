@@ -8,22 +8,11 @@ from typing import Any
 
 import torch
 
+from parawrap.engine._lane_calls import Entry, LaneCall, Record, WholeCall, timed
 from parawrap.engine._session import Session
 from parawrap.engine.neuron._compiled_shapes import Fitting
 from parawrap.engine.neuron._placed_model import Batching, PlacedModel
-from parawrap.lanes import (
-    Entry,
-    Lane,
-    LaneCall,
-    LaneFuture,
-    LanePool,
-    Modes,
-    Outcome,
-    Record,
-    TurnsOf,
-    WholeCall,
-    timed,
-)
+from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, Outcome, TurnsOf
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Shard, ShardPlan, join
 

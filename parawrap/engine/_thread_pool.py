@@ -9,12 +9,9 @@ from typing import Any
 
 import torch
 
+from parawrap.engine._lane_calls import Entry, LaneCall, Record, WholeCall, timed
 from parawrap.errors import ReplicaError
-from parawrap.lanes._first_failure import Outcome
-from parawrap.lanes._lane_calls import Entry, LaneCall, Record, WholeCall, timed
-from parawrap.lanes._lane_pool import Lane, LanePool, TurnsOf
-from parawrap.lanes._lane_streams import LaneFuture
-from parawrap.lanes._thread_modes import Modes
+from parawrap.lanes import Lane, LaneFuture, LanePool, Modes, Outcome, TurnsOf
 from parawrap.replicas import LaneReplica, ReplicaSet
 
 __all__ = ["ThreadPool"]
