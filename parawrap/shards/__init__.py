@@ -4,10 +4,9 @@ Knows rows, leaves, and the devices that shards go to; knows no threads and no m
 order, are the rows of the call: nothing is padded, truncated, or dropped.
 """
 
-from parawrap.shards._cut import Cutter, FlatCall, InDim, Piece, Shard, ShardPlan
+from parawrap.shards._cut import Cutter, FlatCall, InDim, Parameters, Piece, Shard, ShardPlan
 from parawrap.shards._join_outputs import Originals, join, with_originals
 from parawrap.shards._output_options import JoinRules, OutDims, Reduce
-from parawrap.shards._parameter_names import Parameters
 from parawrap.shards._register_split import register_split
 from parawrap.shards._shard_sizes import Sizes, balanced, equal, in_units, uneven
 

@@ -8,6 +8,8 @@ refused otherwise: equal values alone prove nothing, since two lanes that both c
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NoReturn, cast
@@ -16,7 +18,6 @@ import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes_of
-from parawrap.shards._equal_values import equal_values, is_array
 from parawrap.shards._output_options import CURE, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, listed, reduced
 from parawrap.shards._register_split import placed, splitter_of
@@ -142,7 +143,7 @@ class _Join:
             return self._join_registered(column, declared)
         if is_number(first):
             return self._join_numbers(column, declared)
-        if is_array(first):
+        if _is_array(first):
             return self._join_arrays(column, declared)
         return self._take_equal(column)
 
@@ -206,7 +207,7 @@ class _Join:
     def _take_equal(self, column: Sequence[Any]) -> Any:
         """Return the value that all lanes returned, compared by value."""
         first = column[0]
-        if not all(equal_values(value, first) for value in column[1:]):
+        if not all(_equal_values(value, first) for value in column[1:]):
             shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {listed(column)}"
             refuse(f"the lanes had {self._listed_rows()} rows and returned different values, of {shown}. {CURE}")
         return _on(first, self.device)
@@ -387,3 +388,36 @@ def _refuse_structures(specs: Sequence[TreeSpec]) -> NoReturn:
     )
     refusal.steps.append(place)
     raise refusal
+
+
+def _is_array(value: Any) -> bool:
+    """True for an array of numpy."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _equal_values(one: Any, other: Any) -> bool:
+    """Equality by value. Two NaNs are equal; values that cannot be compared are not."""
+    if one is other:
+        return True
+    try:
+        if isinstance(one, torch.Tensor):
+            return _equal_tensors(one.detach(), other.detach())
+        if _is_array(one):
+            numpy = sys.modules["numpy"]
+            return one.dtype == other.dtype and bool(numpy.array_equal(one, other, equal_nan=one.dtype.kind in "fc"))
+        if isinstance(one, float) and isinstance(other, float) and math.isnan(one) and math.isnan(other):
+            return True
+        return type(one) is type(other) and bool(one == other)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+
+
+def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    other = other.to(one.device)
+    if torch.equal(one, other):
+        return True
+    is_inexact = one.is_floating_point() or one.is_complex()
+    return is_inexact and bool(((one == other) | (one.isnan() & other.isnan())).all())

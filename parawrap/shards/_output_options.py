@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -60,14 +61,9 @@ class Declared(NamedTuple):
         return list(map(Declared, out_dims, _items("reduce", self.reduce, count)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class JoinRules:
-    """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather.
-
-    `needs_proof` is True if the sizes of shards must show which outputs follow the rows, and therefore differ.
-    `keep_single` is True if the output of a call that was not cut is returned as it is. `joins_rows` is True if every
-    tensor with its shard's row count on `dim` is concatenated.
-    """
+    """The options for joining. With `as_torch`, the rules are those of torch.nn.DataParallel's gather."""
 
     dim: int = 0
     out_dims: OutDims = UNDECLARED
@@ -75,9 +71,22 @@ class JoinRules:
     join: Literal["cat", "list", "pad"] = "cat"
     pad_value: float = 0
     as_torch: bool = False
-    needs_proof: bool = field(init=False)
-    keep_single: bool = field(init=False)
-    joins_rows: bool = field(init=False)
+
+    @cached_property
+    def needs_proof(self) -> bool:
+        """True if the sizes of shards must show which outputs follow the rows, and therefore differ."""
+        return _leaves_open(self.out_dims) and self.join != "list" and not self.as_torch
+
+    @cached_property
+    def keep_single(self) -> bool:
+        """True if the output of a call that was not cut is returned as it is."""
+        return self.join != "list" and all(each in (None, "mean", "sum") for each in _leaves_of(self.reduce))
+
+    @cached_property
+    def joins_rows(self) -> bool:
+        """True if every tensor with its shard's row count on `dim` is concatenated."""
+        is_on_dim = self.out_dims is UNDECLARED or self.out_dims == self.dim
+        return self.join == "cat" and is_on_dim and not self.as_torch
 
     @property
     def declared(self) -> Declared:
@@ -104,12 +113,6 @@ class JoinRules:
                     "output"
                 )
                 raise GatherError(msg)
-        is_open, is_listed = _leaves_open(self.out_dims), self.join == "list"
-        is_mean_or_sum = all(each in (None, "mean", "sum") for each in _leaves_of(self.reduce))
-        object.__setattr__(self, "needs_proof", is_open and not is_listed and not self.as_torch)
-        object.__setattr__(self, "keep_single", is_mean_or_sum and not is_listed)
-        is_on_dim = self.out_dims is UNDECLARED or self.out_dims == self.dim
-        object.__setattr__(self, "joins_rows", self.join == "cat" and is_on_dim and not self.as_torch)
 
 
 class Refusal(Exception):  # noqa: N818

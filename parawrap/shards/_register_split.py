@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.utils import rnn
 
 from parawrap.backends import record_use
 from parawrap.shards._geometric_batches import graph_rules
-from parawrap.shards._split_rules import Splitter
+from parawrap.shards._split_rules import Splitter, spans
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
 from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
@@ -73,8 +75,6 @@ def placed(leaf: Opaque, device: torch.device) -> Any:
     record_use([leaf])
     if rules.to is not None:
         return rules.to(value, device)
-    if rules is _SEQUENCE:
-        return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
     return value.to(device) if hasattr(value, "to") else value
 
 
@@ -86,17 +86,17 @@ def _has_builtin_rules(cls: type) -> bool:
 
 
 def _split_sequence(value: Any, sizes: Sequence[int]) -> list[Any]:
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     if isinstance(value, deque):
-        return [deque(itertools.islice(value, end - size, end)) for size, end in zip(sizes, ends, strict=True)]
-    return [value[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        return [deque(itertools.islice(value, start, end)) for start, end in spans(sizes)]
+    return [value[start:end] for start, end in spans(sizes)]
 
 
 def _join_sequence(parts: Sequence[Any]) -> Any:
-    joined = parts[0]
-    for part in parts[1:]:
-        joined = joined + part
-    return joined
+    return functools.reduce(operator.add, parts)
+
+
+def _sequence_to(value: Any, device: torch.device) -> Any:
+    return type(value)(item.to(device) if isinstance(item, torch.Tensor) else item for item in value)
 
 
 def _split_packed(value: rnn.PackedSequence, sizes: Sequence[int]) -> list[rnn.PackedSequence]:
@@ -125,11 +125,7 @@ def _packed_rows(value: rnn.PackedSequence) -> int:
     return int(value.batch_sizes[0])
 
 
-def _packed_to(value: rnn.PackedSequence, device: torch.device) -> rnn.PackedSequence:
-    return cast("rnn.PackedSequence", cast("Any", value).to(device))
-
-
-_SEQUENCE = Splitter(_split_sequence, _join_sequence, len)
+_SEQUENCE = Splitter(_split_sequence, _join_sequence, len, _sequence_to)
 keep_whole(rnn.PackedSequence)  # cut along its time steps, as the namedtuple that it is, it would fall apart silently
-_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows, _packed_to)
+_splitters[rnn.PackedSequence] = Splitter(_split_packed, _join_packed, _packed_rows)
 keep_whole_if(_has_builtin_rules)

@@ -40,7 +40,6 @@ _learning = threading.Lock()
 _nodes: set[type] = set()
 _claims: list[Callable[[type], bool]] = []
 _TENSOR = frozenset({torch.Tensor})
-_SEQUENCES = frozenset({list, tuple})
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 _calls_of_tensors: dict[int, TreeSpec] = {}
 
@@ -62,12 +61,16 @@ def flatten(value: object) -> tuple[list[Any], TreeSpec]:
 
     None is a leaf. An instance of a class that was passed to `keep_whole` is also a leaf, wrapped in :class:`Opaque`.
     """
-    tree: Any = value
-    leaves: list[Any]
-    leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=_NAMESPACE)
-    if not _known_leaves.issuperset(map(type, leaves)) and _learn(set(map(type, leaves)) - _known_leaves):
-        return flatten(value)
-    return leaves, spec
+    return _flatten(value)
+
+
+def _flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Flatten `value`, and keep each outermost node that `is_leaf` accepts whole. Classes met first are examined."""
+    leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
+    strangers = set(map(type, leaves)) - _known_leaves
+    if strangers and is_leaf is not None:
+        strangers = {type(leaf) for leaf in leaves if not is_leaf(leaf)} - _known_leaves
+    return _flatten(value, is_leaf) if strangers and _learn(strangers) else (leaves, spec)
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Any]) -> Any:
@@ -87,17 +90,7 @@ def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[An
 
 def flatten_outside_sequences(value: object) -> tuple[list[Any], TreeSpec]:
     """Flatten `value` like `flatten`, but keep each outermost list and plain tuple whole, as one leaf."""
-    tree: Any = value
-    leaves: list[Any]
-    leaves, spec = optree.tree_flatten(tree, is_leaf=_is_sequence, none_is_leaf=True, namespace=_NAMESPACE)
-    strangers = set(map(type, leaves)) - _known_leaves - _SEQUENCES
-    if strangers and _learn(strangers):
-        return flatten_outside_sequences(value)
-    return leaves, spec
-
-
-def _is_sequence(value: object) -> bool:
-    return type(value) in _SEQUENCES
+    return _flatten(value, lambda node: type(node) in (list, tuple))
 
 
 def addresses(spec: TreeSpec, roots: tuple[str, ...]) -> list[str]:
@@ -151,10 +144,7 @@ def sequences(spec: TreeSpec) -> Iterator[tuple[tuple[Any, ...], TreeSpec, int]]
 
 def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
     """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
-    leaves, spec = optree.tree_flatten(value, is_leaf=chosen, none_is_leaf=True, namespace=_NAMESPACE)
-    strangers = {type(leaf) for leaf in leaves if not chosen(leaf)} - _known_leaves
-    if strangers and _learn(strangers):
-        return replace_nodes(value, chosen, replace)
+    leaves, spec = _flatten(value, chosen)
     return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
 
 
@@ -240,16 +230,12 @@ def _recipe(cls: type) -> _Recipe | None:
     """Return functions that flatten and rebuild a container of a type that optree does not know; None for a leaf."""
     if issubclass(cls, (torch.nn.Module, enum.Enum)):
         return None
-    if issubclass(cls, dict | UserDict):
-        return _mapping_parts, _build_dict, MappingEntry
     if issubclass(cls, Mapping):
-        return _mapping_items, _build_mapping, MappingEntry
+        return _mapping_parts, _rebuild, MappingEntry
     if dataclasses.is_dataclass(cls):
-        return _dataclass_parts, _build_dataclass, GetAttrEntry
-    if issubclass(cls, list):
-        return _sequence_parts, _build_list, SequenceEntry
-    if issubclass(cls, tuple) and not hasattr(cls, "n_fields"):  # optree handles torch.return_types itself
-        return _sequence_parts, _build_tuple, SequenceEntry
+        return _dataclass_parts, _rebuild, GetAttrEntry
+    if issubclass(cls, list) or (issubclass(cls, tuple) and not hasattr(cls, "n_fields")):  # not torch.return_types
+        return _sequence_parts, _rebuild, SequenceEntry
     return None
 
 
@@ -259,62 +245,31 @@ class _Attribute(str):
     __slots__ = ()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Blank:
-    """A container without its parts: its class, its keys, and its attributes of plain values.
+    """A container without its parts: its class, the keys of its items, and its attributes of plain values.
 
-    The parts of a container are its items, and its attributes with other values. Two blanks are equal if class, keys, and
-    plain attributes are equal, so that outputs with different attributes are not joined.
+    The parts of a container are its items, and its attributes with other values, which `names` lists. Two blanks are equal
+    if class, keys, names, and plain attributes are equal, so that outputs with different attributes are not joined.
     """
 
-    __slots__ = ("_factory", "cls", "keys", "plain")
-
-    def __init__(self, value: Any, keys: tuple[Any, ...], plain: dict[str, Any]) -> None:
-        self.cls: Any = type(value)
-        self.keys = keys
-        self.plain = plain
-        self._factory = getattr(value, "default_factory", None)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Blank) or self.cls is not other.cls or self.keys != other.keys:
-            return False
-        return self.plain == other.plain and list(map(type, self.plain.values())) == list(map(type, other.plain.values()))
-
-    def __hash__(self) -> int:
-        return hash((self.cls, self.keys))
-
-    def instance(self) -> Any:
-        """Return an instance of the class with the plain attributes and no items, made without calling ``__init__``."""
-        built = self.cls.__new__(self.cls)
-        self.set_attributes(built, self.plain)
-        if isinstance(built, defaultdict):
-            built.default_factory = self._factory
-        return built
-
-    def set_attributes(self, built: Any, attributes: Mapping[str, Any]) -> None:
-        """Set attributes, also of a frozen dataclass."""
-        for name, value in attributes.items():
-            object.__setattr__(built, name, value)
-
-    def split(self, leaves: Iterable[Any]) -> tuple[dict[Any, Any], dict[str, Any]]:
-        """Return the items and the attributes among the leaves, by their keys."""
-        items: dict[Any, Any] = {}
-        attributes: dict[str, Any] = {}
-        for key, leaf in zip(self.keys, leaves, strict=True):
-            if isinstance(key, _Attribute):
-                attributes[str(key)] = leaf
-            else:
-                items[key] = leaf
-        return items, attributes
+    cls: Any
+    keys: tuple[Any, ...]
+    names: tuple[_Attribute, ...]
+    plain: dict[str, Any] = dataclasses.field(hash=False)
+    kinds: list[type] = dataclasses.field(hash=False)  # of the plain attributes: True is not 1
+    factory: Any = dataclasses.field(compare=False)
 
 
 def _parts(value: Any, keys: Iterable[Any], items: Iterable[Any], skip: Iterable[str] = ()) -> tuple[Any, ...]:
     """Return the parts of a container as optree takes them: values, blank, and entries. `skip` names other attributes."""
-    names = set(skip)
-    own = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in names}
+    keys, skip = tuple(keys), set(skip)
+    own = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in skip}
     plain = {name: each for name, each in own.items() if type(each) in _PLAIN}
-    others = {_Attribute(name): each for name, each in own.items() if name not in plain}
-    entries = (*keys, *others)
-    return (*items, *others.values()), _Blank(value, entries, plain), entries
+    names = tuple(_Attribute(name) for name in own if name not in plain)
+    kinds, factory = list(map(type, plain.values())), getattr(value, "default_factory", None)
+    blank = _Blank(type(value), keys, names, plain, kinds, factory)
+    return (*items, *(own[name] for name in names)), blank, (*keys, *names)
 
 
 def _sequence_parts(value: Sequence[Any]) -> tuple[Any, ...]:
@@ -322,15 +277,13 @@ def _sequence_parts(value: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _mapping_parts(value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    keys = tuple(value)  # a ModelOutput also has its items as attributes
-    skip = ["data"] if isinstance(value, UserDict) else []
-    return _parts(value, keys, (value[key] for key in keys), [*skip, *(key for key in keys if isinstance(key, str))])
-
-
-def _mapping_items(value: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """Return the items of a mapping that its class alone can fill. Its attributes may hold the items themselves."""
     keys = tuple(value)
-    return tuple(value[key] for key in keys), _Blank(value, keys, {}), keys
+    if not isinstance(value, dict | UserDict):
+        skip = list(getattr(value, "__dict__", ()))  # its class alone can fill it, and its attributes may hold the items
+    else:
+        skip = ["data"] if isinstance(value, UserDict) else []
+        skip += [key for key in keys if isinstance(key, str)]  # a ModelOutput also has its items as attributes
+    return _parts(value, keys, (value[key] for key in keys), skip)
 
 
 def _dataclass_parts(value: Any) -> tuple[Any, ...]:
@@ -338,41 +291,33 @@ def _dataclass_parts(value: Any) -> tuple[Any, ...]:
     return _parts(value, names, (getattr(value, name) for name in names), names)
 
 
-def _build_dict(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    """Fill a dict through __setitem__, which keeps the attributes of a ModelOutput equal to its items."""
-    built = blank.instance()
-    items, attributes = blank.split(leaves)
-    if isinstance(built, UserDict):
-        built.data = {}
-    for key, leaf in items.items():
-        built[key] = leaf
-    blank.set_attributes(built, attributes)
+def _rebuild(blank: _Blank, leaves: Iterable[Any]) -> Any:
+    """Return a container with these parts. Only a mapping that is neither a dict nor a UserDict runs its ``__init__``."""
+    cls, parts = blank.cls, list(leaves)
+    items = dict(zip(blank.keys, parts, strict=False))
+    others = dict(zip(blank.names, parts[len(items) :], strict=True))
+    is_mapping, is_dataclass = issubclass(cls, Mapping), dataclasses.is_dataclass(cls)
+    if is_mapping and not issubclass(cls, dict | UserDict):
+        return cls(items)  # only the class can fill its instances
+    is_tuple = issubclass(cls, tuple) and not is_dataclass
+    built = tuple.__new__(cls, items.values()) if is_tuple else cls.__new__(cls)
+    _set_attributes(built, blank.plain)
+    if is_mapping:
+        if isinstance(built, defaultdict):
+            built.default_factory = blank.factory
+        if isinstance(built, UserDict):
+            built.data = {}
+        for key, item in items.items():  # __setitem__ keeps the attributes of a ModelOutput equal to its items
+            built[key] = item
+    elif is_dataclass:
+        _set_attributes(built, items)
+    elif not is_tuple:
+        built.extend(items.values())
+    _set_attributes(built, others)
     return built
 
 
-def _build_mapping(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    """Call the class with a dict of the items: only the class can fill its instances."""
-    return blank.cls(blank.split(leaves)[0])
-
-
-def _build_dataclass(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    """Build a dataclass without running __init__ or __post_init__ again. This also works for frozen classes."""
-    built = blank.instance()
-    fields, attributes = blank.split(leaves)
-    blank.set_attributes(built, {**fields, **attributes})
-    return built
-
-
-def _build_list(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    built = blank.instance()
-    items, attributes = blank.split(leaves)
-    built.extend(items.values())
-    blank.set_attributes(built, attributes)
-    return built
-
-
-def _build_tuple(blank: _Blank, leaves: Iterable[Any]) -> Any:
-    items, attributes = blank.split(leaves)
-    built = tuple.__new__(blank.cls, items.values())
-    blank.set_attributes(built, {**blank.plain, **attributes})
-    return built
+def _set_attributes(built: Any, attributes: Mapping[str, Any]) -> None:
+    """Set attributes, also of a frozen dataclass."""
+    for name, value in attributes.items():
+        object.__setattr__(built, str(name), value)
