@@ -67,9 +67,9 @@ def flatten(value: object) -> tuple[list[Any], TreeSpec]:
 def _flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
     """Flatten `value`, and keep each outermost node that `is_leaf` accepts whole. Classes met first are examined."""
     leaves, spec = optree.tree_flatten(value, is_leaf, none_is_leaf=True, namespace=_NAMESPACE)
-    strangers = set(map(type, leaves)) - _known_leaves
-    if strangers and is_leaf is not None:
-        strangers = {type(leaf) for leaf in leaves if not is_leaf(leaf)} - _known_leaves
+    if _known_leaves.issuperset(map(type, leaves)):
+        return leaves, spec
+    strangers = {type(leaf) for leaf in leaves if is_leaf is None or not is_leaf(leaf)} - _known_leaves
     return _flatten(value, is_leaf) if strangers and _learn(strangers) else (leaves, spec)
 
 
