@@ -139,7 +139,6 @@ class Replica:
         copy = self._copies.of(change.node.value)
         own = copy if change.node.kind is Kind.DICT else vars(copy)
         dict.__setitem__(own, change.key, value)
-        self.state.set(own, change.key, value)
         if isinstance(change.before, torch.Tensor) and not self._survey.holders(change.before):
             self.tensors.drop(change.before)
             self._copies.drop(change.before)

@@ -247,8 +247,9 @@ class ReplicaSet:
             self._survey.swap(change.node, change.key, change.before, change.now)
             for replica in self._replicas:
                 replica.apply(change)
-            own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
-            self._watch.set(own, change.key, change.now)
+        self._watch.take(changes)
+        for replica in self._replicas if changes else ():
+            replica.state.accept()
         if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
             self._note_tensors()
         return True
