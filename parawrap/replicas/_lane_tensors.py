@@ -10,8 +10,7 @@ from weakref import ref
 
 import torch
 
-from parawrap.backends import backend_of
-from parawrap.replicas._batched_copies import Parcel, bytes_of, can_be_sent, lasting
+from parawrap.replicas._batched_copies import bytes_of, can_be_sent, copies_at, lasting
 from parawrap.replicas._gradients import Mirror, link_view
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._private_names import copy_all, version_of
@@ -281,22 +280,10 @@ class LaneTensors:
 
     def _moved(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, straight to the replica's device if they are on the model's."""
-        travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
-        arrived = iter(self._sent(travelling))
-        return [
-            tensor.clone()
-            if self._is_at_home(tensor)
-            else next(arrived)
-            if can_be_sent(tensor)
-            else tensor.to(self.device, copy=True)
-            for tensor in values
-        ]
-
-    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
-        sent = [tensor.data for tensor in Parcel(tensors).at(self.device)]
-        backend_of(self.device.type).flush(sent)
-        return sent
+        if self._mirror is None:
+            return [tensor.clone() for tensor in values]
+        arrived = iter(copies_at(self.device, [tensor for tensor in values if not self._is_at_home(tensor)]))
+        return [tensor.clone() if self._is_at_home(tensor) else next(arrived) for tensor in values]
 
 
 def _copy_of_reference(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:
