@@ -147,24 +147,11 @@ class LaneTensors:
         changed = set(map(id, (*self._ledger.written(), *self._ledger.moved())))
         return [original for original, copy in zip(self._originals, self._copies, strict=True) if id(copy) in changed]
 
-    def add(self, original: torch.Tensor) -> torch.Tensor:
-        """Make and return a copy of another tensor of the model; return the present one if there is one."""
-        if id(original) not in self._made:
-            with lasting():
-                (copy,) = self._copied([original])
-            self._originals.append(original)
-            self._copies.append(copy)
-            self._enter(original, copy)
-            self._look()
-        return self._made[id(original)]
-
-    def drop(self, original: torch.Tensor) -> None:
-        """Drop the copy of a tensor that the model no longer holds."""
-        copy = self._made.pop(id(original), None)
-        self._origins.pop(id(copy), None)
-        kept = [pair for pair in zip(self._originals, self._copies, strict=True) if pair[0] is not original]
-        self._originals, self._copies = [each for each, _ in kept], [each for _, each in kept]
-        self._look()
+    def replace(self, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Take the copy of a tensor for that of another one, until the next `renew`."""
+        copy = self._made.pop(id(before))
+        self._originals = [now if each is before else each for each in self._originals]
+        self._enter(now, copy)
 
     def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.

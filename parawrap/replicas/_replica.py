@@ -131,19 +131,14 @@ class Replica:
                 self.finish()
 
     def apply(self, change: Change) -> None:
-        """Set a number, a flag, a string, or a tensor that was set in the target in the place of another."""
-        value = change.now
-        if isinstance(value, torch.Tensor):
-            value = self.tensors.add(value)
-            self._copies.note(change.now, value)
-        copy = self._copies.of(change.node.value)
-        own = copy if change.node.kind is Kind.DICT else vars(copy)
-        dict.__setitem__(own, change.key, value)
-        if isinstance(change.before, torch.Tensor) and not self._survey.holders(change.before):
-            self.tensors.drop(change.before)
-            self._copies.drop(change.before)
-        if isinstance(change.now, torch.Tensor) or isinstance(change.before, torch.Tensor):
+        """Set a number, a flag, or a string that was set in the target. A tensor needs a new copy then."""
+        if isinstance(change.now, torch.Tensor):
+            self.tensors.replace(change.before, change.now)
+            self._copies.take(change.before, change.now)
             self._find_buffers()
+        else:
+            copy = self._copies.of(change.node.value)
+            dict.__setitem__(copy if change.node.kind is Kind.DICT else vars(copy), change.key, change.now)
 
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""

@@ -221,7 +221,8 @@ class ReplicaSet:
         self._renews_all = self._renews_all or self._ledger.has_seen_steps
         self._ledger.enter_versions()  # before the copies: the next call sees what another thread writes meanwhile
         if changes is not None and self._update(changes):
-            self._renew(changed)
+            replaced = {id(change.now): change.now for change in changes if isinstance(change.now, torch.Tensor)}
+            self._renew(changed | replaced)
         else:
             self._build(changed, relinks=has_other_streams)
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
@@ -239,28 +240,31 @@ class ReplicaSet:
         """Set replaced values in every replica; return False if replicas must be built again."""
         if not (self._ledger.same_form() and all(map(self._can_set, changes))):
             return False
+        tensors = [id(change.now) for change in changes if isinstance(change.now, torch.Tensor)]
+        if len(set(tensors)) < len(tensors):
+            return False
         for change in changes:
-            self._survey.swap(change.node, change.key, change.before, change.now)
+            if isinstance(change.now, torch.Tensor):
+                self._survey.replace(change.before, change.now)
             for replica in self._replicas:
                 replica.apply(change)
         self._watch.take(changes)
         for replica in self._replicas if changes else ():
             replica.state.accept()
-        if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
+        if tensors:
             self._note_tensors()
         return True
 
     def _can_set(self, change: Change) -> bool:
-        """True if a number, a flag, a string, or a tensor without gradients took the place of another."""
+        """True if a number, a flag, or a string took the place of another, or a tensor that of a tensor in one place."""
         node, key, before, now = change
         own = {Kind.DICT: node.value}.get(node.kind, getattr(node.value, "__dict__", {}))
         if node.key == PARAMETERS or dict.get(own, key, self) is not now:
             return False
-        if isinstance(now, torch.Tensor) and now.device not in (self.home, getattr(before, "device", None)):
-            return False
-        if isinstance(before, torch.Tensor) and node not in self._survey.holders(before):
-            return False
-        return all(_is_simple(value) for value in (before, now))
+        if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+            is_alone = self._survey.holders(before) == [node] and id(now) not in self._survey.nodes
+            return is_alone and now.device == before.device and _is_plain(before) and _is_plain(now)
+        return _is_simple(before) and _is_simple(now)
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Copy the tensors that changed; on other devices all tensors if gradients are enabled."""
@@ -376,10 +380,12 @@ def _clear_caches(survey: Survey) -> None:
 
 
 def _is_simple(value: Any) -> bool:
-    """True for an atom other than a generator, and for a plain tensor that a lane has a copy of."""
-    if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and not value.requires_grad and value.grad_fn is None
+    """True for an atom other than a generator."""
     return kind_of(type(value)) is Kind.ATOM and not isinstance(value, torch.Generator)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.grad_fn is None
 
 
 def _refuse_left_behind(survey: Survey) -> None:

@@ -103,21 +103,11 @@ class Survey:
         """Return the nodes that hold a value directly."""
         return self._holders.get(id(value), [])
 
-    def swap(self, holder: Node, key: Any, before: Any, now: Any) -> None:
-        """Note that a container got another tensor or atom in the place of a tensor or an atom."""
-        if isinstance(before, torch.Tensor):
-            self.holders(before).remove(holder)
-            if not self.holders(before):
-                node = self.nodes.pop(id(before))
-                self.tensors.remove(node)
-                self.copied.remove(node)
-        if isinstance(now, torch.Tensor):
-            if id(now) not in self.nodes:
-                node = self.nodes[id(now)] = Node(now, Kind.TENSOR, holder, key)
-                node.owned = True
-                self.tensors.append(node)
-                self.copied.append(node)
-            self._hold(now, holder)
+    def replace(self, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Note that a tensor took the place of another, in all places where that was."""
+        node = self.nodes[id(now)] = self.nodes.pop(id(before))
+        node.value = now
+        self._holders[id(now)] = self._holders.pop(id(before))
 
     @cached_property
     def has_cycle(self) -> bool:
