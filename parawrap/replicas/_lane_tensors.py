@@ -69,9 +69,9 @@ class LaneTensors:
         self._made: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # of parameters
         self._frozen: list[torch.Tensor] = []  # views without gradients
-        self._bases: dict[int, torch.Tensor] = {}  # the tensor that each view is a view of
-        self._placed: list[torch.Tensor] = []  # views with an address
-        self._addresses: list[int] = []
+        self._placed: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # views that may be moved, with the tensors in their memory
         self._moves = 0
         self._computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
@@ -79,7 +79,6 @@ class LaneTensors:
         self._ledger = Ledger((), ())
         self._together: dict[int, list[torch.Tensor]] = {}  # by an original: those that share its memory
         self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self.is_fresh = True  # until the lane runs, or until the next call
 
     def take(self, originals: Sequence[torch.Tensor]) -> None:
         """Make the replica's tensors for these originals."""
@@ -106,25 +105,22 @@ class LaneTensors:
 
         Other memory and another ``requires_grad`` count as writes, and are put back.
         """
-        now = [*map(version_of, self._views)]
-        changed = self.put_back()
-        if now == versions and not changed:
+        now = self.versions()
+        if now == versions and self._moves == _LaneView.moves and not any(map(_requires_grad, self._frozen)):
             return None
         written = [view for view, before, after in zip(self._views, versions, now, strict=True) if before != after]
-        return next((self._origins[id(view)][1] for view in (*written, *changed)), None)
+        return next((self._origins[id(view)][1] for view in (*written, *self.put_back())), None)
 
     def put_back(self) -> list[torch.Tensor]:
         """Give views their memory back, and freeze frozen ones. Return the views that a call changed."""
+        self._moves = _LaneView.moves
+        moved = [(view, base) for view, base in self._placed if not _have_same_memory(view, base)]
+        for view, base in moved:
+            _data.__set__(view, base.detach())
         learning = [*filter(_requires_grad, self._frozen)]
         for view in learning:
             view.requires_grad_(False)
-        if self._moves == _LaneView.moves and [*map(torch.Tensor.data_ptr, self._placed)] == self._addresses:
-            return learning
-        self._moves = _LaneView.moves
-        moved = [view for view in self._placed if not _have_same_memory(view, self._bases[id(view)])]
-        for view in moved:
-            _data.__set__(view, self._bases[id(view)].detach())
-        return learning + moved
+        return [*learning, *(view for view, _ in moved)]
 
     def of(self, original: torch.Tensor) -> torch.Tensor:
         """Return the replica's tensor for one of the model's."""
@@ -170,7 +166,6 @@ class LaneTensors:
                 self._enter(original, copy)
         if mine:
             self._look()
-        self.is_fresh = False
         return sum(bytes_of(self._originals[index]) for index in mine)
 
     def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
@@ -187,11 +182,8 @@ class LaneTensors:
 
         It sees every write, also through ``tensor.data``, and like such a write it leaves versions alone.
         """
-        if self.is_fresh:
-            self.is_fresh = False
-        else:
-            with lasting():
-                copy_all(*self._aliases)
+        with lasting():
+            copy_all(*self._aliases)
 
     @property
     def renews_in_lane(self) -> bool:
@@ -231,9 +223,7 @@ class LaneTensors:
         if not original.is_inference():
             self._views.append(view)
         if isinstance(view, _LaneView) and view.layout is torch.strided:
-            self._bases[id(view)] = base
-            self._placed.append(view)
-            self._addresses.append(view.data_ptr())
+            self._placed.append((view, base))
         if not view.requires_grad:
             self._frozen.append(view)
         return view

@@ -147,11 +147,7 @@ class ReplicaSet:
             return True
         if not self._has_copies:
             return False
-        if self._unseen or not self._ledger.unwritten() or any(map(Replica.touched, self._writers)):
-            return True
-        for replica in self._writers:
-            replica.tensors.is_fresh = False
-        return False
+        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._writers))
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
