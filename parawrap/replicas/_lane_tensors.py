@@ -73,7 +73,7 @@ class LaneTensors:
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # views that may be moved, with the tensors in their memory
         self._moves = 0
-        self._computed: list[torch.Tensor] = []
+        self.computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
         self._copies: list[torch.Tensor] = []
         self._ledger = Ledger((), ())
@@ -83,7 +83,7 @@ class LaneTensors:
     def take(self, originals: Sequence[torch.Tensor]) -> None:
         """Make the replica's tensors for these originals."""
         own = [tensor for tensor in originals if not is_parameter(tensor)]
-        self._computed = [tensor for tensor in originals if is_computed(tensor)]
+        self.computed = [tensor for tensor in originals if is_computed(tensor)]
         for tensor in originals:
             if is_computed(tensor):
                 self._enter(tensor, self._brought(tensor))
@@ -152,7 +152,8 @@ class LaneTensors:
     def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.
 
-        They are new because a graph that waits for its backward pass may hold the present ones.
+        They are new because a graph that waits for its backward pass may hold the present ones. Computed tensors are
+        brought from the model's device again, so that gradients flow through them in the modes of this call.
         """
         wanted = {id(each) for tensor in changed for each in self._together.get(id(tensor), (tensor,))}
         mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
@@ -166,16 +167,12 @@ class LaneTensors:
                 self._enter(original, copy)
         if mine:
             self._look()
+        for original in self.computed:
+            if not self._is_at_home(original):
+                self._origins.pop(id(self._made[id(original)]), None)
+                self._enter(original, self._brought(original))
+                place(original, self._made[id(original)])
         return sum(bytes_of(self._originals[index]) for index in mine)
-
-    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
-        """Bring computed tensors again; return True if there are any."""
-        away = [tensor for tensor in self._computed if not self._is_at_home(tensor)]
-        for original in away:
-            self._origins.pop(id(self._made[id(original)]), None)
-            self._enter(original, self._brought(original))
-            place(original, self._made[id(original)])
-        return bool(away)
 
     def renew_in_lane(self) -> None:
         """Copy the originals into the replica's own copies, as part of a lane's task on the model's device.

@@ -141,7 +141,7 @@ class Replica:
 
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""
-        return bool(self.tensors.written() or self._replaced())
+        return self.has_own and bool(self.tensors.written() or self._replaced())
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
@@ -151,14 +151,9 @@ class Replica:
             _set_buffer(copy, name, self._given(buffer))
         due = [*changed, *(buffer for *_, buffer in replaced if buffer is not None), *self.tensors.written()]
         copied = self.tensors.renew(due, self._copies.replace)
-        if self._attributes:
+        if self._attributes or self.tensors.computed:
             self.state.accept()  # new copies are among the attributes
         return copied
-
-    def renew_computed(self) -> None:
-        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
-        if self.tensors.renew_computed(self._copies.replace):
-            self.state.accept()
 
     def share_buffers(self) -> None:
         """Hold the model's own buffers instead of copies, as the first replica of torch.nn.parallel.replicate does."""
@@ -254,7 +249,7 @@ class Replica:
             self.state.restore()
             raise
         finally:
-            self.has_written = self.has_own and self.touched()
+            self.has_written = self.touched()
         if not self.state.intact():
             leaves, spec = flatten(output)
             output = unflatten(spec, leaves)  # containers of the model would change in it

@@ -109,8 +109,6 @@ class ReplicaSet:
         self._streams: dict[torch.device, Stream] = {}  # of the caller, at the last refresh
         self._mirrored: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
-        self._writers: list[Replica] = []  # that have copies of tensors
-        self._has_copies = False
         self._written_state: list[str] = []  # the places that a call wrote, for a warning
         self._has_warned = False
 
@@ -145,9 +143,7 @@ class ReplicaSet:
                 return True
         elif self._renews_all or (self._mirrors and self._ledger.has_seen_steps):
             return True
-        if not self._has_copies:
-            return False
-        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._writers))
+        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._replicas))
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
@@ -197,12 +193,9 @@ class ReplicaSet:
     def forget(self) -> None:
         """Drop the replicas. The next refresh makes them again."""
         self._follow_streams()
-        for replica in self._replicas:
-            replica.is_over = True
-        self._replicas, self._writers, self.current = [], [], []
+        self._let_go(keep_mirrors=False, relinks=False)
         _clear_caches(self._survey)
-        self._mirrors = {}
-        self._watch, self._ledger = Snapshot(()), Ledger((), ())
+        self._ledger = Ledger((), ())
         self._unseen = []
         self._survey = Survey(None)
 
@@ -269,8 +262,6 @@ class ReplicaSet:
         for replica in self._replicas:
             is_away = replica.tensors.device in self._mirrors
             written += replica.renew(self._own if everything and is_away else [*changed.values(), *self._unseen])
-            if is_away:
-                replica.renew_computed()
         self._count(written)
 
     def _write_mirrors(self, originals: Sequence[torch.Tensor], changed: Mapping[int, torch.Tensor]) -> int:
@@ -320,15 +311,13 @@ class ReplicaSet:
         tensors = [node.value for node in self._survey.tensors]
         self.learns = _learns(self._survey)
         self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
-        self._writers = self._replicas if self._replicas[0].has_own else []
-        self._has_copies = bool(self._writers or self._mirrors)
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
 
     def _let_go(self, *, keep_mirrors: bool, relinks: bool) -> None:
         """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
         for replica in self._replicas:
             replica.is_over = True
-        self._replicas, self._writers, self.current = [], [], []
+        self._replicas, self.current = [], []
         self._watch = Snapshot(())
         if not keep_mirrors:
             self._mirrors = {}

@@ -85,7 +85,7 @@ class Snapshot:
             and [*map(dict.__len__, self._filled)] == self._lengths
             and all(map(is_, chain.from_iterable(self._value_views), self._values))
             and self._has_keys()
-            and (not self._listed or self._has_parts())
+            and next(self._changed_parts(), None) is None
         )
 
     def changes(self) -> list[Change] | None:
@@ -155,10 +155,6 @@ class Snapshot:
             and all(map(is_, map(_own_dict, self._instances), self._own))
             and all(state.intact() for state in self._scripts)
         )
-
-    def _has_parts(self) -> bool:
-        pairs = zip(self._listed, self._parts, strict=True)
-        return not any(_differ(_listed_parts(node, each), parts) for (node, each), parts in pairs)
 
 
 def _has_dict(node: Node, value: Any) -> bool:

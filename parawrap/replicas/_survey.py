@@ -195,7 +195,7 @@ class Survey:
         natives = [node for node in self.nodes.values() if node.is_shared and is_native(node.value)]
         leading = self._leading_to(model) if natives else set()
         for node in self.nodes.values():
-            if node.owned and isinstance(node.value, Iterator) and node.kind is Kind.INSTANCE and not _is_file(node.value):
+            if node.owned and node.kind is Kind.INSTANCE and _is_iterator(node.value):
                 msg = (
                     f"no replica can be made: {node.path or 'the target'} is an iterator ({_name(node.value)}), and "
                     "each lane would advance it. Keep its items in a list"
@@ -231,8 +231,8 @@ def _is_source(node: Node) -> bool:
     return node.kind in _MODULES or (node.kind in _CONTAINERS and node.owned and not node.is_shared)
 
 
-def _is_file(value: Any) -> bool:
-    return isinstance(value, io.IOBase)
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def _name(value: Any) -> str:
