@@ -13,14 +13,14 @@ import torch
 from parawrap.backends import backend_of, bring, bring_into
 from parawrap.replicas._private_names import copy_all
 
-__all__ = ["Parcel", "bytes_of", "can_be_sent", "lasting"]
+__all__ = ["Parcel", "bytes_of", "can_be_sent", "copies_at", "lasting"]
 
 _SMALL = 1 << 20
 _MOST = 32 << 20
 
 
 class Parcel:
-    """Tensors of one device, packed once and sent to any number of devices. Gradients flow through it."""
+    """Tensors of one device, packed once and sent to any number of devices."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
@@ -30,24 +30,28 @@ class Parcel:
         packed = {index for pack, _ in self._packs for index in pack}
         self._single = [index for index in range(len(tensors)) if index not in packed]
 
-    def at(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the tensors there, in the given order. They are new, and may share memory with each other."""
-        there = {index: bring(self._tensors[index], device) for index in self._single}
-        for pack, flat in self._packs:
-            there.update(zip(pack, self._unpacked(pack, bring(flat, device)), strict=True))
-        return [there[index] for index in range(len(self._tensors))]
-
     def write(self, copies: Sequence[torch.Tensor]) -> None:
         """Write the tensors into these copies of theirs, which lie on one device; large ones straight."""
         for index in self._single:
             bring_into(copies[index], self._tensors[index])
         for pack, flat in self._packs:
-            pieces = self._unpacked(pack, bring(flat, copies[0].device))
-            copy_all([copies[i] for i in pack], pieces)
+            there = bring(flat, copies[0].device)
+            pieces = there.split([self._tensors[index].numel() for index in pack])
+            shaped = [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
+            copy_all([copies[index] for index in pack], shaped)
 
-    def _unpacked(self, pack: Sequence[int], flat: torch.Tensor) -> list[torch.Tensor]:
-        pieces = flat.split([self._tensors[index].numel() for index in pack])
-        return [piece.view(self._tensors[index].shape) for index, piece in zip(pack, pieces, strict=True)]
+
+def copies_at(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies of tensors on another device. Plain tensors travel together."""
+    sent = {index for index, tensor in enumerate(tensors) if can_be_sent(tensor)}
+    copies = [
+        torch.empty_like(tensor, device=device) if index in sent else tensor.to(device, copy=True)
+        for index, tensor in enumerate(tensors)
+    ]
+    written = [copies[index] for index in sent]
+    Parcel([tensors[index] for index in sent]).write(written)
+    backend_of(device.type).flush(written)
+    return copies
 
 
 def can_be_sent(tensor: torch.Tensor) -> bool:

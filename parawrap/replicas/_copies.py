@@ -72,13 +72,9 @@ class Copies:
             if copy is not node.value:
                 yield node, copy
 
-    def note(self, original: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Take a tensor for the copy of an original."""
-        self._memo[id(original)] = tensor
-
-    def drop(self, original: torch.Tensor) -> None:
-        """Drop the copy of a tensor that the target no longer holds."""
-        self._memo.pop(id(original), None)
+    def take(self, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Take the copy of a tensor for that of another one, which took its place in the target."""
+        self._memo[id(now)] = self._memo.pop(id(before))
 
     def replace(self, original: torch.Tensor, tensor: torch.Tensor) -> bool:
         """Put another tensor into the places of an original. If a place cannot change, write the present tensor instead."""
@@ -87,7 +83,7 @@ class Copies:
             with torch.no_grad():
                 self.of(original).copy_(tensor)
             return False
-        self.note(original, tensor)
+        self._memo[id(original)] = tensor
         for holder in holders:
             if (copy := self.of(holder.value)) is not holder.value:
                 put(holder.value, holder.kind, copy, original, tensor, self.of)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from parawrap.backends import backend_of, bring
-from parawrap.replicas._batched_copies import Parcel, bytes_of, can_be_sent, lasting
+from parawrap.replicas._batched_copies import Parcel, bytes_of, copies_at, lasting
 from parawrap.replicas._private_names import make_subclass
 
 __all__ = ["Mirror", "link_view", "send"]
@@ -63,15 +63,16 @@ class Mirror:
         self._links: dict[int, torch.Tensor] = {}
 
     def take(self, originals: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Keep copies of these tensors and of no others; return the tensors with copies that are still to be written."""
+        """Keep copies of these tensors and of no others; return the tensors that had copies, which may be stale."""
         self._originals = {id(tensor): tensor for tensor in originals}
         fits = {key for key, tensor in self._originals.items() if self._fits(key, tensor)}
         self._copies = {key: copy for key, copy in self._copies.items() if key in fits}
         self._links = {key: link for key, link in self._links.items() if key in fits}
-        missing = [tensor for key, tensor in self._originals.items() if key not in fits]
+        missing = [tensor.detach() for key, tensor in self._originals.items() if key not in fits]
         with lasting():
-            self._copies.update((id(tensor), _empty_copy(tensor, self.device)) for tensor in missing)
-        return missing
+            made = copies_at(self.device, missing)
+        self._copies.update(zip([key for key in self._originals if key not in fits], made, strict=True))
+        return [tensor for key, tensor in self._originals.items() if key in fits]
 
     def unlink(self) -> None:
         """Make new links at the next use."""
@@ -115,20 +116,12 @@ class Mirror:
         )
 
 
-def _empty_copy(original: torch.Tensor, device: torch.device) -> torch.Tensor:
-    values = original.detach()
-    return torch.empty_like(values, device=device) if can_be_sent(values) else values.to(device, copy=True)
-
-
-def send(wanted: Iterable[tuple[Mirror, Sequence[torch.Tensor]]]) -> int:
-    """Write originals into their copies, packed once for all mirrors that want the same; return the bytes written."""
-    groups: dict[tuple[int, ...], tuple[Sequence[torch.Tensor], list[Mirror]]] = {}
-    for mirror, originals in wanted:
-        if originals:
-            groups.setdefault(tuple(map(id, originals)), (originals, []))[1].append(mirror)
+def send(mirrors: Collection[Mirror], originals: Sequence[torch.Tensor]) -> int:
+    """Write originals, packed once, into their copies in all mirrors; return the bytes written."""
+    if not (mirrors and originals):
+        return 0
     with lasting():
-        for originals, mirrors in groups.values():
-            parcel = Parcel([tensor.detach() for tensor in originals])
-            for mirror in mirrors:
-                mirror.write(originals, parcel)
-    return sum(bytes_of(tensor) * len(mirrors) for originals, mirrors in groups.values() for tensor in originals)
+        parcel = Parcel([tensor.detach() for tensor in originals])
+        for mirror in mirrors:
+            mirror.write(originals, parcel)
+    return sum(map(bytes_of, originals)) * len(mirrors)

@@ -39,10 +39,6 @@ class LaneState:
         """Take the objects of now for those that each call starts from."""
         self._snapshot.accept()
 
-    def set(self, own: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set the value that each call finds under a key of a dict."""
-        self._snapshot.set(own, key, value)
-
     def intact(self) -> bool:
         """True if the last call left nothing."""
         return [len(own) for _, own, _ in self._buffers] == self._sizes and self._snapshot.holds_the_same()
@@ -88,6 +84,8 @@ class LaneState:
         copy = self._copies.of(node.value)
         if node.kind in (Kind.DICT, Kind.LIST, Kind.SET) and not self._is_held(node, copy):
             return False  # the call took it out of the model
+        if key is None and node.kind is Kind.DICT:
+            return False  # another order
         if key is None:
             return len(before) != len(now) or not all(map(_are_equal, before, now))
         if _are_equal(before, now) or self._is_empty_as_before(before, now):

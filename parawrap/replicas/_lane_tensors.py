@@ -10,8 +10,7 @@ from weakref import ref
 
 import torch
 
-from parawrap.backends import backend_of
-from parawrap.replicas._batched_copies import Parcel, bytes_of, can_be_sent, lasting
+from parawrap.replicas._batched_copies import bytes_of, can_be_sent, copies_at, lasting
 from parawrap.replicas._gradients import Mirror, link_view
 from parawrap.replicas._ledger import Ledger
 from parawrap.replicas._private_names import copy_all, version_of
@@ -70,22 +69,21 @@ class LaneTensors:
         self._made: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # of parameters
         self._frozen: list[torch.Tensor] = []  # views without gradients
-        self._bases: dict[int, torch.Tensor] = {}  # the tensor that each view is a view of
-        self._placed: list[torch.Tensor] = []  # views with an address
-        self._addresses: list[int] = []
+        self._placed: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # views that may be moved, with the tensors in their memory
         self._moves = 0
-        self._computed: list[torch.Tensor] = []
+        self.computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own
         self._copies: list[torch.Tensor] = []
         self._ledger = Ledger((), ())
         self._together: dict[int, list[torch.Tensor]] = {}  # by an original: those that share its memory
         self._aliases: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-        self.is_fresh = True  # until the lane runs, or until the next call
 
     def take(self, originals: Sequence[torch.Tensor]) -> None:
         """Make the replica's tensors for these originals."""
         own = [tensor for tensor in originals if not is_parameter(tensor)]
-        self._computed = [tensor for tensor in originals if is_computed(tensor)]
+        self.computed = [tensor for tensor in originals if is_computed(tensor)]
         for tensor in originals:
             if is_computed(tensor):
                 self._enter(tensor, self._brought(tensor))
@@ -107,25 +105,22 @@ class LaneTensors:
 
         Other memory and another ``requires_grad`` count as writes, and are put back.
         """
-        now = [*map(version_of, self._views)]
-        changed = self.put_back()
-        if now == versions and not changed:
+        now = self.versions()
+        if now == versions and self._moves == _LaneView.moves and not any(map(_requires_grad, self._frozen)):
             return None
         written = [view for view, before, after in zip(self._views, versions, now, strict=True) if before != after]
-        return next((self._origins[id(view)][1] for view in (*written, *changed)), None)
+        return next((self._origins[id(view)][1] for view in (*written, *self.put_back())), None)
 
     def put_back(self) -> list[torch.Tensor]:
         """Give views their memory back, and freeze frozen ones. Return the views that a call changed."""
+        self._moves = _LaneView.moves
+        moved = [(view, base) for view, base in self._placed if not _have_same_memory(view, base)]
+        for view, base in moved:
+            _data.__set__(view, base.detach())
         learning = [*filter(_requires_grad, self._frozen)]
         for view in learning:
             view.requires_grad_(False)
-        if self._moves == _LaneView.moves and [*map(torch.Tensor.data_ptr, self._placed)] == self._addresses:
-            return learning
-        self._moves = _LaneView.moves
-        moved = [view for view in self._placed if not _have_same_memory(view, self._bases[id(view)])]
-        for view in moved:
-            _data.__set__(view, self._bases[id(view)].detach())
-        return learning + moved
+        return [*learning, *(view for view, _ in moved)]
 
     def of(self, original: torch.Tensor) -> torch.Tensor:
         """Return the replica's tensor for one of the model's."""
@@ -148,29 +143,17 @@ class LaneTensors:
         changed = set(map(id, (*self._ledger.written(), *self._ledger.moved())))
         return [original for original, copy in zip(self._originals, self._copies, strict=True) if id(copy) in changed]
 
-    def add(self, original: torch.Tensor) -> torch.Tensor:
-        """Make and return a copy of another tensor of the model; return the present one if there is one."""
-        if id(original) not in self._made:
-            with lasting():
-                (copy,) = self._copied([original])
-            self._originals.append(original)
-            self._copies.append(copy)
-            self._enter(original, copy)
-            self._look()
-        return self._made[id(original)]
-
-    def drop(self, original: torch.Tensor) -> None:
-        """Drop the copy of a tensor that the model no longer holds."""
-        copy = self._made.pop(id(original), None)
-        self._origins.pop(id(copy), None)
-        kept = [pair for pair in zip(self._originals, self._copies, strict=True) if pair[0] is not original]
-        self._originals, self._copies = [each for each, _ in kept], [each for _, each in kept]
-        self._look()
+    def replace(self, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Take the copy of a tensor for that of another one, until the next `renew`."""
+        copy = self._made.pop(id(before))
+        self._originals = [now if each is before else each for each in self._originals]
+        self._enter(now, copy)
 
     def renew(self, changed: Sequence[torch.Tensor], place: Callable[[torch.Tensor, torch.Tensor], bool]) -> int:
         """Make new copies of those originals, and `place` them; return the bytes copied.
 
-        They are new because a graph that waits for its backward pass may hold the present ones.
+        They are new because a graph that waits for its backward pass may hold the present ones. Computed tensors are
+        brought from the model's device again, so that gradients flow through them in the modes of this call.
         """
         wanted = {id(each) for tensor in changed for each in self._together.get(id(tensor), (tensor,))}
         mine = [index for index, tensor in enumerate(self._originals) if id(tensor) in wanted]
@@ -184,28 +167,20 @@ class LaneTensors:
                 self._enter(original, copy)
         if mine:
             self._look()
-        self.is_fresh = False
+        for original in self.computed:
+            if not self._is_at_home(original):
+                self._origins.pop(id(self._made[id(original)]), None)
+                self._enter(original, self._brought(original))
+                place(original, self._made[id(original)])
         return sum(bytes_of(self._originals[index]) for index in mine)
-
-    def renew_computed(self, place: Callable[[torch.Tensor, torch.Tensor], bool]) -> bool:
-        """Bring computed tensors again; return True if there are any."""
-        away = [tensor for tensor in self._computed if not self._is_at_home(tensor)]
-        for original in away:
-            self._origins.pop(id(self._made[id(original)]), None)
-            self._enter(original, self._brought(original))
-            place(original, self._made[id(original)])
-        return bool(away)
 
     def renew_in_lane(self) -> None:
         """Copy the originals into the replica's own copies, as part of a lane's task on the model's device.
 
         It sees every write, also through ``tensor.data``, and like such a write it leaves versions alone.
         """
-        if self.is_fresh:
-            self.is_fresh = False
-        else:
-            with lasting():
-                copy_all(*self._aliases)
+        with lasting():
+            copy_all(*self._aliases)
 
     @property
     def renews_in_lane(self) -> bool:
@@ -245,9 +220,7 @@ class LaneTensors:
         if not original.is_inference():
             self._views.append(view)
         if isinstance(view, _LaneView) and view.layout is torch.strided:
-            self._bases[id(view)] = base
-            self._placed.append(view)
-            self._addresses.append(view.data_ptr())
+            self._placed.append((view, base))
         if not view.requires_grad:
             self._frozen.append(view)
         return view
@@ -281,22 +254,10 @@ class LaneTensors:
 
     def _moved(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors, straight to the replica's device if they are on the model's."""
-        travelling = [tensor for tensor in values if not self._is_at_home(tensor) and can_be_sent(tensor)]
-        arrived = iter(self._sent(travelling))
-        return [
-            tensor.clone()
-            if self._is_at_home(tensor)
-            else next(arrived)
-            if can_be_sent(tensor)
-            else tensor.to(self.device, copy=True)
-            for tensor in values
-        ]
-
-    def _sent(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        # `.data`: the pieces of one parcel would share a version counter, which shows what a lane writes.
-        sent = [tensor.data for tensor in Parcel(tensors).at(self.device)]
-        backend_of(self.device.type).flush(sent)
-        return sent
+        if self._mirror is None:
+            return [tensor.clone() for tensor in values]
+        arrived = iter(copies_at(self.device, [tensor for tensor in values if not self._is_at_home(tensor)]))
+        return [tensor.clone() if self._is_at_home(tensor) else next(arrived) for tensor in values]
 
 
 def _copy_of_reference(reference: Callable[[], Any], memo: dict[int, object]) -> torch.nn.Parameter:

@@ -33,7 +33,7 @@ def refuse_hidden(survey: Survey) -> None:
     known: set[type] = set()
     for node in survey.nodes.values():
         if node.kind is Kind.FUNCTION and _is_of_user(node.value):
-            _refuse_globals_of_all(node.value, node.path)
+            _refuse_globals(node.value, node.path, follows=True)
         elif node.kind in (Kind.INSTANCE, Kind.MODULE):
             known.update(type(node.value).__mro__)
     for cls in known:
@@ -47,38 +47,37 @@ def _refuse_class(cls: type) -> None:
             msg = f"the class attribute {cls.__qualname__}.{name} is a {_name(value)}: {_CURE}"
             raise ReplicaError(msg)
         for function in _functions(value) if name not in _NOT_CALLED else ():
-            for _ in _refuse_globals(function, function.__qualname__):
-                pass  # methods call too much to follow
+            _refuse_globals(function, function.__qualname__, follows=False)  # methods call too much to follow
             for free, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
                 for held in _held_by(_content(cell)):
                     msg = f"{function.__qualname__} captures {free!r}, which holds a {_name(held)}: {_CURE}"
                     raise ReplicaError(msg)
 
 
-def _refuse_globals(function: types.FunctionType, place: str) -> Iterator[types.FunctionType]:
-    """Refuse the modules among the globals that a function reads; yield the functions of the user's among them."""
+def _refuse_globals(function: types.FunctionType, place: str, *, follows: bool) -> None:
+    """Refuse modules among the globals of a function; if it `follows`, also those of the functions that it calls."""
+    seen = {function}
+    waiting = [(function, place)]
+    while waiting:
+        each, place = waiting.pop()
+        for name, value in _globals_of(each):
+            if not isinstance(value, types.FunctionType):
+                held = _held_by(value)[0]
+                msg = f"{place or each.__qualname__} uses the global {name!r}, which holds a {_name(held)}: {_CURE}"
+                raise ReplicaError(msg)
+            if follows and value not in seen:
+                seen.add(value)
+                waiting.append((value, value.__qualname__))
+
+
+def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function reads, if they hold modules or are functions of the user's."""
     for code in _codes(function.__code__):
         found = {name: function.__globals__.get(name) for name in code.co_names}
         found = {name: value for name, value in found.items() if _held_by(value) or _is_of_user(value)}
         loaded = _loaded_globals(code) if found else set()  # names of attributes are among co_names too
         for name in found.keys() & loaded:
-            if isinstance(value := found[name], types.FunctionType):
-                yield value
-            else:
-                held = _held_by(value)[0]
-                msg = f"{place or function.__qualname__} uses the global {name!r}, which holds a {_name(held)}: {_CURE}"
-                raise ReplicaError(msg)
-
-
-def _refuse_globals_of_all(function: types.FunctionType, place: str) -> None:
-    """Refuse modules among the globals of a function, and of the functions that it calls."""
-    seen = {function}
-    waiting = [(function, place)]
-    while waiting:
-        for called in _refuse_globals(*waiting.pop()):
-            if called not in seen:
-                seen.add(called)
-                waiting.append((called, called.__qualname__))
+            yield name, found[name]
 
 
 def _loaded_globals(code: types.CodeType) -> set[str]:

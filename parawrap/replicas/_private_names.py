@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -73,12 +73,10 @@ def children_of(module: torch.nn.Module) -> Any:
     return module._modules
 
 
-_copy_all = private_name("torch._foreach_copy_", "replicas")
-
-
-def copy_all(copies: Iterable[torch.Tensor], originals: Iterable[torch.Tensor]) -> None:
-    """Copy each original into its copy, faster than a loop over `Tensor.copy_`."""
-    _copy_all(copies, originals)
+# Copies tensors into others, faster than a loop over `Tensor.copy_`
+copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None] = private_name(
+    "torch._foreach_copy_", "replicas"
+)
 
 
 # torch.compile

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -131,49 +130,30 @@ class Replica:
                 self.finish()
 
     def apply(self, change: Change) -> None:
-        """Set a number, a flag, a string, or a tensor that was set in the target in the place of another."""
-        value = change.now
-        if isinstance(value, torch.Tensor):
-            value = self.tensors.add(value)
-            self._copies.note(change.now, value)
-        copy = self._copies.of(change.node.value)
-        own = copy if change.node.kind is Kind.DICT else vars(copy)
-        dict.__setitem__(own, change.key, value)
-        self.state.set(own, change.key, value)
-        if isinstance(change.before, torch.Tensor) and not self._survey.holders(change.before):
-            self.tensors.drop(change.before)
-            self._copies.drop(change.before)
-        if isinstance(change.now, torch.Tensor) or isinstance(change.before, torch.Tensor):
+        """Set a number, a flag, or a string that was set in the target. A tensor needs a new copy then."""
+        if isinstance(change.now, torch.Tensor):
+            self.tensors.replace(change.before, change.now)
+            self._copies.take(change.before, change.now)
             self._find_buffers()
+        else:
+            copy = self._copies.of(change.node.value)
+            dict.__setitem__(copy if change.node.kind is Kind.DICT else vars(copy), change.key, change.now)
 
     def touched(self) -> bool:
         """True if the lane wrote or replaced one of its tensors."""
-        return bool(self.tensors.written()) or any(
-            _buffer(copy, name) is not self._given(buffer) for _, copy, name, buffer in self._buffers
-        )
+        return self.has_own and bool(self.tensors.written() or self._replaced())
 
     def renew(self, changed: Sequence[torch.Tensor]) -> int:
         """Make new copies of these originals and of all that the lane wrote; return the bytes copied."""
         self.has_written = False
-        replaced = []
-        for _, copy, name, buffer in self._buffers:
-            if _buffer(copy, name) is not self._given(buffer):
-                if buffer is None:
-                    _set_buffer(copy, name, None)
-                else:
-                    replaced.append(buffer)
-        copied = self.tensors.renew([*changed, *replaced, *self.tensors.written()], self._copies.replace)
-        for module, name, given in [(copy, name, self._given(buffer)) for _, copy, name, buffer in self._buffers]:
-            if _buffer(module, name) is not given:
-                _set_buffer(module, name, given)  # the call had removed it
-        if self._attributes:
+        replaced = self._replaced()
+        for _, copy, name, buffer in replaced:
+            _set_buffer(copy, name, self._given(buffer))
+        due = [*changed, *(buffer for *_, buffer in replaced if buffer is not None), *self.tensors.written()]
+        copied = self.tensors.renew(due, self._copies.replace)
+        if self._attributes or self.tensors.computed:
             self.state.accept()  # new copies are among the attributes
         return copied
-
-    def renew_computed(self) -> None:
-        """Bring computed tensors again, so that gradients flow through them in the modes of this call."""
-        if self.tensors.renew_computed(self._copies.replace):
-            self.state.accept()
 
     def share_buffers(self) -> None:
         """Hold the model's own buffers instead of copies, as the first replica of torch.nn.parallel.replicate does."""
@@ -206,18 +186,12 @@ class Replica:
                 with lasting():
                     tensor.copy_(self.tensors.of(tensor))
 
-    def written_states(self) -> set[int]:
-        """Return the indices in `states` of the tensors that the lane wrote or replaced."""
+    def states(self) -> list[tuple[torch.Tensor | None, bool]]:
+        """Return the lane's buffers, and then its tensors in other places: each one, and True if the lane wrote it."""
         written = set(map(id, self.tensors.written()))
-        replaced = (_buffer(copy, name) is not self._given(buffer) for _, copy, name, buffer in self._buffers)
-        originals = [*(buffer for *_, buffer in self._buffers), *self._attributes]
-        changed = (id(original) in written or was for original, was in zip_longest(originals, replaced, fillvalue=False))
-        return {index for index, each in enumerate(changed) if each}
-
-    def states(self) -> list[torch.Tensor | None]:
-        """Return the lane's buffers, and then its tensors in other places, in one order for all lanes."""
-        buffers = (_buffer(copy, name) for _, copy, name, _ in self._buffers)
-        return [*buffers, *map(self.tensors.of, self._attributes)]
+        found = [(buffer, _buffer(copy, name)) for _, copy, name, buffer in self._buffers]
+        found += [(tensor, self.tensors.of(tensor)) for tensor in self._attributes]
+        return [(now, id(original) in written or now is not self._given(original)) for original, now in found]
 
     def is_buffer(self, index: int) -> bool:
         """True if a state is a buffer."""
@@ -242,6 +216,10 @@ class Replica:
         buffers = {id(buffer) for *_, buffer in self._buffers}
         own = (node.value for node in self._survey.tensors if not is_parameter(node.value))
         self._attributes = [tensor for tensor in own if id(tensor) not in buffers]
+
+    def _replaced(self) -> list[tuple[torch.nn.Module, torch.nn.Module, str, torch.Tensor | None]]:
+        """The places of buffers where the lane has another tensor than it was given."""
+        return [each for each in self._buffers if _buffer(each[1], each[2]) is not self._given(each[3])]
 
     def _given(self, buffer: torch.Tensor | None) -> torch.Tensor | None:
         """The copy of a buffer that the lane was given."""
@@ -271,7 +249,7 @@ class Replica:
             self.state.restore()
             raise
         finally:
-            self.has_written = self.has_own and self.touched()
+            self.has_written = self.touched()
         if not self.state.intact():
             leaves, spec = flatten(output)
             output = unflatten(spec, leaves)  # containers of the model would change in it
@@ -298,16 +276,14 @@ def give_buffers(replicas: Sequence[Replica]) -> None:
     lanes = [replica for replica in replicas if replica.has_finished]
     for replica in lanes:
         replica.has_finished = False
-    written: set[int] = set()
-    if len(lanes) > 1:
-        written.update(*(replica.written_states() for replica in lanes if replica.has_written))
-    if first.trains:
-        written = {index for index in written if not first.is_buffer(index)}
-    values = [replica.states() for replica in lanes] if written else []
-    for index in sorted(written):
-        if not all(_have_equal_values(each[index], values[0][index]) for each in values[1:]):
+    states = [replica.states() for replica in lanes] if any(replica.has_written for replica in lanes) else []
+    for index, each in enumerate(zip(*states, strict=True)):
+        is_buffer = first.is_buffer(index)
+        if (is_buffer and first.trains) or not any(was_written for _, was_written in each):
+            continue
+        if not all(_have_equal_values(value, each[0][0]) for value, _ in each[1:]):
             first.is_pending = False  # its buffers stay there
-            what, when = ("buffer", " in evaluation mode") if first.is_buffer(index) else ("tensor", "")
+            what, when = ("buffer", " in evaluation mode") if is_buffer else ("tensor", "")
             msg = (
                 f"the {what} {first.path_of_state(index)!r} was written during a call{when}, and each lane wrote the "
                 "values of its own rows. Pass such state to the call as an argument, and return it; make scratch memory in "

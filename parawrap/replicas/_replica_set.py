@@ -106,13 +106,9 @@ class ReplicaSet:
         self._ledger = Ledger((), ())
         self._unseen: list[torch.Tensor] = []
         self._renews_all = False
-        self._linked_on: Stream | None = None
-        self._memory_from: dict[torch.device, Stream | None] = {}
+        self._streams: dict[torch.device, Stream] = {}  # of the caller, at the last refresh
         self._mirrored: list[torch.Tensor] = []
         self._own: list[torch.Tensor] = []
-        self._writers: list[Replica] = []  # that have copies of tensors
-        self._has_copies = False
-        self._has_streams = False
         self._written_state: list[str] = []  # the places that a call wrote, for a warning
         self._has_warned = False
 
@@ -143,17 +139,11 @@ class ReplicaSet:
         if not (self._replicas and self._watch.intact() and self._ledger.same_form()):
             return True
         if torch.is_grad_enabled():
-            if self._mirrors or (self._has_streams and not self._is_linked_here()):
+            if self._mirrors or (self._streams and self._streams != self._callers_streams()):
                 return True
         elif self._renews_all or (self._mirrors and self._ledger.has_seen_steps):
             return True
-        if not self._has_copies:
-            return False
-        if self._unseen or not self._ledger.unwritten() or any(map(Replica.touched, self._writers)):
-            return True
-        for replica in self._writers:
-            replica.tensors.is_fresh = False
-        return False
+        return bool(self._unseen) or not self._ledger.unwritten() or any(map(Replica.touched, self._replicas))
 
     def refresh(self) -> None:
         """Bring every replica up to date. If that fails, the next refresh makes all of them again."""
@@ -202,30 +192,28 @@ class ReplicaSet:
 
     def forget(self) -> None:
         """Drop the replicas. The next refresh makes them again."""
-        self._keep_for_here()
-        for replica in self._replicas:
-            replica.is_over = True
-        self._replicas, self._writers, self.current = [], [], []
+        self._follow_streams()
+        self._let_go(keep_mirrors=False, relinks=False)
         _clear_caches(self._survey)
-        self._mirrors = {}
-        self._watch, self._ledger = Snapshot(()), Ledger((), ())
+        self._ledger = Ledger((), ())
         self._unseen = []
         self._survey = Survey(None)
 
     def _refresh(self) -> None:
-        self._keep_for_here()
+        has_other_streams = self._follow_streams()
         if self._replicas and self._replicas[0].gives_back and self._replicas[0].is_pending:
             self._replicas[0].write_back()  # of a call in another thread, which has yet to do so
         self._restore()
-        changes = self._watch.changes() if self._replicas else None
+        changes = self._watch.changes() if self._replicas and not has_other_streams else None
         written = with_other_buffers(self._ledger.written(), self._survey.all_modules())
         changed = {id(tensor): tensor for tensor in (*written, *self._ledger.moved())}
         self._renews_all = self._renews_all or self._ledger.has_seen_steps
         self._ledger.enter_versions()  # before the copies: the next call sees what another thread writes meanwhile
         if changes is not None and self._update(changes):
-            self._renew(changed)
+            replaced = {id(change.now): change.now for change in changes if isinstance(change.now, torch.Tensor)}
+            self._renew(changed | replaced)
         else:
-            self._build(changed)
+            self._build(changed, relinks=has_other_streams)
         self._renews_all = bool(self._mirrors) and torch.is_grad_enabled()
         trains = any(getattr(module, "training", False) for module in self._survey.all_modules())
         self._unseen = buffers_written_unseen(self._survey.all_modules())
@@ -241,55 +229,63 @@ class ReplicaSet:
         """Set replaced values in every replica; return False if replicas must be built again."""
         if not (self._ledger.same_form() and all(map(self._can_set, changes))):
             return False
-        if torch.is_grad_enabled() and not self._is_linked_here():
+        tensors = [id(change.now) for change in changes if isinstance(change.now, torch.Tensor)]
+        if len(set(tensors)) < len(tensors):
             return False
         for change in changes:
-            self._survey.swap(change.node, change.key, change.before, change.now)
+            if isinstance(change.now, torch.Tensor):
+                self._survey.replace(change.before, change.now)
             for replica in self._replicas:
                 replica.apply(change)
-            own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
-            self._watch.set(own, change.key, change.now)
-        if any(isinstance(value, torch.Tensor) for change in changes for value in (change.before, change.now)):
+        self._watch.take(changes)
+        for replica in self._replicas if changes else ():
+            replica.state.accept()
+        if tensors:
             self._note_tensors()
         return True
 
     def _can_set(self, change: Change) -> bool:
-        """True if a number, a flag, a string, or a tensor without gradients took the place of another."""
+        """True if a number, a flag, or a string took the place of another, or a tensor that of a tensor in one place."""
         node, key, before, now = change
         own = {Kind.DICT: node.value}.get(node.kind, getattr(node.value, "__dict__", {}))
         if node.key == PARAMETERS or dict.get(own, key, self) is not now:
             return False
-        if isinstance(now, torch.Tensor) and now.device not in (self.home, getattr(before, "device", None)):
-            return False
-        if isinstance(before, torch.Tensor) and node not in self._survey.holders(before):
-            return False
-        return all(_is_simple(value) for value in (before, now))
+        if isinstance(now, torch.Tensor) and isinstance(before, torch.Tensor):
+            is_alone = self._survey.holders(before) == [node] and id(now) not in self._survey.nodes
+            return is_alone and now.device == before.device and _is_plain(before) and _is_plain(now)
+        return _is_simple(before) and _is_simple(now)
 
     def _renew(self, changed: Mapping[int, torch.Tensor]) -> None:
         """Copy the tensors that changed; on other devices all tensors if gradients are enabled."""
+        written = self._write_mirrors(self._mirrored, changed)
         everything = torch.is_grad_enabled() or self._renews_all
-        due = self._mirrored if everything else [tensor for tensor in self._mirrored if id(tensor) in changed]
-        written = send((mirror, due) for mirror in self._mirrors.values())
-        for mirror in self._mirrors.values():
-            mirror.advance(changed.values())
         for replica in self._replicas:
             is_away = replica.tensors.device in self._mirrors
             written += replica.renew(self._own if everything and is_away else [*changed.values(), *self._unseen])
-            if is_away:
-                replica.renew_computed()
+        self._count(written)
+
+    def _write_mirrors(self, originals: Sequence[torch.Tensor], changed: Mapping[int, torch.Tensor]) -> int:
+        """Write the copies of parameters that changed, or that may have changed; return the bytes written."""
+        everything = torch.is_grad_enabled() or self._renews_all
+        written = send(self._mirrors.values(), [each for each in originals if everything or id(each) in changed])
+        for mirror in self._mirrors.values():
+            mirror.advance(each for each in originals if id(each) in changed)
+        return written
+
+    def _count(self, written: int) -> None:
         if written:
             self.freshness.refreshes += 1
             self.freshness.copied_bytes += written
 
-    def _build(self, changed: Mapping[int, torch.Tensor]) -> None:
+    def _build(self, changed: Mapping[int, torch.Tensor], *, relinks: bool) -> None:
         """Make every replica for the structure of now. Parameters that are still there keep their copies."""
         self._survey = survey = Survey(self.original)
         refuse_hidden(survey)
         home = _home_of(survey)
         _refuse_meta(survey, home)
-        self._let_go(keep_mirrors=home == self.home)
-        self.home, self._linked_on = home, None if home is None else backend_of(home.type).stream(home)
-        self._has_streams = self._linked_on is not None
+        self._let_go(keep_mirrors=home == self.home, relinks=relinks)
+        self.home = home
+        self._streams = self._callers_streams()
         tensors = [node.value for node in survey.tensors]
         at_home = self.devices if home is None else (home,)
         away = dict.fromkeys(device for device in self.devices if device not in at_home)
@@ -297,7 +293,8 @@ class ReplicaSet:
         if away:
             _refuse_left_behind(survey)
         self._mirrored = [each for each in tensors if is_parameter(each) and each.is_leaf and each.device == home]
-        self._fill_mirrors(changed)
+        kept = [mirror.take(self._mirrored) for mirror in self._mirrors.values()]  # the same in each
+        self._count(self._write_mirrors(kept[0] if kept else (), changed))
         order, written = Order(), self._written_state
         self._replicas = [
             Replica(survey, LaneTensors(device, home, self._mirrors.get(device), detach=self._detach), order, written)
@@ -314,53 +311,39 @@ class ReplicaSet:
         tensors = [node.value for node in self._survey.tensors]
         self.learns = _learns(self._survey)
         self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
-        self._writers = self._replicas if self._replicas[0].has_own else []
-        self._has_copies = bool(self._writers or self._mirrors)
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
 
-    def _let_go(self, *, keep_mirrors: bool) -> None:
+    def _let_go(self, *, keep_mirrors: bool, relinks: bool) -> None:
         """Drop the old replicas first: parameters remember the shapes and the stream of the graphs that lead to them."""
         for replica in self._replicas:
             replica.is_over = True
-        self._replicas, self._writers, self.current = [], [], []
+        self._replicas, self.current = [], []
         self._watch = Snapshot(())
         if not keep_mirrors:
             self._mirrors = {}
-        if not self._is_linked_here():
-            for mirror in self._mirrors.values():
-                mirror.unlink()
+        for mirror in self._mirrors.values() if relinks else ():
+            mirror.unlink()
 
-    def _fill_mirrors(self, changed: Mapping[int, torch.Tensor]) -> None:
-        """Write the copies of parameters that are new, that changed, or that may have changed."""
-        everything = torch.is_grad_enabled() or self._renews_all
-        missing = {mirror: mirror.take(self._mirrored) for mirror in self._mirrors.values()}
-        send(missing.items())
-        for mirror, new in missing.items():
-            known = set(map(id, new))
-            due = [tensor for tensor in self._mirrored if id(tensor) not in known and (everything or id(tensor) in changed)]
-            written = send([(mirror, due)])
-            mirror.advance(tensor for tensor in due if id(tensor) in changed)
-            if written:
-                self.freshness.refreshes += 1
-                self.freshness.copied_bytes += written
+    def _callers_streams(self) -> dict[torch.device, Stream]:
+        """Return the caller's streams: gradients of replicas reach the parameters on that of the model's device."""
+        found = {each: backend_of(each.type).stream(each) for each in (self.home, *self.devices) if each is not None}
+        return {device: stream for device, stream in found.items() if stream is not None}
 
-    def _is_linked_here(self) -> bool:
-        """True if the gradients of the replicas reach the parameters on the caller's stream."""
-        if self.home is None or not self._has_streams:
-            return True
-        here = backend_of(self.home.type).stream(self.home)
-        return here is self._linked_on or (here is not None and self._linked_on is not None and here == self._linked_on)
+    def _follow_streams(self) -> bool:
+        """Return True if the caller uses other streams than at the last refresh.
 
-    def _keep_for_here(self) -> None:
-        """Keep the memory that other streams took for replicas, once it is freed, until these streams are done.
-
-        These streams come after all that lanes have done with it.
+        If so, keep the memory that earlier streams took for replicas, once it is freed, until the new streams are done.
+        They come after all that lanes have done with it.
         """
-        here = {device: backend_of(device.type).stream(device) for device in self.devices}
-        if here != self._memory_from:
-            record_use(tensor for mirror in self._mirrors.values() for tensor in mirror.held())
-            record_use(tensor for replica in self._replicas for tensor in replica.tensors.held())
-            self._memory_from = here
+        if not (self._replicas or self._mirrors):
+            return True
+        streams = self._callers_streams()
+        if streams == self._streams:
+            return False
+        record_use(tensor for mirror in self._mirrors.values() for tensor in mirror.held())
+        record_use(tensor for replica in self._replicas for tensor in replica.tensors.held())
+        self._streams = streams
+        return True
 
 
 def _learns(survey: Survey) -> bool:
@@ -382,10 +365,12 @@ def _clear_caches(survey: Survey) -> None:
 
 
 def _is_simple(value: Any) -> bool:
-    """True for an atom other than a generator, and for a plain tensor that a lane has a copy of."""
-    if isinstance(value, torch.Tensor):
-        return type(value) is torch.Tensor and not value.requires_grad and value.grad_fn is None
+    """True for an atom other than a generator."""
     return kind_of(type(value)) is Kind.ATOM and not isinstance(value, torch.Generator)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.grad_fn is None
 
 
 def _refuse_left_behind(survey: Survey) -> None:

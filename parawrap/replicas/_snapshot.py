@@ -7,11 +7,10 @@ differences only if something changed. It uses public operations only.
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Iterable
-from itertools import accumulate, chain, compress, count
-from operator import is_, is_not
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple
 
 from parawrap.replicas._parts import Kind, attributes_of, parts_of, references_of, slots_of
@@ -24,12 +23,13 @@ ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "ABSENT"})()
 _PLAIN_DICTS = (dict, OrderedDict)
 _WITHOUT_ATTRIBUTES = frozenset({dict, OrderedDict, list, deque, set})  # an OrderedDict could have some, and has none
 _LISTED = frozenset({Kind.LIST, Kind.SET, Kind.WEAK_DICT, Kind.CELL, Kind.FUNCTION, Kind.PARTIAL})
+_own_dict = attrgetter("__dict__")  # faster than `vars`
 
 
 class Change(NamedTuple):
     """A value of a dict or an instance that was set, replaced, or removed. `ABSENT` stands for no value.
 
-    For a list and the like, `key` is None, and the values are lists of the parts.
+    For a list and the like, `key` is None, and the values are lists of the parts; for a dict in another order, of the keys.
     """
 
     node: Node
@@ -48,29 +48,31 @@ class Snapshot:
         self._instances = [each for _, each in instances]
         self._classes = [*map(type, self._instances)]
         self._own: list[Any] = [*map(vars, self._instances)]
-        self._nodes = [node for node, _ in (*instances, *dicts)]
-        self._dicts: list[dict[Any, Any]] = [*self._own, *(each for _, each in dicts)]
+        self._dicts: list[tuple[Node, Any]] = [*((node, vars(each)) for node, each in instances), *dicts]
         self._listed = [(node, each) for node, each in places if _is_listed(node, each)]
         self._scripts = [ScriptedState(each) for node, each in places if node.kind is Kind.SCRIPT and each is node.value]
         self.accept()
 
     def accept(self) -> None:
         """Take the objects of now for those that the containers must hold."""
-        # Most dicts of a model are empty hooks, and their truth is read faster than their length.
-        self._empty = [each for each in self._dicts if type(each) in _PLAIN_DICTS and not each]
-        filled = [index for index, each in enumerate(self._dicts) if type(each) not in _PLAIN_DICTS or each]
-        self._filled = [self._dicts[index] for index in filled]
-        self._owners = [self._nodes[index] for index in filled]
-        self._lengths = [*map(dict.__len__, self._filled)]
-        self._ends = [*accumulate(self._lengths)]
-        self._starts: dict[int, tuple[int, int]] = {}
-        # The views are live, so they are made once.
-        self._key_views = [_kind(each).keys(each) for each in self._filled]
-        self._value_views = [_kind(each).values(each) for each in self._filled]
-        self._keys = [*chain.from_iterable(self._key_views)]
-        self._keys_are_names = {str}.issuperset(map(type, self._keys))
-        self._values = [*chain.from_iterable(self._value_views)]
+        self._before = {id(own): dict(_kind(own).items(own)) for _, own in self._dicts}
         self._parts = [_listed_parts(node, each) for node, each in self._listed]
+        # Most dicts of a model are empty hooks, and their truth is read faster than their length.
+        self._empty = [own for _, own in self._dicts if type(own) in _PLAIN_DICTS and not self._before[id(own)]]
+        known = set(map(id, self._empty))
+        self._filled = [own for _, own in self._dicts if id(own) not in known]
+        self._lengths = [*map(dict.__len__, self._filled)]
+        # The views are live, so they are made once.
+        self._key_views = [_kind(own).keys(own) for own in self._filled]
+        self._value_views = [_kind(own).values(own) for own in self._filled]
+        self._flatten()
+
+    def take(self, changes: Iterable[Change]) -> None:
+        """Take the new values of these changes of dicts for those that the dicts must hold. They keep their keys."""
+        for change in changes:
+            own = change.node.value if change.node.kind is Kind.DICT else vars(change.node.value)
+            self._before[id(own)][change.key] = change.now
+        self._flatten()
 
     def intact(self) -> bool:
         """True if every container holds the same objects under the same keys, and is itself the same."""
@@ -79,10 +81,11 @@ class Snapshot:
     def holds_the_same(self) -> bool:
         """True if every container holds the same objects under the same keys."""
         return (
-            self._has_lengths()
+            not any(self._empty)
+            and [*map(dict.__len__, self._filled)] == self._lengths
             and all(map(is_, chain.from_iterable(self._value_views), self._values))
             and self._has_keys()
-            and (not self._listed or self._has_parts())
+            and next(self._changed_parts(), None) is None
         )
 
     def changes(self) -> list[Change] | None:
@@ -90,63 +93,55 @@ class Snapshot:
         if not self._has_identities():
             return None
         found: list[Change] = []
-        if self._has_lengths() and self._has_keys():
-            now = [*chain.from_iterable(self._value_views)]
-            for index in compress(count(), map(is_not, now, self._values)):
-                owner = self._owners[bisect_right(self._ends, index)]
-                found.append(Change(owner, self._keys[index], self._values[index], now[index]))
-        else:
-            for node, own, given in self._given():
-                keys = dict.fromkeys((*given, *dict.keys(own)))
-                pairs = ((key, given.get(key, ABSENT), dict.get(own, key, ABSENT)) for key in keys)
-                found += [Change(node, *pair) for pair in pairs if pair[1] is not pair[2]]
-        for (node, each), parts in zip(self._listed, self._parts, strict=True):
-            now = _listed_parts(node, each)
-            if _differ(now, parts):
-                found.append(Change(node, None, parts, now))
+        for node, own, before in self._changed_dicts():
+            keys = dict.fromkeys((*before, *dict.keys(own)))
+            pairs = ((key, before.get(key, ABSENT), dict.get(own, key, ABSENT)) for key in keys)
+            found += [Change(node, *pair) for pair in pairs if pair[1] is not pair[2]]
+            order = [*_kind(own).keys(own)]
+            if before.keys() == dict.keys(own) and _differ(order, [*before]):
+                found.append(Change(node, None, [*before], order))
+        for node, each, parts in self._changed_parts():
+            found.append(Change(node, None, parts, _listed_parts(node, each)))
         return found
-
-    def set(self, own: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set the value that a dict must hold under a key that it has."""
-        if not self._starts:
-            bounds = zip([0, *self._ends], self._ends, strict=False)
-            self._starts = {id(each): pair for each, pair in zip(self._filled, bounds, strict=False)}
-        if id(own) in self._starts:
-            start, end = self._starts[id(own)]
-            self._values[self._keys.index(key, start, end)] = value
 
     def restore(self) -> None:
         """Put everything back, except the classes of objects."""
         for each, own in zip(self._instances, self._own, strict=True):
             if vars(each) is not own:
                 object.__setattr__(each, "__dict__", own)
-        for _, own, given in self._given():
-            if len(own) != len(given) or any(map(is_not, _kind(own).values(own), given.values())) or [*own] != [*given]:
-                _kind(own).clear(own)
-                _kind(own).update(own, given)
-        for (node, each), parts in zip(self._listed, self._parts, strict=True):
-            if _differ(_listed_parts(node, each), parts):
-                _put_back(node, each, parts)
+        for _, own, before in self._changed_dicts():
+            _kind(own).clear(own)
+            _kind(own).update(own, before)
+        for node, each, parts in self._changed_parts():
+            _put_back(node, each, parts)
 
     def parts_before(self, value: Any) -> list[Any]:
         """Return what a container held; the container may have changed since."""
-        for _, own, given in self._given():
-            if own is value:
-                return [*given.values()]
+        if id(value) in self._before:
+            return [*self._before[id(value)].values()]
         return next((parts for (_, each), parts in zip(self._listed, self._parts, strict=True) if each is value), [])
 
-    def _given(self) -> Iterable[tuple[Node, dict[Any, Any], dict[Any, Any]]]:
-        """Yield each dict with what it held."""
-        bounds = zip(self._owners, self._filled, [0, *self._ends], self._ends, strict=False)
-        for node, own, start, end in bounds:
-            yield node, own, dict(zip(self._keys[start:end], self._values[start:end], strict=True))
-        filled = set(map(id, self._filled))
-        for node, own in zip(self._nodes, self._dicts, strict=True):
-            if id(own) not in filled:
-                yield node, own, {}
+    def _flatten(self) -> None:
+        before = [self._before[id(own)] for own in self._filled]
+        self._keys = [*chain.from_iterable(before)]
+        self._values = [*chain.from_iterable(map(dict.values, before))]
+        self._keys_are_names = {str}.issuperset(map(type, self._keys))
 
-    def _has_lengths(self) -> bool:
-        return not any(self._empty) and [*map(dict.__len__, self._filled)] == self._lengths
+    def _changed_dicts(self) -> Iterator[tuple[Node, Any, dict[Any, Any]]]:
+        """Yield each dict that has changed, with what it held."""
+        for node, own in self._dicts:
+            before = self._before[id(own)]
+            if not (before or own):
+                continue
+            values, keys = [*_kind(own).values(own)], [*_kind(own).keys(own)]
+            if _differ(values, [*before.values()]) or _differ(keys, [*before]):
+                yield node, own, before
+
+    def _changed_parts(self) -> Iterator[tuple[Node, Any, list[Any]]]:
+        """Yield each list and the like that has changed, with the parts that it held."""
+        for (node, each), parts in zip(self._listed, self._parts, strict=True):
+            if _differ(_listed_parts(node, each), parts):
+                yield node, each, parts
 
     def _has_keys(self) -> bool:
         keys = chain.from_iterable(self._key_views)
@@ -156,14 +151,10 @@ class Snapshot:
 
     def _has_identities(self) -> bool:
         return (
-            all(map(is_, map(type, self._instances), self._classes))
-            and all(map(is_, map(vars, self._instances), self._own))
+            [*map(type, self._instances)] == self._classes
+            and all(map(is_, map(_own_dict, self._instances), self._own))
             and all(state.intact() for state in self._scripts)
         )
-
-    def _has_parts(self) -> bool:
-        pairs = zip(self._listed, self._parts, strict=True)
-        return not any(_differ(_listed_parts(node, each), parts) for (node, each), parts in pairs)
 
 
 def _has_dict(node: Node, value: Any) -> bool:

@@ -103,21 +103,11 @@ class Survey:
         """Return the nodes that hold a value directly."""
         return self._holders.get(id(value), [])
 
-    def swap(self, holder: Node, key: Any, before: Any, now: Any) -> None:
-        """Note that a container got another tensor or atom in the place of a tensor or an atom."""
-        if isinstance(before, torch.Tensor):
-            self.holders(before).remove(holder)
-            if not self.holders(before):
-                node = self.nodes.pop(id(before))
-                self.tensors.remove(node)
-                self.copied.remove(node)
-        if isinstance(now, torch.Tensor):
-            if id(now) not in self.nodes:
-                node = self.nodes[id(now)] = Node(now, Kind.TENSOR, holder, key)
-                node.owned = True
-                self.tensors.append(node)
-                self.copied.append(node)
-            self._hold(now, holder)
+    def replace(self, before: torch.Tensor, now: torch.Tensor) -> None:
+        """Note that a tensor took the place of another, in all places where that was."""
+        node = self.nodes[id(now)] = self.nodes.pop(id(before))
+        node.value = now
+        self._holders[id(now)] = self._holders.pop(id(before))
 
     @cached_property
     def has_cycle(self) -> bool:
@@ -205,7 +195,7 @@ class Survey:
         natives = [node for node in self.nodes.values() if node.is_shared and is_native(node.value)]
         leading = self._leading_to(model) if natives else set()
         for node in self.nodes.values():
-            if node.owned and isinstance(node.value, Iterator) and node.kind is Kind.INSTANCE and not _is_file(node.value):
+            if node.owned and node.kind is Kind.INSTANCE and _is_iterator(node.value):
                 msg = (
                     f"no replica can be made: {node.path or 'the target'} is an iterator ({_name(node.value)}), and "
                     "each lane would advance it. Keep its items in a list"
@@ -241,8 +231,8 @@ def _is_source(node: Node) -> bool:
     return node.kind in _MODULES or (node.kind in _CONTAINERS and node.owned and not node.is_shared)
 
 
-def _is_file(value: Any) -> bool:
-    return isinstance(value, io.IOBase)
+def _is_iterator(value: Any) -> bool:
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase)
 
 
 def _name(value: Any) -> str:

@@ -81,9 +81,10 @@ class ScriptedState:
         Tensors and modules are compared by identity. C++ makes new Python objects of other values, which are compared.
         """
         now = self._now()
-        if len(now) != len(self._before):
-            return False
-        return all(map(is_, now, self._before)) or all(map(_is_same, now, self._before))
+        if len(now) == len(self._before) and all(map(is_, now, self._before)):
+            return True
+        (leaves, spec), (leaves_before, spec_before) = flatten(now), flatten(self._before)
+        return spec == spec_before and all(map(_is_same, leaves, leaves_before))
 
     def _now(self) -> list[Any]:
         children = chain.from_iterable(each.values() for each in self._children)
@@ -91,12 +92,6 @@ class ScriptedState:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, torch.nn.Module | torch.Tensor):
-        return False
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(value, other[key]) for key, value in one.items())
+    if one is other or type(one) is not type(other) or isinstance(one, torch.nn.Module | torch.Tensor):
+        return one is other
     return bool(one == other) or (one != one and other != other)  # not a number

@@ -9,7 +9,7 @@ import gc
 import operator
 import types
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
@@ -79,6 +79,17 @@ def test_lanes_start_from_the_buffers_that_lane_0_replaced():
     with torch.no_grad(), parallel(model, TWO):
         for step in (1.0, 2.0):
             assert_close(model(X), torch.full((9, 4), step))
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_lanes_follow_another_order_of_children(kind):
+    """A Sequential runs its children in the order of the dict."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model._modules = kind(model._modules)
+    with torch.no_grad(), parallel(model, TWO):
+        model(X)
+        model._modules["0"] = model._modules.pop("0")
+        assert_close(model(X), model[1](torch.tanh(X)))
 
 
 class CacheInABuffer(nn.Module):

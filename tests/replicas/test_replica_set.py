@@ -121,12 +121,11 @@ def test_a_changed_value_makes_no_new_replica():
         lambda model: setattr(model, "step", 7),
         lambda model: setattr(model, "note", "other"),
         lambda model: setattr(model, "plain", torch.ones(2)),
-        lambda model: setattr(model, "plain", None),
         lambda model: setattr(model, "count", torch.ones(())),
         lambda model: model.child.train(),
         lambda model: setattr(model.config, "scale", 5.0),
     ],
-    ids=["number", "string", "tensor", "no tensor", "buffer", "mode", "object"],
+    ids=["number", "string", "tensor", "buffer", "mode", "object"],
 )
 def test_new_values_are_set_in_the_replicas(change):
     """The replicas are the same objects with the new value; a tensor is the lane's own copy."""
@@ -142,10 +141,23 @@ def test_new_values_are_set_in_the_replicas(change):
             assert (replica.step, replica.note, replica.config.scale) == (model.step, model.note, model.config.scale)
             assert replica.child.training == model.child.training
             for mine, theirs in ((replica.plain, model.plain), (replica.count, model.count)):
-                assert mine is theirs is None or (mine is not theirs and torch.equal(mine, theirs))
+                assert mine is not theirs
+                assert torch.equal(mine, theirs)
     before[0].count.add_(3)
     made.current[0].write_back()
     assert torch.equal(model.count, before[1].count + 3)
+
+
+def test_one_tensor_in_two_new_places_is_one_tensor_in_the_replicas():
+    """The replica keeps the tie, as `copy.deepcopy` does."""
+    model = Holds().eval()
+    model.one, model.other = torch.zeros(2), torch.zeros(2)
+    made = replicas(model)
+    model.one = model.other = torch.ones(2)
+    made.refresh()
+    for replica in modules(made):
+        assert replica.one is replica.other
+        assert torch.equal(replica.one, model.one)
 
 
 def test_a_set_learns_if_a_tensor_requires_gradients():

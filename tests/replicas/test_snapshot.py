@@ -178,13 +178,19 @@ def test_a_change_that_was_undone_is_not_a_change():
     assert not seen.intact()
 
 
-def test_another_order_of_children_is_detected():
-    """Reordering an OrderedDict is a change."""
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_another_order_of_children_is_detected(kind):
+    """Reordering a dict is a change, which is put back."""
     module = Net()
-    module._modules = OrderedDict(module._modules)
+    module._modules = kind(module._modules)
     seen = watch(module)
-    module._modules.move_to_end("0")
+    module._modules["0"] = module._modules.pop("0")
     assert not seen.intact()
+    (change,) = seen.changes()
+    assert (change.key, change.before, change.now) == (None, ["0", "1"], ["1", "0"])
+    seen.restore()
+    assert [*module._modules] == ["0", "1"]
+    assert seen.intact()
 
 
 @pytest.mark.parametrize(
@@ -221,10 +227,12 @@ def test_changes_are_put_back(change):
     assert seen.intact()
 
 
-def test_a_value_that_is_set_on_purpose_is_no_change():
-    """After `set`, the snapshot holds the new value."""
+def test_a_change_that_is_taken_is_no_change():
+    """After `take`, the snapshot holds the new value, and detects the next one."""
     module = Net()
     seen = watch(module)
     module[0].out_features = 7
-    seen.set(vars(module[0]), "out_features", 7)
+    seen.take(seen.changes())
     assert seen.intact()
+    module[0].out_features = 8
+    assert not seen.intact()
