@@ -293,14 +293,15 @@ def _dataclass_parts(value: Any) -> tuple[Any, ...]:
 
 def _rebuild(blank: _Blank, leaves: Iterable[Any]) -> Any:
     """Return a container with these parts. Only a mapping that is neither a dict nor a UserDict runs its ``__init__``."""
-    cls, parts = blank.cls, list(leaves)
+    kind: type = blank.cls
+    parts = list(leaves)
     items = dict(zip(blank.keys, parts, strict=False))
-    others = dict(zip(blank.names, parts[len(items) :], strict=True))
-    is_mapping, is_dataclass = issubclass(cls, Mapping), dataclasses.is_dataclass(cls)
-    if is_mapping and not issubclass(cls, dict | UserDict):
-        return cls(items)  # only the class can fill its instances
-    is_tuple = issubclass(cls, tuple) and not is_dataclass
-    built = tuple.__new__(cls, items.values()) if is_tuple else cls.__new__(cls)
+    others = dict(zip(map(str, blank.names), parts[len(items) :], strict=True))
+    is_mapping, is_dataclass = issubclass(kind, Mapping), dataclasses.is_dataclass(kind)
+    if is_mapping and not issubclass(kind, dict | UserDict):
+        return blank.cls(items)  # only the class can fill its instances
+    is_tuple = issubclass(kind, tuple) and not is_dataclass
+    built: Any = tuple.__new__(blank.cls, items.values()) if is_tuple else blank.cls.__new__(blank.cls)
     _set_attributes(built, blank.plain)
     if is_mapping:
         if isinstance(built, defaultdict):
@@ -320,4 +321,4 @@ def _rebuild(blank: _Blank, leaves: Iterable[Any]) -> Any:
 def _set_attributes(built: Any, attributes: Mapping[str, Any]) -> None:
     """Set attributes, also of a frozen dataclass."""
     for name, value in attributes.items():
-        object.__setattr__(built, str(name), value)
+        object.__setattr__(built, name, value)
