@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError
 
 import psutil
@@ -30,6 +31,17 @@ class Endless(nn.Module):
 class Where(nn.Module):
     def forward(self, x):
         return x + 1, os.getpid()
+
+
+class WaitsForFile(Where):
+    def __init__(self, path):
+        super().__init__()
+        self.path = path
+
+    def forward(self, x):
+        while not self.path.exists():
+            time.sleep(0.005)
+        return super().forward(x)
 
 
 @torch.no_grad()
@@ -144,12 +156,13 @@ def test_script_that_never_closes_its_block_exits(tmp_path, seconds):
 
 
 @torch.no_grad()
-def test_callback_of_a_submitted_call_may_call_the_block():
+def test_callback_of_a_submitted_call_may_call_the_block(tmp_path):
     """A callback runs in the thread of a lane, so its call runs plainly."""
     outputs, done = [], threading.Event()
-    with parallel(Where(), CPUS, workers="process") as p:
+    with parallel(WaitsForFile(tmp_path / "go"), CPUS, workers="process") as p:
         future = p.submit(torch.zeros(2))
         future.add_done_callback(lambda _: (outputs.append(p(torch.zeros(4))), done.set()))
+        (tmp_path / "go").touch()  # once the callback waits: it would run in this thread otherwise
         assert done.wait(20)
     assert outputs[0][1] == os.getpid()
 
