@@ -111,8 +111,7 @@ class WorkerPool:
 
     def is_ready(self) -> bool:
         """True if a call of this thread may go to the lanes: not in a callback, after `close`, or while it is traced."""
-        is_open = not self.closed and self._process == os.getpid()
-        return here.lane is None and is_open and not sees_only_its_own_thread() and self._model.is_ready()
+        return here.lane is None and self._is_open() and not sees_only_its_own_thread() and self._model.is_ready()
 
     def is_at_home(self, device: torch.device) -> bool:
         """True if the model of this process is on that device, so that a plain call runs there."""
@@ -168,8 +167,11 @@ class WorkerPool:
 
         Raises:
             UnsendableError: If an argument or `prepare` cannot be pickled.
-            SessionError: If the call needs gradients.
+            SessionError: If the call needs gradients, or the pool is closed.
         """
+        if not self._is_open():
+            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+            raise SessionError(msg)
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
@@ -216,6 +218,10 @@ class WorkerPool:
         with self._changing:
             self._workers.end()
             self._model.forget()
+
+    def _is_open(self) -> bool:
+        """False after `close`, and in a forked child of the process that made the pool."""
+        return not self.closed and self._process == os.getpid()
 
     def _send_changes(self) -> None:
         self._wait_until_idle()
