@@ -1,4 +1,4 @@
-"""What lanes run: the parts of a cut call, and whole calls."""
+"""The work of lanes: parts of a cut call, and whole calls."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ class WholeCall:
 
     def recorded(self, lane: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another one, and records when it ran."""
-        return function if self.record is None else partial(timed, partial(self.record, self.rows), lane, function)
+        rows = self.rows  # counted now: the function may change the arguments
+        return function if self.record is None else partial(timed, partial(self.record, rows), lane, function)
 
     def make_arguments(self, lane: int | None) -> None:
         """Compute the arguments with `prepare`, in the thread of that lane."""

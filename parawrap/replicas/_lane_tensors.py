@@ -69,9 +69,8 @@ class LaneTensors:
         self._made: dict[int, torch.Tensor] = {}
         self._views: list[torch.Tensor] = []  # of parameters
         self._frozen: list[torch.Tensor] = []  # views without gradients
-        self._placed: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # views that may be moved, with the tensors in their memory
+        # Views that may be moved, each with the tensor that it is a view of
+        self._placed: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._moves = 0
         self.computed: list[torch.Tensor] = []
         self._originals: list[torch.Tensor] = []  # of the copies of the replica's own

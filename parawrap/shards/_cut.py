@@ -112,10 +112,6 @@ class ShardPlan:
     def rows(self) -> int:
         return sum(self.sizes)
 
-    def uncut(self) -> ShardPlan:
-        """Return the plan that gives the same calls whole to one lane."""
-        return ShardPlan(self.spec, (None,) * len(self.dims), (self.rows,))
-
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """Return one shard per size, each on its device; `devices` has one entry per shard."""
         return [piece.on(device) for piece, device in zip(self.cut(flat), devices, strict=True)]

@@ -58,7 +58,7 @@ class CallRequest(Request):
                 returned = Returned(*answer.read())
         else:
             returned = Returned(*answer.read())
-        read, self._read = self._read, None  # whoever waits for the result may drop the pool, whose last reference it is
+        read, self._read = self._read, None  # it refers to the pool, which must not end in a lane's thread
         return returned if read is None else read(returned, lane)
 
 

@@ -128,7 +128,7 @@ class SentModel:
         pid: int = answer.read()
         return pid
 
-    # What calls bring back
+    # Outputs and buffers that come from workers
 
     def take_buffers(self, written: Sequence[WrittenBuffer]) -> None:
         """Write buffers that came from a worker into the target."""

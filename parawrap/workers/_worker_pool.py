@@ -176,8 +176,9 @@ class WorkerPool:
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
         request = CallRequest(sent, partial(self._finish, call), prepare, is_inference=modes.inference)
+        rows = call.rows  # counted now: the caller may change the arguments
         if call.record is not None:
-            request.record = partial(call.record, call.rows)
+            request.record = partial(call.record, rows)
         lane = self._backlog.place(request, self.lanes)
         if lane is not None:
             request.future.set_running_or_notify_cancel()

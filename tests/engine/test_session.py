@@ -310,6 +310,13 @@ def test_a_submitted_call_may_hold_more_than_tensors(opened):
     assert (sum(lane.rows for lane in session.stats().lanes), output.tolist()) == (3, [2, 2, 2])
 
 
+def test_rows_are_counted_before_the_call(opened):
+    """A function that empties its batch has the rows that it was given."""
+    session = opened(lambda batch: batch.pop("x") * 2)
+    session.submit(Entry(session.target), ({"x": torch.ones(3)},), {}, lambda batch: (batch,)).result(20)
+    assert sum(lane.rows for lane in session.stats().lanes) == 3
+
+
 def test_cancel_drops_calls_that_have_not_started(opened):
     """Calls that lanes have started go on."""
     release, began = threading.Event(), threading.Event()

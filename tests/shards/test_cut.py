@@ -418,15 +418,6 @@ def test_a_plan_never_depends_on_values():
     assert plan.sizes == (2, 2)
 
 
-def test_an_uncut_plan_gives_the_call_whole_to_one_lane():
-    """The only shard of `uncut()` holds the whole call and its row count."""
-    x = torch.arange(4.0)
-    plan, flat = planned(cutter(), x, texts="a")
-    (shard,) = plan.uncut().scatter(flat, [CPU])
-    assert shard.args[0] is x
-    assert (shard.kwargs, shard.rows) == ({"texts": "a"}, 4)
-
-
 def test_a_whole_call_may_have_unequal_row_counts():
     """If a call is not cut, row counts may differ, and the first tensor with rows counts."""
     plan, leaves = cutter().whole((torch.zeros(4), torch.zeros(3)), {})
