@@ -22,6 +22,7 @@ __all__ = ["LOOK_S", "Leftovers", "kill_group"]
 
 LOOK_S = 0.02
 _PATIENCE_S = 10.0  # enough for a Python process that is still starting on a busy machine
+_PF_EXITING = 0x4  # of include/linux/sched.h
 
 
 class Leftovers:
@@ -54,7 +55,9 @@ class Leftovers:
         if sys.platform == "linux" and (groups or running or _has_children()):
             found = list(_processes())
             alive = {each.group for each in found} & groups
-            self._note_orphans({each.pid for each in found if _is_orphan(each, running) and each.group not in groups})
+            ending = set(filter(_is_ending, running))  # after the scan, which may have met orphans of these ranks
+            orphans = {each.pid for each in found if _is_orphan(each, running) and each.group not in groups}
+            self._note_orphans(orphans, ending)
         else:
             self._orphans.clear()
         alive = alive.union(*self._orphans.values())
@@ -66,12 +69,12 @@ class Leftovers:
             del self._kill_at[rank]
         return done
 
-    def _note_orphans(self, found: set[int]) -> None:
-        """Forget orphans that are gone, and send SIGTERM to new ones."""
+    def _note_orphans(self, found: set[int], ending: set[int]) -> None:
+        """Forget orphans that are gone, and send SIGTERM to new ones, which may also belong to the `ending` ranks."""
         seen = set(self._kill_at).difference(*self._orphans.values()) or set(self._kill_at)
         for pid in found - set(self._orphans):
             _signal(pid, signal.SIGTERM)
-        self._orphans = {pid: self._orphans.get(pid, seen) for pid in found}
+        self._orphans = {pid: self._orphans.get(pid, seen | ending) for pid in found}
 
     def _kill(self, rank: int) -> None:
         signal_group(rank, signal.SIGKILL)
@@ -108,6 +111,19 @@ def _is_orphan(process: _Process, running: Collection[int]) -> bool:
     return process.parent == os.getpid() and process.pid not in running
 
 
+def _is_ending(pid: int) -> bool:
+    """True if a process is exiting, is a zombie, or is gone. The kernel gives away its children after it sets this flag."""
+    try:
+        return bool(int(_stat(pid)[6]) & _PF_EXITING)
+    except OSError:
+        return True
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Return the fields of ``/proc/[pid]/stat`` from the third one on, the state (see proc_pid_stat(5))."""
+    return Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+
+
 def _has_children() -> bool:
     """True if this process has a child, including zombies."""
     try:
@@ -122,7 +138,6 @@ def _processes() -> Iterator[_Process]:
     for entry in os.scandir("/proc"):
         if entry.name.isdecimal():
             with contextlib.suppress(OSError):
-                stat = Path(entry.path, "stat").read_text()
-                state, parent, group = stat.rpartition(")")[2].split()[:3]
+                state, parent, group = _stat(entry.name)[:3]
                 if state not in "ZX":
                     yield _Process(int(entry.name), int(parent), int(group))

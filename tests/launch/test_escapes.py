@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
+from parawrap.launch import _orphan_processes
 from tests.launch.processes import (
     PATIENCE_S,
     REPORT_PID,
@@ -113,6 +114,26 @@ def test_no_process_that_left_the_group_outlives_the_launch(method, tmp_path):
                 launch.results(timeout=PATIENCE_S)
             survivors[end] = sum(not is_gone(pid) for pid in escaped)
     assert survivors == dict.fromkeys(expected, 0)
+
+
+def test_an_orphan_of_a_rank_that_ends_while_processes_are_listed_is_waited_for(monkeypatch):
+    """A rank may end after the list of processes was begun and before its end is noticed. It waits for its orphan too."""
+    with (
+        subprocess.Popen(["true"]) as earlier,
+        subprocess.Popen(["true"]) as ending,
+        subprocess.Popen(["sleep", "600"]) as orphan,
+    ):
+        for rank in earlier, ending:
+            os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        listed = [_orphan_processes._Process(orphan.pid, os.getpid(), os.getpgrp())]
+        monkeypatch.setattr(_orphan_processes, "_processes", lambda: iter(listed))
+        leftovers = _orphan_processes.Leftovers()
+        leftovers.end(earlier.pid)
+        assert leftovers.gone({ending.pid}) == []
+        leftovers.end(ending.pid)
+        assert leftovers.gone(()) == []
+        listed.clear()
+        assert leftovers.gone(()) == [earlier.pid, ending.pid]
 
 
 PARENT = f"""
