@@ -104,7 +104,7 @@ class Replica:
         """
         self.has_finished = False
         self._prepare(renews=True)
-        output = self._call(function, args, kwargs)
+        output = self._call(self.tensors.versions(), function, args, kwargs)
         self.has_finished = True
         return output
 
@@ -116,7 +116,8 @@ class Replica:
         Raises:
             SessionError: If a parameter was written since.
         """
-        if versions is not None and versions != self.tensors.versions():
+        now = self.tensors.versions()
+        if versions not in (None, now):
             msg = (
                 "a parameter of the model was written after this call was submitted and before it ran, so its output would "
                 "mix both. Read the outputs of submit and map before you change the model"
@@ -124,7 +125,7 @@ class Replica:
             raise SessionError(msg)
         self._prepare(renews=self.tensors.renews_in_lane)
         try:
-            return self._call(function, args, kwargs)
+            return self._call(now, function, args, kwargs)
         finally:
             if self.gives_back and self.has_own:
                 self.finish()
@@ -237,8 +238,10 @@ class Replica:
                     self.tensors.renew_in_lane()
         self.is_pending = True
 
-    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        versions = self.tensors.versions()
+    def _call(
+        self, versions: list[int], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call `function`. `versions` are those of the parameters."""
         try:
             output = function(*args, **kwargs)
             written = self.tensors.written_parameter(versions)
