@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from itertools import count
+from contextlib import suppress
+from itertools import count, islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
-from parawrap.engine._session import Ready, failed_future
+from parawrap.engine._session import ChunkCall, Ready, failed_future
 from parawrap.errors import SessionError
 from parawrap.lanes import note
 
@@ -35,17 +36,27 @@ class Stream(Protocol):
         prepare: Prepare | None = None,
         ready: Ready | None = None,
     ) -> Future[Any]: ...
+    def submit_chunk(self, calls: Sequence[ChunkCall], prepare: Prepare | None, ready: Ready) -> Sequence[Future[Any]]: ...
 
 
 class StreamOptions(NamedTuple):
     """The options of one stream, as in `Parallel.map`. Outputs that `folder` holds are not computed again."""
 
     buffersize: int
+    chunksize: int = 1
     prepare: Prepare | None = None
     with_inputs: bool = False
     return_exceptions: bool = False
     ordered: bool = True
     folder: OutputFolder | None = None
+
+
+class _Read(NamedTuple):
+    """A batch as the source gave it, its number, and its output if that is known."""
+
+    number: int
+    batch: Any
+    recalled: Future[Any] | None
 
 
 class _Flight(NamedTuple):
@@ -69,13 +80,13 @@ def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: Strea
     try:
         while True:
             try:
-                flying.append(next(submitted))
+                flying.extend(next(submitted))
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001
                 failure = error
                 break
-            if len(flying) >= options.buffersize:
+            while len(flying) > options.buffersize - options.chunksize:
                 yield _landed(flying.popleft(), options)
         while flying:
             yield _landed(flying.popleft(), options)
@@ -94,9 +105,10 @@ class _AsFinished:
         self._flying: dict[int, _Flight] = {}
         self._finished: SimpleQueue[int] = SimpleQueue()
 
-    def append(self, flight: _Flight) -> None:
-        self._flying[flight.number] = flight
-        flight.future.add_done_callback(lambda _, number=flight.number: self._finished.put(number))  # type: ignore[misc]
+    def extend(self, flights: Iterable[_Flight]) -> None:
+        for flight in flights:
+            self._flying[flight.number] = flight
+            flight.future.add_done_callback(lambda _, number=flight.number: self._finished.put(number))  # type: ignore[misc]
 
     def popleft(self) -> _Flight:
         return self._flying.pop(self._finished.get())
@@ -108,28 +120,57 @@ class _AsFinished:
         return iter(list(self._flying.values()))
 
 
-def _submit_all(session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions) -> Iterator[_Flight]:
-    """Submit one batch for each `next`. An error of the source gets a note; an error of `submit` goes into the future."""
-    source = iter(batches)
+def _submit_all(
+    session: Stream, entry: Entry, batches: Iterable[Any], options: StreamOptions
+) -> Iterator[Sequence[_Flight]]:
+    """Submit one chunk of batches for each `next`. An error of `submit` goes into the future of its batch.
+
+    An error of the source is raised once the batches that it gave before are submitted.
+    """
+    source = _read_all(batches, options)
     submit = _Submitter(session, entry, options.prepare)
+    failure: Exception | None = None
+    while failure is None:
+        chunk: list[_Read] = []
+        try:
+            chunk.extend(islice(source, options.chunksize))
+        except Exception as error:  # noqa: BLE001
+            failure = error
+        if not chunk:
+            break
+        futures = iter(submit([(each.number, each.batch) for each in chunk if each.recalled is None]))
+        flights = [
+            _Flight(
+                number,
+                next(futures) if recalled is None else recalled,
+                batch if options.with_inputs else None,
+                _hint(batch) if isinstance(batch, list) and options.prepare is None else None,
+            )
+            for number, batch, recalled in chunk
+        ]
+        del chunk, futures  # the source makes the next batch
+        yield flights
+        del flights
+    if failure is not None:
+        raise failure
+
+
+def _read_all(batches: Iterable[Any], options: StreamOptions) -> Iterator[_Read]:
+    """Yield the batches of the source. Its error gets a note."""
+    source, folder = iter(batches), options.folder
     for number in count():
         try:
             batch = next(source, _END)
             if batch is _END:
-                if options.folder is not None:
-                    options.folder.check_end(number)
+                if folder is not None:
+                    folder.check_end(number)
                 return
-            future = None if options.folder is None else options.folder.recall(number, batch)
+            recalled = None if folder is None else folder.recall(number, batch)
         except Exception as error:
             note(error, f"while batch {number} of the stream was read, counted from 0")
             raise
-        if future is None:
-            future = submit(batch, number)
-        hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
-        flight = _Flight(number, future, batch if options.with_inputs else None, hint)
-        del batch, future  # the source makes the next batch
-        yield flight
-        del flight
+        yield _Read(number, batch, recalled)
+        del batch, recalled
 
 
 class _Submitter:
@@ -141,18 +182,28 @@ class _Submitter:
         self._prepare = prepare
         self._ready: Ready | None = None
 
-    def __call__(self, batch: Any, number: int) -> Future[Any]:
-        """Submit a batch. An error goes into the future, and is raised in place of the batch's output."""
-        session, entry = self._session, self._entry
-        if session.recorder.traces:
-            entry = entry._replace(batch=number)
+    def __call__(self, chunk: Sequence[tuple[int, Any]]) -> Sequence[Future[Any]]:
+        """Submit numbered batches. An error goes into the future, and is raised in place of the batch's output."""
+        if len(chunk) > 1:
+            with suppress(Exception):  # each batch gets its own error below
+                self._ready = self._ready or self._session.get_ready()
+                if self._ready is not None:
+                    calls = [self._call(number, batch) for number, batch in chunk]
+                    return self._session.submit_chunk(calls, self._prepare, self._ready)
+        return [self._submit(number, batch) for number, batch in chunk]
+
+    def _submit(self, number: int, batch: Any) -> Future[Any]:
         try:
-            self._ready = self._ready or session.get_ready()
-            if self._prepare is not None:
-                return session.submit(entry, (batch,), {}, self._prepare, self._ready)
-            return session.submit(entry, *as_call(batch), None, self._ready)
+            self._ready = self._ready or self._session.get_ready()
+            return self._session.submit(*self._call(number, batch), self._prepare, self._ready)
         except Exception as error:  # noqa: BLE001
             return failed_future(error)
+
+    def _call(self, number: int, batch: Any) -> ChunkCall:
+        entry = self._entry
+        if self._session.recorder.traces:
+            entry = entry._replace(batch=number)
+        return (entry, (batch,), {}) if self._prepare is not None else (entry, *as_call(batch))
 
 
 def _hint(batch: list[Any]) -> str:

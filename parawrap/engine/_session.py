@@ -26,7 +26,7 @@ from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
 from parawrap.tree import Opaque, flatten
 
-__all__ = ["Ready", "Session", "failed_future"]
+__all__ = ["ChunkCall", "Ready", "Session", "failed_future"]
 
 _CPU = torch.device("cpu")
 _TENSOR = frozenset({torch.Tensor})
@@ -35,6 +35,10 @@ _WRITTEN = (
     "the model wrote in place into a tensor that every lane gets whole, so each lane wrote once. Pass one copy per row, "
     "cut the tensor with in_dims, or use an out-of-place operation"
 )
+
+
+ChunkCall = tuple[Entry, tuple[Any, ...], dict[str, Any]]
+"""One of several calls that travel in one message."""
 
 
 class Ready(NamedTuple):
@@ -62,6 +66,8 @@ class Pool(Protocol):
     @property
     def cuts_for_one_lane(self) -> bool: ...
     @property
+    def sends_chunks(self) -> bool: ...
+    @property
     def generators(self) -> Collection[torch.Generator]: ...
     @property
     def learns(self) -> bool: ...
@@ -75,7 +81,7 @@ class Pool(Protocol):
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]: ...
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
+    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]: ...
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -197,14 +203,11 @@ class Session:
         ready = ready or self.get_ready()
         if ready is None:
             return _done(partial(self._run_plainly, entry, args, kwargs, prepare))
-        call = WholeCall(entry, args, kwargs, self.cutters[entry.method], self._finish, prepare)
-        call.sources = self._sources_of(call)
-        if self.recorder.traces:
-            call.record_prepare = partial(self.recorder.record, "prepare", entry.batch, None)
-            call.record = partial(self.recorder.record, entry.method, entry.batch)
-        future = self.pool.submit(call, *ready)
-        self._futures.add(future)
-        return future
+        return self._send([self._whole(entry, args, kwargs, prepare)], ready)[0]
+
+    def submit_chunk(self, calls: Sequence[ChunkCall], prepare: Prepare | None, ready: Ready) -> list[LaneFuture]:
+        """Run several calls, each whole in one lane; they travel to a worker in one message. If it raises, none is sent."""
+        return self._send([self._whole(*call, prepare) for call in calls], ready)
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
@@ -235,6 +238,19 @@ class Session:
         return Trace(self.recorder, self.pool.lanes, path)
 
     # The steps of a call
+
+    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None) -> WholeCall:
+        call = WholeCall(entry, args, kwargs, self.cutters[entry.method], self._finish, prepare)
+        call.sources = self._sources_of(call)
+        if self.recorder.traces:
+            call.record_prepare = partial(self.recorder.record, "prepare", entry.batch, None)
+            call.record = partial(self.recorder.record, entry.method, entry.batch)
+        return call
+
+    def _send(self, calls: Sequence[WholeCall], ready: Ready) -> list[LaneFuture]:
+        futures = self.pool.submit(calls, *ready)
+        self._futures.update(futures)
+        return futures
 
     def _run_plainly(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None

@@ -27,6 +27,7 @@ class ThreadPool:
     has_target_here = True
     shares_generators = True
     cuts_for_one_lane = False
+    sends_chunks = False
 
     def __init__(self, target: Callable[..., Any], devices: Sequence[torch.device]) -> None:
         copies = ReplicaSet(target, devices)
@@ -100,11 +101,14 @@ class ThreadPool:
             self._copies.warn()
         return outcomes
 
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
-        """Run a call whole: on the CPU in the first free lane, on other devices in the lane with the least work.
+    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+        """Run calls whole: on the CPU in the first free lane, on other devices in the lane with the least work.
 
         There, `prepare` and the copies of the inputs run next to the earlier work of the lane.
         """
+        return [self._submit(call, copies, modes) for call in calls]
+
+    def _submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
         if call.sources is None:
             return self._lanes.submit_to_any(partial(self._run_whole, call, copies), modes)
         lane = self._lanes.least_loaded()

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from parawrap.backends import backend_of
 from parawrap.errors import RankDiedError
-from parawrap.launch import Job, Platform, add_note, launch, unpack
-from parawrap.workers._line import Arrival, Line, Message
+from parawrap.launch import Job, Platform, add_note, launch
+from parawrap.workers._line import Line, Message
 from parawrap.workers._serve import serve
-from parawrap.workers._worker_lane import Answer, ModelFile
+from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
 __all__ = ["LocalWorkers"]
 
@@ -73,17 +72,11 @@ class LocalWorker:
         arrival = self._line.receive()
         if arrival is None:
             return None
-        read = arrival.load if arrival.file is None else partial(self._raise, arrival, arrival.file)
+        read = arrival.load
+        if arrival.word == "raised":
+            packed, traceback = arrival.load()
+            read = partial(raise_from_worker, packed, traceback, self.label)
         return Answer(arrival.number, arrival.start, arrival.end, read)
-
-    def _raise(self, arrival: Arrival, file: int) -> NoReturn:
-        """Raise the exception that a request raised in the worker."""
-        try:
-            error = unpack(file)
-        finally:
-            os.close(file)
-        add_note(error, f"raised in {self.label}, with this traceback:\n{arrival.load()}")
-        raise error
 
     def death(self) -> RankDiedError:
         """Wait for the end of the process, and return the error that says how it ended."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from parawrap.launch import pack_exception, pickled_apart, traceback_of, unpack_from
-from parawrap.workers._server import Server
+from parawrap.launch import pickled_apart, traceback_of, unpack_from
+from parawrap.workers._server import Server, packed_error
 
 __all__ = ["Actor", "Parcel"]
 
@@ -46,7 +46,7 @@ class Actor:
         try:
             value = packed_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return True, perf_counter_ns() - start, _packed_error(error)
+            return True, perf_counter_ns() - start, (packed_error(error), [traceback_of(error, __file__)])
         return False, perf_counter_ns() - start, value
 
 
@@ -62,12 +62,3 @@ def loaded(parcel: Parcel) -> Any:
     """Return a value. Its tensors own their memory: arrays from Ray's object store are read-only."""
     pickled, buffers = parcel
     return pickle.loads(pickled, buffers=[bytearray(buffer) for buffer in buffers])
-
-
-def _packed_error(error: BaseException) -> Parcel:
-    file = pack_exception(error)
-    try:
-        packed = os.pread(file, os.fstat(file).st_size, 0)
-    finally:
-        os.close(file)
-    return packed, [traceback_of(error, __file__)]

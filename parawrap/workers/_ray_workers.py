@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from parawrap.errors import LaunchError, ParawrapError, PlatformError, RankDiedError
-from parawrap.launch import Device, Platform, Reservation, add_note, joined, unpack_from
+from parawrap.launch import Device, Platform, Reservation, joined
 from parawrap.workers._ray_actor import Actor, loaded, packed_apart
-from parawrap.workers._worker_lane import Answer, ModelFile
+from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 
 __all__ = ["RayWorkers", "devices_of"]
 
@@ -181,7 +181,10 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
-        read = partial(self._raise, *parcel) if has_raised else partial(loaded, parcel)
+        read = partial(loaded, parcel)
+        if has_raised:
+            packed, (traceback,) = parcel
+            read = partial(raise_from_worker, packed, traceback, self.label)
         end = perf_counter_ns()  # the clock of another machine cannot be compared
         return Answer(number, end - took_ns, end, read)
 
@@ -205,9 +208,3 @@ class RayWorker:
     def _check_ray(self) -> None:
         if not self._ray.is_initialized():  # otherwise the next call would start Ray again
             raise ConnectionError
-
-    def _raise(self, packed: bytes, traceback: list[str]) -> NoReturn:
-        """Raise the exception that a request raised in the actor."""
-        error = unpack_from(memoryview(bytearray(packed)))
-        add_note(error, f"raised in {self.label}, with this traceback:\n{traceback[0]}")
-        raise error

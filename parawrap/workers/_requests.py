@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,17 +14,16 @@ import torch
 from parawrap.errors import UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import pickled_apart
-from parawrap.workers._server import Call, Returned, SentModes, SentWarning
-from parawrap.workers._worker_lane import Answer, Request, Worker
+from parawrap.workers._server import Answered, Call, Returned, SentModes, SentWarning, unpickled
+from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
-__all__ = ["CallRequest", "ChangeRequest", "ModelRequest", "PackedModes", "warn_again"]
+__all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
 
 
 class CallRequest(Request):
     """A call. `read` makes the result from what it returned. `prepare` is a number and a pickled function."""
 
-    is_call = True
-    __slots__ = ("_call", "_is_inference", "_prepare", "_read", "is_whole")
+    __slots__ = ("_call", "_prepare", "_read", "is_inference", "is_whole")
 
     def __init__(
         self,
@@ -37,29 +38,94 @@ class CallRequest(Request):
         self.is_whole = read is not None
         self._read = read
         self._prepare = prepare
-        self._is_inference = is_inference
+        self.is_inference = is_inference
+
+    @property
+    def calls(self) -> int:
+        return 1
+
+    def fields(self, function: int) -> tuple[tuple[Any, ...], int]:
+        """Return the fields of the call for a worker with that `prepare`, and the number of the one that it then has."""
+        call = self._call
+        if self._prepare is None:
+            return tuple(call), function
+        number, pickled = self._prepare
+        return tuple(call._replace(prepare=(number, None if function == number else pickled))), number
 
     def send(self, worker: Worker) -> None:
-        call = self._call
-        if self._prepare is not None:
-            number, pickled = self._prepare
-            call = call._replace(prepare=(number, None if worker.function == number else pickled))
+        fields, function = self.fields(worker.function)
         try:
-            worker.send(self.number, "call", tuple(call), "the call")
+            worker.send(self.number, "call", fields, "the call")
         except UnsendableError:
-            pickled_apart({"args": call.args, "kwargs": call.kwargs}, "")  # raises with the address of the argument
+            pickled_apart({"args": self._call.args, "kwargs": self._call.kwargs}, "")  # raises with the argument's address
             raise
-        if call.prepare is not None:
-            worker.function = call.prepare[0]
+        worker.function = function
 
     def result(self, answer: Answer, lane: Lane) -> Any:
-        if self._is_inference:  # tensors that are made now are inference tensors, as in the plain call
-            with torch.inference_mode():
-                returned = Returned(*answer.read())
-        else:
+        with torch.inference_mode() if self.is_inference else nullcontext():  # new tensors are like those of the plain call
             returned = Returned(*answer.read())
         read, self._read = self._read, None  # it refers to the pool, which must not end in a lane's thread
         return returned if read is None else read(returned, lane)
+
+
+class ChunkRequest(Request):
+    """Several whole calls, in one message and one answer.
+
+    If the answer is an error, the worker could not read the message. Each call is then sent alone.
+    """
+
+    __slots__ = ("_missing", "parts")
+
+    def __init__(self, parts: Sequence[CallRequest]) -> None:
+        super().__init__()
+        self.parts: Sequence[CallRequest] = parts
+        self._missing = [None] * len(parts)
+        for part in parts:
+            part.future.add_done_callback(self._count_down)
+
+    @property
+    def calls(self) -> int:
+        return len(self.parts)
+
+    def start(self) -> bool:
+        self.parts = [part for part in self.parts if part.start()]
+        return bool(self.parts)
+
+    def cancel(self) -> None:
+        for part in self.parts:
+            part.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        for part in self.parts:
+            part.fail(error)
+
+    def send(self, worker: Worker) -> None:
+        chunk, function = [], worker.function
+        for part in self.parts:
+            fields, function = part.fields(function)
+            chunk.append(fields)
+        worker.send(self.number, "calls", chunk, "the calls")
+        worker.function = function
+
+    def finish(self, answer: Answer, lane: WorkerLane) -> None:
+        try:
+            answered = [Answered(*each) for each in answer.read()]
+        except BaseException:  # noqa: BLE001
+            lane.post_parts(self)
+            return
+        for part, (start, end, value, traceback) in zip(self.parts, answered, strict=True):
+            read = partial(unpickled, value)
+            if traceback is not None:
+                read = partial(raise_from_worker, value, traceback, f"worker {lane.index} on {lane.device}")
+            part.finish(Answer(self.number, answer.start + start, answer.start + end, read), lane)
+
+    def result(self, answer: Answer, lane: Lane) -> None:
+        """Do nothing: each part has its result."""
+
+    def _count_down(self, _: object) -> None:
+        self._missing.pop()
+        if not self._missing:
+            self.future.set_result(None)
 
 
 class ModelRequest(Request):

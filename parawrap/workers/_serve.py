@@ -11,9 +11,9 @@ from time import perf_counter_ns
 
 import torch
 
-from parawrap.launch import pack_exception, traceback_of, unpack
+from parawrap.launch import traceback_of, unpack
 from parawrap.workers._line import Arrival, Line, Message
-from parawrap.workers._server import Server
+from parawrap.workers._server import Server, packed_error
 
 __all__ = ["serve"]
 
@@ -63,9 +63,5 @@ def _value_of(request: Arrival) -> object:
 
 
 def _report(line: Line, error: BaseException, number: int, start: int) -> None:
-    file = pack_exception(error)
-    try:
-        text = traceback_of(error, __file__)
-        line.send(Message("raised", text, number, start, perf_counter_ns(), file), "the traceback")
-    finally:
-        os.close(file)
+    raised = packed_error(error), traceback_of(error, __file__)
+    line.send(Message("raised", raised, number, start, perf_counter_ns()), "the exception")

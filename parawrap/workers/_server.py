@@ -7,8 +7,9 @@ import functools
 import os
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,24 @@ import torch
 from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
-from parawrap.launch import pickled_apart
+from parawrap.launch import pack_exception, pickled_apart, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, unflatten
+from parawrap.workers._line import pickled_value
 
-__all__ = ["Call", "ModelTensor", "Returned", "SentModes", "SentWarning", "Server", "WrittenBuffer", "pickled_function"]
+__all__ = [
+    "Answered",
+    "Call",
+    "ModelTensor",
+    "Returned",
+    "SentModes",
+    "SentWarning",
+    "Server",
+    "WrittenBuffer",
+    "packed_error",
+    "pickled_function",
+    "unpickled",
+]
 
 _CPU = torch.device("cpu")
 _NO_CONTEXT: Any = None
@@ -122,6 +136,18 @@ class Returned(NamedTuple):
     warned: tuple[SentWarning, ...] = ()
 
 
+class Answered(NamedTuple):
+    """The answer to one call of a chunk. `start` and `end` are nanoseconds since the worker began the chunk.
+
+    `value` is pickled: the fields of `Returned`, or a packed exception if the call raised, and then its traceback as text.
+    """
+
+    start: int
+    end: int
+    value: bytes
+    traceback: str | None = None
+
+
 class Server:
     """The model of one worker, and its answers to requests. Used by one thread."""
 
@@ -190,6 +216,20 @@ class Server:
             return (output,)
         return output, has_model_tensors, rng_state, buffers, written, warned
 
+    def _calls(self, chunk: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """Answer several calls, one after another. An output is pickled before the next call, which may write into it."""
+        began = perf_counter_ns()
+        return [tuple(self._answered(fields, began)) for fields in chunk]
+
+    def _answered(self, fields: tuple[Any, ...], began: int) -> Answered:
+        start = perf_counter_ns() - began
+        try:
+            returned = self._call(fields)  # alive until the memory of its tensors is copied
+            value = _together(*pickled_value(returned, "the output"))
+        except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
+            return Answered(start, perf_counter_ns() - began, packed_error(error), traceback_of(error, __file__))
+        return Answered(start, perf_counter_ns() - began, value)
+
     def _output(self, call: Call) -> tuple[Any, bool]:
         """Return the output, and True if it has stand-ins for tensors of the model."""
         args, kwargs = call.args, call.kwargs
@@ -253,8 +293,7 @@ class Server:
     def _function(self, number: int, pickled: bytes | None) -> Callable[..., Any]:
         """Return a function that came with this call or with an earlier one. Only the last one is kept."""
         if pickled is not None:
-            function, buffers = pickle.loads(pickled)
-            self._last_function = number, pickle.loads(function, buffers=buffers)
+            self._last_function = number, unpickled(pickled)
         assert self._last_function[0] == number
         return self._last_function[1]  # type: ignore[no-any-return]
 
@@ -300,7 +339,25 @@ def _unpacked_modes(packed: bytes) -> SentModes:
 
 def pickled_function(function: Callable[..., Any], address: str) -> bytes:
     """Return a pickled function for `Call.prepare`. Raises UnsendableError with that address."""
-    pickled, buffers = pickled_apart(function, address)
+    return _together(*pickled_apart(function, address))
+
+
+def unpickled(data: bytes) -> Any:
+    """Return what `pickled_function` pickled, or the value of an `Answered`."""
+    pickled, buffers = pickle.loads(data)
+    return pickle.loads(pickled, buffers=buffers)
+
+
+def packed_error(error: BaseException) -> bytes:
+    """Return a packed exception."""
+    file = pack_exception(error)
+    try:
+        return os.pread(file, os.fstat(file).st_size, 0)
+    finally:
+        os.close(file)
+
+
+def _together(pickled: memoryview, buffers: Sequence[memoryview]) -> bytes:
     return pickle.dumps((bytes(pickled), [bytearray(buffer) for buffer in buffers]))
 
 

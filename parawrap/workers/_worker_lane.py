@@ -11,6 +11,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -18,14 +19,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from itertools import count
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from parawrap.errors import ParawrapError, SessionError
+from parawrap.errors import ParawrapError, SessionError, UnsendableError
 from parawrap.lanes import Lane, LaneFuture, here, note
+from parawrap.launch import add_note, unpack_from
 
-__all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane"]
+__all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane", "raise_from_worker"]
 
 _AHEAD = 2  # requests per worker, so that the next one has arrived when an answer leaves
 _load = attrgetter("load")
@@ -89,7 +91,6 @@ class Request(ABC):
     While a trace is open, `record` takes the lane's index, the start and end of the work, and the error if it raised.
     """
 
-    is_call = False
     is_whole = False
     __slots__ = ("deaths", "future", "number", "record")
 
@@ -99,6 +100,29 @@ class Request(ABC):
         self.future = LaneFuture()
         self.record: Callable[[int, int, int, BaseException | None], None] | None = None
 
+    @property
+    def calls(self) -> int:
+        """The number of calls in it."""
+        return 0
+
+    @property
+    def parts(self) -> Sequence[Request]:
+        """The requests that can be sent one by one in its place."""
+        return (self,)
+
+    def start(self) -> bool:
+        """Note that it is sent; False if it was cancelled."""
+        return self.future.set_running_or_notify_cancel()
+
+    def cancel(self) -> None:
+        """Cancel it before it is sent."""
+        if self.future.cancel():
+            self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End it with an error."""
+        self.future.set_exception(error)
+
     @abstractmethod
     def send(self, worker: Worker) -> None:
         """Send the request to a worker, with its number."""
@@ -107,7 +131,7 @@ class Request(ABC):
     def result(self, answer: Answer, lane: Lane) -> Any:
         """Return the result of an answer, or raise its exception. Runs in the lane's thread."""
 
-    def finish(self, answer: Answer, lane: Lane) -> None:
+    def finish(self, answer: Answer, lane: WorkerLane) -> None:
         """Set the result or the exception of the future."""
         try:
             value = self.result(answer, lane)
@@ -155,7 +179,7 @@ class Backlog:
         with self._gate:
             while self._requests and lane.load <= _AHEAD:
                 request = self._requests.popleft()
-                if request.future.set_running_or_notify_cancel():
+                if request.start():
                     return request
             lane.load -= 1
             return None
@@ -166,8 +190,7 @@ class Backlog:
             dropped = list(self._requests)
             self._requests.clear()
         for request in dropped:
-            if request.future.cancel():
-                request.future.set_running_or_notify_cancel()
+            request.cancel()
 
 
 class WorkerLane(Lane):
@@ -222,6 +245,23 @@ class WorkerLane(Lane):
             UnsendableError: If the value cannot be pickled. Nothing is sent then.
             SessionError: If the lane has ended, or there is no room for the tensors of the value.
         """
+        try:
+            self._post(request)
+        except UnsendableError:
+            if len(request.parts) == 1:
+                raise
+            self.post_parts(request)  # so that only the parts that cannot be pickled fail
+
+    def post_parts(self, request: Request) -> None:
+        """Send the parts of a request one by one in its place. An error of the sending ends that part."""
+        for part in request.parts:
+            self.backlog.count(self)
+            try:
+                self._post(part)
+            except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
+                part.fail(error)
+
+    def _post(self, request: Request) -> None:
         try:
             with self._sending:
                 if self.is_over or self.thread is None:
@@ -281,11 +321,12 @@ class WorkerLane(Lane):
         while (answer := receive()) is not None:
             request = self._unanswered.popleft()
             while request.number != answer.number:  # the sending of this request was interrupted
-                request.future.set_exception(_ended())
+                request.fail(_ended())
                 self._take_next()
                 request = self._unanswered.popleft()
-            if request.is_call:
-                self._count(answer)
+            if request.calls:
+                self.tasks += request.calls
+                self.busy_ns += answer.end - answer.start
             self._take_next()
             request.finish(answer, self)
             del request, answer  # a waiting lane keeps nothing of its last call alive
@@ -297,13 +338,9 @@ class WorkerLane(Lane):
                 self.post(request)
             except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
                 self.backlog.count(self)  # for the call after this one
-                request.future.set_exception(error)
+                request.fail(error)
             else:
                 return
-
-    def _count(self, answer: Answer) -> None:
-        self.tasks += 1
-        self.busy_ns += answer.end - answer.start
 
     def _replace_worker(self) -> bool:
         """Start a worker, or another one in the place of a worker that ended. False if the lane is over."""
@@ -346,16 +383,28 @@ class WorkerLane(Lane):
         return True
 
     def _note_death(self, error: BaseException) -> None:
-        """Count a death for the request that ran. If it is one too many, the request fails."""
-        request = next(iter(self.unanswered), None)
-        if request is None:
+        """Count a death for every part of the request that ran. Parts with one too many fail, and others are sent alone."""
+        if not self._unanswered:
             return
-        request.deaths += 1
-        if request.deaths > self._retries:
-            self._unanswered.popleft()
+        request = self._unanswered[0]
+        parts = request.parts
+        self.backlog.count(self, len(parts) - 1)
+        left = []
+        for part in parts:
+            part.deaths += 1
+            if part.deaths <= self._retries:
+                left.append(part)
+                part.number = next(self._numbers)
+                continue
             self._take_next()
-            note(error, f"in {self}. {request.deaths} workers ended while they ran this call. Other calls continue")
-            request.future.set_exception(error)
+            what = "this call" if len(parts) == 1 else f"this call or others of its chunk of {len(parts)}"
+            failure = copy.copy(error)
+            failure.__notes__ = [*getattr(error, "__notes__", ())]
+            note(failure, f"in {self}. {part.deaths} workers ended while they ran {what}. Other calls continue")
+            part.fail(failure)
+        if left != [request]:
+            self._unanswered.extendleft(reversed(left))  # before the removal: `unanswered` may be read meanwhile
+            self._unanswered.remove(request)
 
     def _give_up(self, error: BaseException) -> None:
         """Fail all requests. A later `begin` starts again unless the lane is over."""
@@ -370,7 +419,14 @@ class WorkerLane(Lane):
         self._failure = None if self.is_over else error
         for request in left:
             self._take_next()
-            request.future.set_exception(error)
+            request.fail(error)
+
+
+def raise_from_worker(packed: bytes, traceback: str, label: str) -> NoReturn:
+    """Raise an exception that a request raised in a worker."""
+    error = unpack_from(memoryview(bytearray(packed)))
+    add_note(error, f"raised in {label}, with this traceback:\n{traceback}")
+    raise error
 
 
 def _ended() -> SessionError:

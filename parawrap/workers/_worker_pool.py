@@ -29,7 +29,7 @@ from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
-from parawrap.workers._requests import CallRequest, ChangeRequest, ModelRequest, PackedModes, warn_again
+from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SentModel
 from parawrap.workers._server import Call, Returned, pickled_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
@@ -70,6 +70,7 @@ class WorkerPool:
 
     shares_generators = False
     cuts_for_one_lane = False
+    sends_chunks = True
     generators: tuple[torch.Generator, ...] = ()
     learns = False  # workers compute no gradients
 
@@ -162,16 +163,25 @@ class WorkerPool:
                 break
         return outcomes
 
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
-        """Send a whole call to the lane with the fewest requests, or keep it until a lane has room.
+    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+        """Send whole calls, in one message, to the lane with the fewest requests, or keep them until a lane has room.
 
         Raises:
-            UnsendableError: If an argument or `prepare` cannot be pickled.
-            SessionError: If the call needs gradients, or the pool is closed.
+            UnsendableError: If an argument of a single call or its `prepare` cannot be pickled.
+            SessionError: If a call needs gradients, or the pool is closed.
         """
         if not self._is_open():
             msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
             raise SessionError(msg)
+        requests = [self._whole_request(call, modes) for call in calls]
+        request = requests[0] if len(requests) == 1 else ChunkRequest(requests)
+        lane = self._backlog.place(request, self.lanes)
+        if lane is not None:
+            request.start()
+            lane.post(request)
+        return [each.future for each in requests]
+
+    def _whole_request(self, call: WholeCall, modes: Modes) -> CallRequest:
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
@@ -179,11 +189,7 @@ class WorkerPool:
         rows = call.rows  # counted now: the caller may change the arguments
         if call.record is not None:
             request.record = partial(call.record, rows)
-        lane = self._backlog.place(request, self.lanes)
-        if lane is not None:
-            request.future.set_running_or_notify_cancel()
-            lane.post(request)
-        return request.future
+        return request
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run the model of this process: workers have their own models.
@@ -299,7 +305,7 @@ class WorkerPool:
 def post(lane: WorkerLane, request: Request) -> Future[Any]:
     """Send a request to a certain lane. An error of the sending goes into the future."""
     lane.backlog.count(lane)
-    request.future.set_running_or_notify_cancel()
+    request.start()
     try:
         lane.post(request)
     except Exception as error:  # noqa: BLE001

@@ -144,25 +144,29 @@ def fail_on_three(x):
     return x
 
 
+in_chunks = pytest.mark.parametrize("chunksize", [1, 4])
+
+
 # -- order and batches -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffersize", [1, 2, 50])
-def test_outputs_are_in_order(lanes, buffersize):
+@pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (2, 1), (50, 1), (4, 4), (9, 4), (None, 7)])
+def test_outputs_are_in_order(lanes, buffersize, chunksize):
     """`map` yields one output per batch in the order of the batches, also a short last one."""
     model, batches = nn.Linear(4, 3), torch.randn(61, 4).split(4)
     expected = [model(batch) for batch in batches]
     with lanes(model) as p:
-        assert_same(list(p.map(batches, buffersize=buffersize)), expected)
-        assert_same(list(p.map(iter(batches), buffersize=buffersize)), expected)
+        assert_same(list(p.map(batches, buffersize=buffersize, chunksize=chunksize)), expected)
+        assert_same(list(p.map(iter(batches), buffersize=buffersize, chunksize=chunksize)), expected)
         assert list(p.map([])) == []
 
 
-def test_unordered_outputs_come_once(lanes):
+@in_chunks
+def test_unordered_outputs_come_once(lanes, chunksize):
     """With ``ordered=False`` each output is yielded once, with its own input."""
     batches = numbers(30)
     with lanes(double) as p:
-        pairs = list(p.map(batches, ordered=False, with_inputs=True))
+        pairs = list(p.map(batches, ordered=False, with_inputs=True, chunksize=chunksize))
     assert sorted(firsts(batch for batch, _ in pairs)) == list(range(30))
     assert all(torch.equal(output, batch * 2) for batch, output in pairs)
 
@@ -191,10 +195,10 @@ def test_source_is_read_at_most_buffersize_ahead(lanes):
             read.append(number)
             yield torch.full((2, 1), float(number))
 
-    for buffersize in (1, 3):
+    for buffersize, chunksize in ((1, 1), (3, 1), (3, 2), (3, 3)):
         read.clear()
         with lanes(double) as p:
-            stream = p.map(source(), buffersize=buffersize)
+            stream = p.map(source(), buffersize=buffersize, chunksize=chunksize)
             assert read == []
             for done, _ in enumerate(stream):
                 assert len(read) <= done + 1 + buffersize
@@ -217,7 +221,8 @@ def test_forms_of_batches(lanes):
         assert_same(list(p.map(batches)), expected)
 
 
-def test_prepare_computes_the_arguments_in_the_lane(lanes):
+@in_chunks
+def test_prepare_computes_the_arguments_in_the_lane(lanes, chunksize):
     """`prepare` returns a tuple, a dict, or one argument, and may be any function."""
     offset = torch.tensor(5.0)
     with lanes(echo) as p:
@@ -226,10 +231,11 @@ def test_prepare_computes_the_arguments_in_the_lane(lanes):
             (lambda batch: {"y": batch["x"] * 2}, ((), {"y": torch.tensor([2.0])})),
             (lambda batch: batch["x"], ((torch.tensor([1.0]),), {})),
         ):
-            assert_same(list(p.map([{"x": torch.ones(1)}] * 5, prepare=prepare)), [expected] * 5)
+            assert_same(list(p.map([{"x": torch.ones(1)}] * 5, prepare=prepare, chunksize=chunksize)), [expected] * 5)
 
 
-def test_prepare_reads_what_the_caller_changed(lanes):
+@in_chunks
+def test_prepare_reads_what_the_caller_changed(lanes, chunksize):
     """A later stream has the function's values of that moment, also those of the same function object."""
     table = {"offset": 1.0}
 
@@ -237,9 +243,9 @@ def test_prepare_reads_what_the_caller_changed(lanes):
         return batch + table["offset"]
 
     with lanes(double) as p:
-        assert firsts(p.map(numbers(3), prepare=prepare)) == [2, 4, 6]
+        assert firsts(p.map(numbers(3), prepare=prepare, chunksize=chunksize)) == [2, 4, 6]
         table["offset"] = 10.0
-        assert firsts(p.map(numbers(3), prepare=prepare)) == [20, 22, 24]
+        assert firsts(p.map(numbers(3), prepare=prepare, chunksize=chunksize)) == [20, 22, 24]
 
 
 def test_with_inputs_yields_the_batch_of_the_source(lanes):
@@ -272,7 +278,8 @@ def test_streams_at_once(lanes):
 # -- errors ----------------------------------------------------------------------------------------------------------------
 
 
-def test_error_of_the_source_is_raised_after_earlier_outputs(lanes):
+@in_chunks
+def test_error_of_the_source_is_raised_after_earlier_outputs(lanes, chunksize):
     """The outputs of the batches before the error are yielded first."""
 
     def source():
@@ -284,17 +291,17 @@ def test_error_of_the_source_is_raised_after_earlier_outputs(lanes):
         for options in ({}, {"return_exceptions": True}):
             outputs.clear()
             with pytest.raises(LookupError, match="no more"):
-                outputs.extend(p.map(source(), **options))
+                outputs.extend(p.map(source(), **options, chunksize=chunksize))
             assert firsts(outputs) == [0, 2, 4, 6, 8]
 
 
-@pytest.mark.parametrize("buffersize", [1, 20])
-def test_error_of_the_model_names_the_batch(lanes, buffersize):
+@pytest.mark.parametrize(("buffersize", "chunksize"), [(1, 1), (20, 1), (20, 5)])
+def test_error_of_the_model_names_the_batch(lanes, buffersize, chunksize):
     """The error is raised in the batch's place, with its number and its lane in notes. The block stays usable."""
     outputs = []
     with lanes(fail_on_three) as p:
         with pytest.raises(LookupError, match="three") as caught:
-            outputs.extend(p.map(numbers(9), buffersize=buffersize))
+            outputs.extend(p.map(numbers(9), buffersize=buffersize, chunksize=chunksize))
         notes = "\n".join(caught.value.__notes__)
         assert "batch 3" in notes
         assert "lane" in notes
@@ -303,7 +310,8 @@ def test_error_of_the_model_names_the_batch(lanes, buffersize):
         assert firsts(p.map(numbers(3))) == [0, 1, 2]
 
 
-def test_return_exceptions_goes_on(lanes):
+@in_chunks
+def test_return_exceptions_goes_on(lanes, chunksize):
     """The exception takes the place of the output, with the number of its batch, also one from `prepare`."""
 
     def prepare(x):
@@ -312,7 +320,7 @@ def test_return_exceptions_goes_on(lanes):
         return x
 
     with lanes(fail_on_three) as p:
-        outputs = list(p.map(numbers(9), return_exceptions=True, prepare=prepare))
+        outputs = list(p.map(numbers(9), return_exceptions=True, prepare=prepare, chunksize=chunksize))
     kinds = [type(output) for output in outputs]
     expected = [torch.Tensor] * 9
     expected[3], expected[6] = LookupError, KeyError
@@ -333,7 +341,8 @@ def test_stop_iteration_does_not_end_the_stream(lanes):
         list(p.map(numbers(5)))
 
 
-def test_value_that_cannot_be_sent_fails_one_batch(lanes):
+@in_chunks
+def test_value_that_cannot_be_sent_fails_one_batch(lanes, chunksize):
     """A generator as a batch or as an output is one error with its address, where it has to leave the process."""
 
     def run(x, *, extra=None):
@@ -342,7 +351,7 @@ def test_value_that_cannot_be_sent_fails_one_batch(lanes):
     batches = numbers(4)
     batches[2] = {"x": batches[2], "extra": (each for each in ())}
     with lanes(run) as p:
-        outputs = list(p.map(batches, return_exceptions=True))
+        outputs = list(p.map(batches, return_exceptions=True, chunksize=chunksize))
         assert firsts([outputs[0], outputs[3]]) == [0, 3]
         if lanes.name == "thread":
             assert int(outputs[2][0]) == 2
@@ -379,11 +388,40 @@ def test_output_that_cannot_be_unpickled_fails_one_call(lanes):
     assert len(pids) <= 2
 
 
+def test_batch_or_output_that_cannot_be_unpickled_fails_alone_in_its_chunk(lanes):
+    """The other batches of the chunk have their outputs."""
+    batches = [(x, OnlyIn()) if index == 1 else x for index, x in enumerate(numbers(8))]
+    with lanes(lambda x, extra=None: OnlyIn() if int(x[0]) == 6 else x) as p:
+        outputs = list(p.map(batches, chunksize=4, return_exceptions=True))
+    whole = [0, *range(2, 6), 7]
+    assert firsts(outputs[number] for number in whole) == whole
+    if lanes.name != "thread":
+        assert [type(outputs[number]) for number in (1, 6)] == [LookupError] * 2
+
+
+def test_output_of_a_chunk_is_that_of_its_moment(lanes):
+    """A model may write every output into the same memory, as long as the caller reads one before the next is computed."""
+
+    class Reusing(nn.Module):
+        def forward(self, x):
+            memory.copy_(x)
+            return memory
+
+    memory = torch.zeros(2, 1)
+    with lanes(Reusing()) as p:
+        for number, output in enumerate(p.map(numbers(9), chunksize=3, buffersize=3)):
+            assert lanes.name == "thread" or int(output[0]) == number
+
+
 def test_wrong_options_are_refused_at_the_call(lanes):
     """`map` raises at the call, not at the first output."""
     with lanes(double) as p:
         with pytest.raises(ShardError, match="buffersize=0"):
             p.map([], buffersize=0)
+        with pytest.raises(ShardError, match="chunksize=0"):
+            p.map([], chunksize=0)
+        with pytest.raises(ShardError, match="buffersize=3 has no room for chunksize=4"):
+            p.map([], buffersize=3, chunksize=4)
         with pytest.raises(ShardError, match="prepare=3"):
             p.map([], prepare=3)
 

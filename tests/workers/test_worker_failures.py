@@ -81,11 +81,31 @@ def test_no_retries(opened, tmp_path):
         session.submit(Entry(model), (torch.tensor([-1.0]),), {}).result()
 
 
+@pytest.mark.parametrize("retries", [1, 0])
+def test_death_counts_for_every_batch_of_a_chunk(opened, tmp_path, retries):
+    """All batches of a chunk may have run when a worker dies. They run again one by one, so only the cause fails twice."""
+    session = opened(model := Dying(), retries=retries)
+    batches = [torch.tensor([float(number)]) for number in (1, 2, -9, 3, 4, 5, 6, 7)]
+    options = StreamOptions(8, 4, return_exceptions=True)
+    outputs = list(stream(session, Entry(model), batches, options))
+    failed = [number for number, output in enumerate(outputs) if isinstance(output, RankDiedError)]
+    assert failed == ([2] if retries else [0, 1, 2, 3])
+    for number in failed:
+        note = "\n".join(outputs[number].__notes__)
+        assert f"batch {number} of the stream" in note
+        assert note.count("of the stream") == 1
+        assert ("its chunk of 4" in note) != bool(retries)
+    assert [float(each) for number, each in enumerate(outputs) if number not in failed and number != 2] == [
+        float(2 * batches[number]) for number in range(8) if number not in failed and number != 2
+    ]
+
+
+@pytest.mark.parametrize("chunksize", [1, 8])
 @pytest.mark.parametrize("elements", [3, 20_000], ids=["inline", "slab"])
 @pytest.mark.parametrize(
     ("batches", "kills"), [(400, 6), pytest.param(10_000, 50, marks=pytest.mark.long)], ids=["short", "long"]
 )
-def test_killed_workers_lose_and_repeat_no_batch(opened, batches, kills, elements):
+def test_killed_workers_lose_and_repeat_no_batch(opened, batches, kills, elements, chunksize):
     """While workers are killed at random moments, each batch of a stream comes out once, in order."""
     session = opened(model := nn.Identity(), retries=10)
     at = set(random.Random(7).sample(range(batches), kills))
@@ -98,7 +118,8 @@ def test_killed_workers_lose_and_repeat_no_batch(opened, batches, kills, element
                     os.kill(victim.pid, signal.SIGKILL)
             yield torch.full((elements,), float(number))
 
-    outputs = [int(each.unique()) for each in stream(session, Entry(model), source(), StreamOptions(4))]
+    options = StreamOptions(4 * chunksize, chunksize)
+    outputs = [int(each.unique()) for each in stream(session, Entry(model), source(), options)]
     assert outputs == list(range(batches))
 
 

@@ -35,6 +35,7 @@ class NeuronPool:
 
     has_target_here = True
     shares_generators = False
+    sends_chunks = False
     cuts_for_one_lane = True
     generators: tuple[torch.Generator, ...] = ()
     learns = False
@@ -101,12 +102,13 @@ class NeuronPool:
                 outcomes[lane::lanes] = map(Outcome, outcome.value)
         return outcomes
 
-    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
-        """Run a call whole on one core, in the lane that is free first. Raises the errors of a call before it is queued."""
+    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+        """Run each call on one core, in the lane that is free first. Raises the errors of calls before one is queued."""
         with self._placed.in_use():
-            if call.prepare is None:
-                call.flatten()
-            return self._lanes.submit_to_any(partial(self._run_whole, call), modes)
+            for call in calls:
+                if call.prepare is None:
+                    call.flatten()
+            return [self._lanes.submit_to_any(partial(self._run_whole, call), modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run a call whole in this thread, on the next core in turn."""
