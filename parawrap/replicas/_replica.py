@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -243,10 +243,12 @@ class Replica:
     ) -> Any:
         """Call `function`. `versions` are those of the parameters."""
         try:
-            output = function(*args, **kwargs)
-            written = self.tensors.written_parameter(versions)
-            if written is not None:
-                self._refuse_written(written)
+            try:
+                output = function(*args, **kwargs)
+            except Exception as error:  # perhaps of the write: `self.weight += 1` assigns a view to the parameter
+                self._refuse_written(versions, error)
+                raise
+            self._refuse_written(versions)
         except BaseException:
             self.tensors.put_back()
             self.state.restore()
@@ -259,13 +261,17 @@ class Replica:
             self.state.settle()
         return output
 
-    def _refuse_written(self, parameter: torch.Tensor) -> NoReturn:
+    def _refuse_written(self, versions: list[int], error: Exception | None = None) -> None:
+        """Raise ReplicaError if a parameter was written since it had those versions, before `error` was raised."""
+        parameter = self.tensors.written_parameter(versions)
+        if parameter is None:
+            return
         msg = (
             f"the parameter {self._survey.nodes[id(parameter)].path!r} was written during a call, by forward or by "
             "another thread. Each lane writes it once, into the memory of the model. In forward, compute with a new tensor "
             "(self.weight * mask), make the value a buffer (register_buffer), or write it between calls"
         )
-        raise ReplicaError(msg)
+        raise ReplicaError(msg) from error
 
 
 def give_buffers(replicas: Sequence[Replica]) -> None:

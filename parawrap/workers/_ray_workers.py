@@ -22,6 +22,7 @@ from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 __all__ = ["RayWorkers", "devices_of"]
 
 _PLACING_S = 60.0  # for the start of an actor
+_IDLE_S = 1.0  # after which a message more, to see that the actor is alive, does not slow anything down
 _FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
 _REMEDIES = {
     "seed": "seed torch before the block",
@@ -146,6 +147,8 @@ class RayWorker:
         self._stored = stored
         self._sent: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._death: Exception | None = None
+        self._given = self._answered = 0  # requests; the sending thread counts the first, the receiving one the second
+        self._idle_since = monotonic()
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
         self._actor = actor.remote(str(device), threads, seed, sys.path)
@@ -163,11 +166,15 @@ class RayWorker:
         """
         parcel = packed_apart(value, address)
         self._check_ray()
+        if self._given == self._answered and monotonic() > self._idle_since + _IDLE_S:
+            self._check_alive()
+        self._given += 1
         self._sent.put((number, self._actor.answer.remote(word, parcel)))
 
     def send_model(self, number: int, file: ModelFile) -> None:
         """Send a pickled model."""
         self._check_ray()
+        self._given += 1
         self._sent.put((number, self._actor.take_model.remote(self._stored(file))))
 
     def receive(self) -> Answer | None:
@@ -181,6 +188,7 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
+        self._answered, self._idle_since = self._answered + 1, monotonic()
         read = partial(loaded, parcel)
         if has_raised:
             packed, (traceback,) = parcel
@@ -204,6 +212,15 @@ class RayWorker:
         if self._ray.is_initialized():
             with contextlib.suppress(Exception):  # it has ended
                 self._ray.kill(self._actor)
+
+    def _check_alive(self) -> None:
+        """Raise ConnectionError if the actor has ended while it had nothing to do: no call may count that."""
+        try:
+            self._ray.get(self.started())
+        except Exception as error:
+            self._death = error
+            self._sent.put(None)
+            raise ConnectionError from error
 
     def _check_ray(self) -> None:
         if not self._ray.is_initialized():  # otherwise the next call would start Ray again

@@ -20,6 +20,9 @@ from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, r
 __all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
 
 
+_given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" holds for all workers together
+
+
 class CallRequest(Request):
     """A call. `read` makes the result from what it returned. `prepare` is a number and a pickled function."""
 
@@ -179,4 +182,4 @@ class PackedModes:
 def warn_again(warned: Iterable[SentWarning]) -> None:
     """Give the warnings of a worker in this process, under its filters."""
     for each in warned:
-        warnings.warn_explicit(*each)
+        warnings.warn_explicit(*each, registry=_given_warnings.setdefault(each.filename, {}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,10 +26,13 @@ from parawrap.replicas import (
 )
 from parawrap.tree import flatten, unflatten
 from parawrap.workers._build import Build
+from parawrap.workers._captured_values import CapturedValues
 from parawrap.workers._server import ModelTensor, WrittenBuffer, pickled_function
 from parawrap.workers._worker_lane import ModelFile, Worker
 
-__all__ = ["SentModel"]
+__all__ = ["SEEDS", "SentModel"]
+
+SEEDS = 1 << 63  # torch takes 64 bits, and a sum of two must not overflow
 
 
 class SentModel:
@@ -45,10 +49,12 @@ class SentModel:
         self._modules: list[torch.nn.Module] = []
         self._unseen: dict[int, torch.Tensor] = {}  # tensors that may be written without a new version, as sent
         self._function: bytes | None = None
+        self._captured: CapturedValues | None = None  # of the functions that were sent with the model
         self._watch = Snapshot(())
         self._ledger = Ledger((), ())
         self._is_ready = False
         self._is_unsent = True
+        self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
 
     def is_ready(self) -> bool:
         """False while a parameter waits for its first call, which runs plainly."""
@@ -98,7 +104,7 @@ class SentModel:
         self._is_unsent = True
         self._drop_file()
         self._watch, self._ledger, self._tensors, self._modules, self._unseen = Snapshot(()), Ledger((), ()), [], [], {}
-        self._by_id = {}
+        self._by_id, self._captured = {}, None
 
     def send(self, worker: Worker, number: int) -> None:
         """Send the whole model to a worker.
@@ -107,16 +113,18 @@ class SentModel:
             UnsendableError: If it cannot be pickled.
         """
         if isinstance(self.target, Build):
-            worker.send(number, "build", tuple(self.target), "")
+            worker.send(number, "build", (*self.target, self._seed), "")
             return
         with self._changing:
             if self._file is None:
                 model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
+                functions: list[FunctionType] = []
                 try:
-                    self._file = ModelFile(packed(model, "model", ""))
+                    self._file = ModelFile(packed(model, "model", "", functions))
                 except UnsendableError as error:
                     msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
                     raise UnsendableError(msg) from error.__cause__
+                self._captured = self._captured or CapturedValues(functions)
             worker.send_model(number, self._file)
 
     def install(self, worker: Worker) -> int:
@@ -151,7 +159,7 @@ class SentModel:
         return self._by_id.get(id(tensor))
 
     def _has_same_structure(self) -> bool:
-        return self._watch.intact() and self._ledger.same_form()
+        return self._watch.intact() and self._ledger.same_form() and (self._captured is None or self._captured.intact())
 
     def _survey_target(self) -> None:
         if isinstance(self.target, Build):
@@ -166,6 +174,7 @@ class SentModel:
         self._ledger = Ledger(self._tensors, [tensor for tensor in self._tensors if not tensor.is_inference()])
         self._modules = [node.value for node in survey.modules]
         self._function = self._pickled_function()
+        self._captured = None
         self._note_unseen()
 
     def _pickled_function(self) -> bytes | None:

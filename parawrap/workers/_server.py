@@ -9,6 +9,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import is_not
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -17,14 +18,15 @@ import torch
 from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
-from parawrap.launch import pack_exception, pickled_apart, traceback_of
+from parawrap.launch import pack_exception, pickled_apart, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
-from parawrap.tree import flatten, unflatten
+from parawrap.tree import TreeSpec, flatten, flatten_call, unflatten
 from parawrap.workers._line import pickled_value
 
 __all__ = [
     "Answered",
     "Call",
+    "Given",
     "ModelTensor",
     "Returned",
     "SentModes",
@@ -47,6 +49,7 @@ class _GlobalModes(NamedTuple):
     """The modes of a whole process that change what a model computes."""
 
     dtype: torch.dtype
+    precision: str  # of products of float32
     deterministic: bool
     warns_only: bool
 
@@ -54,13 +57,16 @@ class _GlobalModes(NamedTuple):
         here = _GlobalModes.here()
         if self.dtype != here.dtype:
             torch.set_default_dtype(self.dtype)
-        if self[1:] != here[1:]:  # the first call takes a second
+        if self.precision != here.precision:
+            torch.set_float32_matmul_precision(self.precision)
+        if self[2:] != here[2:]:  # the first call takes a second
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
 
     @classmethod
     def here(cls) -> _GlobalModes:
         return cls(
             torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         )
@@ -94,6 +100,7 @@ class Call(NamedTuple):
     prepare: tuple[int, bytes | None] | None
     modes: bytes
     rng_state: torch.Tensor | None
+    is_whole: bool
     returns_buffers: bool
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -101,6 +108,15 @@ class Call(NamedTuple):
 
 class ModelTensor:
     """Stands for a tensor of the model in an output: its position in the list that came with the model."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Given:
+    """Stands for a leaf of the arguments of a call: its position."""
 
     __slots__ = ("position",)
 
@@ -125,6 +141,8 @@ class Returned(NamedTuple):
         rng_state: The random state if the call changed it.
         buffers: The buffers that the call wrote.
         written: The arguments that the call wrote in place, by their position among the leaves.
+        refilled: The arguments of a whole call, if it changed one of their containers. Leaves that were given are of class
+            `Given`.
         warned: The warnings of the call.
     """
 
@@ -132,7 +150,8 @@ class Returned(NamedTuple):
     has_model_tensors: bool = False
     rng_state: torch.Tensor | None = None
     buffers: tuple[WrittenBuffer, ...] = ()
-    written: tuple[tuple[int, torch.Tensor], ...] = ()
+    written: tuple[tuple[int, Any], ...] = ()
+    refilled: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     warned: tuple[SentWarning, ...] = ()
 
 
@@ -159,6 +178,7 @@ class Server:
         self._is_changed = False  # by a message; a call changes the replica alone
         self._last_function: tuple[int, Any] = (-1, None)
         self._warned: list[SentWarning] = []
+        warnings.simplefilter("always")  # the filters of the launching process decide
         warnings.showwarning = self._note_warning
 
     def answer(self, word: str, value: Any) -> Any:
@@ -170,10 +190,14 @@ class Server:
         self._tensors, self._modules = value["tensors"], value["modules"]
         return self._take(value["model"])
 
-    def _build(self, value: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> int:
-        """Build the model here. Return the process id."""
-        load_model, args, kwargs = value
-        return self._take(load_model(*args, **kwargs))
+    def _build(self, value: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]) -> int:
+        """Build the model here, with the same seed as in every worker. Return the process id."""
+        load_model, args, kwargs, seed = value
+        own = torch.initial_seed()
+        seed_all(seed)
+        model = load_model(*args, **kwargs)
+        seed_all(own)
+        return self._take(model)
 
     def _take(self, target: Any) -> int:
         self._target = target
@@ -194,7 +218,7 @@ class Server:
         call = Call(*fields)
         if self._device != _CPU and call.prepare is None:
             call = call._replace(args=self._placed(call.args), kwargs=self._placed(call.kwargs))
-        given = flatten((call.args, call.kwargs))[0]
+        given, spec = flatten_call(call.args, call.kwargs)
         versions = [*map(_version_of, given)]
         kept = torch.get_rng_state() if call.rng_state is not None else None
         if call.rng_state is not None:
@@ -209,12 +233,23 @@ class Server:
                 torch.set_rng_state(kept)
         buffers = self._written_buffers() if call.returns_buffers else ()
         written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
+        refilled = self._refilled(call, given, spec) if call.is_whole and call.prepare is None else None
         if self._is_model:
             self._replicas.warn()
         warned = self._take_warnings()
-        if not (has_model_tensors or buffers or written or warned) and rng_state is None:
+        if not (has_model_tensors or buffers or written or refilled or warned) and rng_state is None:
             return (output,)
-        return output, has_model_tensors, rng_state, buffers, written, warned
+        return output, has_model_tensors, rng_state, buffers, written, refilled, warned
+
+    def _refilled(self, call: Call, given: Sequence[Any], spec: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return the arguments if their containers hold other leaves than they did."""
+        leaves, now = flatten_call(call.args, call.kwargs)
+        if now == spec and not any(map(is_not, leaves, given)):
+            return None
+        positions = {id(leaf): index for index, leaf in enumerate(given)}
+        marked = [Given(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in leaves]
+        args, kwargs = unflatten(now, marked)
+        return args, kwargs
 
     def _calls(self, chunk: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Answer several calls, one after another. An output is pickled before the next call, which may write into it."""
@@ -317,12 +352,16 @@ class Server:
         return unflatten(spec, [leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
 
 
-def _version_of(leaf: Any) -> int | None:
+def _version_of(leaf: Any) -> Any:
     """Return what a write into an argument changes. Refuse a generator, because its new state would stay here."""
     if isinstance(leaf, torch.Generator):
         msg = "an argument is a torch.Generator, which cannot be shared with workers. Use torch's default generator"
         raise SessionError(msg)
-    return version_of(leaf) if isinstance(leaf, torch.Tensor) and not leaf.is_inference() else None
+    if isinstance(leaf, torch.Tensor):
+        return None if leaf.is_inference() else version_of(leaf)
+    if isinstance(leaf, bytearray | set):
+        return leaf.copy()
+    return leaf.tobytes() if type(leaf).__name__ == "ndarray" else None
 
 
 def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:

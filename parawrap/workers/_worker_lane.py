@@ -92,11 +92,12 @@ class Request(ABC):
     """
 
     is_whole = False
-    __slots__ = ("deaths", "future", "number", "record")
+    __slots__ = ("deaths", "future", "number", "record", "was_sent")
 
     def __init__(self) -> None:
         self.number = 0
         self.deaths = 0
+        self.was_sent = False  # to the worker of now
         self.future = LaneFuture()
         self.record: Callable[[int, int, int, BaseException | None], None] | None = None
 
@@ -293,8 +294,10 @@ class WorkerLane(Lane):
 
     def _send(self, request: Request) -> None:
         assert self._worker is not None
+        request.was_sent = False
         try:
             request.send(self._worker)
+            request.was_sent = True
         except ConnectionError:
             self._is_ready = False  # the lane's thread sends the request to the next worker
 
@@ -384,7 +387,7 @@ class WorkerLane(Lane):
 
     def _note_death(self, error: BaseException) -> None:
         """Count a death for every part of the request that ran. Parts with one too many fail, and others are sent alone."""
-        if not self._unanswered:
+        if not self._unanswered or not self._unanswered[0].was_sent:
             return
         request = self._unanswered[0]
         parts = request.parts

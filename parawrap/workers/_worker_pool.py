@@ -29,8 +29,9 @@ from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
+from parawrap.workers._give_back import give_back
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
-from parawrap.workers._sent_model import SentModel
+from parawrap.workers._sent_model import SEEDS, SentModel
 from parawrap.workers._server import Call, Returned, pickled_function
 from parawrap.workers._worker_lane import Backlog, Request, Worker, WorkerLane
 
@@ -38,7 +39,6 @@ __all__ = ["WorkerPool", "Workers"]
 
 _CPU = torch.device("cpu")
 _EXIT_PATIENCE_S = 5.0
-_SEEDS = 1 << 63
 _NO_KWARGS: Mapping[str, Any] = {}
 _open_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 _GRADIENTS = (
@@ -90,7 +90,7 @@ class WorkerPool:
         self._parameters = [*target.parameters()] if isinstance(target, torch.nn.Module) else []
         self._prepare = 0, b""
         self._prepares = count(1)
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()
         self._process = os.getpid()
         self._end = weakref.finalize(self, _abandon, self.lanes, workers)
         self._end.atexit = False
@@ -153,14 +153,16 @@ class WorkerPool:
             call.place(_CPU)
             self._refuse_gradients(call.args, call.kwargs)
         if turns is None:
-            futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
+            with self._changing:  # no lane gets changes of the model between two parts of one call
+                futures = [post(self.lanes[call.copy.lane], self._request(call, modes)) for call in calls]
             return [self._outcome(call, future) for call, future in zip(calls, futures, strict=True)]
         outcomes = [Outcome()] * len(calls)
-        for index, call in enumerate(calls):
-            request = self._request(call, modes, torch.get_rng_state())
-            outcomes[index] = self._outcome(call, post(self.lanes[call.copy.lane], request))
-            if outcomes[index].error is not None:
-                break
+        with self._changing:
+            for index, call in enumerate(calls):
+                request = self._request(call, modes, torch.get_rng_state())
+                outcomes[index] = self._outcome(call, post(self.lanes[call.copy.lane], request))
+                if outcomes[index].error is not None:
+                    break
         return outcomes
 
     def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
@@ -183,7 +185,7 @@ class WorkerPool:
 
     def _whole_request(self, call: WholeCall, modes: Modes) -> CallRequest:
         self._refuse_gradients(call.args, call.kwargs)
-        sent = Call(call.entry.method, None, self._packed_modes(modes), None, False, call.args, call.kwargs)
+        sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
         request = CallRequest(sent, partial(self._finish, call), prepare, is_inference=modes.inference)
         rows = call.rows  # counted now: the caller may change the arguments
@@ -249,7 +251,7 @@ class WorkerPool:
     def _request(self, call: LaneCall, modes: Modes, rng_state: torch.Tensor | None = None) -> CallRequest:
         """Return the request for a part of a cut call. With `rng_state`, it continues these random numbers."""
         packed, is_first = self._packed_modes(modes), call.copy.lane == 0
-        sent = Call(call.entry.method, None, packed, rng_state, is_first, tuple(call.args), dict(call.kwargs))
+        sent = Call(call.entry.method, None, packed, rng_state, False, is_first, tuple(call.args), dict(call.kwargs))
         request = CallRequest(sent, is_inference=modes.inference)
         request.record = call.record
         return request
@@ -277,11 +279,7 @@ class WorkerPool:
     def _landed(self, returned: Returned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
         warn_again(returned.warned)
-        if returned.written:
-            leaves = flatten((tuple(args), dict(kwargs)))[0]
-            for index, value in returned.written:
-                with torch.inference_mode(leaves[index].is_inference()), torch.no_grad():
-                    leaves[index].copy_(value)
+        give_back(returned, args, kwargs)
         return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output
 
     def _refuse_gradients(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KWARGS) -> None:
@@ -315,7 +313,7 @@ def post(lane: WorkerLane, request: Request) -> Future[Any]:
 
 def _start(workers: Workers, numbers: Iterator[int], lane: int) -> Worker:
     """Start a worker for a lane. Each one has its own random numbers."""
-    return workers.start(lane, (torch.initial_seed() + next(numbers)) % _SEEDS)
+    return workers.start(lane, (torch.initial_seed() + next(numbers)) % SEEDS)
 
 
 def _end(lanes: Sequence[WorkerLane]) -> None:

@@ -76,6 +76,18 @@ def test_killed_actors_lose_and_repeat_no_batch(ray_cluster):
 
 @pytest.mark.ray
 @torch.no_grad()
+def test_actor_that_ended_while_it_was_idle_costs_no_retry(ray_cluster):
+    """No call ran when it ended."""
+    x = torch.arange(9.0)
+    with parallel(nn.Identity(), TWO_NODES, retries=0) as p:
+        assert_close(p(x), x)
+        os.kill(p._session.pool.lanes[1].pid, signal.SIGKILL)
+        time.sleep(1.5)
+        assert_close(p(x), x)
+
+
+@pytest.mark.ray
+@torch.no_grad()
 def test_worker_of_a_lost_node_moves_to_another_one(ray_cluster):
     """When a node is lost and another one joins, each batch comes out once."""
     with parallel(Where(), TWO_NODES, retries=3) as p:

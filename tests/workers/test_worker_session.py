@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ from parawrap.engine import Entry, Session, StreamOptions, stream
 from parawrap.errors import SessionError, UnsendableError
 from parawrap.shards import Cutter, JoinRules, uneven
 from parawrap.workers import build
+from parawrap.workers._worker_lane import WorkerLane
 
 CPU = torch.device("cpu")
 
@@ -298,6 +301,45 @@ def test_each_worker_builds_its_own_model(opened):
     assert_close(session.call(Entry(target), (x,), {}), expected)
     assert_close(session.call(Entry(target), (x[:1],), {}), expected[:1])
     assert_close(session.submit(Entry(target), (x,), {}).result(), expected)
+
+
+def test_workers_build_equal_models_and_draw_different_numbers(opened):
+    """Equal rows have equal outputs, also in a worker that takes the place of another one."""
+    target = build(nn.Linear, 4, 2)
+    session, x = opened(target), torch.ones(9, 4)
+    first = session.call(Entry(target), (x,), {})
+    assert first.unique().numel() == 2
+    os.kill(session.pool.lanes[1].pid, signal.SIGKILL)
+    torch.manual_seed(5)
+    assert_close(session.call(Entry(target), (x,), {}), first)
+    target = build(Dropping)
+    session = opened(target)
+    drawn = session.call(Entry(target), (torch.zeros(9, 1),), {})
+    assert drawn.unique().numel() == 9
+
+
+def test_parts_of_one_call_have_the_same_model(opened, monkeypatch):
+    """Another thread changes the model, and calls it, while the parts of a call are sent."""
+    session, x = opened(model := nn.Linear(1, 1, bias=False)), torch.ones(9, 1)
+    call, post, others = session.call, WorkerLane.post, []
+    model.weight.data.fill_(1)
+    call(Entry(model), (x,), {})
+
+    def change():
+        model.weight.fill_(2)
+        call(Entry(model), (x,), {})
+
+    def post_slowly(lane, request):
+        post(lane, request)
+        if not others:
+            others.append(threading.Thread(target=torch.no_grad()(change)))
+            others[0].start()
+            others[0].join(0.5)
+
+    monkeypatch.setattr(WorkerLane, "post", post_slowly)
+    output = call(Entry(model), (x,), {})
+    others[0].join()
+    assert output.unique().numel() == 1
 
 
 def test_function_is_a_target(opened):

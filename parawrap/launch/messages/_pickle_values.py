@@ -50,18 +50,21 @@ def memory_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def packed(value: Any, name: str, address: str) -> int:
-    """Pack a value into a new file and return it. Raises like `pack`, and closes the file then."""
+def packed(value: Any, name: str, address: str, functions: list[types.FunctionType] | None = None) -> int:
+    """Pack a value into a new file and return it. Raises like `pack`, and closes the file then.
+
+    Functions that are pickled with their code, closures, and globals are appended to `functions`.
+    """
     file = memory_file(name)
     try:
-        pack(value, file, address)
+        pack(value, file, address, functions)
     except BaseException:
         os.close(file)
         raise
     return file
 
 
-def pack(value: Any, file: int, address: str) -> None:
+def pack(value: Any, file: int, address: str, functions: list[types.FunctionType] | None = None) -> None:
     """Write a value to the start of an open file.
 
     The last values of a dict may be a `MainObjects` and a `SourceLines`. They are replaced by the objects they stand for.
@@ -69,7 +72,7 @@ def pack(value: Any, file: int, address: str) -> None:
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
-    pickled, buffers = pickled_apart(value, address)
+    pickled, buffers = pickled_apart(value, address, functions)
     head, spans = _layout(len(pickled), [each.nbytes for each in buffers])
     with open(file, "wb", closefd=False) as out:
         out.write(head)
@@ -79,8 +82,12 @@ def pack(value: Any, file: int, address: str) -> None:
             out.write(buffer)
 
 
-def pickled_apart(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
+def pickled_apart(
+    value: Any, address: str, functions: list[types.FunctionType] | None = None
+) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors and arrays, which is not copied.
+
+    `functions` are those of `packed`.
 
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
@@ -88,7 +95,7 @@ def pickled_apart(value: Any, address: str) -> tuple[memoryview, list[memoryview
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, buffers).dump(value)
+        _Pickler(stream, buffers, functions).dump(value)
     except Exception as error:
         place, found, reason = find_unpicklable(value, address, _refusal)
         why = str(reason or error) or repr(reason or error)
@@ -153,8 +160,11 @@ class SourceLines:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle pickler that keeps tensor memory out of the pickle. Each instance pickles one value."""
 
-    def __init__(self, stream: io.BytesIO, buffers: list[memoryview]) -> None:
+    def __init__(
+        self, stream: io.BytesIO, buffers: list[memoryview], functions: list[types.FunctionType] | None = None
+    ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        self._functions = [] if functions is None else functions
         self._storages: dict[object, torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
@@ -185,7 +195,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve_name, (name,)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and reduced is not NotImplemented:
+            self._functions.append(obj)
+        return reduced
 
     def _note_source(self, filename: str) -> None:
         if filename not in self._files:
