@@ -77,34 +77,37 @@ class ChunkRequest(Request):
     If the answer is an error, the worker could not read the message. Each call is then sent alone.
     """
 
-    __slots__ = ("_missing", "parts")
+    __slots__ = ("_missing", "_parts")
 
     def __init__(self, parts: Sequence[CallRequest]) -> None:
         super().__init__()
-        self.parts: Sequence[CallRequest] = parts
+        self._parts = parts
         self._missing = [None] * len(parts)
         for part in parts:
             part.future.add_done_callback(self._count_down)
 
     @property
     def calls(self) -> int:
-        return len(self.parts)
+        return len(self._parts)
+
+    def parts(self) -> Sequence[CallRequest]:
+        return self._parts
 
     def start(self) -> bool:
-        self.parts = [part for part in self.parts if part.start()]
-        return bool(self.parts)
+        self._parts = [part for part in self._parts if part.start()]
+        return bool(self._parts)
 
     def cancel(self) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.cancel()
 
     def fail(self, error: BaseException) -> None:
-        for part in self.parts:
+        for part in self._parts:
             part.fail(error)
 
     def send(self, worker: Worker) -> None:
         chunk, function = [], worker.function
-        for part in self.parts:
+        for part in self._parts:
             fields, function = part.fields(function)
             chunk.append(fields)
         worker.send(self.number, "calls", chunk, "the calls")
@@ -116,7 +119,7 @@ class ChunkRequest(Request):
         except BaseException:  # noqa: BLE001
             lane.post_parts(self)
             return
-        for part, (start, end, value, traceback) in zip(self.parts, answered, strict=True):
+        for part, (start, end, value, traceback) in zip(self._parts, answered, strict=True):
             read = partial(unpickled, value)
             if traceback is not None:
                 read = partial(raise_from_worker, value, traceback, f"worker {lane.index} on {lane.device}")

@@ -106,7 +106,6 @@ class Request(ABC):
         """The number of calls in it."""
         return 0
 
-    @property
     def parts(self) -> Sequence[Request]:
         """The requests that can be sent one by one in its place."""
         return (self,)
@@ -249,13 +248,13 @@ class WorkerLane(Lane):
         try:
             self._post(request)
         except UnsendableError:
-            if len(request.parts) == 1:
+            if len(request.parts()) == 1:
                 raise
             self.post_parts(request)  # so that only the parts that cannot be pickled fail
 
     def post_parts(self, request: Request) -> None:
         """Send the parts of a request one by one in its place. An error of the sending ends that part."""
-        for part in request.parts:
+        for part in request.parts():
             self.backlog.count(self)
             try:
                 self._post(part)
@@ -390,7 +389,7 @@ class WorkerLane(Lane):
         if not self._unanswered or not self._unanswered[0].was_sent:
             return
         request = self._unanswered[0]
-        parts = request.parts
+        parts = request.parts()
         self.backlog.count(self, len(parts) - 1)
         left = []
         for part in parts:
