@@ -116,12 +116,12 @@ class Session:
         self._turns = Turns(self.devices, share_generators=self.pool.shares_generators)
         self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
-        self._stays_on_cpu = all(each is None or each.type == "cpu" for each in (*devices, self.pool.home, output_device))
-        self._is_plain = self._stays_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
+        self._lanes_are_on_cpu = all(each is None or each.type == "cpu" for each in (*devices, output_device))
+        self._is_plain = self._lanes_are_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
-        if self._is_plain or not self.pool.is_ready():
+        if (self._is_plain and self.pool.is_at_home(_CPU)) or not self.pool.is_ready():
             return self._run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -291,7 +291,7 @@ class Session:
     def _gather(self, outputs: Sequence[Any], sizes: Sequence[int], flat: FlatCall, originals: Originals) -> Any:
         """Join the outputs of shards of those sizes on the output device."""
         device = None  # all outputs are already on the CPU
-        if not self._stays_on_cpu:
+        if not self._stays_on_cpu or (self.pool.home is None and self.output_device is None and not flat.on_cpu):
             device = self.output_device or self.pool.home or _first_device(flat.leaves) or self.devices[0]
             self.pool.backend.flush(outputs)  # in one call: otherwise each output would be a separate graph
         return join(outputs, sizes, self.rules, device, originals)
@@ -309,6 +309,12 @@ class Session:
         return output
 
     # Devices
+
+    @property
+    def _stays_on_cpu(self) -> bool:
+        """True if the lanes, the output, and the model, where it was at the last refresh, are on the CPU."""
+        home = self.pool.home
+        return self._lanes_are_on_cpu and (home is None or home.type == "cpu")
 
     def _sources(self, flat: FlatCall) -> Collection[torch.device] | None:
         """Return the devices of inputs and output, other than the module's; None if everything is on the CPU."""
@@ -335,13 +341,13 @@ class Session:
 
     def _is_whole_here(self, plan: ShardPlan, flat: FlatCall) -> bool:
         """True if a call is not cut, and the module, the arguments, and the output are all on the device of lane 0."""
-        if len(plan.sizes) > 1 or self._stays_on_cpu:
-            return len(plan.sizes) == 1
+        if len(plan.sizes) > 1:
+            return False
         device = self.devices[0]
         return (
             self.pool.is_at_home(device)
             and self.output_device in (None, device)
-            and all(device_of(leaf) in (None, device) for leaf in flat.leaves)
+            and ((flat.on_cpu and device.type == "cpu") or all(device_of(leaf) in (None, device) for leaf in flat.leaves))
         )
 
 

@@ -36,6 +36,7 @@ class ThreadPool:
         self._lanes = LanePool(devices, copies.home)
         self._uncopied = [LaneReplica(lane, target, _no_original) for lane in range(len(devices))]
         self._changing = threading.Lock()
+        self._must_renew = False
         self.lanes = self._lanes.lanes
         self.backend = self._lanes.backend
         self.freshness = copies.freshness
@@ -51,8 +52,8 @@ class ThreadPool:
         return self._lanes.is_ready() and (copies is None or copies.is_ready or copies.ready())
 
     def is_at_home(self, device: torch.device) -> bool:
-        """True if the model is on that device, so that a plain call runs there."""
-        return self._copies is not None and self._copies.is_on(device)
+        """True if a plain call runs on that device: the model is there, or has no tensors."""
+        return self._copies is None or self._copies.is_on(device)
 
     def refresh(self) -> list[LaneReplica]:
         """Bring every copy up to date with the target, and return them by lane.
@@ -63,7 +64,13 @@ class ThreadPool:
         if self._copies is None:
             return self._uncopied
         with self._changing:
-            if self._copies.stale():
+            if not self._is_stale(self._copies):
+                return self._copies.current
+        with self._lanes.model, self._changing:  # no call that writes buffers is half done
+            if self._is_stale(self._copies):
+                if self._must_renew:
+                    self._must_renew = False
+                    self._copies.renew()
                 with self._lanes.idle():
                     self._copies.refresh()
                 self._note_target(self._copies)
@@ -78,25 +85,27 @@ class ThreadPool:
         return self._copies.for_later()
 
     def renew(self) -> None:
-        """Copy everything at the next refresh, also what looks unchanged."""
-        if self._copies is not None:
-            with self._changing:
-                self._copies.renew()
+        """Copy everything at the next refresh, also what looks unchanged. Never waits: a callback in a lane may call it."""
+        self._must_renew = True
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]:
         """Run call i in lane i, at the same time or in `turns`. The buffers that lane 0 wrote go to the model.
 
-        `sources` are further devices with data of the caller.
+        If the model has buffers, one call of several threads runs at a time, and plain calls wait: each must find what the
+        one before has written. `sources` are further devices with data of the caller.
 
         Raises:
             ReplicaError: If no lane failed, and the lanes wrote different values into a buffer.
         """
-        outcomes = self._lanes.run([partial(self._run_part, call) for call in calls], modes, sources, turns=turns)
-        write_back = calls[0].copy.write_back
-        if write_back is not None:
-            self._give_buffers(write_back, outcomes)
+        tasks, write_back = [partial(self._run_part, call) for call in calls], calls[0].copy.write_back
+        if write_back is None:
+            outcomes = self._lanes.run(tasks, modes, sources, turns=turns)
+        else:
+            with self._lanes.model:
+                outcomes = self._lanes.run(tasks, modes, sources, turns=turns)
+                self._give_buffers(write_back, outcomes)
         if self._copies is not None:
             self._copies.warn()
         return outcomes
@@ -131,10 +140,13 @@ class ThreadPool:
     def close(self) -> None:
         """Let the lanes finish, end their threads, and drop the copies. A call in flight finishes too."""
         self._lanes.close()
-        if self._copies is not None:
+        if self._copies is not None and not self._lanes.forked:
             with self._changing:
                 self._copies.warn()
                 self._copies.forget()
+
+    def _is_stale(self, copies: ReplicaSet) -> bool:
+        return self._must_renew or copies.stale()
 
     def _run_part(self, call: LaneCall) -> Any:
         if call.piece is not None:

@@ -233,7 +233,11 @@ class _Queued:
 
 
 class LanePool:
-    """The lanes of one session. Any number of threads may use it at once."""
+    """The lanes of one session. Any number of threads may use it at once.
+
+    `model` is held by a thread that runs the model itself, and for the length of any work that must not meet such a thread.
+    Tasks of lanes never take it.
+    """
 
     def __init__(
         self, devices: Sequence[torch.device], home: torch.device | None = None, labels: Sequence[str] | None = None
@@ -248,6 +252,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
+        self.model = threading.RLock()
         self._on_model = 0  # the thread that runs the model itself
         self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
@@ -262,13 +267,23 @@ class LanePool:
         self._places.home = device
 
     @property
+    def forked(self) -> bool:
+        """True in a forked child of the process that made the pool: threads that held its locks do not exist there."""
+        return self._forks != _forks
+
+    @property
     def alive(self) -> bool:
-        """False after `close`, and in a forked child of the process that made the pool."""
+        """False after `close`, and in a forked child."""
         return not self.closed and self._forks == _forks
 
     def is_ready(self) -> bool:
-        """True if a call of this thread may go to the lanes: not inside a lane, after `close`, or while it is traced."""
-        return here.lane is None and self.alive and not (sees_only_its_own_thread() or self.backend.is_capturing())
+        """True if a call of this thread may go to the lanes.
+
+        Not inside a lane or a plain call, after `close`, or while it is traced.
+        """
+        if here.lane is not None or not self.alive or self._on_model == threading.get_ident():
+            return False
+        return not (sees_only_its_own_thread() or self.backend.is_capturing())
 
     def run(
         self,
@@ -416,23 +431,24 @@ class LanePool:
     def run_on_model(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that runs the model itself, while the first lane is idle.
 
-        Inside a lane, and inside another such call of the same thread, it does not wait.
+        Inside a lane, inside another such call of the same thread, and in a forked child, it does not wait.
         """
         first, thread = self.lanes[0], threading.get_ident()
-        if here.lane is not None or self._on_model == thread:
+        if here.lane is not None or self._on_model == thread or self.forked:
             return function(*args, **kwargs)
-        if not first.busy.acquire(blocking=False):
-            first.wait_until_idle()
-        self._on_model = thread
-        try:
-            return function(*args, **kwargs)
-        finally:
-            self._on_model = 0
-            first.busy.release()
+        with self.model:
+            if not first.busy.acquire(blocking=False):
+                first.wait_until_idle()
+            self._on_model = thread
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._on_model = 0
+                first.busy.release()
 
     def close(self) -> None:
         """End the threads once they have finished what was sent to them. May be called again."""
-        if self._forks != _forks:  # in a child, where another thread's hold on the gate would never end
+        if self.forked:  # there, another thread's hold on the gate would never end
             self.closed = self._end.detach() is not None or self.closed
             return
         with self._gate:

@@ -123,6 +123,7 @@ class Replica:
                 "mix both. Read the outputs of submit and map before you change the model"
             )
             raise SessionError(msg)
+        self.has_finished = False  # a cut call of another thread cannot compare what its part wrote any more
         self._prepare(renews=self.tensors.renews_in_lane)
         try:
             return self._call(now, function, args, kwargs)

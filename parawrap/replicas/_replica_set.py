@@ -100,6 +100,7 @@ class ReplicaSet:
         refuse_hidden(self._survey)
         self.learns = _learns(self._survey)  # True if a tensor of the target required gradients at the last refresh
         self.home = _home_of(self._survey)
+        self._first = _first_of(self._survey)
         self._replicas: list[Replica] = []
         self._mirrors: dict[torch.device, Mirror] = {}
         self._watch = Snapshot(())
@@ -126,9 +127,8 @@ class ReplicaSet:
         return self.is_ready
 
     def is_on(self, device: torch.device) -> bool:
-        """True if the model lies on that device now."""
-        first = next((tensor for *_, tensor in _registered(self._survey)), None)
-        return first is not None and first.device == device
+        """True if the model lies on that device now, or has no tensors."""
+        return self._first is None or self._first.device == device
 
     def stale(self) -> bool:
         """True if the target changed since the last `refresh`, or lanes wrote their own tensors.
@@ -310,6 +310,7 @@ class ReplicaSet:
         """Note the tensors of the target, and their versions."""
         tensors = [node.value for node in self._survey.tensors]
         self.learns = _learns(self._survey)
+        self._first = _first_of(self._survey)
         self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
 
@@ -394,6 +395,10 @@ def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
     if not found:
         for node in survey.tensors[:1]:
             yield node.parent or node, node.key, node.value
+
+
+def _first_of(survey: Survey) -> torch.Tensor | None:
+    return next((tensor for *_, tensor in _registered(survey)), None)
 
 
 def _refuse_meta(survey: Survey, home: torch.device | None) -> None:

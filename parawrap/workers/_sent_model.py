@@ -54,6 +54,8 @@ class SentModel:
         self._ledger = Ledger((), ())
         self._is_ready = False
         self._is_unsent = True
+        self._must_renew = False
+        self._since: dict[int, torch.Tensor] = {}  # what was sent after the file, for a worker that takes another's place
         self._seed = torch.initial_seed() % SEEDS  # every worker builds the same model, also one that takes another's place
 
     def is_ready(self) -> bool:
@@ -66,7 +68,7 @@ class SentModel:
     def is_current(self) -> bool:
         """True if all workers have the model as it is."""
         return (
-            not self._is_unsent
+            not (self._is_unsent or self._must_renew)
             and self._has_same_structure()
             and self._ledger.unwritten()
             and not self._ledger.has_seen_steps
@@ -79,11 +81,15 @@ class SentModel:
 
         Until `sent`, all workers need it.
         """
-        is_new = self._is_unsent or self._function is not None or not self._has_same_structure()
+        is_new = self._is_unsent or self._must_renew or self._function is not None or not self._has_same_structure()
+        self._must_renew = False
         changes = None if is_new else self._written_tensors()
-        if is_new:
+        if changes is None:
             self._survey_target()
-        self._drop_file()
+            self._drop_file()
+        else:
+            with self._changing, lasting():
+                self._since.update((index, tensor.clone()) for index, tensor in changes)
         self._is_unsent = True
         return changes
 
@@ -93,7 +99,7 @@ class SentModel:
 
     def renew(self) -> None:
         """Send the whole model at the next refresh."""
-        self._is_unsent = True
+        self._must_renew = True
 
     def ran_plainly(self) -> None:
         """Note a call in the caller's thread. The workers need the buffers that it may have written unseen."""
@@ -128,12 +134,14 @@ class SentModel:
             worker.send_model(number, self._file)
 
     def install(self, worker: Worker) -> int:
-        """Give a new worker the model, and return its process id."""
+        """Give a new worker the model as the others have it, and return its process id."""
         self.send(worker, 0)
-        answer = worker.receive()
-        if answer is None:
-            raise ConnectionError
-        pid: int = answer.read()
+        pid: int = _answer_of(worker)
+        with self._changing:
+            since = [*self._since.items()]
+        if since:
+            worker.send(0, "tensors_changed", since, "the model")
+            _answer_of(worker)
         return pid
 
     # Outputs and buffers that come from workers
@@ -213,3 +221,11 @@ class SentModel:
             if self._file is not None:
                 os.close(self._file.number)
                 self._file = None
+            self._since = {}
+
+
+def _answer_of(worker: Worker) -> Any:
+    answer = worker.receive()
+    if answer is None:
+        raise ConnectionError
+    return answer.read()

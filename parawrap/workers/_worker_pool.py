@@ -115,8 +115,8 @@ class WorkerPool:
         return here.lane is None and self._is_open() and not sees_only_its_own_thread() and self._model.is_ready()
 
     def is_at_home(self, device: torch.device) -> bool:
-        """True if the model of this process is on that device, so that a plain call runs there."""
-        return self.home == device
+        """True if the model of this process is on that device, so that a plain call runs there, or has no tensors."""
+        return self.home in (None, device)
 
     def refresh(self) -> Sequence[LaneReplica]:
         """Start the workers that do not run, and send the others what changed in the target.
@@ -135,9 +135,8 @@ class WorkerPool:
     refresh_for_later = refresh
 
     def renew(self) -> None:
-        """Send the whole model at the next refresh."""
-        with self._changing:
-            self._model.renew()
+        """Send the whole model at the next refresh. It does not wait: a callback in a lane may call it."""
+        self._model.renew()
 
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
@@ -220,9 +219,12 @@ class WorkerPool:
         self.closed = True
         if self._end.detach() is None or self._process != os.getpid():
             return
-        if here.lane not in self.lanes:  # a callback runs in a lane, which cannot wait for itself
-            wait([request.future for request in self._backlog.requests()])
-            self._wait_until_idle()
+        if here.lane in self.lanes:  # a callback: its lane cannot wait for itself, or for a thread that waits for the lane
+            _end(self.lanes)
+            self._workers.end()
+            return
+        wait([request.future for request in self._backlog.requests()])
+        self._wait_until_idle()
         _end(self.lanes)
         with self._changing:
             self._workers.end()

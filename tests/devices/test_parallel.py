@@ -87,6 +87,33 @@ def test_input_may_lie_anywhere(given, home):
         torch.testing.assert_close(model(x.to(given)), expected)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("lanes", [["cpu", "cpu"], ["cpu"]], ids=["two", "one"])
+@pytest.mark.parametrize("moves", ["before", "inside"])
+def test_cpu_lanes_of_a_model_on_a_device(lanes, moves):
+    """Outputs lie on the model's device for any number of rows, wherever the input lies."""
+    model = mlp().to("sim:1" if moves == "before" else "cpu")
+    with parallel(model, lanes, out_dims=0) as p:
+        model.to("sim:1")
+        for x in rows().cpu(), rows().cpu().to("sim:1"):
+            for count in len(x), 1, 0:
+                assert model(x[:count]).device == torch.device("sim:1")
+                assert p.submit(x[:count]).result().device == torch.device("sim:1")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("count", [6, 1, 0])
+def test_cpu_lanes_take_inputs_from_a_device(count):
+    """Short batches are moved to the lanes like long ones. A function's output lies where its first tensor does."""
+    model, x = nn.Linear(3, 2), torch.ones(count, 3, device="sim:1")
+    with parallel(model, ["cpu", "cpu"], out_dims=0):
+        assert model(x).device.type == "cpu"
+    with parallel(torch.tanh, ["cpu", "cpu"], out_dims=0) as p:
+        assert p(x).device == x.device
+    with parallel(torch.tanh, ["cpu", "cpu"], out_dims=0, output_device="cpu") as p:
+        assert p(x).device.type == "cpu"
+
+
 class Sum(nn.Module):
     """Adds a second input to the output of a linear layer, and optionally scales the sum."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import functools
 import gc
 import os
 import subprocess
@@ -9,13 +12,14 @@ import sys
 import textwrap
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
 
 from parawrap import ReplicaError, SessionError, parallel
 
@@ -455,6 +459,159 @@ def test_a_forked_data_loader_worker_calls_the_parallel_model():
         batches = list(loader)
         assert_close(torch.cat(batches), torch.stack([Rows(model)[index] for index in range(6)]))
         assert model(torch.ones(5, 1)).shape == (5, 1)
+
+
+_waits = threading.Event()
+_goes_on = threading.Event()
+
+
+class Counting(nn.Module):
+    """Counts its calls in a buffer, or in another tensor; one of more than 3 rows is 2. Sevens wait for `_goes_on`."""
+
+    def __init__(self, *, as_buffer=True):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        if as_buffer:
+            self.register_buffer("count", torch.zeros(()))
+        else:
+            self.count = torch.zeros(())
+
+    def forward(self, x):
+        if (x == 7).any():
+            _waits.set()
+            assert _goes_on.wait(20)
+        self.count.add_(1 if len(x) <= 3 else 2)
+        return self.linear(x)
+
+
+@contextlib.contextmanager
+def slow_call(model, row=5):
+    """Call the model with six rows in another thread. One of the rows waits until the end of the block."""
+    _waits.clear()
+    _goes_on.clear()
+    x = torch.ones(6, 3)
+    x[row] = 7
+    with ThreadPoolExecutor(1) as other:
+        try:
+            future = other.submit(torch.no_grad()(model), x)
+            assert _waits.wait(20)
+            yield
+        finally:
+            _goes_on.set()
+        future.result(20)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "tensor"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("rows", [1, 6], ids=["plain", "cut"])
+@pytest.mark.parametrize("change", ["nothing", "refresh", "attribute"])
+def test_calls_of_other_threads_keep_what_a_call_writes(as_buffer, training, rows, change):
+    """A call that starts while lane 0 has ended its part and lane 1 has not finds what that call writes."""
+    model = Counting(as_buffer=as_buffer).train(training)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
+        model(torch.ones(6, 3))
+        with slow_call(model):
+            if change == "refresh":
+                p.refresh()
+            elif change == "attribute":
+                model.linear.tag = [change]
+            during = another.submit(torch.no_grad()(model), torch.ones(rows, 3))
+            wait([during], 0.2)
+        during.result(20)
+    assert model.count == 3
+
+
+@torch.no_grad()
+def test_a_whole_call_does_not_make_a_cut_call_of_another_thread_fail():
+    """What a whole call writes in lane 1, behind its part of the cut call, is not compared with lane 0's part."""
+    model = Counting(as_buffer=False).eval()
+    with parallel(model, TWO, out_dims=0) as p:
+        model(torch.ones(6, 3))
+        futures = [p.submit(torch.ones(6, 3)) for _ in range(200)]
+        with slow_call(model, row=0):
+            wait(futures[-20:], 5)
+        assert [len(future.result(20)) for future in futures] == [6] * 200
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["submit", "map", "call", "refresh"])
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+def test_a_plain_call_may_use_its_block(how, is_module):
+    """A call of few rows runs the model itself. What its forward asks of the block then runs plainly."""
+
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return ask(super().forward, x)
+
+    def ask(forward, x):
+        if len(x) > 1:
+            return forward(x)
+        six = torch.ones(6, 3)
+        p.refresh()
+        uses = {"submit": lambda: p.submit(six).result(20), "map": lambda: next(p.map([six])), "call": lambda: p(six)}
+        return uses.get(how, lambda: forward(six))()[:1]
+
+    linear = nn.Linear(3, 2)
+    target = Asking(3, 2) if is_module else functools.partial(ask, linear)
+    with parallel(target, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        assert other.submit(torch.no_grad()(target if is_module else p), torch.ones(1, 3)).result(20).shape == (1, 2)
+
+
+@torch.no_grad()
+def test_whole_calls_of_a_lazy_model_run_plainly():
+    """The first calls give it its shapes, also next to the first call of another thread."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(2) as others:
+        futures = [others.submit(lambda: p.submit(torch.ones(6, 3)).result(20)) for _ in range(4)]
+        assert [future.result(20).shape for future in futures] == [(6, 2)] * 4
+        assert model(torch.ones(6, 3)).shape == (6, 2)
+
+
+@torch.no_grad()
+def test_plain_whole_calls_join_and_count_once():
+    """Under a mode that lanes do not see, `submit` and `map` give what a call gives."""
+    model, x = nn.Linear(3, 2), torch.ones(9, 3)
+
+    class Mean(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).mean()
+
+    model = Mean(3, 2)
+    with parallel(model, TWO, reduce=lambda values: values.mean() + 1) as p:
+        expected = [model(x)] * 3
+        before = p.stats().plain
+        with FlopCounterMode(display=False):
+            assert_close([model(x), p.submit(x).result(), next(p.map([x]))], expected)
+        assert p.stats().plain == before + 3
+
+
+@torch.no_grad()
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("use", ["call", "submit", "refresh", "close"])
+def test_a_forked_child_waits_for_no_thread_of_its_parent(use):
+    """A child runs calls plainly, also if the parent's lanes were at work, and a thread was copying the model."""
+    model, x = Counting().eval(), torch.ones(6, 3)
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as another:
+        model(x)
+        with slow_call(model):
+            model.linear.tag = [use]
+            waiting = another.submit(torch.no_grad()(model), x)  # waits for the lanes, to copy the model
+            wait([waiting], 0.2)
+            child = os.fork()
+            if child == 0:
+                faulthandler.dump_traceback_later(20, exit=True)
+                code = 1
+                try:
+                    uses = {"call": lambda: model(x), "submit": lambda: p.submit(x).result(), "refresh": p.refresh}
+                    uses.get(use, p.close)()
+                    code = 0
+                finally:
+                    os._exit(code)
+            _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        waiting.result(20)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -41,6 +41,40 @@ def loads(host):
     return [core.loads for core in host.stats()]
 
 
+# Errors
+
+
+class Around(nn.Module):
+    """Runs a compiled model, and refuses a batch with a row of nines."""
+
+    def __init__(self, compiled):
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, x):
+        if (x == 9).any():
+            raise ValueError("nine")
+        return self.compiled(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("row", [0, 3])
+def test_error_of_one_core_in_turns_is_that_of_the_call(host, workers, row):
+    """Cores that were not reached have no outputs."""
+    _, compiled, _ = net_of()
+    net = neuron.DataParallel(Around(compiled).eval())
+    net.num_workers = workers
+    x = torch.zeros(4, 3)
+    x[row] = 9
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ValueError, match="nine"):
+            net(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        net.close()
+
+
 # Choice of cores
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
 import warnings
 
 import pytest
@@ -316,6 +318,57 @@ def test_workers_build_equal_models_and_draw_different_numbers(opened):
     session = opened(target)
     drawn = session.call(Entry(target), (torch.zeros(9, 1),), {})
     assert drawn.unique().numel() == 9
+
+
+class Slow(nn.Linear):
+    """Waits half a second for rows of sevens."""
+
+    def forward(self, x):
+        if bool((x == 7).any()):
+            time.sleep(0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("changes", [0, 1, 2])
+def test_call_that_runs_again_has_the_model_of_its_submission(opened, changes):
+    """A worker that takes another's place gets what the others have, whatever was written meanwhile."""
+    session, x = opened(model := Slow(3, 2).eval()), torch.full((6, 3), 7.0)
+    for _ in range(changes):
+        session.call(Entry(model), (torch.ones(9, 3),), {})
+        model.weight.mul_(2)
+    session.call(Entry(model), (torch.ones(9, 3),), {})
+    expected = nn.functional.linear(x, model.weight, model.bias)
+    futures = [session.submit(Entry(model), (x,), {}) for _ in range(2)]
+    time.sleep(0.2)
+    model.weight.mul_(100)
+    os.kill(session.pool.lanes[0].pid, signal.SIGKILL)
+    for future in futures:
+        assert_close(future.result(20), expected)
+    assert_close(
+        session.call(Entry(model), (torch.ones(9, 3),), {}),
+        nn.functional.linear(torch.ones(9, 3), model.weight, model.bias),
+    )
+
+
+@pytest.mark.parametrize("what", ["refresh", "close"])
+def test_callback_waits_for_no_thread_that_waits_for_its_lane(opened, what):
+    """A callback of a whole call may refresh or close while another thread sends a change of the model."""
+    session = opened(model := Slow(3, 2).eval())
+    session.call(Entry(model), (torch.ones(9, 3),), {})
+    called = threading.Event()
+
+    def callback(_):
+        time.sleep(0.5)
+        getattr(session, what)()
+        called.set()
+
+    futures = [session.submit(Entry(model), (torch.full((6, 3), 7.0),), {}) for _ in range(4)]
+    futures[0].add_done_callback(callback)
+    time.sleep(0.7)
+    model.weight.mul_(2)
+    with contextlib.suppress(SessionError):  # the block may be closed
+        session.call(Entry(model), (torch.ones(9, 3),), {})
+    assert called.wait(20)
 
 
 def test_parts_of_one_call_have_the_same_model(opened, monkeypatch):

@@ -96,7 +96,7 @@ class NeuronPool:
             ended = self._lanes.run(rounds, modes, turns=turns)
         outcomes = [Outcome()] * len(calls)
         for lane, outcome in enumerate(ended):
-            if outcome.error is not None:
+            if outcome.value is None:  # it failed, or did not start
                 outcomes[lane] = outcome
             else:
                 outcomes[lane::lanes] = map(Outcome, outcome.value)
