@@ -24,13 +24,14 @@ from parawrap import Platform, parallel
 
 __all__ = ["rows"]
 
-_WORKERS, _IN_FLIGHT = 2, 4
+_WORKERS, _IN_FLIGHT, _CHUNKSIZE = 2, 4, 8
 _BATCHES, _SMALL_BATCHES, _LARGE_BATCHES = 128, 512, 8
 _LEAST_COPY_SPEED, _MOST_SMALL_US, _MOST_OVER_ACTORS = 0.6, 150, 1.2
 _ONE, _LOOP, _LANES, _COPY = "loop, one thread", f"loop, {_WORKERS} threads", "map, lanes in threads", "clone of each batch"
 _COPY_INTO = "copy of each batch into one tensor"
 _ON_RAY, _ACTORS = "map, Ray workers", "ray.util.ActorPool"
-_OURS, _POOL, _JOBLIB = "map, workers", "torch.multiprocessing.Pool", "joblib, loky"
+_OURS, _CHUNKS = "map, workers", "map, workers, chunksize=8"
+_POOL, _JOBLIB = "torch.multiprocessing.Pool", "joblib, loky"
 
 
 class Recurrent(nn.Module):
@@ -77,19 +78,22 @@ def rows(rounds: int = 12) -> list[Row]:
 
 
 def _net_row(net: Net, goal: float | None, rounds: int) -> Row:
-    times = _times(net, _BATCHES, rounds, (_ONE, _LOOP, _LANES))
+    times = _times(net, _BATCHES, rounds, (_ONE, _LOOP, _LANES, _CHUNKS))
     best = min((_ONE, _LOOP), key=lambda arm: arm_of(times[arm]).median_us)
     gain = _gain(times, best)
     if goal is not None:
         gain = gain.held_to("at least", goal)
-    return _row(net, times, [gain, _gain(times, _LANES), *_over_peers(times, 1.0)], _BATCHES)
+    chunks = _gain(times, best, _CHUNKS)
+    return _row(net, times, [gain, chunks, _gain(times, _LANES), *_over_peers(times, 1.0)], _BATCHES)
 
 
 def _small_row(rounds: int) -> Row:
-    times = _times(_KIBIBYTE, _SMALL_BATCHES, rounds, ())
+    times = _times(_KIBIBYTE, _SMALL_BATCHES, rounds, (_CHUNKS,))
     each = arm_of([time / _SMALL_BATCHES for time in times[_OURS]])
     cost = Result("time per batch", each.median_us, "us", each.low_us, each.high_us).held_to("at most", _MOST_SMALL_US)
-    return _row(_KIBIBYTE, times, [cost, *_over_peers(times, 1.5)], _SMALL_BATCHES)
+    chunks = arm_of([time / _SMALL_BATCHES for time in times[_CHUNKS]])
+    in_chunks = Result(f"time per batch with chunksize={_CHUNKSIZE}", chunks.median_us, "us", chunks.low_us, chunks.high_us)
+    return _row(_KIBIBYTE, times, [cost, in_chunks, *_over_peers(times, 1.5)], _SMALL_BATCHES)
 
 
 def _large_row(rounds: int) -> Row:
@@ -148,9 +152,9 @@ def _row(net: Net, times: dict[str, list[float]], results: list[Result], count: 
     )
 
 
-def _gain(times: dict[str, list[float]], arm: str) -> Result:
-    gain = ratio_of(times[arm], times[_OURS])
-    return Result(f"speed-up of {_OURS} over {arm}", gain.median, "ratio", gain.low, gain.high)
+def _gain(times: dict[str, list[float]], arm: str, ours: str = _OURS) -> Result:
+    gain = ratio_of(times[arm], times[ours])
+    return Result(f"speed-up of {ours} over {arm}", gain.median, "ratio", gain.low, gain.high)
 
 
 def _over_peers(times: dict[str, list[float]], goal: float | None) -> list[Result]:
@@ -175,6 +179,8 @@ def _times(net: Net, count: int, rounds: int, others: tuple[str, ...]) -> dict[s
         if _LANES in others:
             lanes = stack.enter_context(parallel(laned, ["cpu"] * _WORKERS, out_dims=0))
             works[_LANES] = lambda: _read(lanes.map(batches, buffersize=_IN_FLIGHT))
+        in_chunks = {"buffersize": _IN_FLIGHT * _CHUNKSIZE, "chunksize": _CHUNKSIZE}
+        works[_CHUNKS] = partial(_on_one_thread, lambda: _read(block.map(batches, **in_chunks)))
         works = {arm: works[arm] for arm in others}
         works[_OURS] = partial(_on_one_thread, lambda: _read(block.map(batches, buffersize=_IN_FLIGHT)))
         works[_POOL] = stack.enter_context(_pool(net, batches))
