@@ -975,6 +975,40 @@ def test_values_that_functions_captured_are_those_of_the_call(lanes):
             assert_same(outputs_of(p, model, x), [x * number + 10 * number] * 3)
 
 
+class Arrays(nn.Module):
+    """Scales its input by a numpy array and a bytearray."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = np.ones(1, dtype=np.float32)
+        self.raw = bytearray([1])
+
+    def forward(self, x):
+        return x * float(self.factors[0]) * self.raw[0]
+
+
+def test_refresh_sends_what_was_written_into_arrays(lanes):
+    """Writes into a numpy array or a bytearray of the model reach the lanes at the latest after `refresh`."""
+    model, x = Arrays(), torch.ones(9, 2)
+    with lanes(model) as p:
+        assert_same(outputs_of(p, model, x), [x] * 3)
+        model.factors[0], model.raw[0] = 2, 3
+        p.refresh()
+        assert_same(outputs_of(p, model, x), [x * 6] * 3)
+
+
+def test_function_that_captures_modules_of_torch_is_a_target(lanes):
+    """Some modules of torch have classes of their own."""
+    mkldnn, backends = torch.backends.mkldnn, torch.backends
+
+    def count(x):
+        return x + int(mkldnn.is_available()) + int(backends.mkldnn.is_available())
+
+    x = torch.zeros(9, 2)
+    with lanes(count) as p:
+        assert_same(outputs_of(p, p, x), [count(x)] * 3)
+
+
 def test_whole_call_writes_into_every_kind_of_argument(lanes):
     """What a model changes in arrays, sets, and containers of a whole call, the caller's have too, in the same objects."""
 
