@@ -13,14 +13,10 @@ from torch.testing import assert_close
 from parawrap import Parallel, Platform, parallel
 
 __all__ = [
-    "PROCESS",
-    "RAY",
-    "THREAD",
     "Kind",
     "assert_calls_are_plain",
     "assert_same",
     "every_kind",
-    "fails",
     "in_threads_alone",
 ]
 
@@ -52,15 +48,6 @@ def every_kind(request):
         request.getfixturevalue(request.param.fixture)
     with torch.no_grad():
         yield request.param
-
-
-def fails(*kinds, reason):
-    """Mark a test as a known fault of these kinds of lanes. It still runs over all kinds."""
-    fault = pytest.mark.xfail(strict=True, reason=reason)
-    params = [
-        pytest.param(kind, id=kind.name, marks=(*kind.marks, fault) if kind in kinds else kind.marks) for kind in KINDS
-    ]
-    return pytest.mark.parametrize("lanes", params, indirect=True)
 
 
 def in_threads_alone(reason):

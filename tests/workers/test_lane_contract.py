@@ -14,12 +14,9 @@ from torch.testing import assert_close
 
 from parawrap import GatherError, SessionError, ShardError
 from tests.workers.lanes_of_every_kind import (  # noqa: F401
-    PROCESS,
-    RAY,
     assert_calls_are_plain,
     assert_same,
     every_kind,
-    fails,
 )
 
 ROWS = (9, 0, 1, 3, 7, 16, 9)

@@ -24,13 +24,9 @@ from torch.testing import assert_close
 
 from parawrap import ReplicaError, SessionError, ShardError, UnsendableError
 from tests.workers.lanes_of_every_kind import (  # noqa: F401
-    PROCESS,
-    RAY,
-    THREAD,
     assert_calls_are_plain,
     assert_same,
     every_kind,
-    fails,
     in_threads_alone,
 )
 
