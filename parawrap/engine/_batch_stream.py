@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from itertools import count, islice
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -125,52 +125,44 @@ def _submit_all(
 ) -> Iterator[Sequence[_Flight]]:
     """Submit one chunk of batches for each `next`. An error of `submit` goes into the future of its batch.
 
-    An error of the source is raised once the batches that it gave before are submitted.
+    An error of the source gets a note, and is raised once the batches that it gave before are submitted.
     """
-    source = _read_all(batches, options)
+    source, numbers, folder = iter(batches), count(), options.folder
     submit = _Submitter(session, entry, options.prepare)
-    failure: Exception | None = None
-    while failure is None:
+    has_ended, failure = False, None
+    while not has_ended:
         chunk: list[_Read] = []
-        try:
-            chunk.extend(islice(source, options.chunksize))
-        except Exception as error:  # noqa: BLE001
-            failure = error
-        if not chunk:
-            break
-        futures = iter(submit([(each.number, each.batch) for each in chunk if each.recalled is None]))
-        flights = [
-            _Flight(
-                number,
-                next(futures) if recalled is None else recalled,
-                batch if options.with_inputs else None,
-                _hint(batch) if isinstance(batch, list) and options.prepare is None else None,
-            )
-            for number, batch, recalled in chunk
-        ]
-        del chunk, futures  # the source makes the next batch
-        yield flights
-        del flights
-    if failure is not None:
-        raise failure
-
-
-def _read_all(batches: Iterable[Any], options: StreamOptions) -> Iterator[_Read]:
-    """Yield the batches of the source. Its error gets a note."""
-    source, folder = iter(batches), options.folder
-    for number in count():
-        try:
-            batch = next(source, _END)
-            if batch is _END:
+        while len(chunk) < options.chunksize and not has_ended:
+            number = next(numbers)
+            try:
+                batch = next(source, _END)
+                if batch is not _END:
+                    chunk.append(_Read(number, batch, None if folder is None else folder.recall(number, batch)))
+                    continue
+                has_ended = True
                 if folder is not None:
                     folder.check_end(number)
-                return
-            recalled = None if folder is None else folder.recall(number, batch)
-        except Exception as error:
-            note(error, f"while batch {number} of the stream was read, counted from 0")
-            raise
-        yield _Read(number, batch, recalled)
-        del batch, recalled
+            except Exception as error:  # noqa: BLE001
+                note(error, f"while batch {number} of the stream was read, counted from 0")
+                has_ended, failure = True, error
+        together = iter(submit.together(chunk) if len(chunk) > 1 else ())
+        flights = []
+        for number, batch, recalled in chunk:
+            future = recalled
+            if future is None:
+                future = next(together, None) or submit(number, batch)
+            hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
+            flights.append(_Flight(number, future, batch if options.with_inputs else None, hint))
+        batch = recalled = future = None  # the source makes the next batch
+        chunk.clear()
+        if flights:
+            yield flights
+        del flights
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # its traceback holds this frame
 
 
 class _Submitter:
@@ -182,22 +174,22 @@ class _Submitter:
         self._prepare = prepare
         self._ready: Ready | None = None
 
-    def __call__(self, chunk: Sequence[tuple[int, Any]]) -> Sequence[Future[Any]]:
-        """Submit numbered batches. An error goes into the future, and is raised in place of the batch's output."""
-        if len(chunk) > 1:
-            with suppress(Exception):  # each batch gets its own error below
-                self._ready = self._ready or self._session.get_ready()
-                if self._ready is not None:
-                    calls = [self._call(number, batch) for number, batch in chunk]
-                    return self._session.submit_chunk(calls, self._prepare, self._ready)
-        return [self._submit(number, batch) for number, batch in chunk]
-
-    def _submit(self, number: int, batch: Any) -> Future[Any]:
+    def __call__(self, number: int, batch: Any) -> Future[Any]:
+        """Submit a batch. An error goes into the future, and is raised in place of the batch's output."""
         try:
             self._ready = self._ready or self._session.get_ready()
             return self._session.submit(*self._call(number, batch), self._prepare, self._ready)
         except Exception as error:  # noqa: BLE001
             return failed_future(error)
+
+    def together(self, chunk: Sequence[_Read]) -> Sequence[Future[Any]]:
+        """Submit batches in one message. Return nothing if that is refused: each batch then gets its own error."""
+        with suppress(Exception):
+            self._ready = self._ready or self._session.get_ready()
+            calls = [self._call(number, batch) for number, batch, recalled in chunk if recalled is None]
+            if self._ready is not None and calls:
+                return self._session.submit_chunk(calls, self._prepare, self._ready)
+        return ()
 
     def _call(self, number: int, batch: Any) -> ChunkCall:
         entry = self._entry

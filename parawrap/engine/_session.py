@@ -81,7 +81,10 @@ class Pool(Protocol):
     def run(
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]: ...
-    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]: ...
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
+    def submit_chunk(
+        self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes
+    ) -> Sequence[LaneFuture]: ...
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -203,11 +206,15 @@ class Session:
         ready = ready or self.get_ready()
         if ready is None:
             return _done(partial(self._run_plainly, entry, args, kwargs, prepare))
-        return self._send([self._whole(entry, args, kwargs, prepare)], ready)[0]
+        future = self.pool.submit(self._whole(entry, args, kwargs, prepare), *ready)
+        self._futures.add(future)
+        return future
 
-    def submit_chunk(self, calls: Sequence[ChunkCall], prepare: Prepare | None, ready: Ready) -> list[LaneFuture]:
+    def submit_chunk(self, calls: Sequence[ChunkCall], prepare: Prepare | None, ready: Ready) -> Sequence[LaneFuture]:
         """Run several calls, each whole in one lane; they travel to a worker in one message. If it raises, none is sent."""
-        return self._send([self._whole(*call, prepare) for call in calls], ready)
+        futures = self.pool.submit_chunk([self._whole(*call, prepare) for call in calls], *ready)
+        self._futures.update(futures)
+        return futures
 
     def cancel(self) -> None:
         """Drop submitted calls that have not started."""
@@ -246,11 +253,6 @@ class Session:
             call.record_prepare = partial(self.recorder.record, "prepare", entry.batch, None)
             call.record = partial(self.recorder.record, entry.method, entry.batch)
         return call
-
-    def _send(self, calls: Sequence[WholeCall], ready: Ready) -> list[LaneFuture]:
-        futures = self.pool.submit(calls, *ready)
-        self._futures.update(futures)
-        return futures
 
     def _run_plainly(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None = None
@@ -325,17 +327,13 @@ class Session:
 
     def _sources_of(self, call: WholeCall) -> Collection[torch.device] | None:
         """Return the same for a whole call. `prepare` may read from any device."""
-        if self._stays_on_cpu and call.prepare is not None:
+        stays_on_cpu = self._stays_on_cpu
+        if stays_on_cpu and call.prepare is not None:
             return None
         if call.prepare is not None:
             devices = (*map(device_of, flatten(call.args)[0]), *self.devices, self.output_device)
             return {device for device in devices if device is not None}
-        if (
-            self._stays_on_cpu
-            and not call.kwargs
-            and _TENSOR.issuperset(map(type, call.args))
-            and all(map(_on_cpu, call.args))
-        ):
+        if stays_on_cpu and not call.kwargs and _TENSOR.issuperset(map(type, call.args)) and all(map(_on_cpu, call.args)):
             return None
         return self._sources(call.flatten()[1])
 

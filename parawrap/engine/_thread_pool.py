@@ -110,19 +110,20 @@ class ThreadPool:
             self._copies.warn()
         return outcomes
 
-    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
-        """Run calls whole: on the CPU in the first free lane, on other devices in the lane with the least work.
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+        """Run a call whole: on the CPU in the first free lane, on other devices in the lane with the least work.
 
         There, `prepare` and the copies of the inputs run next to the earlier work of the lane.
         """
-        return [self._submit(call, copies, modes) for call in calls]
-
-    def _submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
         if call.sources is None:
             return self._lanes.submit_to_any(partial(self._run_whole, call, copies), modes)
         lane = self._lanes.least_loaded()
         run, place = partial(self._run_placed, call, copies[lane.index], lane), partial(_place, call, lane)
         return self._lanes.submit(lane, run, modes, place, call.sources)
+
+    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+        """Do the same for several calls. Threads get no messages, so nothing is gained."""
+        return [self.submit(call, copies, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run the target itself in this thread, while the first lane is idle."""

@@ -164,25 +164,38 @@ class WorkerPool:
                     break
         return outcomes
 
-    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+        """Send a whole call to the lane with the fewest requests, or keep it until a lane has room.
+
+        Raises:
+            UnsendableError: If an argument or `prepare` cannot be pickled.
+            SessionError: If the call needs gradients, or the pool is closed.
+        """
+        request = self._whole_request(call, modes)
+        self._place(request)
+        return request.future
+
+    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
         """Send whole calls, in one message, to the lane with the fewest requests, or keep them until a lane has room.
 
         Raises:
-            UnsendableError: If an argument of a single call or its `prepare` cannot be pickled.
+            UnsendableError: If `prepare` cannot be pickled.
             SessionError: If a call needs gradients, or the pool is closed.
         """
-        if not self._is_open():
-            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
-            raise SessionError(msg)
         requests = [self._whole_request(call, modes) for call in calls]
-        request = requests[0] if len(requests) == 1 else ChunkRequest(requests)
+        self._place(ChunkRequest(requests))
+        return [each.future for each in requests]
+
+    def _place(self, request: Request) -> None:
         lane = self._backlog.place(request, self.lanes)
         if lane is not None:
             request.start()
             lane.post(request)
-        return [each.future for each in requests]
 
     def _whole_request(self, call: WholeCall, modes: Modes) -> CallRequest:
+        if not self._is_open():
+            msg = "the lanes are closed: call inside the `with` block, or make a new parallel(...)"
+            raise SessionError(msg)
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)

@@ -102,13 +102,16 @@ class NeuronPool:
                 outcomes[lane::lanes] = map(Outcome, outcome.value)
         return outcomes
 
-    def submit(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
-        """Run each call on one core, in the lane that is free first. Raises the errors of calls before one is queued."""
+    def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture:
+        """Run a call whole on one core, in the lane that is free first. Raises the errors of a call before it is queued."""
         with self._placed.in_use():
-            for call in calls:
-                if call.prepare is None:
-                    call.flatten()
-            return [self._lanes.submit_to_any(partial(self._run_whole, call), modes) for call in calls]
+            if call.prepare is None:
+                call.flatten()
+            return self._lanes.submit_to_any(partial(self._run_whole, call), modes)
+
+    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
+        """Do the same for several calls. Threads get no messages, so nothing is gained."""
+        return [self.submit(call, copies, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run a call whole in this thread, on the next core in turn."""
