@@ -1,4 +1,4 @@
-"""The values that functions of a model capture, and the globals that they read: they travel with the model."""
+"""What functions of a model capture, the globals that they read, and its classes: they travel with the model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,29 @@ _ABSENT = object()
 
 
 class CapturedValues:
-    """The values of the closures and the globals of some functions at one moment, by identity."""
+    """The code, closures, and globals of some functions, and the attributes of some classes, at one moment, by identity."""
 
-    def __init__(self, functions: Iterable[FunctionType] = ()) -> None:
-        functions = [*functions]
+    def __init__(self, sent: Iterable[FunctionType | type]) -> None:
+        sent = [*sent]
+        functions = [each for each in sent if isinstance(each, FunctionType)]
+        self._functions = functions
+        self._classes = [each for each in sent if isinstance(each, type)]
         self._cells = [cell for function in functions for cell in function.__closure__ or ()]
         self._globals = [(each.__globals__, name) for each in functions for name in set(_globals_read(each.__code__))]
         self._before = self._now()
 
     def intact(self) -> bool:
         """True if no variable has another value."""
-        return all(map(is_, self._now(), self._before))
+        now = self._now()
+        return len(now) == len(self._before) and all(map(is_, now, self._before))
 
     def _now(self) -> list[Any]:
-        return [*map(_content, self._cells), *(names.get(name, _ABSENT) for names, name in self._globals)]
+        return [
+            *map(_content, self._cells),
+            *(names.get(name, _ABSENT) for names, name in self._globals),
+            *(part for each in self._functions for part in (each.__code__, each.__defaults__, each.__kwdefaults__)),
+            *(part for each in self._classes for part in vars(each).values()),
+        ]
 
 
 def _content(cell: CellType) -> Any:

@@ -1,67 +1,167 @@
-"""Write into the caller's arguments what a call wrote into those of a worker."""
+"""Return what a call wrote into its arguments: the worker finds it, and the caller's own objects get it.
+
+Both processes walk the arguments in the same order before the call, and name an object by its position in that walk.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
-from collections.abc import Mapping, MutableMapping, Sequence
+from array import array
+from collections import OrderedDict, UserDict, UserList, deque
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.tree import flatten, unflatten
-from parawrap.workers._server import Given, Returned
+from parawrap.errors import SessionError
+from parawrap.tree import flatten_call
 
-__all__ = ["give_back"]
+__all__ = ["Changed", "Contents", "Given", "GivenArguments"]
+
+_PLAIN = (list, tuple, dict, deque)
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
+_TENSOR = frozenset({torch.Tensor})
 
 
-def give_back(returned: Returned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Write tensors, arrays, sets, and bytearrays that a call wrote, and fill containers that it changed."""
-    if not returned.written and returned.refilled is None:
+class Given:
+    """Stands for an object that the call was given: its position in the walk."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Changed(NamedTuple):
+    """A container that a call changed: its position, and what it holds now. `keys` are those of a dict or the fields."""
+
+    position: int
+    keys: list[Any] | None
+    values: list[Any]
+
+
+class Contents:
+    """What the containers among the arguments of a call hold, in the worker, before the call."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._objects = _walked(args, kwargs)
+        self._before = [(position, *_held(each)) for position, each in enumerate(self._objects) if _is_mutable(each)]
+
+    def changes(self) -> list[Changed]:
+        """Return the containers that hold other objects now, or in another order."""
+        positions = {id(each): position for position, each in enumerate(self._objects) if type(each) not in _ATOMS}
+        changed = []
+        for position, keys, values in self._before:
+            now_keys, now = _held(self._objects[position])
+            if now_keys != keys or len(now) != len(values) or not all(map(is_, now, values)):
+                changed.append(Changed(position, now_keys, [_encoded(each, positions) for each in now]))
+        return changed
+
+
+class GivenArguments:
+    """The arguments of a call, in the caller's process, as they were when it was sent."""
+
+    def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        call = tuple(args), dict(kwargs)
+        self._leaves = flatten_call(*call)[0]
+        self._objects = _walked(*call)
+
+    def take(self, written: Iterable[tuple[int, Any]], changed: Iterable[Changed]) -> None:
+        """Write into the caller's objects what the call wrote into those of the worker.
+
+        Raises:
+            SessionError: If the call changed the shape of an argument in place.
+        """
+        for index, value in written:
+            _write(self._leaves[index], value)
+        filled = [
+            (self._objects[each.position], each.keys, [self._decoded(value) for value in each.values]) for each in changed
+        ]
+        for container, keys, values in filled:
+            _fill(container, keys, values)
+
+    def _decoded(self, value: Any) -> Any:
+        if isinstance(value, Given):
+            return self._objects[value.position]
+        return _rebuilt(value, self._decoded)
+
+
+def _walked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the objects in arguments, and in their containers. Each container is entered once."""
+    found: list[Any] = []
+    if _TENSOR.issuperset(map(type, args)) and _TENSOR.issuperset(map(type, kwargs.values())):
+        return found
+    entered: set[int] = set()
+    waiting: list[Any] = [*kwargs.values(), *args]
+    while waiting:
+        value = waiting.pop()
+        found.append(value)
+        if (isinstance(value, tuple) or _is_mutable(value)) and id(value) not in entered:
+            entered.add(id(value))
+            waiting.extend(_held(value)[1])
+        elif isinstance(value, UserDict | UserList):
+            waiting.append(value.data)
+    return found
+
+
+def _is_mutable(value: Any) -> bool:
+    return isinstance(value, list | dict | deque) or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__"))
+
+
+def _held(container: Any) -> tuple[list[Any] | None, list[Any]]:
+    """Return the keys of a dict or the names of the attributes of a dataclass, if it is one, and the values."""
+    if isinstance(container, list | tuple | deque):
+        return None, [*container]
+    items = container if isinstance(container, dict) else vars(container)
+    return [*items], [*items.values()]
+
+
+def _fill(container: Any, keys: list[Any] | None, values: list[Any]) -> None:
+    if isinstance(container, list | deque):
+        container.clear()
+        container.extend(values)
         return
-    call = tuple(args), dict(kwargs)
-    leaves = flatten(call)[0]
-    for index, value in returned.written:
-        _write(leaves[index], value)
-    if returned.refilled is not None:
-        found, spec = flatten(returned.refilled)
-        _refill(call, unflatten(spec, [leaves[each.position] if isinstance(each, Given) else each for each in found]))
+    items = container if isinstance(container, dict) else vars(container)
+    kind: Any = OrderedDict if isinstance(items, OrderedDict) else dict  # a Counter adds in `update`
+    kind.clear(items)
+    for key, value in zip(keys or (), values, strict=True):
+        kind.__setitem__(items, key, value)
+
+
+def _encoded(value: Any, positions: Mapping[int, int]) -> Any:
+    """Return a value with stand-ins for what was given, also in new containers."""
+    position = positions.get(id(value))
+    if position is not None:
+        return Given(position)
+    return _rebuilt(value, lambda each: _encoded(each, positions))
+
+
+def _rebuilt(value: Any, replaced: Any) -> Any:
+    """Return a container of Python with its items replaced, or any other value as it is."""
+    if type(value) not in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return {key: replaced(each) for key, each in value.items()}
+    return type(value)(map(replaced, value))
 
 
 def _write(leaf: Any, value: Any) -> None:
+    if isinstance(leaf, set):
+        leaf.clear()
+        leaf.update(value)
+        return
+    if isinstance(leaf, bytearray | array):
+        leaf[:] = value
+        return
+    if leaf.shape != value.shape:
+        msg = (
+            f"the model changed the shape of an argument in place, from {tuple(leaf.shape)} to {tuple(value.shape)}, which "
+            "a worker cannot do to the caller's. Return the new value from the call instead"
+        )
+        raise SessionError(msg)
     if isinstance(leaf, torch.Tensor):
         with torch.inference_mode(leaf.is_inference()), torch.no_grad():
             leaf.copy_(value)
-    elif isinstance(leaf, set):
-        leaf.clear()
-        leaf.update(value)
-    elif isinstance(leaf, bytearray):
-        leaf[:] = value
     else:
         leaf[...] = value
-
-
-def _refill(container: Any, now: Any) -> Any:
-    """Give a container the items of another one, and return it. Return `now` if it is not a container of the same class."""
-    if type(container) is not type(now) or container is now:
-        return now
-    match container:
-        case tuple():
-            items = [_refill(item, each) for item, each in zip(container, now, strict=False)]
-            return container if len(now) == len(container) and all(map(is_, container, items)) else now
-        case list() | deque():
-            items = [_refill(item, each) for item, each in zip(container, now, strict=False)]
-            items += list(now)[len(items) :]
-            container.clear()
-            container.extend(items)
-        case MutableMapping():
-            filled = {key: _refill(container.get(key), each) for key, each in now.items()}
-            container.clear()
-            container.update(filled)
-        case _ if dataclasses.is_dataclass(container):
-            for name, each in vars(now).items():
-                object.__setattr__(container, name, _refill(getattr(container, name, None), each))
-        case _:
-            return now
-    return container

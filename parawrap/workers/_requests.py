@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -77,14 +78,14 @@ class ChunkRequest(Request):
     If the answer is an error, the worker could not read the message. Each call is then sent alone.
     """
 
-    __slots__ = ("_missing", "_parts")
+    __slots__ = ("_parts",)
 
     def __init__(self, parts: Sequence[CallRequest]) -> None:
         super().__init__()
         self._parts = parts
-        self._missing = [None] * len(parts)
-        for part in parts:
-            part.future.add_done_callback(self._count_down)
+        missing = [None] * len(parts)
+        for part in parts:  # no callback holds this request, which holds the futures
+            part.future.add_done_callback(partial(_count_down, missing, self.future))
 
     @property
     def calls(self) -> int:
@@ -128,10 +129,12 @@ class ChunkRequest(Request):
     def result(self, answer: Answer, lane: Lane) -> None:
         """Do nothing: each part has its result."""
 
-    def _count_down(self, _: object) -> None:
-        self._missing.pop()
-        if not self._missing:
-            self.future.set_result(None)
+
+def _count_down(missing: list[None], whole: Future[Any], _: object) -> None:
+    """Note that one part has ended. The last one ends the whole."""
+    missing.pop()
+    if not missing:
+        whole.set_result(None)
 
 
 class ModelRequest(Request):

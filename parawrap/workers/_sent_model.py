@@ -44,6 +44,7 @@ class SentModel:
         self.home = home_of(target) if isinstance(target, torch.nn.Module) else None
         self._changing = threading.Lock()
         self._file: ModelFile | None = None
+        self._built: bytes | None = None
         self._tensors: list[torch.Tensor] = []
         self._by_id: dict[int, torch.Tensor] = {}
         self._modules: list[torch.nn.Module] = []
@@ -119,18 +120,21 @@ class SentModel:
             UnsendableError: If it cannot be pickled.
         """
         if isinstance(self.target, Build):
-            worker.send(number, "build", (*self.target, self._seed), "")
+            with self._changing:
+                if self._built is None:  # once: a worker that takes another's place builds the same
+                    self._built = pickled_function((*self.target, self._seed, torch.get_default_dtype()), "")
+            worker.send(number, "build", self._built, "")
             return
         with self._changing:
             if self._file is None:
                 model = {"model": self.target, "tensors": self._tensors, "modules": self._modules}
-                functions: list[FunctionType] = []
+                sent: list[FunctionType | type] = []
                 try:
-                    self._file = ModelFile(packed(model, "model", "", functions))
+                    self._file = ModelFile(packed(model, "model", "", sent))
                 except UnsendableError as error:
                     msg = f"{error}. Let each worker build its own model: parallel(build(load_model, ...), ...)"
                     raise UnsendableError(msg) from error.__cause__
-                self._captured = self._captured or CapturedValues(functions)
+                self._captured = self._captured or CapturedValues(sent)
             worker.send_model(number, self._file)
 
     def install(self, worker: Worker) -> int:
@@ -221,7 +225,7 @@ class SentModel:
             if self._file is not None:
                 os.close(self._file.number)
                 self._file = None
-            self._since = {}
+            self._since, self._built = {}, None
 
 
 def _answer_of(worker: Worker) -> Any:

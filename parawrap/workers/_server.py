@@ -7,9 +7,9 @@ import functools
 import os
 import pickle
 import warnings
+from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import is_not
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -20,13 +20,13 @@ from parawrap.errors import SessionError
 from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, pickled_apart, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
-from parawrap.tree import TreeSpec, flatten, flatten_call, unflatten
+from parawrap.tree import flatten, flatten_call, unflatten
+from parawrap.workers._give_back import Changed, Contents
 from parawrap.workers._line import pickled_value
 
 __all__ = [
     "Answered",
     "Call",
-    "Given",
     "ModelTensor",
     "Returned",
     "SentModes",
@@ -115,15 +115,6 @@ class ModelTensor:
         self.position = position
 
 
-class Given:
-    """Stands for a leaf of the arguments of a call: its position."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
 class SentWarning(NamedTuple):
     """A warning, as ``warnings.warn_explicit`` takes it."""
 
@@ -141,8 +132,7 @@ class Returned(NamedTuple):
         rng_state: The random state if the call changed it.
         buffers: The buffers that the call wrote.
         written: The arguments that the call wrote in place, by their position among the leaves.
-        refilled: The arguments of a whole call, if it changed one of their containers. Leaves that were given are of class
-            `Given`.
+        changed: The containers among the arguments of a whole call that it changed.
         warned: The warnings of the call.
     """
 
@@ -151,7 +141,7 @@ class Returned(NamedTuple):
     rng_state: torch.Tensor | None = None
     buffers: tuple[WrittenBuffer, ...] = ()
     written: tuple[tuple[int, Any], ...] = ()
-    refilled: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    changed: tuple[Changed, ...] = ()
     warned: tuple[SentWarning, ...] = ()
 
 
@@ -190,11 +180,12 @@ class Server:
         self._tensors, self._modules = value["tensors"], value["modules"]
         return self._take(value["model"])
 
-    def _build(self, value: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]) -> int:
-        """Build the model here, with the same seed as in every worker. Return the process id."""
-        load_model, args, kwargs, seed = value
+    def _build(self, value: bytes) -> int:
+        """Build the model here, with the same seed and default dtype as in every worker. Return the process id."""
+        load_model, args, kwargs, seed, dtype = unpickled(value)
         own = torch.initial_seed()
         seed_all(seed)
+        torch.set_default_dtype(dtype)
         model = load_model(*args, **kwargs)
         seed_all(own)
         return self._take(model)
@@ -218,7 +209,8 @@ class Server:
         call = Call(*fields)
         if self._device != _CPU and call.prepare is None:
             call = call._replace(args=self._placed(call.args), kwargs=self._placed(call.kwargs))
-        given, spec = flatten_call(call.args, call.kwargs)
+        given = flatten_call(call.args, call.kwargs)[0]
+        contents = Contents(call.args, call.kwargs) if call.is_whole else None
         versions = [*map(_version_of, given)]
         kept = torch.get_rng_state() if call.rng_state is not None else None
         if call.rng_state is not None:
@@ -233,23 +225,13 @@ class Server:
                 torch.set_rng_state(kept)
         buffers = self._written_buffers() if call.returns_buffers else ()
         written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
-        refilled = self._refilled(call, given, spec) if call.is_whole and call.prepare is None else None
+        changed = () if contents is None else tuple(contents.changes())
         if self._is_model:
             self._replicas.warn()
         warned = self._take_warnings()
-        if not (has_model_tensors or buffers or written or refilled or warned) and rng_state is None:
+        if not (has_model_tensors or buffers or written or changed or warned) and rng_state is None:
             return (output,)
-        return output, has_model_tensors, rng_state, buffers, written, refilled, warned
-
-    def _refilled(self, call: Call, given: Sequence[Any], spec: TreeSpec) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the arguments if their containers hold other leaves than they did."""
-        leaves, now = flatten_call(call.args, call.kwargs)
-        if now == spec and not any(map(is_not, leaves, given)):
-            return None
-        positions = {id(leaf): index for index, leaf in enumerate(given)}
-        marked = [Given(positions[id(leaf)]) if id(leaf) in positions else leaf for leaf in leaves]
-        args, kwargs = unflatten(now, marked)
-        return args, kwargs
+        return output, has_model_tensors, rng_state, buffers, written, changed, warned
 
     def _calls(self, chunk: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Answer several calls, one after another. An output is pickled before the next call, which may write into it."""
@@ -359,8 +341,8 @@ def _version_of(leaf: Any) -> Any:
         raise SessionError(msg)
     if isinstance(leaf, torch.Tensor):
         return None if leaf.is_inference() else version_of(leaf)
-    if isinstance(leaf, bytearray | set):
-        return leaf.copy()
+    if isinstance(leaf, bytearray | set | array):
+        return leaf[:] if isinstance(leaf, array) else leaf.copy()
     return leaf.tobytes() if type(leaf).__name__ == "ndarray" else None
 
 
@@ -376,8 +358,8 @@ def _unpacked_modes(packed: bytes) -> SentModes:
     return modes
 
 
-def pickled_function(function: Callable[..., Any], address: str) -> bytes:
-    """Return a pickled function for `Call.prepare`. Raises UnsendableError with that address."""
+def pickled_function(function: Any, address: str) -> bytes:
+    """Return the pickle of a function, or of a tuple that holds one. Raises UnsendableError with that address."""
     return _together(*pickled_apart(function, address))
 
 

@@ -247,10 +247,11 @@ class WorkerLane(Lane):
         """
         try:
             self._post(request)
+            return
         except UnsendableError:
             if len(request.parts()) == 1:
                 raise
-            self.post_parts(request)  # so that only the parts that cannot be pickled fail
+        self.post_parts(request)  # so that only the parts that cannot be pickled fail
 
     def post_parts(self, request: Request) -> None:
         """Send the parts of a request one by one in its place. An error of the sending ends that part."""
@@ -259,7 +260,7 @@ class WorkerLane(Lane):
             try:
                 self._post(part)
             except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
-                part.fail(error)
+                part.fail(_without_frames(error))
 
     def _post(self, request: Request) -> None:
         try:
@@ -340,7 +341,7 @@ class WorkerLane(Lane):
                 self.post(request)
             except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
                 self.backlog.count(self)  # for the call after this one
-                request.fail(error)
+                request.fail(_without_frames(error))
             else:
                 return
 
@@ -429,6 +430,15 @@ def raise_from_worker(packed: bytes, traceback: str, label: str) -> NoReturn:
     error = unpack_from(memoryview(bytearray(packed)))
     add_note(error, f"raised in {label}, with this traceback:\n{traceback}")
     raise error
+
+
+def _without_frames(error: Exception) -> Exception:
+    """Drop the tracebacks of an error of the sending, and of its causes: their frames refer to the future of the error."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
 
 
 def _ended() -> SessionError:

@@ -29,7 +29,7 @@ from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
-from parawrap.workers._give_back import give_back
+from parawrap.workers._give_back import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
 from parawrap.workers._server import Call, Returned, pickled_function
@@ -199,7 +199,8 @@ class WorkerPool:
         self._refuse_gradients(call.args, call.kwargs)
         sent = Call(call.entry.method, None, self._packed_modes(modes), None, True, False, call.args, call.kwargs)
         prepare = None if call.prepare is None else self._numbered(call.prepare)
-        request = CallRequest(sent, partial(self._finish, call), prepare, is_inference=modes.inference)
+        given = GivenArguments(call.args, call.kwargs)  # now: the caller may change the arguments
+        request = CallRequest(sent, partial(self._finish, call, given), prepare, is_inference=modes.inference)
         rows = call.rows  # counted now: the caller may change the arguments
         if call.record is not None:
             request.record = partial(call.record, rows)
@@ -283,18 +284,18 @@ class WorkerPool:
             if returned.buffers:
                 with self._changing:
                     self._model.take_buffers(returned.buffers)
-            return Outcome(self._landed(returned, call.args, call.kwargs))
+            return Outcome(self._landed(returned, GivenArguments(call.args, call.kwargs)))
         except Exception as refused:  # noqa: BLE001 (the other lanes must finish before it is raised)
             return Outcome(error=refused)
 
-    def _finish(self, call: WholeCall, returned: Returned, lane: Lane) -> Any:
-        output = self._landed(returned, call.args, call.kwargs)
+    def _finish(self, call: WholeCall, given: GivenArguments, returned: Returned, lane: Lane) -> Any:
+        output = self._landed(returned, given)
         return call.finish(output, call, self._copies[lane.index], lane.index)
 
-    def _landed(self, returned: Returned, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def _landed(self, returned: Returned, given: GivenArguments) -> Any:
         """Return the output of a call. Repeat its warnings here, and what it wrote into its arguments."""
         warn_again(returned.warned)
-        give_back(returned, args, kwargs)
+        given.take(returned.written, returned.changed)
         return self._model.of_model(returned.output) if returned.has_model_tensors else returned.output
 
     def _refuse_gradients(self, args: Sequence[Any] = (), kwargs: Mapping[str, Any] = _NO_KWARGS) -> None:
@@ -322,7 +323,7 @@ def post(lane: WorkerLane, request: Request) -> Future[Any]:
     try:
         lane.post(request)
     except Exception as error:  # noqa: BLE001
-        request.future.set_exception(error)
+        request.future.set_exception(error.with_traceback(None))  # its frames refer to the future
     return request.future
 
 

@@ -10,6 +10,7 @@ import os
 import pickle
 import threading
 import warnings
+from collections import Counter, OrderedDict, UserDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 
@@ -969,6 +970,68 @@ def test_values_that_functions_captured_are_those_of_the_call(lanes):
         for number in range(1, 4):
             offset, script["SCALE"] = 10.0 * number, float(number)
             assert_same(outputs_of(p, model, x), [x * number + 10 * number] * 3)
+
+
+REARRANGING = {
+    "swap": lambda a: a.reverse(),
+    "pop": lambda a: a.pop(0),
+    "replace": lambda a: a.__setitem__(0, [9]),
+    "move": lambda a: a.append(a[0]),
+    "nested": lambda a: a.append({"first": a[0], "new": ([4], a)}),
+}
+
+
+@pytest.mark.parametrize("name", REARRANGING)
+def test_whole_call_rearranges_the_callers_own_lists(lanes, name):
+    """Lists that a call moves, drops, or puts elsewhere keep what they hold."""
+
+    def run(a):
+        REARRANGING[name](a)
+        return 0
+
+    first, second = [3], [2]
+    given = [first, second]
+    expected = [[3], [2]]
+    REARRANGING[name](expected)
+    with lanes(run) as p:
+        p.submit(given).result()
+    assert (first, second) == ([3], [2])
+    assert str(given) == str(expected)
+    if name in ("swap", "move"):
+        assert given[-1] is first
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Counter("aab"), lambda: OrderedDict(a=1, b=2), lambda: defaultdict(int, a=1, b=2), lambda: UserDict(a=1)],
+)
+def test_whole_call_changes_the_order_of_a_dict(lanes, make):
+    """Dicts of every class get the items of the call, in its order."""
+
+    def run(table):
+        table["z"] = 1
+        table["a"] = table.pop("a")
+        return 0
+
+    given, expected = make(), make()
+    run(expected)
+    with lanes(run) as p:
+        p.submit(given).result()
+    assert type(given) is type(expected)
+    assert [*given.items()] == [*expected.items()]
+
+
+def test_prepared_call_writes_into_its_batch(lanes):
+    """What the model writes into the batch of a stream with `prepare` comes back too."""
+
+    def run(x, log):
+        log.append(x.add_(1).item())
+        return 0
+
+    x, log = torch.zeros(()), []
+    with lanes(run) as p:
+        list(p.map([[x, log]], prepare=tuple))
+    assert (x.item(), log) == (1, [1])
 
 
 class Arrays(nn.Module):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
 import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -318,6 +320,68 @@ def test_workers_build_equal_models_and_draw_different_numbers(opened):
     session = opened(target)
     drawn = session.call(Entry(target), (torch.zeros(9, 1),), {})
     assert drawn.unique().numel() == 9
+
+
+def test_change_of_the_shape_of_an_argument_is_refused(opened):
+    """It cannot be done to the caller's tensor. The message says what to do."""
+    session = opened(target := lambda x: x.unsqueeze_(0).add_(1).sum())
+    with pytest.raises(SessionError, match=r"shape of an argument in place, from \(3,\) to \(1, 3\)"):
+        session.submit(Entry(target), (torch.zeros(3),), {}).result()
+
+
+class Factor(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_worker_that_takes_anothers_place_builds_the_same(opened):
+    """The arguments of `load_model` are those of the first start, until `refresh`."""
+    factors = [2]
+    target = build(lambda factors: Factor(factors[0]), factors)
+    session, x = opened(target), torch.ones(9, 1)
+    assert_close(session.call(Entry(target), (x,), {}), x * 2)
+    factors[0] = 5
+    os.kill(session.pool.lanes[1].pid, signal.SIGKILL)
+    assert_close(session.call(Entry(target), (x,), {}), x * 2)
+    session.refresh()
+    assert_close(session.call(Entry(target), (x,), {}), x * 5)
+
+
+def test_changes_of_functions_and_classes_of_the_script_reach_the_workers(opened):
+    """Defaults, code, and methods of what travels with the model."""
+
+    class Scaled(nn.Module):
+        def forward(self, x, by=1):
+            return x * by
+
+    session, x = opened(model := Scaled()), torch.ones(9, 1)
+    assert_close(session.call(Entry(model), (x,), {}), x)
+    Scaled.forward.__defaults__ = (2,)
+    assert_close(session.call(Entry(model), (x,), {}), x * 2)
+    Scaled.forward = lambda self, x: x * 3
+    assert_close(session.call(Entry(model), (x,), {}), x * 3)
+
+
+def test_chunks_leave_nothing_for_the_collector(opened):
+    """Requests, futures, and outputs are freed with their last reference, also if a batch cannot be sent."""
+    session = opened(model := nn.Identity())
+    batches = [torch.zeros(2), (each for each in ()), torch.zeros(2)]
+    options = StreamOptions(6, 3, return_exceptions=True)
+    list(stream(session, Entry(model), [torch.zeros(2)] * 6, options))
+    gc.collect()
+    gc.disable()
+    try:
+        made = []
+        for output in stream(session, Entry(model), batches * 2, options):
+            made.append(weakref.ref(output))
+            del output
+        assert [each() for each in made] == [None] * 6
+    finally:
+        gc.enable()
 
 
 class Slow(nn.Linear):

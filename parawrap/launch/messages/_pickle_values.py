@@ -50,21 +50,21 @@ def memory_file(name: str) -> int:
         return os.dup(file.fileno())
 
 
-def packed(value: Any, name: str, address: str, functions: list[types.FunctionType] | None = None) -> int:
+def packed(value: Any, name: str, address: str, sent: list[types.FunctionType | type] | None = None) -> int:
     """Pack a value into a new file and return it. Raises like `pack`, and closes the file then.
 
-    Functions that are pickled with their code, closures, and globals are appended to `functions`.
+    Functions and classes that are pickled with their code, closures, and globals are appended to `sent`.
     """
     file = memory_file(name)
     try:
-        pack(value, file, address, functions)
+        pack(value, file, address, sent)
     except BaseException:
         os.close(file)
         raise
     return file
 
 
-def pack(value: Any, file: int, address: str, functions: list[types.FunctionType] | None = None) -> None:
+def pack(value: Any, file: int, address: str, sent: list[types.FunctionType | type] | None = None) -> None:
     """Write a value to the start of an open file.
 
     The last values of a dict may be a `MainObjects` and a `SourceLines`. They are replaced by the objects they stand for.
@@ -72,7 +72,7 @@ def pack(value: Any, file: int, address: str, functions: list[types.FunctionType
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
-    pickled, buffers = pickled_apart(value, address, functions)
+    pickled, buffers = pickled_apart(value, address, sent)
     head, spans = _layout(len(pickled), [each.nbytes for each in buffers])
     with open(file, "wb", closefd=False) as out:
         out.write(head)
@@ -83,11 +83,11 @@ def pack(value: Any, file: int, address: str, functions: list[types.FunctionType
 
 
 def pickled_apart(
-    value: Any, address: str, functions: list[types.FunctionType] | None = None
+    value: Any, address: str, sent: list[types.FunctionType | type] | None = None
 ) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors and arrays, which is not copied.
 
-    `functions` are those of `packed`.
+    `sent` is that of `packed`.
 
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
@@ -95,11 +95,13 @@ def pickled_apart(
     buffers: list[memoryview] = []
     stream = io.BytesIO()
     try:
-        _Pickler(stream, buffers, functions).dump(value)
+        _Pickler(stream, buffers, sent).dump(value)
     except Exception as error:
+        buffers.clear()  # the frames of the traceback hold them
         place, found, reason = find_unpicklable(value, address, _refusal)
         why = str(reason or error) or repr(reason or error)
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
+        del found, reason  # the context of `reason` is `error`, whose traceback holds this frame
         raise UnsendableError(msg) from error
     return stream.getbuffer(), buffers
 
@@ -139,10 +141,13 @@ def _memory_of(file: int) -> memoryview:
 
 def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
+    buffers: list[memoryview] = []
     try:
-        _Pickler(io.BytesIO(), []).dump(value)
+        _Pickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
-        return error
+        return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
+    finally:
+        buffers.clear()
     return None
 
 
@@ -161,10 +166,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle pickler that keeps tensor memory out of the pickle. Each instance pickles one value."""
 
     def __init__(
-        self, stream: io.BytesIO, buffers: list[memoryview], functions: list[types.FunctionType] | None = None
+        self, stream: io.BytesIO, buffers: list[memoryview], sent: list[types.FunctionType | type] | None = None
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
-        self._functions = [] if functions is None else functions
+        self._sent = [] if sent is None else sent
         self._storages: dict[object, torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
@@ -196,8 +201,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, types.FunctionType) and reduced is not NotImplemented:
-            self._functions.append(obj)
+        if isinstance(obj, (types.FunctionType, type)) and reduced is not NotImplemented:
+            self._sent.append(obj)
         return reduced
 
     def _note_source(self, filename: str) -> None:
