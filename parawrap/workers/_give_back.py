@@ -146,6 +146,18 @@ def _rebuilt(value: Any, replaced: Any) -> Any:
     return type(value)(map(replaced, value))
 
 
+def _takes_shape(leaf: Any, value: Any) -> bool:
+    """Give a tensor with memory of its own another shape, as the call did. Return False if that is impossible."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_contiguous() or leaf.untyped_storage().nbytes() != leaf.nbytes:
+        return False
+    try:
+        with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+            leaf.resize_(value.shape)
+    except RuntimeError:  # its memory belongs to numpy, for instance
+        return False
+    return True
+
+
 def _write(leaf: Any, value: Any) -> None:
     if isinstance(leaf, set):
         leaf.clear()
@@ -154,7 +166,7 @@ def _write(leaf: Any, value: Any) -> None:
     if isinstance(leaf, bytearray | array):
         leaf[:] = value
         return
-    if leaf.shape != value.shape:
+    if leaf.shape != value.shape and not _takes_shape(leaf, value):
         msg = (
             f"the model changed the shape of an argument in place, from {tuple(leaf.shape)} to {tuple(value.shape)}, which "
             "a worker cannot do to the caller's. Return the new value from the call instead"
