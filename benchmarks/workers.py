@@ -30,7 +30,7 @@ _LEAST_COPY_SPEED, _MOST_SMALL_US, _MOST_OVER_ACTORS = 0.6, 150, 1.2
 _ONE, _LOOP, _LANES, _COPY = "loop, one thread", f"loop, {_WORKERS} threads", "map, lanes in threads", "clone of each batch"
 _COPY_INTO = "copy of each batch into one tensor"
 _ON_RAY, _ACTORS = "map, Ray workers", "ray.util.ActorPool"
-_OURS, _CHUNKS = "map, workers", "map, workers, chunksize=8"
+_OURS, _CHUNKS = "map, workers", f"map, workers, chunksize={_CHUNKSIZE}"
 _POOL, _JOBLIB = "torch.multiprocessing.Pool", "joblib, loky"
 
 

@@ -128,7 +128,7 @@ def _submit_all(
     An error of the source gets a note, and is raised once the batches that it gave before are submitted.
     """
     source, numbers, folder = iter(batches), count(), options.folder
-    submit = _Submitter(session, entry, options.prepare)
+    submitter = _Submitter(session, entry, options.prepare)
     has_ended, failure = False, None
     while not has_ended:
         chunk: list[_Read] = []
@@ -145,12 +145,12 @@ def _submit_all(
             except Exception as error:  # noqa: BLE001
                 note(error, f"while batch {number} of the stream was read, counted from 0")
                 has_ended, failure = True, error
-        together = iter(submit.together(chunk) if len(chunk) > 1 else ())
+        together = iter(submitter.submit_together(chunk) if len(chunk) > 1 else ())
         flights = []
         for number, batch, recalled in chunk:
             future = recalled
             if future is None:
-                future = next(together, None) or submit(number, batch)
+                future = next(together, None) or submitter.submit(number, batch)
             hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
             flights.append(_Flight(number, future, batch if options.with_inputs else None, hint))
         batch = recalled = future = None  # the source makes the next batch
@@ -174,7 +174,7 @@ class _Submitter:
         self._prepare = prepare
         self._ready: Ready | None = None
 
-    def __call__(self, number: int, batch: Any) -> Future[Any]:
+    def submit(self, number: int, batch: Any) -> Future[Any]:
         """Submit a batch. An error goes into the future, and is raised in place of the batch's output."""
         try:
             self._ready = self._ready or self._session.get_ready()
@@ -182,7 +182,7 @@ class _Submitter:
         except Exception as error:  # noqa: BLE001
             return failed_future(error)
 
-    def together(self, chunk: Sequence[_Read]) -> Sequence[Future[Any]]:
+    def submit_together(self, chunk: Sequence[_Read]) -> Sequence[Future[Any]]:
         """Submit batches in one message. Return nothing if that is refused: each batch then gets its own error."""
         with suppress(Exception):
             self._ready = self._ready or self._session.get_ready()

@@ -44,7 +44,7 @@ class PatchedMethods:
         """Send later calls to `caller`; if it is None, run them plainly."""
         self._route.caller = _no_caller if caller is None else weakref.ref(caller)
 
-    def plainly(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def make_plain(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls another one, in which the stand-ins call plainly."""
         return functools.partial(_plainly, self._running, function)
 
@@ -64,7 +64,7 @@ class PatchedMethods:
             self._replace(name, self._stand_ins[name])
 
     def _stand_in(self, name: str, plain: Callable[..., Any]) -> StandIn:
-        entry = Entry(self.plainly(plain), name, plain)
+        entry = Entry(self.make_plain(plain), name, plain)
         is_outside = functools.partial(_is_outside, self._running)
         return StandIn(plain, _sent_to_caller(self._route, entry), _uncompiled(is_outside))
 

@@ -66,8 +66,6 @@ class Pool(Protocol):
     @property
     def cuts_for_one_lane(self) -> bool: ...
     @property
-    def sends_chunks(self) -> bool: ...
-    @property
     def generators(self) -> Collection[torch.Generator]: ...
     @property
     def learns(self) -> bool: ...
@@ -82,9 +80,10 @@ class Pool(Protocol):
         self, calls: Sequence[LaneCall], modes: Modes, sources: Collection[torch.device], turns: TurnsOf | None
     ) -> list[Outcome]: ...
     def submit(self, call: WholeCall, copies: Sequence[LaneReplica], modes: Modes) -> LaneFuture: ...
+    @property
     def submit_chunk(
-        self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes
-    ) -> Sequence[LaneFuture]: ...
+        self,
+    ) -> Callable[[Sequence[WholeCall], Sequence[LaneReplica], Modes], Sequence[LaneFuture]] | None: ...
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -120,11 +119,11 @@ class Session:
         self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._lanes_are_on_cpu = all(each is None or each.type == "cpu" for each in (*devices, output_device))
-        self._is_plain = self._lanes_are_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
+        self._has_one_cpu_lane = self._lanes_are_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
-        if (self._is_plain and self.pool.is_at_home(_CPU)) or not self.pool.is_ready():
+        if (self._has_one_cpu_lane and self.pool.is_at_home(_CPU)) or not self.pool.is_ready():
             return self._run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -206,13 +205,14 @@ class Session:
         ready = ready or self.get_ready()
         if ready is None:
             return _done(partial(self._run_plainly, entry, args, kwargs, prepare))
-        future = self.pool.submit(self._whole(entry, args, kwargs, prepare), *ready)
+        future = self.pool.submit(self._make_whole_call(entry, args, kwargs, prepare), *ready)
         self._futures.add(future)
         return future
 
     def submit_chunk(self, calls: Sequence[ChunkCall], prepare: Prepare | None, ready: Ready) -> Sequence[LaneFuture]:
         """Run several calls, each whole in one lane; they travel to a worker in one message. If it raises, none is sent."""
-        futures = self.pool.submit_chunk([self._whole(*call, prepare) for call in calls], *ready)
+        assert self.pool.submit_chunk is not None
+        futures = self.pool.submit_chunk([self._make_whole_call(*call, prepare) for call in calls], *ready)
         self._futures.update(futures)
         return futures
 
@@ -246,7 +246,9 @@ class Session:
 
     # The steps of a call
 
-    def _whole(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None) -> WholeCall:
+    def _make_whole_call(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], prepare: Prepare | None
+    ) -> WholeCall:
         call = WholeCall(entry, args, kwargs, self.cutters[entry.method], self._finish, prepare)
         call.sources = self._sources_of(call)
         if self.recorder.traces:

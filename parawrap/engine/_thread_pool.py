@@ -27,7 +27,7 @@ class ThreadPool:
     has_target_here = True
     shares_generators = True
     cuts_for_one_lane = False
-    sends_chunks = False
+    submit_chunk = None  # threads get no messages
 
     def __init__(self, target: Callable[..., Any], devices: Sequence[torch.device]) -> None:
         copies = ReplicaSet(target, devices)
@@ -66,7 +66,7 @@ class ThreadPool:
         with self._changing:
             if not self._is_stale(self._copies):
                 return self._copies.current
-        with self._lanes.model, self._changing:  # no call that writes buffers is half done
+        with self._lanes.model_lock, self._changing:  # no call that writes buffers is half done
             if self._is_stale(self._copies):
                 if self._must_renew:
                     self._must_renew = False
@@ -103,7 +103,7 @@ class ThreadPool:
         if write_back is None:
             outcomes = self._lanes.run(tasks, modes, sources, turns=turns)
         else:
-            with self._lanes.model:
+            with self._lanes.model_lock:
                 outcomes = self._lanes.run(tasks, modes, sources, turns=turns)
                 self._give_buffers(write_back, outcomes)
         if self._copies is not None:
@@ -120,10 +120,6 @@ class ThreadPool:
         lane = self._lanes.least_loaded()
         run, place = partial(self._run_placed, call, copies[lane.index], lane), partial(_place, call, lane)
         return self._lanes.submit(lane, run, modes, place, call.sources)
-
-    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
-        """Do the same for several calls. Threads get no messages, so nothing is gained."""
-        return [self.submit(call, copies, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run the target itself in this thread, while the first lane is idle."""

@@ -118,7 +118,7 @@ class Streams(ABC):
             msg = f"prepare={prepare!r} is not callable. Give a function of one batch that returns the model's arguments"
             raise ShardError(msg)
         session = self._opened()
-        if not session.pool.sends_chunks:
+        if session.pool.submit_chunk is None:
             chunksize = 1
         if buffersize is None:
             buffersize = _CHUNKS_PER_LANE * len(session.devices) * chunksize

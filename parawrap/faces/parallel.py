@@ -244,8 +244,8 @@ class Parallel(Streams, Generic[TargetT]):
         if self._in_place is None:
             return Entry(self.target), name
         if method == "forward":
-            return Entry(self._in_place.plainly(self.target)), f"{name}.forward"  # which runs the hooks of the module
-        return Entry(self._in_place.plainly(partial(_call_named, self.target, method)), method), f"{name}.{method}"
+            return Entry(self._in_place.make_plain(self.target)), f"{name}.forward"  # which runs the hooks of the module
+        return Entry(self._in_place.make_plain(partial(_call_named, self.target, method)), method), f"{name}.{method}"
 
     def _only_method(self) -> str:
         name, *others = self._methods

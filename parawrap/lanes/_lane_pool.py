@@ -235,8 +235,8 @@ class _Queued:
 class LanePool:
     """The lanes of one session. Any number of threads may use it at once.
 
-    `model` is held by a thread that runs the model itself, and for the length of any work that must not meet such a thread.
-    Tasks of lanes never take it.
+    A thread that runs the model itself holds `model_lock`, and so does work that must not run at the same time. Tasks of
+    lanes never take it.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class LanePool:
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
-        self.model = threading.RLock()
+        self.model_lock = threading.RLock()
         self._on_model = 0  # the thread that runs the model itself
         self._end = weakref.finalize(self, _abandon, self.lanes, self._places)
         self.closed = False
@@ -436,7 +436,7 @@ class LanePool:
         first, thread = self.lanes[0], threading.get_ident()
         if here.lane is not None or self._on_model == thread or self.forked:
             return function(*args, **kwargs)
-        with self.model:
+        with self.model_lock:
             if not first.busy.acquire(blocking=False):
                 first.wait_until_idle()
             self._on_model = thread

@@ -17,7 +17,7 @@ from parawrap.errors import ReplicaError
 from parawrap.replicas._parts import Kind
 from parawrap.replicas._survey import Survey
 
-__all__ = ["refuse_hidden"]
+__all__ = ["names_of_globals", "refuse_hidden"]
 
 _CURE = "every lane would use the same one. Make it an attribute of the model, or an argument of functools.partial"
 _NOT_CALLED = frozenset({"__init__", "__new__", "__init_subclass__", "__setstate__", "__deepcopy__"})
@@ -80,8 +80,13 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
             yield name, found[name]
 
 
+def names_of_globals(code: types.CodeType) -> set[str]:
+    """Return the names of the globals that code reads, also in its inner functions and classes."""
+    return {name for each in _codes(code) for name in _loaded_globals(each)}
+
+
 def _loaded_globals(code: types.CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _is_of_user(value: Any) -> bool:

@@ -100,7 +100,7 @@ class ReplicaSet:
         refuse_hidden(self._survey)
         self.learns = _learns(self._survey)  # True if a tensor of the target required gradients at the last refresh
         self.home = _home_of(self._survey)
-        self._first = _first_of(self._survey)
+        self._first = _find_first_tensor(self._survey)
         self._replicas: list[Replica] = []
         self._mirrors: dict[torch.device, Mirror] = {}
         self._watch = Snapshot(())
@@ -310,7 +310,7 @@ class ReplicaSet:
         """Note the tensors of the target, and their versions."""
         tensors = [node.value for node in self._survey.tensors]
         self.learns = _learns(self._survey)
-        self._first = _first_of(self._survey)
+        self._first = _find_first_tensor(self._survey)
         self._own = [tensor for tensor in tensors if not is_parameter(tensor)]
         self._ledger = Ledger(tensors, tensors if self._mirrors else self._own)
 
@@ -397,7 +397,7 @@ def _registered(survey: Survey) -> Iterator[tuple[Node, str, torch.Tensor]]:
             yield node.parent or node, node.key, node.value
 
 
-def _first_of(survey: Survey) -> torch.Tensor | None:
+def _find_first_tensor(survey: Survey) -> torch.Tensor | None:
     return next((tensor for *_, tensor in _registered(survey)), None)
 
 

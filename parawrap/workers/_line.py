@@ -25,7 +25,7 @@ from parawrap.tree import flatten, unflatten
 from parawrap.workers._plain_values import pickled_plain
 from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
-__all__ = ["Arrival", "Line", "Message", "pickled_value"]
+__all__ = ["Arrival", "Line", "Message", "pickle_value"]
 
 _WORDS = ("model", "build", "tensors_changed", "call", "calls", "returned", "raised")
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
@@ -113,7 +113,7 @@ class Line:
             SessionError: If there is no room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
-        pickled, buffers = pickled_value(message.value, address)
+        pickled, buffers = pickle_value(message.value, address)
         if len(pickled) > _INLINE:
             pickled, buffers = pickled[:0], [pickled, *buffers]
         lengths = [each.nbytes for each in buffers]
@@ -225,7 +225,7 @@ class Line:
         return memory
 
 
-def pickled_value(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
+def pickle_value(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors, which is not copied. Raises UnsendableError."""
     return pickled_plain(value) or pickled_apart(_trimmed(value), address)
 

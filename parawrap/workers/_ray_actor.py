@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from parawrap.launch import pickled_apart, traceback_of, unpack_from
-from parawrap.workers._server import Server, packed_error
+from parawrap.workers._server import Server, pack_error
 
 __all__ = ["Actor", "Parcel"]
 
@@ -46,7 +46,7 @@ class Actor:
         try:
             value = packed_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return True, perf_counter_ns() - start, (packed_error(error), [traceback_of(error, __file__)])
+            return True, perf_counter_ns() - start, (pack_error(error), [traceback_of(error, __file__)])
         return False, perf_counter_ns() - start, value
 
 

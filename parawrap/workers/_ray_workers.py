@@ -22,7 +22,6 @@ from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker
 __all__ = ["RayWorkers", "devices_of"]
 
 _PLACING_S = 60.0  # for the start of an actor
-_IDLE_S = 1.0  # after which a message more, to see that the actor is alive, does not slow anything down
 _FIELDS = ("name", "device", "launcher", "n_nodes", "n_gpus", "n_cpus", "ram")  # the fields that a block uses
 _REMEDIES = {
     "seed": "seed torch before the block",
@@ -148,7 +147,6 @@ class RayWorker:
         self._sent: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._death: Exception | None = None
         self._given = self._answered = 0  # requests; the sending thread counts the first, the receiving one the second
-        self._idle_since = monotonic()
         threads = max(1, int(options["num_cpus"]))
         actor = ray.remote(Actor).options(name=None, max_restarts=0, max_task_retries=0, **options)
         self._actor = actor.remote(str(device), threads, seed, sys.path)
@@ -166,7 +164,7 @@ class RayWorker:
         """
         parcel = packed_apart(value, address)
         self._check_ray()
-        if self._given == self._answered and monotonic() > self._idle_since + _IDLE_S:
+        if self._given == self._answered:
             self._check_alive()
         self._given += 1
         self._sent.put((number, self._actor.answer.remote(word, parcel)))
@@ -188,7 +186,7 @@ class RayWorker:
         except Exception as error:  # noqa: BLE001 (Ray raises many types for a lost actor, and after a shutdown)
             self._death = error
             return None
-        self._answered, self._idle_since = self._answered + 1, monotonic()
+        self._answered += 1
         read = partial(loaded, parcel)
         if has_raised:
             packed, (traceback,) = parcel

@@ -15,7 +15,7 @@ import torch
 from parawrap.errors import UnsendableError
 from parawrap.lanes import Lane, Modes
 from parawrap.launch import pickled_apart
-from parawrap.workers._server import Answered, Call, Returned, SentModes, SentWarning, unpickled
+from parawrap.workers._server import Answered, Call, Returned, SentModes, SentWarning, unpickle
 from parawrap.workers._worker_lane import Answer, Request, Worker, WorkerLane, raise_from_worker
 
 __all__ = ["CallRequest", "ChangeRequest", "ChunkRequest", "ModelRequest", "PackedModes", "warn_again"]
@@ -27,7 +27,7 @@ _given_warnings: dict[str, dict[Any, Any]] = {}  # by file: "once per line" hold
 class CallRequest(Request):
     """A call. `read` makes the result from what it returned. `prepare` is a number and a pickled function."""
 
-    __slots__ = ("_call", "_prepare", "_read", "is_inference", "is_whole")
+    __slots__ = ("_call", "_is_inference", "_prepare", "_read", "is_whole")
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class CallRequest(Request):
         self.is_whole = read is not None
         self._read = read
         self._prepare = prepare
-        self.is_inference = is_inference
+        self._is_inference = is_inference
 
     @property
     def calls(self) -> int:
@@ -66,7 +66,9 @@ class CallRequest(Request):
         worker.function = function
 
     def result(self, answer: Answer, lane: Lane) -> Any:
-        with torch.inference_mode() if self.is_inference else nullcontext():  # new tensors are like those of the plain call
+        with (
+            torch.inference_mode() if self._is_inference else nullcontext()
+        ):  # new tensors are like those of the plain call
             returned = Returned(*answer.read())
         read, self._read = self._read, None  # it refers to the pool, which must not end in a lane's thread
         return returned if read is None else read(returned, lane)
@@ -83,7 +85,7 @@ class ChunkRequest(Request):
     def __init__(self, parts: Sequence[CallRequest]) -> None:
         super().__init__()
         self._parts = parts
-        missing = [None] * len(parts)
+        missing = [*range(len(parts))]
         for part in parts:  # no callback holds this request, which holds the futures
             part.future.add_done_callback(partial(_count_down, missing, self.future))
 
@@ -121,7 +123,7 @@ class ChunkRequest(Request):
             lane.post_parts(self)
             return
         for part, (start, end, value, traceback) in zip(self._parts, answered, strict=True):
-            read = partial(unpickled, value)
+            read = partial(unpickle, value)
             if traceback is not None:
                 read = partial(raise_from_worker, value, traceback, f"worker {lane.index} on {lane.device}")
             part.finish(Answer(self.number, answer.start + start, answer.start + end, read), lane)
@@ -130,10 +132,9 @@ class ChunkRequest(Request):
         """Do nothing: each part has its result."""
 
 
-def _count_down(missing: list[None], whole: Future[Any], _: object) -> None:
-    """Note that one part has ended. The last one ends the whole."""
-    missing.pop()
-    if not missing:
+def _count_down(missing: list[int], whole: Future[Any], _: object) -> None:
+    """Note that one part has ended. The one that takes 0, which is the last, ends the whole."""
+    if missing.pop() == 0:
         whole.set_result(None)
 
 

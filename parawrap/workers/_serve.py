@@ -13,7 +13,7 @@ import torch
 
 from parawrap.launch import traceback_of, unpack
 from parawrap.workers._line import Arrival, Line, Message
-from parawrap.workers._server import Server, packed_error
+from parawrap.workers._server import Server, pack_error
 
 __all__ = ["serve"]
 
@@ -63,5 +63,5 @@ def _value_of(request: Arrival) -> object:
 
 
 def _report(line: Line, error: BaseException, number: int, start: int) -> None:
-    raised = packed_error(error), traceback_of(error, __file__)
+    raised = pack_error(error), traceback_of(error, __file__)
     line.send(Message("raised", raised, number, start, perf_counter_ns()), "the exception")

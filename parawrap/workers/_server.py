@@ -6,6 +6,7 @@ import contextvars
 import functools
 import os
 import pickle
+import sys
 import warnings
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, pickled_apart, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
-from parawrap.workers._give_back import Changed, Contents
-from parawrap.workers._line import pickled_value
+from parawrap.workers._given_arguments import Changed, Contents
+from parawrap.workers._line import pickle_value
 
 __all__ = [
     "Answered",
@@ -33,9 +34,9 @@ __all__ = [
     "SentWarning",
     "Server",
     "WrittenBuffer",
-    "packed_error",
+    "pack_error",
     "pickled_function",
-    "unpickled",
+    "unpickle",
 ]
 
 _CPU = torch.device("cpu")
@@ -93,7 +94,8 @@ class Call(NamedTuple):
     """A call of the model.
 
     `modes` are pickled `SentModes`. `prepare` is a number, and the pickled function if the worker does not have it yet.
-    With `rng_state`, the call draws the numbers of the caller, and returns the state that they leave.
+    `is_whole` is False for a part of a cut call. With `rng_state`, the call draws the numbers of the caller, and returns
+    the state that they leave.
     """
 
     method: str | None
@@ -182,7 +184,7 @@ class Server:
 
     def _build(self, value: bytes) -> int:
         """Build the model here, with the same seed and default dtype as in every worker. Return the process id."""
-        load_model, args, kwargs, seed, dtype = unpickled(value)
+        load_model, args, kwargs, seed, dtype = unpickle(value)
         own = torch.initial_seed()
         seed_all(seed)
         torch.set_default_dtype(dtype)
@@ -225,7 +227,7 @@ class Server:
                 torch.set_rng_state(kept)
         buffers = self._written_buffers() if call.returns_buffers else ()
         written = tuple((index, leaf) for index, leaf in enumerate(given) if _version_of(leaf) != versions[index])
-        changed = () if contents is None else tuple(contents.changes())
+        changed = () if contents is None else tuple(contents.find_changes())
         if self._is_model:
             self._replicas.warn()
         warned = self._take_warnings()
@@ -236,15 +238,15 @@ class Server:
     def _calls(self, chunk: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Answer several calls, one after another. An output is pickled before the next call, which may write into it."""
         began = perf_counter_ns()
-        return [tuple(self._answered(fields, began)) for fields in chunk]
+        return [tuple(self._answer_one(fields, began)) for fields in chunk]
 
-    def _answered(self, fields: tuple[Any, ...], began: int) -> Answered:
+    def _answer_one(self, fields: tuple[Any, ...], began: int) -> Answered:
         start = perf_counter_ns() - began
         try:
             returned = self._call(fields)  # alive until the memory of its tensors is copied
-            value = _together(*pickled_value(returned, "the output"))
+            value = _pickle_together(*pickle_value(returned, "the output"))
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return Answered(start, perf_counter_ns() - began, packed_error(error), traceback_of(error, __file__))
+            return Answered(start, perf_counter_ns() - began, pack_error(error), traceback_of(error, __file__))
         return Answered(start, perf_counter_ns() - began, value)
 
     def _output(self, call: Call) -> tuple[Any, bool]:
@@ -310,7 +312,7 @@ class Server:
     def _function(self, number: int, pickled: bytes | None) -> Callable[..., Any]:
         """Return a function that came with this call or with an earlier one. Only the last one is kept."""
         if pickled is not None:
-            self._last_function = number, unpickled(pickled)
+            self._last_function = number, unpickle(pickled)
         assert self._last_function[0] == number
         return self._last_function[1]  # type: ignore[no-any-return]
 
@@ -343,7 +345,8 @@ def _version_of(leaf: Any) -> Any:
         return None if leaf.is_inference() else version_of(leaf)
     if isinstance(leaf, bytearray | set | array):
         return leaf[:] if isinstance(leaf, array) else leaf.copy()
-    return leaf.tobytes() if type(leaf).__name__ == "ndarray" else None
+    numpy = sys.modules.get("numpy")
+    return leaf.tobytes() if numpy is not None and isinstance(leaf, numpy.ndarray) else None
 
 
 def _state_of(buffer: torch.Tensor | None) -> tuple[int, int | None]:
@@ -360,16 +363,16 @@ def _unpacked_modes(packed: bytes) -> SentModes:
 
 def pickled_function(function: Any, address: str) -> bytes:
     """Return the pickle of a function, or of a tuple that holds one. Raises UnsendableError with that address."""
-    return _together(*pickled_apart(function, address))
+    return _pickle_together(*pickled_apart(function, address))
 
 
-def unpickled(data: bytes) -> Any:
+def unpickle(data: bytes) -> Any:
     """Return what `pickled_function` pickled, or the value of an `Answered`."""
     pickled, buffers = pickle.loads(data)
     return pickle.loads(pickled, buffers=buffers)
 
 
-def packed_error(error: BaseException) -> bytes:
+def pack_error(error: BaseException) -> bytes:
     """Return a packed exception."""
     file = pack_exception(error)
     try:
@@ -378,7 +381,7 @@ def packed_error(error: BaseException) -> bytes:
         os.close(file)
 
 
-def _together(pickled: memoryview, buffers: Sequence[memoryview]) -> bytes:
+def _pickle_together(pickled: memoryview, buffers: Sequence[memoryview]) -> bytes:
     return pickle.dumps((bytes(pickled), [bytearray(buffer) for buffer in buffers]))
 
 

@@ -260,7 +260,7 @@ class WorkerLane(Lane):
             try:
                 self._post(part)
             except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
-                part.fail(_without_frames(error))
+                part.fail(_drop_frames(error))
 
     def _post(self, request: Request) -> None:
         try:
@@ -341,7 +341,7 @@ class WorkerLane(Lane):
                 self.post(request)
             except Exception as error:  # noqa: BLE001 (the reader of the future gets it)
                 self.backlog.count(self)  # for the call after this one
-                request.fail(_without_frames(error))
+                request.fail(_drop_frames(error))
             else:
                 return
 
@@ -432,7 +432,7 @@ def raise_from_worker(packed: bytes, traceback: str, label: str) -> NoReturn:
     raise error
 
 
-def _without_frames(error: Exception) -> Exception:
+def _drop_frames(error: Exception) -> Exception:
     """Drop the tracebacks of an error of the sending, and of its causes: their frames refer to the future of the error."""
     each: BaseException | None = error
     while each is not None:

@@ -29,7 +29,7 @@ from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, sees
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.tree import flatten
 from parawrap.workers._build import Build
-from parawrap.workers._give_back import GivenArguments
+from parawrap.workers._given_arguments import GivenArguments
 from parawrap.workers._requests import CallRequest, ChangeRequest, ChunkRequest, ModelRequest, PackedModes, warn_again
 from parawrap.workers._sent_model import SEEDS, SentModel
 from parawrap.workers._server import Call, Returned, pickled_function
@@ -70,7 +70,6 @@ class WorkerPool:
 
     shares_generators = False
     cuts_for_one_lane = False
-    sends_chunks = True
     generators: tuple[torch.Generator, ...] = ()
     learns = False  # workers compute no gradients
 

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter, OrderedDict, UserDict, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -1019,6 +1020,31 @@ def test_whole_call_changes_the_order_of_a_dict(lanes, make):
         p.submit(given).result()
     assert type(given) is type(expected)
     assert [*given.items()] == [*expected.items()]
+
+
+@dataclass
+class Trimmed:
+    """Leaves a list out when it is pickled."""
+
+    cache: list
+    items: list
+
+    def __getstate__(self):
+        return {"cache": None, "items": self.items}
+
+
+def test_whole_call_gives_back_next_to_objects_that_pickle_changes(lanes):
+    """A list keeps its own items if another argument has fewer objects in the worker."""
+    key, other = torch.zeros(2), [3]
+
+    def run(first, table, log, last):
+        log.append(len(table))
+        return 0
+
+    first, last, log = Trimmed([[1], [2]], [4]), Trimmed([[5]], [6]), []
+    with lanes(run) as p:
+        p.submit(first, {key: other}, log, last).result()
+    assert (first.cache, first.items, last.cache, last.items, other, log) == ([[1], [2]], [4], [[5]], [6], [3], [1])
 
 
 def test_prepared_call_writes_into_its_batch(lanes):

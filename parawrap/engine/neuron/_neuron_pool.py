@@ -35,7 +35,7 @@ class NeuronPool:
 
     has_target_here = True
     shares_generators = False
-    sends_chunks = False
+    submit_chunk = None  # threads get no messages
     cuts_for_one_lane = True
     generators: tuple[torch.Generator, ...] = ()
     learns = False
@@ -108,10 +108,6 @@ class NeuronPool:
             if call.prepare is None:
                 call.flatten()
             return self._lanes.submit_to_any(partial(self._run_whole, call), modes)
-
-    def submit_chunk(self, calls: Sequence[WholeCall], copies: Sequence[LaneReplica], modes: Modes) -> list[LaneFuture]:
-        """Do the same for several calls. Threads get no messages, so nothing is gained."""
-        return [self.submit(call, copies, modes) for call in calls]
 
     def run_plainly(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> Any:
         """Run a call whole in this thread, on the next core in turn."""

@@ -1,14 +1,16 @@
 """Return what a call wrote into its arguments: the worker finds it, and the caller's own objects get it.
 
-Both processes walk the arguments in the same order before the call, and name an object by its position in that walk.
+Both processes walk the arguments in the same order before the call, and name an object by its position in that walk. The
+walk enters only containers that pickle restores exactly.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 from array import array
-from collections import OrderedDict, UserDict, UserList, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from parawrap.tree import flatten_call
 __all__ = ["Changed", "Contents", "Given", "GivenArguments"]
 
 _PLAIN = (list, tuple, dict, deque)
+_EXACT = frozenset({*_PLAIN, OrderedDict, defaultdict, Counter})
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 _TENSOR = frozenset({torch.Tensor})
 
@@ -34,7 +37,7 @@ class Given:
 
 
 class Changed(NamedTuple):
-    """A container that a call changed: its position, and what it holds now. `keys` are those of a dict or the fields."""
+    """A container that a call changed: its position, and its new values under the keys of a dict or names of attributes."""
 
     position: int
     keys: list[Any] | None
@@ -42,20 +45,21 @@ class Changed(NamedTuple):
 
 
 class Contents:
-    """What the containers among the arguments of a call hold, in the worker, before the call."""
+    """The contents of the containers among the arguments of a call, in the worker, before the call."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._objects = _walked(args, kwargs)
-        self._before = [(position, *_held(each)) for position, each in enumerate(self._objects) if _is_mutable(each)]
+        self._objects = _walk(args, kwargs)
+        mutable = [(position, each) for position, each in enumerate(self._objects) if _is_filled(each)]
+        self._before = [(position, *_read_items(each)) for position, each in mutable]
 
-    def changes(self) -> list[Changed]:
+    def find_changes(self) -> list[Changed]:
         """Return the containers that hold other objects now, or in another order."""
         positions = {id(each): position for position, each in enumerate(self._objects) if type(each) not in _ATOMS}
         changed = []
         for position, keys, values in self._before:
-            now_keys, now = _held(self._objects[position])
-            if now_keys != keys or len(now) != len(values) or not all(map(is_, now, values)):
-                changed.append(Changed(position, now_keys, [_encoded(each, positions) for each in now]))
+            now_keys, now = _read_items(self._objects[position])
+            if not (_are_same(now_keys or [], keys or []) and _are_same(now, values)):
+                changed.append(Changed(position, now_keys, [_encode(each, positions) for each in now]))
         return changed
 
 
@@ -65,29 +69,27 @@ class GivenArguments:
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         call = tuple(args), dict(kwargs)
         self._leaves = flatten_call(*call)[0]
-        self._objects = _walked(*call)
+        self._objects = _walk(*call)
 
     def take(self, written: Iterable[tuple[int, Any]], changed: Iterable[Changed]) -> None:
         """Write into the caller's objects what the call wrote into those of the worker.
 
         Raises:
-            SessionError: If the call changed the shape of an argument in place.
+            SessionError: If the call changed the shape of an argument in place, and the caller's cannot have it.
         """
         for index, value in written:
             _write(self._leaves[index], value)
-        filled = [
-            (self._objects[each.position], each.keys, [self._decoded(value) for value in each.values]) for each in changed
-        ]
+        filled = [(self._objects[each.position], each.keys, [*map(self._decode, each.values)]) for each in changed]
         for container, keys, values in filled:
             _fill(container, keys, values)
 
-    def _decoded(self, value: Any) -> Any:
+    def _decode(self, value: Any) -> Any:
         if isinstance(value, Given):
             return self._objects[value.position]
-        return _rebuilt(value, self._decoded)
+        return _rebuild(value, self._decode)
 
 
-def _walked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _walk(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the objects in arguments, and in their containers. Each container is entered once."""
     found: list[Any] = []
     if _TENSOR.issuperset(map(type, args)) and _TENSOR.issuperset(map(type, kwargs.values())):
@@ -97,19 +99,36 @@ def _walked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     while waiting:
         value = waiting.pop()
         found.append(value)
-        if (isinstance(value, tuple) or _is_mutable(value)) and id(value) not in entered:
+        if id(value) not in entered and _is_entered(value):
             entered.add(id(value))
-            waiting.extend(_held(value)[1])
-        elif isinstance(value, UserDict | UserList):
-            waiting.append(value.data)
+            waiting += [value.data] if isinstance(value, UserDict | UserList) else _read_items(value)[1]
     return found
 
 
-def _is_mutable(value: Any) -> bool:
-    return isinstance(value, list | dict | deque) or (dataclasses.is_dataclass(value) and hasattr(value, "__dict__"))
+def _is_entered(value: Any) -> bool:
+    """True for a container that a worker gets with the same items in the same order."""
+    kind = type(value)
+    if kind in _EXACT:
+        return True
+    is_container = isinstance(value, list | tuple | dict | UserDict | UserList)
+    has_attributes = dataclasses.is_dataclass(kind) and hasattr(value, "__dict__")
+    return (is_container or has_attributes) and _is_plainly_pickled(kind)
 
 
-def _held(container: Any) -> tuple[list[Any] | None, list[Any]]:
+def _is_plainly_pickled(kind: type) -> bool:
+    """True for a class that pickle handles with the methods of `object`: its instances keep all items and attributes."""
+    methods = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+    return kind not in copyreg.dispatch_table and all(
+        getattr(kind, name, None) is getattr(object, name, None) for name in methods
+    )
+
+
+def _is_filled(value: Any) -> bool:
+    """True for a container whose items a call may change, and `_fill` sets."""
+    return not isinstance(value, tuple | UserDict | UserList) and _is_entered(value)
+
+
+def _read_items(container: Any) -> tuple[list[Any] | None, list[Any]]:
     """Return the keys of a dict or the names of the attributes of a dataclass, if it is one, and the values."""
     if isinstance(container, list | tuple | deque):
         return None, [*container]
@@ -129,33 +148,25 @@ def _fill(container: Any, keys: list[Any] | None, values: list[Any]) -> None:
         kind.__setitem__(items, key, value)
 
 
-def _encoded(value: Any, positions: Mapping[int, int]) -> Any:
+def _are_same(now: Sequence[Any], before: Sequence[Any]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
+
+
+def _encode(value: Any, positions: Mapping[int, int]) -> Any:
     """Return a value with stand-ins for what was given, also in new containers."""
     position = positions.get(id(value))
     if position is not None:
         return Given(position)
-    return _rebuilt(value, lambda each: _encoded(each, positions))
+    return _rebuild(value, lambda each: _encode(each, positions))
 
 
-def _rebuilt(value: Any, replaced: Any) -> Any:
+def _rebuild(value: Any, replace: Callable[[Any], Any]) -> Any:
     """Return a container of Python with its items replaced, or any other value as it is."""
     if type(value) not in _PLAIN:
         return value
     if isinstance(value, dict):
-        return {key: replaced(each) for key, each in value.items()}
-    return type(value)(map(replaced, value))
-
-
-def _takes_shape(leaf: Any, value: Any) -> bool:
-    """Give a tensor with memory of its own another shape, as the call did. Return False if that is impossible."""
-    if not isinstance(leaf, torch.Tensor) or not leaf.is_contiguous() or leaf.untyped_storage().nbytes() != leaf.nbytes:
-        return False
-    try:
-        with torch.inference_mode(leaf.is_inference()), torch.no_grad():
-            leaf.resize_(value.shape)
-    except RuntimeError:  # its memory belongs to numpy, for instance
-        return False
-    return True
+        return {key: replace(each) for key, each in value.items()}
+    return type(value)(map(replace, value))
 
 
 def _write(leaf: Any, value: Any) -> None:
@@ -166,7 +177,7 @@ def _write(leaf: Any, value: Any) -> None:
     if isinstance(leaf, bytearray | array):
         leaf[:] = value
         return
-    if leaf.shape != value.shape and not _takes_shape(leaf, value):
+    if leaf.shape != value.shape and not _give_shape(leaf, value):
         msg = (
             f"the model changed the shape of an argument in place, from {tuple(leaf.shape)} to {tuple(value.shape)}, which "
             "a worker cannot do to the caller's. Return the new value from the call instead"
@@ -177,3 +188,15 @@ def _write(leaf: Any, value: Any) -> None:
             leaf.copy_(value)
     else:
         leaf[...] = value
+
+
+def _give_shape(leaf: Any, value: Any) -> bool:
+    """Give a tensor with memory of its own another shape, as the call did. Return False if that is impossible."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_contiguous() or leaf.untyped_storage().nbytes() != leaf.nbytes:
+        return False
+    try:
+        with torch.inference_mode(leaf.is_inference()), torch.no_grad():
+            leaf.resize_(value.shape)
+    except RuntimeError:  # its memory belongs to numpy, for instance
+        return False
+    return True
