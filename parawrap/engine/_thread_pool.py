@@ -52,7 +52,7 @@ class ThreadPool:
         return self._lanes.is_ready() and (copies is None or copies.is_ready or copies.ready())
 
     def is_at_home(self, device: torch.device) -> bool:
-        """True if a plain call runs on that device: the model is there, or has no tensors."""
+        """True if the model runs plainly on that device: its tensors lie on it, or it has none."""
         return self._copies is None or self._copies.is_on(device)
 
     def refresh(self) -> list[LaneReplica]:
