@@ -749,47 +749,42 @@ if __name__ == "__main__":
         print(*loads(method, sys.argv[1] == "own"))
 """
 STARTS = {
-    "script": ["train.py", "own", "spawn", "forkserver"],
-    "-m": ["-m", "job.train", "own", "spawn", "forkserver"],
-    "-c": ["-c", STARTING, "none", "spawn", "forkserver"],
-    "stdin": ["-", "none", "spawn", "forkserver"],
+    "script": ["train.py", "own", "spawn"],
+    "-m": ["-m", "job.train", "own", "forkserver"],
+    "-c": ["-c", STARTING, "none", "forkserver"],
+    "stdin": ["-", "none", "spawn"],
     "-c own": ["-c", STARTING, "own", "spawn"],
 }
 
 
-@pytest.fixture(scope="module")
-def starting(tmp_path_factory):
-    """Running interpreters, each started in another way, that launch a rank whose loader spawns a worker."""
-    folder = tmp_path_factory.mktemp("starting")
+def run_start(start, folder):
+    """Run an interpreter, started in one of these ways, that launches a rank whose loader spawns workers."""
     (folder / "job").mkdir()
     (folder / "job" / "near.py").touch()
     (folder / "job" / "train.py").write_text(f"from . import near\n{STARTING}")
     (folder / "train.py").write_text(STARTING)
     (folder / "rows.py").write_text("class Rows(list): pass\nROWS = Rows([1.0, 2.0])")
-    with contextlib.ExitStack() as stack:
-        started = {}
-        for start, arguments in STARTS.items():
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            command = [sys.executable, *arguments]
-            started[start] = stack.enter_context(subprocess.Popen(command, cwd=folder, text=True, **pipes))
-            stack.callback(started[start].kill)
-        yield started
+    command = [sys.executable, *STARTS[start]]
+    given = STARTING if start == "stdin" else ""
+    return subprocess.run(
+        command, input=given, cwd=folder, capture_output=True, text=True, check=False, timeout=2 * PATIENCE_S
+    )
 
 
 @pytest.mark.parametrize("start", ["script", "-m", "-c", "stdin"])
-def test_a_rank_can_spawn_loader_workers(start, starting):
+def test_a_rank_can_spawn_loader_workers(start, tmp_path):
     """However the script was started, spawned workers find its datasets, and modules of the working folder."""
-    out, err = starting[start].communicate(STARTING if start == "stdin" else "", 2 * PATIENCE_S)
-    assert out.splitlines() == ["[3.0, 6.0]" if "own" in STARTS[start] else "[3.0]"] * 2, err
-    assert err.count("script __main__") == 1  # ranks and workers do not run the guarded part again
+    ended = run_start(start, tmp_path)
+    assert ended.stdout == ("[3.0, 6.0]\n" if "own" in STARTS[start] else "[3.0]\n"), ended.stderr
+    assert ended.stderr.count("script __main__") == 1  # ranks and workers do not run the guarded part again
 
 
-def test_spawned_workers_lack_a_dataset_of_a_command(starting):
+def test_spawned_workers_lack_a_dataset_of_a_command(tmp_path):
     """A dataset that ``python -c`` defines fails in a rank with the messages of plain Python."""
-    out, err = starting["-c own"].communicate("", 2 * PATIENCE_S)
-    assert out == ""
-    assert "Can't get attribute 'Own' on <module '__main__' (built-in)>" in err
-    assert "RuntimeError: DataLoader worker (pid" in err
+    ended = run_start("-c own", tmp_path)
+    assert ended.stdout == ""
+    assert "Can't get attribute 'Own' on <module '__main__' (built-in)>" in ended.stderr
+    assert "RuntimeError: DataLoader worker (pid" in ended.stderr
 
 
 def test_a_launch_within_a_rank_raises():
