@@ -37,7 +37,7 @@ test-local-launches: $(STAMP)
 test-launches: $(STAMP)
 	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(SLOW))'
 
-FACES := tests/faces tests/functional tests/neuron
+FACES := tests/faces tests/functional tests/neuroncores
 
 test-faces: $(STAMP)
 	$(BIN)/python -m pytest $(FACES) -m 'not ($(SLOW))'
@@ -97,7 +97,7 @@ tally: $(STAMP)
 # In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
 # for the torch_neuronx that compiles models.
 test-xla: $(XLA_STAMP)
-	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuron
+	PARAWRAP_TEST_REQUIRE=xla $(XLA_VENV)/bin/python -m pytest tests/xla tests/neuroncores
 
 # Compare random models, calls, and changes with the plain call. `make test-long` runs 300 of these cases.
 fuzz: $(STAMP)

@@ -22,8 +22,8 @@ from typing import IO, Any
 import torch
 
 from parawrap.backends import backend_of, neuron_is_device
-from parawrap.backends.neuron import NeuronCore, quiet_about_torchscript, runtime
 from parawrap.faces.neuron_data_parallel import DataParallel
+from parawrap.neuroncores import NeuronCore, quiet_about_torchscript, runtime
 
 __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", "save", "trace"]
 
@@ -95,7 +95,7 @@ def dynamic_batch(model: torch.nn.Module) -> torch.nn.Module:
         model: A model from `trace`, or a module that contains such models.
 
     Returns:
-        `model`, changed in place, if the runtime supports that; otherwise a module that wraps it.
+        `model`, changed in place.
 
     Raises:
         ReplicaError: If `model` was not traced for NeuronCores.

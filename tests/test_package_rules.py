@@ -30,13 +30,14 @@ ALLOWED = {
     "replicas": {"tree", "backends"},
     "lanes": {"tree", "backends"},
     "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
-    "launch": {"displays", "backends"},
+    "neuroncores": {"engine", "replicas", "lanes", "shards", "tree", "backends"},
+    "launch": {"displays", "neuroncores", "backends"},
     "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
-    "faces": {"displays", "workers", "engine", "launch", "shards", "replicas", "lanes", "tree", "backends"},
-    "neuron": {"faces", "engine", "shards", "lanes", "tree", "backends"},
+    "faces": {"displays", "workers", "neuroncores", "engine", "launch", "shards", "replicas", "lanes", "tree", "backends"},
+    "neuron": {"faces", "neuroncores", "backends"},
     "functional": {"launch", "tree"},
-    "testing": {"launch", "faces", "engine", "lanes", "backends", "tree"},
-    "cli": {"displays", "faces", "launch", "backends", "."},
+    "testing": {"faces", "neuroncores"},
+    "cli": {"displays", "faces", "launch", "neuroncores", "backends", "."},
     "__main__": {"cli"},
     ".": {"_version", "cpu", "faces", "shards", "launch", "engine", "functional", "neuron", "workers"},
 }
@@ -44,7 +45,7 @@ ALLOWED = {
 IN_MOST_PROGRAMS = "DataParallel, ParallelWrapper, TupleParallel, Tuplewise, cat, parallel, register_split, tp_collate"
 NEVER_LOADED = [
     "ray", "submitit", "torch_xla", "torch_neuronx", "torch_neuron", "matplotlib", "torch._dynamo", "tqdm", "sklearn",
-    "parawrap.backends.neuron", "parawrap.launch", "parawrap.workers",
+    "parawrap.neuroncores", "parawrap.launch", "parawrap.workers",
 ]  # fmt: skip
 
 

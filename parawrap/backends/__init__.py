@@ -5,13 +5,14 @@ interface. ``_backend_registry.py`` maps each kind of device to a module, which 
 """
 
 from parawrap.backends._backend import Backend, Stream, Traits
-from parawrap.backends._backend_registry import backend_of, best_backend, register_backend
-from parawrap.backends._neuron_devices import neuron_is_device
+from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, register_backend
+from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
 from parawrap.backends._warnings import ignore_speed_warnings, warn_caller
 
 __all__ = [
+    "CORE_KINDS",
     "Backend",
     "DeviceLike",
     "Devices",
@@ -22,9 +23,13 @@ __all__ = [
     "bring",
     "bring_into",
     "device_of",
+    "emulate_cores",
+    "emulates_cores",
     "ignore_speed_warnings",
+    "is_torch_device",
     "names_cores",
     "neuron_is_device",
+    "neuron_runtime_name",
     "record_use",
     "register_backend",
     "resolve_device",

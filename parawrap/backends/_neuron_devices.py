@@ -1,14 +1,20 @@
 """Tell the two generations of torch_neuronx apart. They share one package name, and offer different names in it.
 
 The newer generation (trn2, trn3) registers a torch device of kind "neuron", which the accelerator backend uses. The older
-generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawrap.backends.neuron` uses its compiled models.
+generation (inf2, trn1, trn2) builds on torch_xla and offers ``trace``. `parawrap.neuroncores` uses its compiled models.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from parawrap.backends._backend_registry import is_torch_device
 
-__all__ = ["neuron_is_device"]
+__all__ = ["emulate_cores", "emulates_cores", "neuron_is_device", "neuron_runtime_name"]
+
+_blocks: list[None] = []  # one entry per active block of `emulate_cores`
 
 
 def neuron_is_device() -> bool:
@@ -16,8 +22,24 @@ def neuron_is_device() -> bool:
 
     Emulated cores take precedence, because PARAWRAP_NEURON_RUNTIME=host and `parawrap.testing.neuron_host` ask for them.
     """
-    if not is_torch_device("neuron"):
-        return False
-    from parawrap.backends.neuron import emulates_cores  # imported only if torch has NeuronCores
+    return is_torch_device("neuron") and not emulates_cores()
 
-    return not emulates_cores()
+
+def neuron_runtime_name() -> str:
+    """Return the value of PARAWRAP_NEURON_RUNTIME, empty if it is not set."""
+    return os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip()
+
+
+def emulates_cores() -> bool:
+    """True if PARAWRAP_NEURON_RUNTIME=host or an `emulate_cores` block asks for emulated NeuronCores."""
+    return bool(_blocks) or neuron_runtime_name() == "host"
+
+
+@contextmanager
+def emulate_cores() -> Iterator[None]:
+    """Emulate NeuronCores in the whole process inside the block."""
+    _blocks.append(None)
+    try:
+        yield
+    finally:
+        _blocks.pop()

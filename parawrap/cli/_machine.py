@@ -117,8 +117,8 @@ def _xla() -> Check:
 
 
 def _neuron() -> Check:
-    from parawrap.backends import backend_of, neuron_is_device
-    from parawrap.backends.neuron import emulates_cores, runtime
+    from parawrap.backends import backend_of, emulates_cores, neuron_is_device
+    from parawrap.neuroncores import runtime
 
     if neuron_is_device():
         return _neuron_devices(backend_of("neuron").count())

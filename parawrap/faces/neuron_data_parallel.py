@@ -11,12 +11,19 @@ from typing import Any, SupportsIndex
 import torch
 
 from parawrap.backends import warn_caller
-from parawrap.backends.neuron import NeuronCore
 from parawrap.engine import Entry, Session
-from parawrap.engine.neuron import Batching, PlacedModel, open_session
 from parawrap.errors import ShardError
 from parawrap.faces._losses_as_vector import vector
-from parawrap.faces._place_on_cores import WORKERS_PER_CORE, cores_of, place
+from parawrap.neuroncores import (
+    LANES_PER_CORE,
+    Batching,
+    NeuronCore,
+    PlacedModel,
+    open_session,
+    place,
+    resolve_cores,
+    runtime,
+)
 from parawrap.shards import Cutter, JoinRules, Parameters
 
 __all__ = ["DataParallel"]
@@ -84,9 +91,9 @@ class DataParallel(torch.nn.Module):
         set_dynamic_batching: bool = True,
     ) -> None:
         super().__init__()
-        self._cores = cores_of(device_ids)
+        self._cores = resolve_cores(device_ids, runtime().core_count())
         self._dim = dim
-        self._num_workers = WORKERS_PER_CORE * len(self._cores)
+        self._num_workers = LANES_PER_CORE * len(self._cores)
         self._split_size: int | None = None
         self._wants_dynamic = set_dynamic_batching
         self._changing = threading.RLock()

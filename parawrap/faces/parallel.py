@@ -33,8 +33,8 @@ from parawrap.faces._streams import Streams
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced, equal, uneven
 
 if TYPE_CHECKING:
-    from parawrap.backends.neuron import NeuronCore
     from parawrap.launch import Platform
+    from parawrap.neuroncores import NeuronCore
 
 __all__ = ["Parallel", "parallel"]
 
@@ -87,9 +87,9 @@ class Parallel(Streams, Generic[TargetT]):
             self._platform = devices
             self._devices = tuple(devices_of(devices))
         elif names_cores(devices):
-            from parawrap.faces._place_on_cores import cores_of
+            from parawrap.neuroncores import resolve_cores, runtime
 
-            self._cores = cores_of(devices)
+            self._cores = resolve_cores(devices, runtime().core_count())
         else:
             self._devices = resolve_devices(devices)
         module: torch.nn.Module | None = target if isinstance(target, torch.nn.Module) else None
@@ -97,12 +97,6 @@ class Parallel(Streams, Generic[TargetT]):
         self._in_place = None if module is None else PatchedMethods(module, self._methods)
         parameters = parameters_of(target, methods)
         in_dims = checked_in_dims(in_dims, parameters.values(), target)
-        if in_dims and self._cores:
-            msg = (
-                "in_dims is not supported on NeuronCores: a compiled model has the rows of all inputs on one dim. "
-                "Make a value that all rows share a constant of the traced model"
-            )
-            raise ShardError(msg)
         self._workers = checked_workers(workers, retries, on_cores=bool(self._cores))
         self._retries = retries
         self._dim = checked_dim(dim)
@@ -270,9 +264,12 @@ class Parallel(Streams, Generic[TargetT]):
 
     def _new_session(self) -> Session:
         if self._cores:
-            from parawrap.faces._place_on_cores import open_session
+            from parawrap import neuroncores
 
-            return open_session(self.target, self._cores, self._dim, self._cutters, self._joining)
+            placed = neuroncores.place(self.target, self._cores, self._dim)
+            batching = neuroncores.Batching.of(placed, self._dim)
+            cutters = self._cutters(batching.cut)
+            return neuroncores.open_session(placed, batching, cutters=cutters, owns_placed=True, **self._joining)
         if self._workers == "process" or self._platform is not None:
             from parawrap.workers import open_session as open_workers
 

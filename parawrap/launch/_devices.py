@@ -6,12 +6,11 @@ Counting does not initialize CUDA in the calling process.
 from __future__ import annotations
 
 import enum
-import os
 from pathlib import Path
 
 import torch
 
-from parawrap.backends import backend_of, neuron_is_device
+from parawrap.backends import backend_of, emulates_cores, neuron_is_device
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
@@ -94,13 +93,13 @@ def _neuron_cores() -> list[int]:
 
     PARAWRAP_NEURON_RUNTIME=host emulates NeuronCores: 2 by default, or those that the environment names.
     """
-    emulated = os.environ.get("PARAWRAP_NEURON_RUNTIME", "").strip() == "host"
+    emulated = emulates_cores()
     if not emulated and not any(Path("/dev").glob("neuron*")):
         return []
-    from parawrap.backends.neuron import core_numbers_given, cores_listed  # imported only if NeuronCores are used
+    from parawrap.neuroncores import EMULATED_CORES, count_listed_cores, read_core_numbers  # only if NeuronCores are used
 
     try:
-        given = core_numbers_given()
+        given = read_core_numbers()
     except DeviceListError as error:
         raise PlatformError(str(error)) from error
-    return list(range(2 if emulated else cores_listed())) if given is None else given
+    return list(range(EMULATED_CORES if emulated else count_listed_cores())) if given is None else given

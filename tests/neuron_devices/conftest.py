@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parawrap.backends.neuron import _choose_runtime
+from parawrap.neuroncores import _choose_runtime
 from tests import simdevice
 from tests.conftest import require
 

@@ -11,8 +11,8 @@ from torch import nn
 from parawrap import DataParallel, DeviceUnavailableError, neuron, parallel, testing
 from parawrap.backends import backend_of, best_backend, names_cores
 from parawrap.backends.accelerator_backend import AcceleratorBackend
-from parawrap.backends.neuron import runtime
 from parawrap.cli._machine import machine_checks
+from parawrap.neuroncores import runtime
 
 ALL = ["neuron:0", "neuron:1", "neuron:2", "neuron:3"]
 

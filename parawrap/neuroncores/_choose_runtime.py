@@ -1,0 +1,101 @@
+"""Choose the NeuronCore runtime of this process. It is imported on first use and then kept."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from parawrap.backends import emulate_cores, neuron_runtime_name, warn_caller
+from parawrap.errors import DeviceUnavailableError
+from parawrap.neuroncores._runtime import NeuronRuntime
+
+__all__ = ["runtime", "using"]
+
+_VENDORS = {
+    "torch_neuronx": "parawrap.neuroncores._vendor_runtimes:TorchNeuronx",
+    "torch_neuron": "parawrap.neuroncores._vendor_runtimes:TorchNeuron",
+}
+_RUNTIMES = {"host": "parawrap.neuroncores._double:NeuronHost", **_VENDORS}
+_PACKAGES = {"torch_neuronx": "'torch-neuronx==2.9.*' neuronx-cc", "torch_neuron": "torch-neuron neuron-cc[tensorflow]"}
+_INDEX = "https://pip.repos.neuron.amazonaws.com"
+_WRONG_PACKAGE = "wrong package"  # from the error of the placeholder packages on PyPI, in lower case
+
+_choosing = threading.RLock()
+_chosen: NeuronRuntime | None = None
+_overrides: list[NeuronRuntime] = []  # the runtimes of active `using` blocks; the last one is in effect
+
+
+def runtime() -> NeuronRuntime:
+    """Return the runtime that PARAWRAP_NEURON_RUNTIME names: host, torch_neuronx, or torch_neuron.
+
+    Without the variable, return the first vendor runtime that is installed. If there is none, warn and return the
+    emulated runtime.
+
+    Raises:
+        DeviceUnavailableError: If the runtime is unknown, not installed, a placeholder from PyPI, or cannot be imported; or
+            if the installed torch_neuronx makes NeuronCores torch devices and has no trace.
+    """
+    global _chosen
+    with _choosing:
+        if _overrides:
+            return _overrides[-1]
+        if _chosen is None:
+            named = neuron_runtime_name()
+            _chosen = _load(named) if named else _first_installed()
+        return _chosen
+
+
+@contextmanager
+def using(other: NeuronRuntime) -> Iterator[NeuronRuntime]:
+    """Use `other` as the runtime inside the block. It applies to all threads, so enter such blocks from one thread only."""
+    with emulate_cores():
+        with _choosing:
+            _overrides.append(other)
+        try:
+            yield other
+        finally:
+            with _choosing:
+                _overrides.remove(other)
+
+
+def _first_installed() -> NeuronRuntime:
+    for name in _VENDORS:
+        if importlib.util.find_spec(name) is not None:
+            return _load(name)
+    warn_caller(
+        "no NeuronCore runtime is installed, so parawrap emulates NeuronCores on the CPU. Set PARAWRAP_NEURON_RUNTIME=host "
+        "to do this without a warning"
+    )
+    return _load("host")
+
+
+def _load(name: str) -> NeuronRuntime:
+    if name not in _RUNTIMES:
+        msg = f"PARAWRAP_NEURON_RUNTIME={name!r} is not a known runtime. Set it to one of {', '.join(_RUNTIMES)}"
+        raise DeviceUnavailableError(msg)
+    module, _, maker = _RUNTIMES[name].partition(":")
+    make: Callable[[], NeuronRuntime] = getattr(importlib.import_module(module), maker)
+    try:
+        return make()
+    except DeviceUnavailableError:
+        raise
+    except Exception as error:  # the import of a vendor's package may fail in any way
+        raise DeviceUnavailableError(_with_advice(name, _fault(name, error))) from error
+
+
+def _fault(name: str, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == name:
+        return "is not installed"
+    if _WRONG_PACKAGE in str(error).lower():
+        return "is installed from PyPI, which has only a placeholder of this name. Uninstall it"
+    return f"is installed, but cannot be imported ({type(error).__name__}: {error})"
+
+
+def _with_advice(name: str, fault: str) -> str:
+    return (
+        f"{name} {fault}. Install it from the vendor's index: pip install --extra-index-url {_INDEX} {_PACKAGES[name]}. "
+        "Or set PARAWRAP_NEURON_RUNTIME=host to emulate NeuronCores on the CPU"
+    )

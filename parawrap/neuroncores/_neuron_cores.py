@@ -1,0 +1,187 @@
+"""The NeuronCores of this process: read the user's list, the environment, and the vendor's `neuron-ls`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from parawrap.backends import CORE_KINDS
+from parawrap.errors import DeviceListError, DeviceUnavailableError
+
+__all__ = ["EMULATED_CORES", "NeuronCore", "count_listed_cores", "find_runs", "read_core_numbers", "resolve_cores"]
+
+EMULATED_CORES = 2
+"""The number of emulated cores, unless the environment sets another: an inf2.xlarge has two."""
+
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_LS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools; often not on PATH
+_LS_TIMEOUT_S = 60.0  # a guess: the tool prints within a second
+_ADVICE = "Set NEURON_RT_VISIBLE_CORES or NEURON_RT_NUM_CORES to allocate more cores"
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class NeuronCore:
+    """One core, by its index within the process. ``str(NeuronCore(0))`` is "nc:0"."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"nc:{self.index}"
+
+
+def resolve_cores(devices: Any, visible: int) -> tuple[NeuronCore, ...]:
+    """Return the cores that `devices` names, out of the first `visible` cores of this process. None means all of them.
+
+    An entry is an index or "nc:#", counted from zero within the process.
+
+    Raises:
+        DeviceListError: If `devices` is empty, names a core twice, or has an entry that is not a core.
+        DeviceUnavailableError: If the process does not have a named core. The message lists the cores that it has.
+    """
+    if devices is None or devices in CORE_KINDS:
+        if visible == 0:
+            msg = f"no NeuronCore is allocated to this process. {_ADVICE}"
+            raise DeviceUnavailableError(msg)
+        return tuple(map(NeuronCore, range(visible)))
+    entries = [devices] if isinstance(devices, (str, bytes)) or not isinstance(devices, Iterable) else list(devices)
+    if not entries:
+        msg = "the list of NeuronCores is empty: give at least one index or 'nc:#', or omit the list to use all cores"
+        raise DeviceListError(msg)
+    cores = tuple(NeuronCore(_read_index(entry)) for entry in entries)
+    twice = [core for place, core in enumerate(cores) if core in cores[:place]]
+    if twice:
+        msg = (
+            f"{twice[0]} is named twice in {[str(core) for core in cores]}, but a core holds one replica. Name each core "
+            "once; num_workers of parawrap.neuron.DataParallel sets the number of threads per core"
+        )
+        raise DeviceListError(msg)
+    for core in cores:
+        if core.index >= visible:
+            raise DeviceUnavailableError(_unavailable(core, visible))
+    return cores
+
+
+def read_core_numbers(environ: Mapping[str, str] | None = None) -> list[int] | None:
+    """Return the numbers, on this machine, of the NeuronCores that the environment allocates; None if it sets none.
+
+    NEURON_RT_VISIBLE_CORES ("0-6", "3", "0,2-4") takes precedence over NEURON_RT_NUM_CORES (a number), as in the Neuron
+    runtime (https://awsdocs-neuron.readthedocs-hosted.com, "NeuronX Runtime Configuration").
+
+    Raises:
+        DeviceListError: If one of the variables is malformed.
+
+    >>> read_core_numbers({"NEURON_RT_VISIBLE_CORES": "0,2-4"}), read_core_numbers({"NEURON_RT_NUM_CORES": "2"})
+    ([0, 2, 3, 4], [0, 1])
+    """
+    environ = os.environ if environ is None else environ
+    listed = environ.get("NEURON_RT_VISIBLE_CORES", "").strip()
+    if listed:
+        return [core for span in _read_spans(listed) for core in span]
+    number = environ.get("NEURON_RT_NUM_CORES", "").strip()
+    if not number:
+        return None
+    if not number.isdecimal():
+        msg = f"NEURON_RT_NUM_CORES={number!r} is not a number of cores. Use NEURON_RT_NUM_CORES=2, or 0 for all"
+        raise DeviceListError(msg)
+    return list(range(int(number))) or None
+
+
+def count_listed_cores() -> int:
+    """Count the NeuronCores of the machine.
+
+    The count is the sum of ``nc_count`` over the devices in ``neuron-ls --json-output`` ("Neuron LS User Guide"). On Trn2
+    these are logical cores, the unit in which a process numbers its cores.
+
+    Raises:
+        DeviceUnavailableError: If `neuron-ls` is not found, fails, or prints something else.
+    """
+    tool = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=_LS_FOLDER)
+    if tool is None:
+        msg = f"neuron-ls is neither on PATH nor in {_LS_FOLDER}"
+        raise _unknown_count(msg)
+    try:
+        ended = subprocess.run([tool, "--json-output"], capture_output=True, text=True, timeout=_LS_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        msg = f"{tool} cannot be run ({error})"
+        raise _unknown_count(msg) from error
+    if ended.returncode != 0:
+        msg = f"{tool} --json-output exited with status {ended.returncode}: {ended.stderr.strip()[-200:]!r}"
+        raise _unknown_count(msg)
+    try:
+        return sum(int(device["nc_count"]) for device in json.loads(ended.stdout))
+    except (KeyError, TypeError, ValueError) as error:
+        msg = f"{tool} --json-output did not print a list of devices with an nc_count each: {ended.stdout[:200]!r}"
+        raise _unknown_count(msg) from error
+
+
+def find_runs(cores: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive cores, each as (first core, length). A runtime loads one run per call.
+
+    >>> find_runs([0, 1, 2, 5, 7, 6])
+    [(0, 3), (5, 3)]
+    """
+    runs: list[tuple[int, int]] = []
+    for core in sorted(cores):
+        if runs and core == sum(runs[-1]):
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((core, 1))
+    return runs
+
+
+def _read_spans(listed: str) -> list[range]:
+    spans: list[range] = []
+    for part in listed.split(","):
+        span = _read_span(part.strip())
+        why = "is neither a core nor a range" if span is None else "runs backwards" if not span else ""
+        if span and any(max(span.start, other.start) < min(span.stop, other.stop) for other in spans):
+            why = "repeats a core"
+        if why or span is None:
+            msg = (
+                f"NEURON_RT_VISIBLE_CORES={listed!r}: {part.strip()!r} {why}. List cores and ranges, each core once, as in "
+                "'0-6', '3' or '0,2-4'"
+            )
+            raise DeviceListError(msg)
+        spans.append(span)
+    return spans
+
+
+def _read_span(part: str) -> range | None:
+    """Parse "3" or "0-6" into a range, empty if it runs backwards; None if `part` is neither a core nor a range."""
+    found = _SPAN.fullmatch(part)
+    return None if found is None else range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def _read_index(entry: Any) -> int:
+    """Return the index that one entry of a list names."""
+    entry = entry.index if isinstance(entry, NeuronCore) else entry
+    if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
+        return entry
+    if isinstance(entry, str):
+        kind, _, index = entry.partition(":")
+        if kind in CORE_KINDS and index.isascii() and index.isdecimal():
+            return int(index)
+    shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
+    msg = f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"
+    raise DeviceListError(msg)
+
+
+def _unavailable(core: NeuronCore, visible: int) -> str:
+    seen = f"nc:0 to nc:{visible - 1}" if visible > 1 else "only nc:0" if visible else "no NeuronCore"
+    return f"{str(core)!r} is not available: this process sees {seen}, counted from zero within the process. {_ADVICE}"
+
+
+def _unknown_count(why: str) -> DeviceUnavailableError:
+    msg = (
+        f"the number of NeuronCores of this process is unknown: {why}. Set NEURON_RT_NUM_CORES or "
+        "NEURON_RT_VISIBLE_CORES, or install aws-neuronx-tools, which includes neuron-ls"
+    )
+    return DeviceUnavailableError(msg)

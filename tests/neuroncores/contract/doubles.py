@@ -1,0 +1,110 @@
+"""Recorded doubles of the vendor's packages.
+
+A double has the names that the vendor documents, records each call in order with its arguments, and compiles models as the
+emulated runtime does. It is as strict as the vendor's pages allow: any other name fails the test, the placement context is
+per process, and dynamic batching raises the vendor's type of error.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from parawrap.errors import ShapeError
+from parawrap.neuroncores import _vendor_runtimes
+from parawrap.testing import NeuronHost
+
+# "PyTorch NeuronX Tracing API for Inference", "PyTorch NeuronX NeuronCore Placement APIs", "torch.neuron.DataParallel API"
+_PLACEMENT = {"neuron_cores_context", "multicore_context", "set_neuron_cores", "set_multicore"}
+_DOCUMENTED = {
+    "torch_neuronx": {"trace", "dynamic_batch", "DataParallel", "move_trace_to_device", "experimental", *_PLACEMENT},
+    "torch_neuronx.experimental": _PLACEMENT,
+    "torch_neuron": {"trace", "DataParallel", "Optimization", "experimental", *_PLACEMENT},
+    "torch_neuron.experimental": _PLACEMENT,
+}
+
+
+class _Package(ModuleType):
+    """A module with some names. A documented name that it does not have is missing, as in an older release."""
+
+    def __init__(self, name: str, members: dict[str, object]) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, loader=None)
+        assert members.keys() <= _DOCUMENTED[name], "the double defines an undocumented name"
+        vars(self).update(members)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DOCUMENTED[self.__name__] or name.startswith("__"):
+            raise AttributeError(name)
+        return pytest.fail(f"{self.__name__}.{name} is not a documented name")
+
+
+class Double:
+    """A double of one package. With `experimental`, its placement functions are in the ``experimental`` module.
+
+    A call is recorded as its name and arguments. "torch.jit.load" is recorded if it loads onto chosen cores.
+    """
+
+    def __init__(self, name: str, host: NeuronHost, *, experimental: bool) -> None:
+        self.name = name
+        self.calls: list[tuple[Any, ...]] = []
+        self._host = host
+        self._cores: tuple[int, int] | None = None
+        self._place = f"{name}.experimental" if experimental else name
+        self._load = torch.jit.load
+        placement = {"neuron_cores_context": self._neuron_cores_context}
+        members: dict[str, object] = {"trace": self._trace}
+        if name == "torch_neuronx":
+            members["dynamic_batch"] = self._dynamic_batch
+        members |= {"experimental": _Package(self._place, placement)} if experimental else placement
+        self.package = _Package(name, members)
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Import the double under the vendor's name, and let torch.jit.load use the chosen cores, as the vendor's does."""
+        monkeypatch.setitem(sys.modules, self.name, self.package)
+        monkeypatch.setattr(_vendor_runtimes, "find_programs", lambda part: [])  # its models are of the emulated compiler
+        monkeypatch.setattr(torch.jit, "load", self._loaded)
+
+    def _trace(self, model: Callable[..., Any], example_inputs: Any, **options: Any) -> torch.jit.ScriptModule:
+        self.calls.append((f"{self.name}.trace", model, example_inputs, options))
+        compiled = self._host.trace(model, example_inputs, **options)
+        if options.get("dynamic_batch_size"):
+            self._host.dynamic_batch(compiled)
+        return compiled
+
+    @contextmanager
+    def _neuron_cores_context(self, start_nc: int = -1, nc_count: int = -1) -> Iterator[None]:
+        """Raise ValueError for an invalid number of cores, as documented."""
+        assert self._cores is None, "two threads entered the context, which is documented as not thread-safe"
+        self.calls.append((f"{self._place}.neuron_cores_context", start_nc, nc_count))
+        if not 0 < nc_count <= self._host.core_count() - start_nc:
+            msg = f"invalid number of NeuronCores: {nc_count}"
+            raise ValueError(msg)
+        self._cores = start_nc, nc_count
+        try:
+            yield
+        finally:
+            self._cores = None
+            self.calls.append(("left",))
+
+    def _loaded(self, file: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if self._cores is not None:
+            self.calls.append(("torch.jit.load",))
+        loaded: torch.nn.Module = self._load(file, *args, **kwargs)
+        return loaded
+
+    def _dynamic_batch(self, neuron_script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        self.calls.append((f"{self.name}.dynamic_batch", neuron_script))
+        assert isinstance(neuron_script, torch.jit.ScriptModule), "documented only for the models that trace returns"
+        try:
+            self._host.dynamic_batch(neuron_script)
+        except ShapeError as error:
+            raise ValueError(*error.args) from None
+        return neuron_script
