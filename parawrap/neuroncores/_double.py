@@ -217,7 +217,8 @@ class _OnCores(torch.nn.Module):
         super().__init__()
         self.compiled = compiled
         self._cores = cores
-        self._programs = tuple(find_programs(compiled))
+        inputs: list[Tensor] = find_programs(compiled)[0].inputs
+        self._rows = inputs[0].shape[0] if inputs[0].ndim else 0
         self._turns = itertools.count()  # its next() is atomic
         for core in cores:
             core.loads += 1
@@ -238,9 +239,8 @@ class _OnCores(torch.nn.Module):
             raise
 
     def _inferences(self, args: Any, kwargs: Any) -> int:
-        """Return the number of inferences that a call takes."""
-        program = self._programs[0]
-        if not program.dynamic:
-            return 1
-        rows = next((leaf.shape[0] for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.ndim), 1)
-        return -(-rows // int(program.inputs[0].shape[0]))
+        """Return the number of inferences that a call takes: several if dynamic batching cuts its rows."""
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if not isinstance(first, Tensor):
+            first = next((leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor)), None)
+        return -(-first.shape[0] // self._rows) if first is not None and first.ndim and self._rows else 1

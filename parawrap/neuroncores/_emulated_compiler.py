@@ -46,18 +46,23 @@ class _EmulatedProgram(torch.nn.Module):
         self.dynamic = False
 
     def forward(self, tensors: List[Tensor]) -> List[Tensor]:
+        if self.fits(tensors):
+            return self.infer([tensor.detach().clone() for tensor in tensors])
         self.check(tensors)
-        with torch.no_grad():
-            if not self.dynamic or tensors[0].size(0) == self.inputs[0].size(0):
-                return self.infer([tensor.clone() for tensor in tensors])
-            rows, batch = tensors[0].size(0), self.inputs[0].size(0)
-            if rows == 0:
-                return [output[:0].clone() for output in self.outputs]
-            parts: List[List[Tensor]] = []
-            for start in range(0, rows, batch):
-                chunk = torch.arange(start, start + batch) % rows
-                parts.append(self.infer([tensor.index_select(0, chunk) for tensor in tensors]))
-            return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
+        rows, batch = tensors[0].size(0), self.inputs[0].size(0)
+        if rows == 0:
+            return [output[:0].clone() for output in self.outputs]
+        parts: List[List[Tensor]] = []
+        for start in range(0, rows, batch):
+            chunk = torch.arange(start, start + batch) % rows
+            parts.append(self.infer([tensor.detach().index_select(0, chunk) for tensor in tensors]))
+        return [torch.cat([part[i] for part in parts])[:rows] for i in range(len(self.outputs))]
+
+    def fits(self, tensors: List[Tensor]) -> bool:
+        for tensor, spec in zip(tensors, self.inputs):
+            if tensor.size() != spec.size() or tensor.dtype != spec.dtype or not tensor.is_cpu:
+                return False
+        return True
 
     def infer(self, tensors: List[Tensor]) -> List[Tensor]:
         outputs: List[Tensor] = self.function(tensors)
