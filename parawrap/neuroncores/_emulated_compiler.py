@@ -47,7 +47,7 @@ class _EmulatedProgram(torch.nn.Module):
 
     def forward(self, tensors: List[Tensor]) -> List[Tensor]:
         if self.fits(tensors):
-            return self.infer([tensor.detach().clone() for tensor in tensors])
+            return self.infer([t.detach().clone(memory_format=torch.contiguous_format) for t in tensors])
         self.check(tensors)
         rows, batch = tensors[0].size(0), self.inputs[0].size(0)
         if rows == 0:

@@ -523,6 +523,14 @@ def test_a_call_of_several_inferences_is_one_turn(host):
     assert inferences(host) == [5, 0, 0, 0]
 
 
+def test_a_core_gets_contiguous_inputs(host):
+    """A model that views its input runs on any strides, with and without dynamic batching."""
+    compiled = host.dynamic_batch(host.trace(lambda x: x.view(2, 3, 1), torch.zeros(2, 3)))
+    for rows in (2, 5):
+        x = torch.arange(3.0 * rows).view(3, rows).t()
+        assert torch.equal(compiled(x), x.reshape(rows, 3, 1))
+
+
 def test_a_placed_model_keeps_its_dtypes_under_autocast(host):
     """The model was compiled without autocast, so the caller's autocast does not affect it."""
     placed = host.place(host.trace(linear(), A), 0, 1)
