@@ -131,17 +131,20 @@ class DataParallel(torch.nn.Module):
 
     def disable_dynamic_batching(self) -> None:
         """Reload the model without dynamic batching. Each core must then get exactly the compiled size."""
-        with self._changing:
-            self._wants_dynamic = False
-            if self._placed is None or self._placed.dynamic:
-                self.close()
-                self._placed = place(self.module, self._cores, self.dim, dynamic=False)
+        self._wants_dynamic = False
+        if self._placed is None or self._placed.dynamic:
+            self.close()
+            with self._changing:
+                if self._placed is None:
+                    self._placed = place(self.module, self._cores, self.dim, dynamic=False)
 
     def close(self) -> None:
         """End the lanes and free the cores' memory. The next call starts lanes and loads the model again."""
         with self._changing:
-            self._end_lanes()
+            session, self._session = self._session, None
             placed, self._placed = self._placed, None
+        if session is not None:  # without the lock, which a lane may need before it ends
+            session.close()
         if placed is not None:
             placed.unplace()
 
@@ -225,8 +228,9 @@ def _sizes(batching: Batching, rows: int, lanes: int) -> tuple[int, ...]:
     busy = -(-rows // each)
     if 0 < busy < batching.cores:
         keeps = "1 row keeps" if rows == 1 else f"{rows} rows keep"
+        smaller = "" if batching.split_size is None else ", or set a smaller split_size"
         warn_caller(
             f"{keeps} {busy} of {batching.cores} NeuronCores busy. To use all cores evenly, give a multiple of "
-            f"{batching.cores * each} rows"
+            f"{batching.cores * each} rows{smaller}"
         )
     return sizes

@@ -51,13 +51,17 @@ class Fitting:
         return fitted
 
     def _in_places(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call with keywords as positional arguments, if the model's parameter names match them."""
+        """Return the call with keywords as positional arguments, if the names of the model's parameters are known."""
         if not kwargs or self._parameters is None:
             return args, kwargs
         names = [self._parameters.at(len(args) + place) for place in range(len(kwargs))]
-        if set(names) != set(kwargs):
+        if set(names) == set(kwargs):
+            return (*args, *(kwargs[name] for name in names if name is not None)), {}
+        if all(map(self._parameters.names, kwargs)) and None in names:
             return args, kwargs
-        return (*args, *(kwargs[name] for name in names if name is not None)), {}
+        unlike = ", ".join(map(repr, kwargs))
+        msg = f"the call names {unlike} after {len(args)} positional values, but the model takes {self._parameters}"
+        raise ShapeError(msg)
 
     def _refuse_unlike(self, specs: Sequence[TensorSpec], leaves: Sequence[Any]) -> None:
         if len(leaves) != len(specs):

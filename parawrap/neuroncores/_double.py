@@ -114,10 +114,7 @@ class NeuronHost(NeuronRuntime):
         """Return the signature of a compiled model, also after saving or copying; None for a module around one."""
         compiled = model.compiled if isinstance(model, _OnCores) else model
         program: Any = getattr(compiled, "program", None) if find_programs(compiled) else None
-        if program is None:
-            return None
-        inputs, outputs = zip(program.inputs, program.takes, strict=True), zip(program.outputs, program.gives, strict=True)
-        return Signature(tuple(itertools.starmap(TensorSpec.of, inputs)), tuple(itertools.starmap(TensorSpec.of, outputs)))
+        return None if program is None else _signature_of(program)
 
     def stats(self) -> tuple[CoreStats, ...]:
         """Return the counters of each core and the number of models on it, in the order of the cores."""
@@ -131,9 +128,8 @@ class NeuronHost(NeuronRuntime):
     def _load(
         self, parts: Sequence[torch.jit.ScriptModule], files: Sequence[io.BytesIO], start: int, count: int
     ) -> list[torch.nn.Module]:
-        for part in parts:
-            if not find_programs(part):
-                raise not_traced(part)
+        if not any(map(find_programs, parts)):
+            raise not_traced(parts[0])
         total = self.core_count()
         if start < 0 or count < 1 or start + count > total:
             msg = (
@@ -143,13 +139,18 @@ class NeuronHost(NeuronRuntime):
             raise DeviceUnavailableError(msg)
         cores = self._cores()[start : start + count]
         with quiet_about_torchscript():
-            return [_OnCores(torch.jit.load(file), cores) for file in files]
+            loaded = [torch.jit.load(file) for file in files]
+        return [_OnCores(part, cores) if find_programs(part) else part for part in loaded]
+
+    def _signatures(self, parts: Sequence[torch.jit.ScriptModule]) -> list[Signature]:
+        """Return the signatures of all programs, also of those within other TorchScript."""
+        programs = [program for part in parts for program in find_programs(part)]
+        if not programs:
+            raise not_traced(parts[0])
+        return list(map(_signature_of, programs))
 
     def _make_dynamic(self, part: torch.jit.ScriptModule) -> None:
-        programs = find_programs(part)
-        if not programs:
-            raise not_traced(part)
-        for program in programs:
+        for program in find_programs(part):
             program.dynamic = True
 
     def _cores(self) -> list[_Core]:
@@ -158,6 +159,11 @@ class NeuronHost(NeuronRuntime):
             count = self.core_count()
             self._made += [_Core(self._latency_s) for _ in range(len(self._made), count)]
             return self._made[:count]
+
+
+def _signature_of(program: Any) -> Signature:
+    inputs, outputs = zip(program.inputs, program.takes, strict=True), zip(program.outputs, program.gives, strict=True)
+    return Signature(tuple(itertools.starmap(TensorSpec.of, inputs)), tuple(itertools.starmap(TensorSpec.of, outputs)))
 
 
 @contextmanager

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from parawrap.neuroncores._example_call import ExampleCall, own_buffers, parameters_of, quiet_about_torchscript
+from parawrap.neuroncores._example_call import (
+    ExampleCall,
+    copy_for_trial,
+    own_tensors,
+    parameters_of,
+    quiet_about_torchscript,
+)
 from parawrap.neuroncores._signature import Signature, TensorSpec
 from parawrap.tree import TreeSpec, addresses, flatten, unflatten
 
@@ -98,7 +104,7 @@ class _Flat(torch.nn.Module):
 
     def forward(self, tensors: list[Tensor]) -> list[Tensor]:
         args, kwargs = unflatten(self._takes, tensors)
-        with own_buffers(self.model):
+        with own_tensors(self.model):
             outputs, self.gives = flatten(self.model(*args, **kwargs))
         _refuse_others(outputs, addresses(self.gives, ("output",)), "the model returns")
         self.outputs = outputs
@@ -143,10 +149,15 @@ def compile_for_cores(model: Callable[..., Any], example: ExampleCall) -> torch.
         raise TypeError(msg)
     inputs, takes = flatten(tuple(example))
     _refuse_others(inputs, addresses(takes, ("args", "kwargs")), "the example has")
-    flat = _Flat(model, takes)
+    flat = _Flat(copy_for_trial(model), takes)
     with quiet_about_torchscript(), torch.inference_mode(mode=False), torch.no_grad():
         try:
             function = _trace_constant(flat, inputs)
+        except ValueError as error:
+            if "parameter sharing" not in str(error):
+                raise
+            msg = "two names of a module hold one buffer, and TorchScript does not support that. Give each name a clone()"
+            raise TypeError(msg) from error
         except RuntimeError as error:
             if "requires grad" not in str(error):
                 raise
@@ -181,8 +192,9 @@ def _trace_constant(flat: _Flat, inputs: Sequence[Tensor]) -> Any:
 def _restore_structure(whole: _Compiled, args: tuple[Any, ...]) -> torch.jit.ScriptModule:
     """Trace the module around a program."""
     try:
-        warnings.simplefilter("ignore")  # the user's model does not run here, so these warnings are not for the user
-        compiled: Any = torch.jit.trace(whole, args, check_trace=False, strict=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's model does not run here, so these warnings are not for the user
+            compiled: Any = torch.jit.trace(whole, args, check_trace=False, strict=False)
     except RuntimeError as error:
         containers = sorted(_containers(flatten(args)[1]) | _containers(whole.gives))
         msg = (

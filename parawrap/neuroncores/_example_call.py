@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
 import warnings
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["ExampleCall", "own_buffers", "parameters_of", "quiet_about_torchscript"]
+__all__ = ["ExampleCall", "copy_for_trial", "own_tensors", "parameters_of", "quiet_about_torchscript"]
 
 # Warning filters are per process. If two threads leave catch_warnings blocks in the wrong order, one filter stays forever.
 _filtering = threading.RLock()
@@ -65,26 +66,40 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(signature.parameters.values())
 
 
-@contextmanager
-def own_buffers(model: Callable[..., Any]) -> Iterator[None]:
-    """Give a module copies of its buffers inside the block, so that a run in it does not change them.
+def copy_for_trial(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a copy of a module that shares its parameters, so that a trial call leaves the state of the module as it is.
 
-    Inside a trace the copies become part of the graph, so that each inference starts from the buffers of now.
+    Functions, and modules that cannot be copied, are returned as they are.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return model
+    try:
+        return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    except Exception:  # noqa: BLE001 (any attribute may refuse, in any way)
+        return model
+
+
+@contextmanager
+def own_tensors(model: Callable[..., Any]) -> Iterator[None]:
+    """Give a module clones of its buffers and other tensors inside the block.
+
+    Inside a trace the clones become part of the graph, so that each inference starts from the tensors of now.
     """
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     given = [
-        (module, name, buffer)
+        (module, name, tensor)
         for module in modules
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*module.named_buffers(recurse=False, remove_duplicate=False), *vars(module).items())
+        if isinstance(tensor, torch.Tensor)
     ]
-    copies = {id(buffer): buffer.clone() for _, _, buffer in given}  # one module may use the buffer of another
+    clones = {id(tensor): tensor.clone() for _, _, tensor in given}  # one module may use the tensor of another
     try:
-        for module, name, buffer in given:
-            setattr(module, name, copies[id(buffer)])
+        for module, name, tensor in given:
+            setattr(module, name, clones[id(tensor)])
         yield
     finally:
-        for module, name, buffer in given:
-            setattr(module, name, buffer)
+        for module, name, tensor in given:
+            setattr(module, name, tensor)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.errors import SessionError, ShapeError, ShardError
+from parawrap.errors import ReplicaError, SessionError, ShapeError, ShardError
 from parawrap.neuroncores._choose_runtime import runtime
 from parawrap.neuroncores._compiled_parts import modules_around
 from parawrap.neuroncores._neuron_cores import NeuronCore, find_runs
@@ -19,12 +19,14 @@ from parawrap.shards import balanced, in_units
 
 __all__ = ["Batching", "PlacedModel", "place"]
 
+_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
 
 class PlacedModel:
     """Replicas of a compiled model. The constructor loads them, and `unplace` unloads them. Thread-safe.
 
     A run of consecutive cores is loaded in one call and shares one replica, which uses these cores in turn. Ordinary
-    modules around a compiled model share the tensors of the given module, and follow its train and eval mode.
+    modules around a compiled model share the parameters and buffers of the given module, and follow its mode.
 
     Raises:
         ReplicaError: If the model was not compiled for NeuronCores.
@@ -52,6 +54,7 @@ class PlacedModel:
         except BaseException:
             self.unplace()
             raise
+        self._parts = _parts_of(model)
 
     def on(self, core: NeuronCore) -> torch.nn.Module:
         """Return the replica on `core`."""
@@ -67,14 +70,21 @@ class PlacedModel:
 
         Raises:
             SessionError: If the replicas are already unloaded.
+            ReplicaError: If a submodule was replaced, or batch normalization around a compiled model is in train mode.
         """
         with self._counting:
             if not self._is_open and not self._calls:
                 msg = "the model was unloaded from its NeuronCores: call it inside the `with` block, and before close()"
                 raise SessionError(msg)
-            self._calls += 1
+            if _parts_of(self.model) != self._parts:
+                msg = (
+                    f"a submodule of {type(self.model).__name__} was replaced after the model was loaded onto its "
+                    "NeuronCores. Close it, and open it again"
+                )
+                raise ReplicaError(msg)
             for original, shell in self._shells:
-                shell.training = original.training
+                _follow(original, shell)
+            self._calls += 1
         try:
             yield
         finally:
@@ -84,7 +94,8 @@ class PlacedModel:
 
     def unplace(self) -> None:
         """Free the memory of the cores, once no call is in flight. May be called again."""
-        self._is_open = False
+        with self._counting:
+            self._is_open = False
         self._free_if_over()
 
     def _free_if_over(self) -> None:
@@ -98,6 +109,33 @@ class PlacedModel:
         if self.dynamic:
             replica = self._runtime.dynamic_batch(replica)
         self._replicas.update(dict.fromkeys(range(start, start + count), replica))
+
+
+def _parts_of(model: Any) -> list[torch.nn.Module]:
+    """Return the modules around compiled models, and their direct children, which include the compiled models."""
+    around = [module for _, module in modules_around(model)]
+    return [model, *(child for module in around for child in module.children())]
+
+
+def _follow(original: torch.nn.Module, shell: torch.nn.Module) -> None:
+    """Give a shell the mode, the parameters, and the buffers that the original module has now.
+
+    Raises:
+        ReplicaError: If batch normalization would update its statistics: each core would do so for its own rows.
+    """
+    shell.training = original.training
+    if original.training and isinstance(original, _NORMS) and original.track_running_stats:
+        msg = (
+            f"{type(original).__name__} around a compiled model is in train mode, and every core would update its "
+            "statistics with other rows. Call its eval(), or set track_running_stats=False"
+        )
+        raise ReplicaError(msg)
+    for name, tensor in (
+        *original.named_parameters(recurse=False, remove_duplicate=False),
+        *original.named_buffers(recurse=False, remove_duplicate=False),
+    ):
+        if getattr(shell, name, None) is not tensor:
+            setattr(shell, name, tensor)
 
 
 def place(
@@ -188,9 +226,10 @@ class Batching(NamedTuple):
     def _chunks(self, rows: int, size: int) -> tuple[int, ...]:
         full, rest = divmod(rows, size)
         if not self.dynamic and (rest or not full or size != (self.compiled or size)):
+            cure = f"Set split_size to {self.compiled or 'None'}. " if self.split_size and size != self.compiled else ""
             msg = (
                 f"{rows} rows on dim {self.dim} in chunks of {size}: without dynamic batching, every chunk must have "
-                f"{self.compiled or size} rows. {self._no_dynamic_batching()}"
+                f"{self.compiled or size} rows. {cure}{self._no_dynamic_batching()}"
             )
             raise ShapeError(msg)
         return (size,) * full + ((rest,) if rest or not full else ())

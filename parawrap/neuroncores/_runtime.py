@@ -90,13 +90,15 @@ class NeuronRuntime(ABC):
             ShapeError: If a part cannot take other batch sizes. The message says why.
         """
         parts = find_compiled(model)
-        for part in parts:
-            signature = self.signature(part)
-            if signature is not None:
-                signature.refuse_fixed()
+        for signature in self._signatures(parts):
+            signature.refuse_fixed()
         for part in parts:
             self._make_dynamic(part)
         return model
+
+    def _signatures(self, parts: Sequence[torch.jit.ScriptModule]) -> list[Signature]:
+        """Return the known signatures of the compiled models in these parts."""
+        return [signature for part in parts if (signature := self.signature(part)) is not None]
 
 
 def _save(part: torch.jit.ScriptModule) -> io.BytesIO:

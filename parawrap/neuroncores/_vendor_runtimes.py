@@ -19,7 +19,7 @@ import torch
 from parawrap.backends import is_torch_device
 from parawrap.errors import DeviceUnavailableError
 from parawrap.neuroncores._emulated_compiler import find_programs
-from parawrap.neuroncores._example_call import ExampleCall, own_buffers, quiet_about_torchscript
+from parawrap.neuroncores._example_call import ExampleCall, copy_for_trial, quiet_about_torchscript
 from parawrap.neuroncores._neuron_cores import count_listed_cores, read_core_numbers
 from parawrap.neuroncores._runtime import NeuronRuntime
 from parawrap.neuroncores._signature import Signature, no_dynamic_batching
@@ -181,8 +181,8 @@ class TorchNeuron(_VendorRuntime):
 def _observe(model: Any, example: ExampleCall) -> Signature | None:
     """Run the model once on the CPU and return its signature; None if it fails."""
     try:
-        with torch.no_grad(), own_buffers(model):
-            returned = model(*example.args, **example.kwargs)
+        with torch.no_grad():
+            returned = copy_for_trial(model)(*example.args, **example.kwargs)
     except Exception:  # noqa: BLE001 (the model may have kernels for NeuronCores only; the vendor's trace reports mistakes)
         return None
     inputs, takes = flatten(tuple(example))

@@ -650,3 +650,24 @@ def test_a_module_that_cannot_be_copied_is_refused(head, host):
     with pytest.raises(ReplicaError, match=r"Head cannot be copied for a replica: .*lock"):
         neuron.DataParallel(model)
     assert [core.models for core in host.stats()] == [0] * 4
+
+
+def test_a_lane_may_close_while_another_thread_closes(host):
+    """Closing holds no lock that a lane could wait for."""
+    nets = []
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.compiled = neuron.trace(nn.Linear(3, 2), torch.zeros(1, 3))
+
+        def forward(self, x):
+            threads.submit(nets[0].close)
+            nets[0].num_workers = 2
+            return self.compiled(x)
+
+    with ThreadPoolExecutor(4) as threads, torch.no_grad():
+        nets.append(neuron.DataParallel(Around(), device_ids=[0, 1]))
+        for _ in range(5):
+            assert nets[0](torch.ones(4, 3)).shape == (4, 2)
+    nets.pop().close()

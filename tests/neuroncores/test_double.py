@@ -694,3 +694,82 @@ def test_place_uses_the_hosts_own_cores(host):
     placed = other.place(host.trace(linear(), A), 0, 1)
     placed(A)
     assert (inferences(other), inferences(host)) == ([1], [0] * 4)
+
+
+# Models that trace must leave alone, and parts that are not compiled
+
+
+class Writing(nn.Module):
+    """Writes into a buffer, fills a missing one, registers one, and writes into a plain tensor, in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("table", None)
+        self.seen = torch.zeros(1)
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.add_(1)
+        if self.table is None:
+            self.table = torch.arange(3.0)
+        self.register_buffer("last", x.detach().clone())
+        return x * self.weight + self.calls + self.seen + self.table
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_trace_leaves_the_module_as_it_was(host, fails):
+    """Also if forward fills, registers, or writes tensors, and if the trace fails afterwards."""
+    model = Writing()
+    if fails:
+        model.register_forward_hook(lambda module, args, output: 1 / 0)
+    calls, seen = model.calls, model.seen
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            host.trace(model, A)
+    else:
+        compiled = host.trace(model, A)
+        placed = host.place(compiled, 0, 1)
+        for _ in range(3):  # no state remains between inferences
+            assert torch.equal(placed(A), A + 2 + torch.arange(3.0))
+    assert (model.calls is calls, model.seen is seen) == (True, True)
+    assert (calls.item(), seen.item(), model.table) == (0, 0, None)
+    assert dict(model.named_buffers()).keys() == {"calls"}
+    assert model.weight.requires_grad
+
+
+def test_two_names_of_one_buffer_are_refused(host):
+    """TorchScript does not support them; the error says what to do, and its cure works."""
+    model = nn.Module()
+    model.register_buffer("one", torch.ones(3))
+    model.register_buffer("other", model.one)
+    model.forward = lambda x: x + model.one
+    with pytest.raises(TypeError, match=r"two names of a module hold one buffer.* Give each name a clone\(\)"):
+        host.trace(model, A)
+
+
+def test_dynamic_batching_is_refused_for_programs_within_other_torchscript(host):
+    """A trace around a compiled model does not hide that the model mixes rows."""
+
+    class Outer(nn.Module):
+        def __init__(self, compiled):
+            super().__init__()
+            self.compiled = compiled
+
+        def forward(self, x):
+            return self.compiled(x)
+
+    outer = torch.jit.trace(Outer(host.trace(lambda x: x.sum(0), A)), A)
+    with pytest.raises(ShapeError, match=r"args\[0\] is compiled for 2 rows on dim 0, and output for 3"):
+        host.dynamic_batch(outer)
+    rowwise = torch.jit.trace(Outer(host.trace(linear(), A)), A)
+    assert torch.equal(host.dynamic_batch(rowwise)(A[:1]), linear()(A)[:1])
+
+
+def test_torchscript_of_the_user_next_to_a_compiled_part_stays_ordinary(host):
+    """It runs on the CPU, and does not use a core."""
+    module = nn.Sequential(torch.jit.script(nn.ReLU()), host.trace(linear(), A))
+    assert torch.equal(host.place(module, 0, 1)(A), linear()(A.relu()))
+    assert models(host) == [0] * 4
+    assert loads(host) == [1, 0, 0, 0]

@@ -332,3 +332,56 @@ def test_a_whole_call_may_have_inputs_with_different_row_counts(host):
         torch.testing.assert_close(p.submit(x, table).result(), plain(x) @ table)
         with pytest.raises(ShardError, match=r"args\[1\] has 2 on dim 0"):
             p(x, table)
+
+
+def test_modules_around_follow_assigned_parameters_and_buffers(host):
+    """A parameter or buffer that is assigned after the first call reaches every core."""
+    _, compiled = models()
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), compiled).eval()
+    x = torch.randn(8, 3)
+    with torch.no_grad(), parallel(model, ["nc:0", "nc:1", "nc:3"]) as p:
+        p(x)
+        model[0].load_state_dict(
+            {name: torch.zeros_like(value) for name, value in model[0].state_dict().items()}, assign=True
+        )
+        model[1].running_mean = torch.ones(3)
+        torch.testing.assert_close(p(x), torch.cat([compiled(row) for row in model[:2](x).split(1)]))
+
+
+def test_a_replaced_submodule_is_refused(host):
+    """The error says to open the block again, which works."""
+    _, compiled = models()
+    model = nn.Sequential(nn.Linear(3, 3), compiled).eval()
+    x = torch.randn(8, 3)
+    with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
+        p(x)
+        model[0] = nn.Linear(3, 3)
+        with pytest.raises(ReplicaError, match=r"a submodule of Sequential was replaced .* open it again"):
+            p(x)
+    with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
+        torch.testing.assert_close(p(x), torch.cat([compiled(row) for row in model[0](x).split(1)]))
+
+
+def test_batch_normalization_in_train_mode_around_a_compiled_model_is_refused(host):
+    """Every core would update its statistics with other rows. Both cures work."""
+    _, compiled = models()
+    for norm in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
+        model = nn.Sequential(norm, compiled).train()
+        with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
+            if norm.track_running_stats:
+                with pytest.raises(ReplicaError, match="BatchNorm1d around a compiled model is in train mode"):
+                    p(torch.randn(8, 3))
+                assert norm.num_batches_tracked == 0
+                norm.eval()
+            assert p(torch.randn(8, 3)).shape == (8, 2)
+
+
+def test_wrong_keywords_are_refused_before_anything_runs(host):
+    """The error shows the names of the call and those of the model."""
+    model = neuron.trace(lambda x, mask, z: x * mask + z, tuple(torch.ones(1, 3) for _ in range(3)))
+    x = torch.ones(4, 3)
+    with parallel(model, ["nc:0", "nc:1"]) as p:
+        assert torch.equal(p(x, z=x, mask=x), 2 * x)
+        for kwargs in ({"mask": x, "q": x}, {"mask": x}, {"mask": x, "z": x, "q": x}):
+            with pytest.raises(ShapeError, match=r"after 1 positional values, but the model takes x, mask, z|2 values"):
+                p(x, **kwargs)

@@ -288,11 +288,13 @@ class _OnTheSecondCall(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.runs = 0
+        self.runs = iter([1])
+
+    def __deepcopy__(self, memo: object) -> _OnTheSecondCall:
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        if self.runs == 1:
+        if next(self.runs, None):
             msg = "no such kernel on the CPU"
             raise NotImplementedError(msg)
         return 2 * x + 1
