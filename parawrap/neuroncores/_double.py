@@ -14,7 +14,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ from parawrap.tree import flatten
 __all__ = ["CoreStats", "NeuronHost", "neuron_host"]
 
 
-class CoreStats(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CoreStats:
     """Counters of one emulated core since the last reset, and the models on it.
 
     Attributes:
