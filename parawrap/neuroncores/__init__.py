@@ -12,7 +12,6 @@ from parawrap.neuroncores._neuron_cores import (
     EMULATED_CORES,
     NeuronCore,
     count_listed_cores,
-    find_runs,
     read_core_numbers,
     resolve_cores,
 )
@@ -33,7 +32,6 @@ __all__ = [
     "Signature",
     "TensorSpec",
     "count_listed_cores",
-    "find_runs",
     "neuron_host",
     "open_session",
     "place",

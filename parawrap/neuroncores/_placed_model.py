@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,10 @@ from parawrap.shards import balanced, in_units
 
 __all__ = ["Batching", "PlacedModel", "place"]
 
-_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+_NORMS = (
+    *(torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm),
+    *(torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d),
+)
 
 
 class PlacedModel:
@@ -70,13 +74,14 @@ class PlacedModel:
 
         Raises:
             SessionError: If the replicas are already unloaded.
-            ReplicaError: If a submodule was replaced, or batch normalization around a compiled model is in train mode.
+            ReplicaError: If a submodule was replaced, or a normalization would update its running statistics.
         """
         with self._counting:
             if not self._is_open and not self._calls:
                 msg = "the model was unloaded from its NeuronCores: call it inside the `with` block, and before close()"
                 raise SessionError(msg)
-            if _parts_of(self.model) != self._parts:
+            parts = _parts_of(self.model)
+            if len(parts) != len(self._parts) or not all(map(operator.is_, parts, self._parts)):
                 msg = (
                     f"a submodule of {type(self.model).__name__} was replaced after the model was loaded onto its "
                     "NeuronCores. Close it, and open it again"
@@ -121,7 +126,7 @@ def _follow(original: torch.nn.Module, shell: torch.nn.Module) -> None:
     """Give a shell the mode, the parameters, and the buffers that the original module has now.
 
     Raises:
-        ReplicaError: If batch normalization would update its statistics: each core would do so for its own rows.
+        ReplicaError: If a normalization would update its statistics: each core would do so for its own rows.
     """
     shell.training = original.training
     if original.training and isinstance(original, _NORMS) and original.track_running_stats:

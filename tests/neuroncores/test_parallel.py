@@ -133,9 +133,10 @@ def test_cpu_lanes_share_a_compiled_model_that_forward_captures(host):
         def forward(self, x):
             return model(x) * 2
 
-    with torch.no_grad(), parallel(Around(), ["cpu", "cpu"], out_dims=0):
-        x = torch.randn(8, 3)
-        torch.testing.assert_close(Around()(x[:4]), plain(x[:4]) * 2)
+    around, x = Around(), torch.randn(8, 3)
+    with torch.no_grad(), parallel(around, ["cpu", "cpu"], out_dims=0) as p:
+        torch.testing.assert_close(around(x), plain(x) * 2)
+        assert p.stats().shards == (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -348,32 +349,46 @@ def test_modules_around_follow_assigned_parameters_and_buffers(host):
         torch.testing.assert_close(p(x), torch.cat([compiled(row) for row in model[:2](x).split(1)]))
 
 
+class Equal(nn.Linear):
+    """A layer that is equal to all others of its class."""
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+    __hash__ = nn.Linear.__hash__
+
+
 def test_a_replaced_submodule_is_refused(host):
-    """The error says to open the block again, which works."""
+    """Also by an equal one. The error says to open the block again, which works."""
     _, compiled = models()
-    model = nn.Sequential(nn.Linear(3, 3), compiled).eval()
+    model = nn.Sequential(Equal(3, 3), compiled).eval()
     x = torch.randn(8, 3)
     with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
         p(x)
-        model[0] = nn.Linear(3, 3)
+        model[0] = Equal(3, 3)
         with pytest.raises(ReplicaError, match=r"a submodule of Sequential was replaced .* open it again"):
             p(x)
     with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
         torch.testing.assert_close(p(x), torch.cat([compiled(row) for row in model[0](x).split(1)]))
 
 
-def test_batch_normalization_in_train_mode_around_a_compiled_model_is_refused(host):
-    """Every core would update its statistics with other rows. Both cures work."""
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3), nn.InstanceNorm1d(3, track_running_stats=True)], ids=repr)
+def test_normalizations_around_a_compiled_model_may_not_update_their_statistics(host, norm):
+    """Every core would update them with other rows."""
     _, compiled = models()
-    for norm in (nn.BatchNorm1d(3), nn.BatchNorm1d(3, track_running_stats=False)):
-        model = nn.Sequential(norm, compiled).train()
-        with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p:
-            if norm.track_running_stats:
-                with pytest.raises(ReplicaError, match="BatchNorm1d around a compiled model is in train mode"):
-                    p(torch.randn(8, 3))
-                assert norm.num_batches_tracked == 0
-                norm.eval()
-            assert p(torch.randn(8, 3)).shape == (8, 2)
+    model = nn.Sequential(norm, compiled).train()
+    refused = pytest.raises(ReplicaError, match=f"{type(norm).__name__} around a compiled model is in train mode")
+    with torch.no_grad(), parallel(model, ["nc:0", "nc:1"]) as p, refused:
+        p(torch.randn(8, 3))
+    assert norm.num_batches_tracked == 0
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3, track_running_stats=False)], ids=repr)
+def test_other_normalizations_around_a_compiled_model_run(host, norm):
+    """These are the cures that the error names."""
+    _, compiled = models()
+    with torch.no_grad(), parallel(nn.Sequential(norm, compiled), ["nc:0", "nc:1"]) as p:
+        assert p(torch.randn(8, 3)).shape == (8, 2)
 
 
 def test_wrong_keywords_are_refused_before_anything_runs(host):
@@ -382,6 +397,10 @@ def test_wrong_keywords_are_refused_before_anything_runs(host):
     x = torch.ones(4, 3)
     with parallel(model, ["nc:0", "nc:1"]) as p:
         assert torch.equal(p(x, z=x, mask=x), 2 * x)
-        for kwargs in ({"mask": x, "q": x}, {"mask": x}, {"mask": x, "z": x, "q": x}):
-            with pytest.raises(ShapeError, match=r"after 1 positional values, but the model takes x, mask, z|2 values"):
+        ran = host.stats()
+        for kwargs in ({"mask": x, "q": x}, {"mask": x, "z": x, "q": x}):
+            with pytest.raises(ShapeError, match=r"'q' after 1 positional values, but the model takes x, mask, z"):
                 p(x, **kwargs)
+        with pytest.raises(ShapeError, match=r"the call has 2 values, but the model is compiled for 3 tensors"):
+            p(x, mask=x)
+        assert host.stats() == ran
