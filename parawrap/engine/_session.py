@@ -119,11 +119,11 @@ class Session:
         self._has_warned_of_plan = False
         self._futures: WeakSet[Future[Any]] = WeakSet()
         self._lanes_are_on_cpu = all(each is None or each.type == "cpu" for each in (*devices, output_device))
-        self._has_one_cpu_lane = self._lanes_are_on_cpu and len(self.devices) == 1 and not self.pool.cuts_for_one_lane
+        self._has_one_lane = len(self.devices) == 1 and not self.pool.cuts_for_one_lane
 
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Scatter, replicate, apply, and gather; or run the call plainly if there is nothing to cut."""
-        if (self._has_one_cpu_lane and self.pool.is_at_home(_CPU)) or not self.pool.is_ready():
+        if (self._has_one_lane and self._is_there(args, kwargs)) or not self.pool.is_ready():
             return self._run_plainly(entry, args, kwargs)
         cutter = self.cutters[entry.method]
         flat = cutter.flatten(args, kwargs)
@@ -338,6 +338,14 @@ class Session:
         if stays_on_cpu and not call.kwargs and _TENSOR.issuperset(map(type, call.args)) and all(map(_on_cpu, call.args)):
             return None
         return self._sources(call.flatten()[1])
+
+    def _is_there(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if target, arguments, and output are on the device of the one lane. False if it takes long to find out."""
+        (device,) = self.devices
+        if self._lanes_are_on_cpu:
+            return self.pool.is_at_home(device)
+        is_there = not kwargs and all(type(each) is torch.Tensor and each.device == device for each in args)
+        return is_there and self.output_device in (None, device) and self.pool.is_at_home(device)
 
     def _is_whole_here(self, plan: ShardPlan, flat: FlatCall) -> bool:
         """True if a call is not cut, and the module, the arguments, and the output are all on the device of lane 0."""

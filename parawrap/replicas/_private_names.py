@@ -31,6 +31,7 @@ __all__ = [
     "make_subclass",
     "recompiled",
     "replicate_script",
+    "uses_cuda_graphs",
     "version_of",
 ]
 
@@ -114,6 +115,12 @@ def recompiled(copy: Any, compiled: Any, copy_of: Callable[[Any], Any]) -> None:
     module = private_attribute(compiled, "_orig_mod", _COMPILED)
     context = private_attribute(compiled, "dynamo_ctx", _COMPILED)
     type(compiled).__init__(copy, copy_of(module), context)
+
+
+def uses_cuda_graphs(compiled: Any) -> bool:
+    """Return True if a compiled module captures CUDA graphs, as with ``mode="reduce-overhead"``."""
+    read = getattr(compiled, "get_compiler_config", None)
+    return read is not None and bool((read() or {}).get("triton.cudagraphs"))
 
 
 # TorchScript

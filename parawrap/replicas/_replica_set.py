@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,7 +18,7 @@ from parawrap.replicas._lane_tensors import LaneTensors, is_parameter
 from parawrap.replicas._ledger import Ledger, buffers_written_unseen, with_other_buffers
 from parawrap.replicas._modules_in_code import refuse_hidden
 from parawrap.replicas._parts import Kind, kind_of
-from parawrap.replicas._private_names import PARAMETERS, check_modules
+from parawrap.replicas._private_names import PARAMETERS, check_modules, uses_cuda_graphs
 from parawrap.replicas._replica import Order, Replica, give_buffers
 from parawrap.replicas._snapshot import Change, Snapshot
 from parawrap.replicas._survey import Node, Survey
@@ -283,6 +283,7 @@ class ReplicaSet:
         refuse_hidden(survey)
         home = _home_of(survey)
         _refuse_meta(survey, home)
+        _refuse_cuda_graphs(survey, self.devices)
         self._let_go(keep_mirrors=home == self.home, relinks=relinks)
         self.home = home
         self._streams = self._callers_streams()
@@ -406,6 +407,18 @@ def _refuse_meta(survey: Survey, home: torch.device | None) -> None:
         node, name, _ = next(_registered(survey))
         msg = f"no replica of the module can be made: {node.path_of(name)!r} is on the meta device and has no data to copy"
         raise ReplicaError(msg)
+
+
+def _refuse_cuda_graphs(survey: Survey, devices: Collection[torch.device]) -> None:
+    """Refuse models that torch.compile runs as CUDA graphs: torch keeps these for one thread and one stream."""
+    for node in survey.copied:
+        if node.kind is Kind.COMPILED and uses_cuda_graphs(node.value) and any(each.type == "cuda" for each in devices):
+            msg = (
+                f"{repr(node.path) if node.parent else 'the model'} is compiled to run as CUDA graphs, which only one "
+                "thread can use, and each lane has its own. Compile it with torch.compile(model) or with "
+                'torch.compile(model, mode="max-autotune-no-cudagraphs")'
+            )
+            raise ReplicaError(msg)
 
 
 def _home_of(survey: Survey) -> torch.device | None:

@@ -1,13 +1,14 @@
-"""Calls in a CUDA graph, which records only the work of the capturing thread, not of lanes."""
+"""CUDA graphs record only the work of the capturing thread, not of lanes."""
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 
-from parawrap import parallel
-from tests.cuda.gpus import HOME, cuda
+from parawrap import ReplicaError, parallel
+from tests.cuda.gpus import HOME, TWICE, cuda
 from tests.devices.zoo import mlp, rows
 
 
@@ -29,6 +30,30 @@ def test_a_captured_call_runs_plainly(devices):
             graph.replay()
             torch.testing.assert_close(output, plain(x))
             torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_a_compiled_model_runs_in_lanes(mode):
+    """Without CUDA graphs, every lane compiles its replica."""
+    model = mlp().to(HOME)
+    x = rows(13).to(HOME)
+    expected = model(x).detach()
+    compiled = torch.compile(model, mode=mode)
+    with torch.no_grad(), parallel(compiled, TWICE) as p:
+        torch.testing.assert_close(compiled(x), expected)
+        torch.testing.assert_close(list(p.map([x, x])), [expected, expected])
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_model_compiled_to_cuda_graphs_is_refused(mode):
+    """Torch keeps the graphs for one thread. The error names modes that lanes can run."""
+    compiled = torch.compile(mlp().to(HOME), mode=mode)
+    with (
+        torch.no_grad(),
+        parallel(compiled, TWICE),
+        pytest.raises(ReplicaError, match=r"CUDA graphs.*max-autotune-no-cudagraphs"),
+    ):
+        compiled(rows(13).to(HOME))
 
 
 def warm_up(work):

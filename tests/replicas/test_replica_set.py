@@ -10,6 +10,7 @@ from torch import nn
 
 from parawrap import ReplicaError
 from parawrap.replicas import PlainView, ReplicaSet, StandIn, home_of, put, restore
+from parawrap.replicas._private_names import uses_cuda_graphs
 
 CPU = torch.device("cpu")
 
@@ -187,3 +188,12 @@ def test_put_and_restore_leave_no_trace():
     assert model(torch.zeros(2, 2)) == "stood in"
     restore(model, replaced)
     assert vars(model).keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_graphs"),
+    [("default", False), ("max-autotune-no-cudagraphs", False), ("reduce-overhead", True), ("max-autotune", True)],
+)
+def test_cuda_graphs_of_compiled_models(mode, has_graphs):
+    """Lanes on GPUs refuse a model that is compiled to run as CUDA graphs; tests/cuda has the error."""
+    assert uses_cuda_graphs(torch.compile(nn.Linear(4, 4), mode=mode)) == has_graphs
