@@ -19,7 +19,7 @@ XLA_STAMP := $(XLA_VENV)/.installed
 CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-core test-faces test-workers test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: demo test test-core test-api test-workers test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
@@ -27,7 +27,7 @@ demo: $(STAMP)
 
 # In parallel, the longest first, because tests of launches mostly wait for processes.
 test: $(STAMP)
-	$(MAKE) --jobs=4 --output-sync=target test-core test-faces test-workers test-local-launches test-launches test-devices
+	$(MAKE) --jobs=4 --output-sync=target test-core test-api test-workers test-local-launches test-launches test-devices
 
 LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
 
@@ -37,16 +37,16 @@ test-local-launches: $(STAMP)
 test-launches: $(STAMP)
 	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(SLOW))'
 
-FACES := tests/faces tests/functional tests/neuroncores
+API := tests/api tests/functional tests/neuroncores
 
-test-faces: $(STAMP)
-	$(BIN)/python -m pytest $(FACES) -m 'not ($(SLOW))'
+test-api: $(STAMP)
+	$(BIN)/python -m pytest $(API) -m 'not ($(SLOW))'
 
 test-workers: $(STAMP)
 	$(BIN)/python -m pytest tests/workers -m 'not ($(SLOW))'
 
 # All others, except those that need packages of their own: test-pages and test-distribution run these.
-ELSEWHERE := tests/launch $(FACES) tests/workers tests/site tests/distribution
+ELSEWHERE := tests/launch $(API) tests/workers tests/site tests/distribution
 
 test-core: $(STAMP)
 	$(BIN)/python -m pytest $(ELSEWHERE:%=--ignore=%) -m 'not ($(SLOW))'
@@ -56,7 +56,7 @@ test-devices: $(STAMP)
 	$(BIN)/python -m pytest tests/simdevice tests/devices
 	$(BIN)/python -m pytest tests/neuron_devices
 
-WITH_PACKAGES := tests/shards/test_packages.py tests/faces/test_packages.py tests/faces/test_transformers.py docs/transformers.md
+WITH_PACKAGES := tests/shards/test_packages.py tests/api/test_packages.py tests/api/test_transformers.py docs/transformers.md
 
 # Tests with packages such as transformers, with values that parawrap cuts and joins. The tests skip without the packages.
 test-packages: $(VENV)/.with-packages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import faulthandler
 import gc
+import inspect
 import os
 import re
 import sys
@@ -48,10 +49,25 @@ _GLOO = re.compile(r"^(\[rank \d+\] )?\[Gloo\] Rank .*\n", re.MULTILINE)
 
 
 def pytest_configure() -> None:
-    """Let examples pass with torch before 2.11, whose ranks print a line whenever a process group starts."""
+    """Find the examples of public names, which report ``parawrap`` as their module, where they are defined.
+
+    Let examples pass with torch before 2.11, whose ranks print a line whenever a process group starts.
+    """
+    is_of = doctest.DocTestFinder._from_module  # type: ignore[attr-defined]
+    doctest.DocTestFinder._from_module = lambda self, module, value: (  # type: ignore[attr-defined]
+        is_of(self, module, value) if _home_of(value) is None else _home_of(value) == module.__name__
+    )
     check = doctest.OutputChecker.check_output
     without_gloo = lambda self, want, got, flags: check(self, want, _GLOO.sub("", got), flags)  # noqa: E731
     doctest.OutputChecker.check_output = without_gloo  # type: ignore[method-assign]
+
+
+def _home_of(value: object) -> str | None:
+    """Return the name of the module that defines a public class or function; None for any other object."""
+    if getattr(value, "__module__", None) != "parawrap":
+        return None
+    functions = vars(value).values() if isinstance(value, type) else (value,)
+    return next((each.__globals__["__name__"] for each in functions if inspect.isfunction(each)), None)
 
 
 _LONG_S = 900

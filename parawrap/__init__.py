@@ -35,17 +35,17 @@ from parawrap.errors import (
 
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
-    from parawrap.faces.collate import default_collate, tp_collate
-    from parawrap.faces.compare import Comparison, compare
-    from parawrap.faces.data_parallel import DataParallel, data_parallel
-    from parawrap.faces.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
-    from parawrap.faces.parallel import Parallel, parallel
-    from parawrap.faces.parallel_wrapper import ParallelWrapper
-    from parawrap.faces.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
-    from parawrap.faces.tuple_parallel import TupleParallel, tuple_fn
-    from parawrap.faces.tuples import cat, transpose
-    from parawrap.faces.tuplewise import Tuplewise
-    from parawrap.faces.wrapper import Wrapper, wrapper
+    from parawrap.api.collate import default_collate, tp_collate
+    from parawrap.api.compare import Comparison, compare
+    from parawrap.api.data_parallel import DataParallel, data_parallel
+    from parawrap.api.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
+    from parawrap.api.parallel import Parallel, parallel
+    from parawrap.api.parallel_wrapper import ParallelWrapper
+    from parawrap.api.scatter_gather import gather, parallel_apply, replicate, scatter, scatter_kwargs
+    from parawrap.api.tuple_parallel import TupleParallel, tuple_fn
+    from parawrap.api.tuples import cat, transpose
+    from parawrap.api.tuplewise import Tuplewise
+    from parawrap.api.wrapper import Wrapper, wrapper
     from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
     from parawrap.shards import register_split
     from parawrap.workers import build
@@ -110,17 +110,17 @@ __all__ = [
 
 _MODULES = ("cpu", "functional", "neuron")
 _NAMES_IN = {
-    "parawrap.faces.collate": ("default_collate", "tp_collate"),
-    "parawrap.faces.compare": ("Comparison", "compare"),
-    "parawrap.faces.data_parallel": ("DataParallel", "data_parallel"),
-    "parawrap.faces.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),
-    "parawrap.faces.parallel": ("Parallel", "parallel"),
-    "parawrap.faces.parallel_wrapper": ("ParallelWrapper",),
-    "parawrap.faces.scatter_gather": ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"),
-    "parawrap.faces.tuple_parallel": ("TupleParallel", "tuple_fn"),
-    "parawrap.faces.tuples": ("cat", "transpose"),
-    "parawrap.faces.tuplewise": ("Tuplewise",),
-    "parawrap.faces.wrapper": ("Wrapper", "wrapper"),
+    "parawrap.api.collate": ("default_collate", "tp_collate"),
+    "parawrap.api.compare": ("Comparison", "compare"),
+    "parawrap.api.data_parallel": ("DataParallel", "data_parallel"),
+    "parawrap.api.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),
+    "parawrap.api.parallel": ("Parallel", "parallel"),
+    "parawrap.api.parallel_wrapper": ("ParallelWrapper",),
+    "parawrap.api.scatter_gather": ("gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"),
+    "parawrap.api.tuple_parallel": ("TupleParallel", "tuple_fn"),
+    "parawrap.api.tuples": ("cat", "transpose"),
+    "parawrap.api.tuplewise": ("Tuplewise",),
+    "parawrap.api.wrapper": ("Wrapper", "wrapper"),
     "parawrap.launch": ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank"),
     "parawrap.shards": ("register_split",),
     "parawrap.workers": ("build",),

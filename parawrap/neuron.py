@@ -21,8 +21,8 @@ from typing import IO, Any
 
 import torch
 
+from parawrap.api.neuron_data_parallel import DataParallel
 from parawrap.backends import backend_of, neuron_is_device
-from parawrap.faces.neuron_data_parallel import DataParallel
 from parawrap.neuroncores import NeuronCore, quiet_about_torchscript, runtime
 
 __all__ = ["DataParallel", "NeuronCore", "core_count", "dynamic_batch", "load", "save", "trace"]

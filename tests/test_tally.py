@@ -27,8 +27,8 @@ def test_a_run_without_a_summary_has_its_end_in_the_tally():
 
 def test_a_target_without_a_failed_test_is_named():
     """A process that ends itself without a summary of pytest has its targets in the tally, the innermost first."""
-    log = "== 12 passed in 1.00s ==\nmake[1]: *** [Makefile:45: test-faces] Killed\nmake: *** [Makefile:30: test] Error 2\n"
-    assert failures(2, log) == ["test-faces without a failed test: Killed", "test without a failed test: Error 2"]
+    log = "== 12 passed in 1.00s ==\nmake[1]: *** [Makefile:45: test-api] Killed\nmake: *** [Makefile:30: test] Error 2\n"
+    assert failures(2, log) == ["test-api without a failed test: Killed", "test without a failed test: Error 2"]
 
 
 def test_table_counts_runs_and_failures_per_tier():

@@ -17,7 +17,7 @@ from parawrap.displays import refusal_of_path, safe_repr
 from parawrap.errors import PlatformError
 
 if TYPE_CHECKING:
-    from parawrap.faces.wrapper import Launchable
+    from parawrap.api.wrapper import Launchable
     from parawrap.launch import Preview
 
 __all__ = ["EXAMPLES", "HELP", "add_options", "run"]
@@ -93,7 +93,7 @@ def _preview(launchable: Launchable[..., Any], args: Sequence[Any], kwargs: Mapp
 
 
 def _check_call(given: argparse.Namespace, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    from parawrap.faces.wrapper import check_signature
+    from parawrap.api.wrapper import check_signature
 
     try:
         check_signature(function, args, kwargs)
@@ -181,7 +181,7 @@ def _launchable(function: Any, given: argparse.Namespace) -> Launchable[..., Any
     Raises:
         UsageError: If the options contradict each other, or `Platform` refuses a value.
     """
-    from parawrap.faces.wrapper import is_launchable, wrapper
+    from parawrap.api.wrapper import is_launchable, wrapper
     from parawrap.launch import Platform
 
     own = function.platform if is_launchable(function) else None

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Generic, Literal, TypeVar
 
+from parawrap._public import public
 from parawrap.displays import Table, safe_repr, shortened
 
 __all__ = ["Launch", "RankResults", "State"]
@@ -19,6 +20,7 @@ R = TypeVar("R", covariant=True)
 State = Literal["pending", "running", "finished", "failed", "cancelled"]
 
 
+@public
 class RankResults(tuple[R, ...]):
     """A tuple with one result per rank: ``results[0]`` is the value that rank 0 returned.
 
@@ -42,6 +44,7 @@ class RankResults(tuple[R, ...]):
         return Table(title, ("rank", "type", "value"), rows, texts=("type", "value")).html()
 
 
+@public
 class Launch(ABC, Generic[R]):
     r"""The handle of running or ended ranks. ``.submit`` of a decorated function returns one. Thread-safe.
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from parawrap._public import public
 from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
@@ -99,6 +100,7 @@ def unpacked_call(file: int) -> Job:
     return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
 
 
+@public
 @dataclass(frozen=True, repr=False)
 class Preview:
     """A description of a launch that is not started; ``print`` shows it.

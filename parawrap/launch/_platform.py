@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
+from parawrap._public import public
 from parawrap.backends import neuron_is_device
 from parawrap.displays import TIMELINE_SUFFIXES
 from parawrap.errors import PlatformError
@@ -34,6 +35,7 @@ _BIGGEST_PORT = 65535
 _LONGEST = 1e7  # 19 years in minutes, 115 days in seconds; larger values would overflow
 
 
+@public
 @dataclass(frozen=True)
 class Platform:
     """Where and how the ranks of a launch run. Frozen, so launches and threads may share it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from parawrap._public import public
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
 from parawrap.launch.ranks._preemption import Preemption, RequeueRequested
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["IN_RANK", "Rank", "being", "below_a_rank", "current_rank", "inside_a_rank"]
 
 
+@public
 @dataclass(frozen=True)
 class Rank:
     """One rank's place in its world. Frozen; valid while the function runs.
@@ -95,6 +97,7 @@ IN_RANK = "PARAWRAP_IN_RANK"
 _current: Rank | None = None
 
 
+@public
 def current_rank() -> Rank:
     """Return this process's rank. Callable from any thread.
 

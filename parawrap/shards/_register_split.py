@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils import rnn
 
+from parawrap._public import public
 from parawrap.backends import record_use
 from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._split_rules import Splitter, spans
@@ -25,6 +26,7 @@ __all__ = ["placed", "register_split", "splitter_of"]
 _splitters: dict[type, Splitter] = {}
 
 
+@public
 def register_split(
     cls: type,
     *,

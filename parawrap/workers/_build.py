@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+from parawrap._public import public
 from parawrap.errors import SessionError
 
 __all__ = ["Build", "build"]
@@ -23,6 +24,7 @@ class Build(NamedTuple):
         raise SessionError(msg)
 
 
+@public
 def build(load_model: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Build:
     """Let each worker of a parallel block build its own model: ``load_model(*args, **kwargs)``.
 

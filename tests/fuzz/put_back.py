@@ -120,7 +120,7 @@ def buffers_stay_in_lane_0() -> AbstractContextManager[Any]:
 def one_row_count_proves() -> Iterator[None]:
     """Take equal sizes of shards for proof that an output follows the rows."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(sys.modules["parawrap.faces.parallel"], "uneven", balanced))
+        stack.enter_context(mock.patch.object(sys.modules["parawrap.api.parallel"], "uneven", balanced))
         stack.enter_context(mock.patch.object(_Join, "_check_proof", return_value=None))
         yield
 

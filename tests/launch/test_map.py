@@ -114,7 +114,7 @@ def test_a_method_maps_over_its_object():
 
 def test_cancelled_launches_yield_errors(tmp_path):
     """Running and pending launches of a cancelled queue have LaunchCancelledError."""
-    from parawrap.faces._launch_map import _Queue
+    from parawrap.api._launch_map import _Queue
     from parawrap.launch import Job
 
     queue = _Queue([Job(Platform(device="cpu", verbose=False), lambda: time.sleep(600)) for _ in range(3)], 1)

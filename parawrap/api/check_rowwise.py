@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from parawrap.api._comparison_table import Difference, difference
+from parawrap.api.parallel import parallel
 from parawrap.backends import ignore_speed_warnings
 from parawrap.engine import as_call
 from parawrap.errors import ShardError, VerifyError
-from parawrap.faces._comparison_table import Difference, difference
-from parawrap.faces.parallel import parallel
 from parawrap.tree import addresses, flatten, mismatch, unflatten
 
 __all__ = ["check_rowwise"]

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torch.utils.data import default_collate as torch_default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from parawrap.api.collate import default_collate, tp_collate
 from parawrap.errors import ShardError
-from parawrap.faces.collate import default_collate, tp_collate
 
 Sample = namedtuple("Sample", ["x", "y"])
 

@@ -13,9 +13,10 @@ from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 import torch
 import wrapt
 
+from parawrap._public import public
+from parawrap.api._pickle_decorated import is_global, own_class, sent_by_cloudpickle
+from parawrap.api._sequences_and_mappings import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
 from parawrap.errors import ShardError
-from parawrap.faces._pickle_decorated import is_global, own_class, sent_by_cloudpickle
-from parawrap.faces._sequences_and_mappings import check_kinds, is_container, items_of, plain_tuple, rebuilt, transposed
 from parawrap.shards import balanced
 
 __all__ = ["default_collate", "tp_collate"]
@@ -57,6 +58,7 @@ class _Collate(Protocol):
     def __call__(self, samples: Sequence[Any], /) -> Any: ...
 
 
+@public
 def tp_collate(ndevices: int) -> _TpCollate:
     """Make a collate function return one part per device, in the format of ``TupleParallel``.
 
@@ -103,6 +105,7 @@ def tp_collate(ndevices: int) -> _TpCollate:
     return cast("_TpCollate", decorate)
 
 
+@public
 def default_collate(ndevices: int) -> _Collate:
     """Return ``torch.utils.data.default_collate``, decorated by ``tp_collate(ndevices)``.
 

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from parawrap.api._progress_bar import Progress
 from parawrap.engine import Entry, OutputFolder, Session, StreamOptions, stream
 from parawrap.errors import ShardError
-from parawrap.faces._progress_bar import Progress
 
 __all__ = ["Streams"]
 

@@ -7,15 +7,17 @@ from typing import Any, Self
 
 import torch
 
+from parawrap._public import public
+from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
+from parawrap.api.data_parallel import DataParallel
 from parawrap.backends import DeviceLike, backend_of, best_backend, resolve_device
-from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.faces.data_parallel import DataParallel
 
 __all__ = ["ParallelWrapper"]
 
 _OWN = frozenset({"device", "use_data_parallel", "training", "model"})
 
 
+@public
 class ParallelWrapper(torch.nn.Module):
     """Move a model to a device, and split its calls over all devices with `DataParallel` if "auto" or "cuda" finds several.
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from parawrap._public import public
+
 __all__ = ["Tuplewise"]
 
 
+@public
 class Tuplewise:
     """A sequence that forwards attribute access, indexing, and calls to each of its items.
 

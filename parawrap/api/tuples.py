@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import optree
 import torch
 
-from parawrap.errors import GatherError, ShardError
-from parawrap.faces._sequences_and_mappings import (
+from parawrap._public import public
+from parawrap.api._sequences_and_mappings import (
     check_kinds,
     columns,
     described,
@@ -23,10 +23,12 @@ from parawrap.faces._sequences_and_mappings import (
     rebuilt,
     transposed,
 )
+from parawrap.errors import GatherError, ShardError
 
 __all__ = ["cat", "transpose"]
 
 
+@public
 def cat(returns: Any, dim: int = 0) -> Any:
     """Join the parts that ``TupleParallel`` or ``tuple_fn`` returned.
 
@@ -62,6 +64,7 @@ def cat(returns: Any, dim: int = 0) -> Any:
     return rebuilt(plain_tuple(returns), _joined_items(items, dim, "output"))
 
 
+@public
 def transpose(rows: Iterable[Any]) -> Any:
     """Turn rows into columns, like ``zip(*rows)`` but without dropping items.
 

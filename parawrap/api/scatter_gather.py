@@ -8,10 +8,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from parawrap._public import public
+from parawrap.api._losses_as_vector import vector
 from parawrap.backends import DeviceLike, backend_of, device_of, resolve_device
 from parawrap.engine import ReplicaSet
 from parawrap.errors import DeviceListError, GatherError, ShardError
-from parawrap.faces._losses_as_vector import vector
 from parawrap.lanes import LanePool
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
@@ -33,6 +34,7 @@ def scatter(  # type: ignore[overload-overlap]  # the first overload that fits i
 def scatter(inputs: InputsT, target_gpus: Sequence[DeviceLike], dim: int = ...) -> list[InputsT]: ...
 
 
+@public
 def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any:
     """Cut a nested value into one part per device, like torch.nn.parallel.scatter.
 
@@ -59,6 +61,7 @@ def scatter(inputs: Any, target_gpus: Sequence[DeviceLike], dim: int = 0) -> Any
     return tuple(parts) if isinstance(inputs, torch.Tensor) else parts
 
 
+@public
 def scatter_kwargs(
     inputs: Any, kwargs: dict[str, Any] | None, target_gpus: Sequence[DeviceLike], dim: int = 0
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
@@ -104,6 +107,7 @@ def cut(
     return tuple(shard.args for shard in shards), tuple(shard.kwargs for shard in shards)
 
 
+@public
 def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -> list[T]:
     """Return one replica of a module per device, like torch.nn.parallel.replicate.
 
@@ -129,6 +133,7 @@ def replicate(network: T, devices: Sequence[DeviceLike], detach: bool = False) -
     return [replica.module for replica in made.current]
 
 
+@public
 def parallel_apply(
     modules: Sequence[Any],
     inputs: Sequence[Any],
@@ -165,6 +170,7 @@ def parallel_apply(
         lanes.close()
 
 
+@public
 def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> Any:
     """Join nested values from several devices on one device, like torch.nn.parallel.gather.
 

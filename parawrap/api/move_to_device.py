@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
+from parawrap._public import public
 from parawrap.tree import replace_nodes
 
 __all__ = ["Batch", "cuda_attrs", "recursive_cuda", "recursive_to"]
@@ -14,6 +15,7 @@ __all__ = ["Batch", "cuda_attrs", "recursive_cuda", "recursive_to"]
 T = TypeVar("T")
 
 
+@public
 def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
     """Move a nested value to a device with ``.to(device, **kwargs)``.
 
@@ -35,6 +37,7 @@ def recursive_to(val: Any, device: Any, **kwargs: Any) -> Any:
     return _call_on_leaves(val, {"to": (device,)}, kwargs)
 
 
+@public
 def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     """Move a nested value to a CUDA device, like `recursive_to`.
 
@@ -58,6 +61,7 @@ def recursive_cuda(val: Any, device: Any = None, **kwargs: Any) -> Any:
     return _call_on_leaves(val, methods, kwargs)
 
 
+@public
 def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
     """Move every attribute of an object in place with ``recursive_cuda(value, *args, **kwargs)``, and return the object.
 
@@ -70,6 +74,7 @@ def cuda_attrs(obj: T, *args: Any, **kwargs: Any) -> T:
     return _replace_attrs(obj, lambda value: recursive_cuda(value, *args, **kwargs))
 
 
+@public
 class Batch:
     """Base class for your own batches, with ``.cuda``, ``.to``, and ``.pin_memory`` methods.
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from parawrap._public import public
+from parawrap.api._comparison_table import Comparison, Way, difference
+from parawrap.api._isolate_measurements import memory_growth, page_faults, turn
+from parawrap.api.parallel import parallel
 from parawrap.backends import Devices, ignore_speed_warnings
 from parawrap.engine import as_call
 from parawrap.errors import ShardError
-from parawrap.faces._comparison_table import Comparison, Way, difference
-from parawrap.faces._isolate_measurements import memory_growth, page_faults, turn
-from parawrap.faces.parallel import parallel
 from parawrap.tree import Opaque, flatten, tensors_in
 
 __all__ = ["Comparison", "compare"]
@@ -24,6 +25,7 @@ __all__ = ["Comparison", "compare"]
 _WARM_UP_CALLS = 3
 
 
+@public
 def compare(
     model: Callable[..., Any],
     batch: Any,

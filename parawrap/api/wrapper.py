@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeGua
 
 import wrapt
 
+from parawrap._public import public
+from parawrap.api._launch_map import launch_each
+from parawrap.api._pickle_decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.faces._launch_map import launch_each
-from parawrap.faces._pickle_decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
 from parawrap.launch import (
     Job,
     Launch,
@@ -93,6 +94,7 @@ class Launchable(Protocol[P, R]):
     def __get__(self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Launchable[Q, R]: ...
 
 
+@public
 def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     """Run the decorated function once per rank of `platform`, and return the value of each rank.
 
@@ -150,6 +152,7 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     return decorate
 
 
+@public
 class Wrapper:
     """Launcher of tasks that receive their rank as arguments. Immutable and thread-safe.
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from parawrap._public import public
+from parawrap.api._losses_as_vector import vector
+from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
+from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
-from parawrap.faces._losses_as_vector import vector
-from parawrap.faces._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.faces.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
 from parawrap.lanes import here
 from parawrap.replicas import LaneReplica
 from parawrap.shards import Cutter, JoinRules, Parameters, balanced, equal
@@ -28,6 +29,7 @@ T = TypeVar("T", bound=torch.nn.Module)
 _UNEQUAL_BELOW = 0.75
 
 
+@public
 class DataParallel(torch.nn.DataParallel[T]):
     """Split each batch over several devices: a subclass of torch.nn.DataParallel with the same API.
 
@@ -224,6 +226,7 @@ class DataParallel(torch.nn.DataParallel[T]):
                 raise RuntimeError(msg)
 
 
+@public
 def data_parallel(
     module: torch.nn.Module,
     inputs: Any,

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from parawrap.api import _comparison_table as module_of_comparison
+from parawrap.api import compare as module_of_compare
+from parawrap.api._comparison_table import Difference, Way
+from parawrap.api.compare import Comparison, compare
 from parawrap.errors import ShardError
-from parawrap.faces import _comparison_table as module_of_comparison
-from parawrap.faces import compare as module_of_compare
-from parawrap.faces._comparison_table import Difference, Way
-from parawrap.faces.compare import Comparison, compare
 
 LANES = ["cpu", "cpu"]
 SHORT = {"rounds": 2, "calls": 1, "show": False}

@@ -12,11 +12,12 @@ import optree
 import torch
 import wrapt
 
+from parawrap._public import public
+from parawrap.api._sequences_and_mappings import is_container, items_of, kind_of, rebuilt, transposed
+from parawrap.api.data_parallel import DataParallel
+from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.errors import GatherError, ShardError
-from parawrap.faces._sequences_and_mappings import is_container, items_of, kind_of, rebuilt, transposed
-from parawrap.faces.data_parallel import DataParallel
-from parawrap.faces.move_to_device import recursive_to
 from parawrap.lanes import LanePool, here
 from parawrap.tree import address
 
@@ -28,6 +29,7 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
+@public
 class TupleParallel(DataParallel[T]):
     """Run a module on arguments that are tuples with one part per device, and return a tuple of outputs.
 
@@ -176,6 +178,7 @@ def tuple_fn(fn: Callable[..., R], *, parallel: bool = ..., devices: Devices = .
 def tuple_fn(fn: None = None, *, parallel: bool = ..., devices: Devices = ...) -> _TupleFn: ...
 
 
+@public
 def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None) -> Any:
     """Make a function accept tuples of parts as arguments and return a tuple of results, like `TupleParallel`.
 

@@ -10,10 +10,10 @@ from typing import Any, SupportsIndex
 
 import torch
 
+from parawrap.api._losses_as_vector import vector
 from parawrap.backends import warn_caller
 from parawrap.engine import Entry, Session
 from parawrap.errors import ShardError
-from parawrap.faces._losses_as_vector import vector
 from parawrap.neuroncores import (
     LANES_PER_CORE,
     Batching,

@@ -1,4 +1,4 @@
-"""`parallel` and the `Parallel` that it returns: a target that is data-parallel inside a ``with`` block."""
+"""`parallel`: a target that is data-parallel inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypeVar, cas
 import torch
 import wrapt
 
-from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
-from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
-from parawrap.errors import SessionError, ShardError
-from parawrap.faces._check_arguments import (
+from parawrap._public import public
+from parawrap.api._check_arguments import (
     UNSET,
     Joining,
     checked_dim,
@@ -29,7 +27,10 @@ from parawrap.faces._check_arguments import (
     joining_rules,
     parameters_of,
 )
-from parawrap.faces._streams import Streams
+from parawrap.api._streams import Streams
+from parawrap.backends import DeviceLike, Devices, backend_of, names_cores, resolve_device, resolve_devices
+from parawrap.engine import Entry, PatchedMethods, Session, Stats, Trace
+from parawrap.errors import SessionError, ShardError
 from parawrap.shards import Cutter, InDim, OutDims, Reduce, Sizes, balanced, equal, uneven
 
 if TYPE_CHECKING:
@@ -43,18 +44,74 @@ T = TypeVar("T")
 TargetT = TypeVar("TargetT", bound=Callable[..., Any])
 
 
+@public
 class Parallel(Streams, Generic[TargetT]):
-    """A parallel block over one target, as `parallel` returns it.
+    """Make a model, or any callable, data-parallel inside a ``with`` block. `parallel` and `Parallel` are one class.
 
-    Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement.
-    A `Parallel` is thread-safe. It is reentrant, and reusable after its block has ended.
+    Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins their outputs. The output
+    and the gradients equal those of the plain call up to rounding, if the target treats rows independently.
+
+    A module changes in place: every reference to it is parallel inside the block, and the block restores it at its end.
+    Call any other callable through the object that ``with ... as`` returns. For a module, it is also a decorator: each call
+    of a function under ``@parallel(model)`` runs inside the block.
+
+    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so each call shows which
+    outputs follow the rows; 4 rows on 2 lanes run plainly. With `out_dims`, the sizes are balanced. With gradients, lanes
+    that share a device run one after another, so a seed gives the same random numbers every time.
+
+    Lanes and replicas start at first use. They live until the block ends, or until `close` without a ``with`` statement. A
+    `Parallel` is thread-safe. It is reentrant, and reusable after its block has ended.
+
+    Args:
+        target: A module (also scripted or compiled), or any callable.
+        devices: The devices of the lanes.
+
+            - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices, or torch devices. All
+              are of one type. A device may repeat.
+            - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane, which is the plain call.
+            - A kind such as ``"cuda"`` uses every device of that kind.
+            - A number uses that many devices of the best kind.
+            - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
+              uses every NeuronCore. If torch has devices of kind "neuron", ``"neuron:0"`` is such a device.
+            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
+        dim: The dim of inputs and outputs that the rows lie on.
+        in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
+            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
+        out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
+            with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
+            nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
+        methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
+            use the only one; with several, choose with ``p.method(name)``.
+        output_device: The device of joined outputs; by default the device of the module's parameters.
+        reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
+            "stack" returns one value per lane, and a function reduces that vector. Give a dict or tuple of these to match a
+            nested output. By default they are refused.
+        join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
+            lanes as a list.
+        pad_value: The padding value of ``join="pad"``.
+        unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
+        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
+            interpreter lock, for inference only.
+        retries: With ``workers="process"``, how often a call runs again after its worker died.
+
+    Raises:
+        DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.
+        DeviceUnavailableError: If this machine does not have one of `devices`.
+        ShardError: If `in_dims` or `methods` names a parameter or method that the target does not have; at the call, if an
+            argument cannot be cut.
+        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
+        ReplicaError: At the first call, if the module cannot be replicated.
 
     Example:
         >>> import torch
-        >>> from parawrap import Parallel
-        >>> with Parallel(torch.tanh, ["cpu", "cpu"]) as p:
-        ...     p(torch.zeros(3))
-        tensor([0., 0., 0.])
+        >>> from parawrap import parallel
+        >>> model = torch.nn.Linear(3, 2)
+        >>> x = torch.randn(5, 3)
+        >>> with parallel(model, ["cpu", "cpu"]) as p:
+        ...     y = model(x)
+        ...     model(x).sum().backward()
+        >>> torch.allclose(y, model(x), atol=1e-6), p.stats().shards
+        (True, (3, 2))
     """
 
     def __init__(
@@ -161,11 +218,13 @@ class Parallel(Streams, Generic[TargetT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the target, or the only method that `methods` names, in parallel.
 
-        With a module as the target and a function as the only argument, decorate the function: each call of it runs inside
-        the block.
+        Before the block is open, a function as the only argument of a block over a module is decorated instead: each call
+        of the function then runs inside the block.
         """
-        if self._in_place is not None and len(args) == 1 and not kwargs and inspect.isroutine(args[0]):
-            return self._decorated(args[0])
+        if self._in_place is not None and self._session is None and not kwargs and len(args) == 1:
+            (function,) = args
+            if inspect.isroutine(function):
+                return self._decorate(function)
         if self._in_place is None:
             return self._opened().call(Entry(self.target), args, kwargs)
         return self._call_method(self._only_method(), args, kwargs)
@@ -328,7 +387,7 @@ class Parallel(Streams, Generic[TargetT]):
             with self._lock:
                 self._write_back()
 
-    def _decorated(self, function: Callable[P, T]) -> Callable[P, T]:
+    def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
         def call(wrapped: Callable[..., T], instance: Any, args: Any, kwargs: Any) -> T:
             with self:
                 return wrapped(*args, **kwargs)
@@ -370,102 +429,4 @@ def _call_named(target: object, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(target, name)(*args, **kwargs)
 
 
-def parallel(
-    target: TargetT,
-    devices: Devices | Platform = None,
-    *,
-    dim: int = 0,
-    in_dims: Mapping[str, InDim] | None = None,
-    out_dims: OutDims = UNSET,
-    methods: Sequence[str] = ("forward",),
-    output_device: DeviceLike | None = None,
-    reduce: Reduce | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | None = None,
-    join: Literal["cat", "list", "pad"] = "cat",
-    pad_value: float = 0,
-    unit: int = 1,
-    workers: Literal["thread", "process"] = "thread",
-    retries: int = 1,
-) -> Parallel[TargetT]:
-    """Make a model, or any callable, data-parallel inside a ``with`` block.
-
-    Each call cuts its batch into one shard per lane, runs the shards at the same time, and joins their outputs. The output
-    and the gradients equal those of the plain call up to rounding, if the target treats rows independently.
-
-    A module changes in place: every reference to it is parallel inside the block, and the block restores it at its end.
-    Call any other callable through the `Parallel` that ``with ... as`` returns.
-
-    Without `out_dims`, the sizes of the shards are never all equal (8 rows on 2 lanes: 5 and 3), so each call shows which
-    outputs follow the rows; 4 rows on 2 lanes run plainly. With `out_dims`, the sizes are balanced. With gradients, lanes
-    that share a device run one after another, so a seed gives the same random numbers every time.
-
-    Args:
-        target: A module (also scripted or compiled), or any callable.
-        devices: The devices of the lanes.
-
-            - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices, or torch devices. All
-              are of one type. A device may repeat.
-            - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane, which is the plain call.
-            - A kind such as ``"cuda"`` uses every device of that kind.
-            - A number uses that many devices of the best kind.
-            - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
-              uses every NeuronCore. If torch has devices of kind "neuron", ``"neuron:0"`` is such a device.
-            - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
-        dim: The dim of inputs and outputs that the rows lie on.
-        in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
-            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
-        out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
-            with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
-            nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
-        methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
-            use the only one; with several, choose with ``p.method(name)``.
-        output_device: The device of joined outputs; by default the device of the module's parameters.
-        reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
-            "stack" returns one value per lane, and a function reduces that vector. Give a dict or tuple of these to match a
-            nested output. By default they are refused.
-        join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
-            lanes as a list.
-        pad_value: The padding value of ``join="pad"``.
-        unit: The number of rows that stay together in one lane, such as the frames of a clip. The batch must be a multiple.
-        workers: "thread" runs each lane in a thread. "process" runs each lane in a process of its own, without a shared
-            interpreter lock, for inference only.
-        retries: With ``workers="process"``, how often a call runs again after its worker died.
-
-    Returns:
-        A `Parallel`: a context manager, a callable, and, for a module, a decorator. With ``@parallel(model)`` each call of
-        the function runs inside the block. Its methods are `map`, `submit`, `method`, `refresh`, `stats`, `trace`, and
-        `close`.
-
-    Raises:
-        DeviceListError: If `devices` is empty, mixes types, or has an entry that is not a device.
-        DeviceUnavailableError: If this machine does not have one of `devices`.
-        ShardError: If `in_dims` or `methods` names a parameter or method that the target does not have; at the call, if an
-            argument cannot be cut.
-        GatherError: If `out_dims`, `reduce`, or `join` is not a known value; at the call, if an output cannot be joined.
-        ReplicaError: At the first call, if the module cannot be replicated.
-
-    Example:
-        >>> import torch
-        >>> from parawrap import parallel
-        >>> model = torch.nn.Linear(3, 2)
-        >>> x = torch.randn(5, 3)
-        >>> with parallel(model, ["cpu", "cpu"]) as p:
-        ...     y = model(x)
-        ...     model(x).sum().backward()
-        >>> torch.allclose(y, model(x), atol=1e-6), p.stats().shards
-        (True, (3, 2))
-    """
-    return Parallel(
-        target,
-        devices,
-        dim=dim,
-        in_dims=in_dims,
-        out_dims=out_dims,
-        methods=methods,
-        output_device=output_device,
-        reduce=reduce,
-        join=join,
-        pad_value=pad_value,
-        unit=unit,
-        workers=workers,
-        retries=retries,
-    )
+parallel = Parallel
