@@ -27,9 +27,13 @@ __all__ = ["Order", "Replica", "give_buffers"]
 
 
 class Order:
-    """The order of the lanes that copy the buffers of a model, and of lane 0, which may write them meanwhile."""
+    """The order of the lanes that copy the buffers of a model, and of lane 0, which may write them meanwhile.
+
+    `writes` counts the calls that wrote them.
+    """
 
     def __init__(self) -> None:
+        self.writes = 0
         self._lock = threading.Lock()
         self._copied: dict[int, torch.Event] = {}
 
@@ -49,6 +53,7 @@ class Order:
             for event in self._copied.values():
                 if stream is not None:
                     stream.wait_event(event)
+            self.writes += 1
             yield
             if stream is not None:
                 stream.synchronize()
@@ -71,6 +76,7 @@ class Replica:
         self.gives_back = False  # its buffers go back to the model
         self.is_pending = False  # the lane has run since then
         self.has_finished = False  # the lane ran its part of a cut call, whose buffers are not compared yet
+        self.writes_before = 0  # into the model's buffers, when the lane copied them last
         self.has_written = False  # the lane wrote or replaced one of its tensors in the last task
         self.trains = False  # a module is in training mode
         self.trains_norms = False  # it may write buffers unseen
@@ -233,6 +239,7 @@ class Replica:
         owes = self.gives_back and self.is_pending and (self.trains_norms or self.has_written)
         if renews and not owes:
             with self._order.together(self.tensors.device):
+                self.writes_before = self._order.writes
                 if self.has_written:
                     self.renew(())  # an earlier part of the same call wrote them
                 elif self.tensors.renews_in_lane:
@@ -283,8 +290,9 @@ def give_buffers(replicas: Sequence[Replica]) -> None:
             evaluation mode. The message names it.
     """
     first = replicas[0]
-    lanes = [replica for replica in replicas if replica.has_finished]
-    for replica in lanes:
+    # A whole call in lane 0 may have written the buffers between the starts of two parts: these are not compared.
+    lanes = [each for each in replicas if each.has_finished and each.writes_before == first.writes_before]
+    for replica in replicas:
         replica.has_finished = False
     states = [replica.states() for replica in lanes] if any(replica.has_written for replica in lanes) else []
     for index, each in enumerate(zip(*states, strict=True)):

@@ -535,6 +535,35 @@ def test_a_whole_call_does_not_make_a_cut_call_of_another_thread_fail():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("as_buffer", [True, False], ids=["buffer", "tensor"])
+def test_parts_that_begin_before_and_after_a_whole_call_are_not_compared(as_buffer):
+    """Lane 1 runs its part while a whole call in lane 0 goes on, which then writes the model."""
+    passed = threading.Event()
+
+    class Passing(Counting):
+        def forward(self, x):
+            output = super().forward(x)
+            if (x == 5).any():
+                passed.set()
+            return output
+
+    model = Passing(as_buffer=as_buffer).eval()
+    x = torch.ones(6, 3)
+    x[5] = 5
+    with parallel(model, TWO, out_dims=0) as p, ThreadPoolExecutor(1) as other:
+        _waits.clear()
+        _goes_on.clear()
+        try:
+            whole = p.submit(torch.full((6, 3), 7.0))
+            assert _waits.wait(20)
+            cut = other.submit(torch.no_grad()(model), x)
+            assert passed.wait(20)
+        finally:
+            _goes_on.set()
+        assert [len(each.result(20)) for each in (whole, cut)] == [6, 6]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("how", ["submit", "map", "call", "refresh"])
 @pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
 def test_a_plain_call_may_use_its_block(how, is_module):
