@@ -11,7 +11,7 @@ from typing_extensions import TypeIs
 from parawrap.backends import Devices
 from parawrap.engine import original_method
 from parawrap.errors import ShardError
-from parawrap.shards import InDim, JoinRules, OutDims, Parameters
+from parawrap.shards import InDim, JoinRules, OutDims, Parameters, as_tree, entries_of
 
 if TYPE_CHECKING:
     from parawrap.launch import Platform
@@ -138,7 +138,11 @@ def checked_in_dims(
                 "Name the keyword arguments of **kwargs one by one"
             )
             raise ShardError(msg)
-        if dim not in (None, "items") and (isinstance(dim, bool) or not isinstance(dim, int)):
-            msg = f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, or "items"'
-            raise ShardError(msg)
+        for entry in entries_of(as_tree(dim)):
+            if entry not in (None, "items") and (isinstance(entry, bool) or not isinstance(entry, int)):
+                msg = (
+                    f'in_dims[{name!r}]={dim!r} is not supported. Use a dim, None, "items", or a dict, tuple, or dataclass '
+                    "of these like the argument"
+                )
+                raise ShardError(msg)
     return in_dims

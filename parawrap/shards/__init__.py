@@ -6,7 +6,7 @@ order, are the rows of the call: nothing is padded, truncated, or dropped.
 
 from parawrap.shards._cut import Cutter, FlatCall, InDim, Parameters, Piece, Shard, ShardPlan
 from parawrap.shards._join_outputs import Originals, join, with_originals
-from parawrap.shards._output_options import JoinRules, OutDims, Reduce
+from parawrap.shards._output_options import JoinRules, OutDims, Reduce, as_tree, entries_of
 from parawrap.shards._register_split import register_split
 from parawrap.shards._shard_sizes import Sizes, balanced, equal, in_units, uneven
 
@@ -23,7 +23,9 @@ __all__ = [
     "Shard",
     "ShardPlan",
     "Sizes",
+    "as_tree",
     "balanced",
+    "entries_of",
     "equal",
     "in_units",
     "join",

@@ -22,6 +22,8 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, rules: JoinRules, devic
     Raises:
         Refusal: If dtypes differ, or shapes beyond `dim`.
     """
+    if parts[0].is_quantized and len(set(map(_scale_of, parts))) > 1:
+        refuse("the lanes returned quantized tensors of different scales. Return tensor.dequantize()")
     if rules.join == "pad":
         parts = _pad(parts, dim, rules.pad_value)
     if len(set(map(_dtype_of, parts))) > 1:  # torch.cat would promote them
@@ -33,6 +35,16 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, rules: JoinRules, devic
         return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
     except (IndexError, RuntimeError) as error:
         raise Refusal(_why_no_cat(parts, dim)) from error
+
+
+def _scale_of(part: torch.Tensor) -> tuple[Any, ...]:
+    """Return the scale and the zero point of a quantized tensor."""
+    if not part.is_quantized:
+        return ()
+    if part.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return part.q_scale(), part.q_zero_point()
+    scales, zero_points = part.q_per_channel_scales(), part.q_per_channel_zero_points()
+    return part.q_per_channel_axis(), *scales.tolist(), *zero_points.tolist()
 
 
 def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:

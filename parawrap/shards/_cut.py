@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -27,15 +27,35 @@ from parawrap.shards._cut_errors import (
     refuse_disagreement,
     refuse_unknown,
 )
+from parawrap.shards._output_options import UNDECLARED, as_tree
 from parawrap.shards._private_names import version_of
 from parawrap.shards._register_split import placed, splitter_of
 from parawrap.shards._shard_sizes import Sizes, balanced, uneven
-from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_call, replace_nodes, unflatten
+from parawrap.tree import (
+    Opaque,
+    TreeSpec,
+    address,
+    addresses,
+    flatten,
+    flatten_call,
+    parts_of,
+    replace_nodes,
+    unflatten,
+    with_parts,
+)
 
 __all__ = ["Cutter", "FlatCall", "InDim", "Parameters", "Piece", "Shard", "ShardPlan"]
 
-InDim = int | Literal["items"] | None
-"""Where the rows of an argument lie: a dim, one item per row, or nowhere (every lane gets the argument whole)."""
+
+class Fields(Protocol):
+    """A dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | list[Any] | Fields
+"""Where the rows of an argument lie: a dim, "items" (one item per row), or None (every lane gets the argument whole). A
+dict, tuple, or dataclass of these declares the parts of an argument."""
 
 _MOST_PLANS = 1024
 _TENSOR = frozenset({torch.Tensor})
@@ -258,7 +278,7 @@ class Cutter:
         unit: int = 1,
     ) -> None:
         self.dim = dim
-        self.in_dims: dict[str, InDim] = dict(in_dims or {})
+        self.in_dims: dict[str, Any] = {name: as_tree(entry) for name, entry in (in_dims or {}).items()}
         self.parameters = parameters
         self.lists_are_shared = lists_are_shared
         self.sizes = sizes
@@ -304,8 +324,7 @@ class Cutter:
     def rows(self, args: tuple[Any, ...]) -> int:
         """Return the row count of a call of tensors: that of the first with rows."""
         for index, leaf in enumerate(args):
-            dim: InDim = self.in_dims.get(self._name_at((0, index)) or "", self.dim) if self.in_dims else self.dim
-            extent = extent_of(leaf, _row_dim(dim))
+            extent = extent_of(leaf, self._dim_at((0, index)))
             if extent >= 0:
                 return extent
         return 0
@@ -326,11 +345,13 @@ class Cutter:
             refuse_unknown(spec, flat.leaves, extents, self._name_at, self._option, is_strict=is_strict)
         if rows is None:
             hint = (
-                None if self.lists_are_shared or lanes == 1 else hint_of_items(spec, extents, self.in_dims, self._name_at)
+                None
+                if self.lists_are_shared or lanes == 1
+                else hint_of_items(spec, extents, self._is_declared, self._name_at)
             )
             return ShardPlan(spec, (None,) * len(flat.leaves), (0,), hint)
         if is_cut and not self.lists_are_shared:
-            refuse_ambiguous(spec, extents, rows, self.in_dims, self._name_at)
+            refuse_ambiguous(spec, extents, rows, self._is_declared, self._name_at)
         if rows % self.unit:
             refuse_broken_units(spec, extents, rows, self.unit)
         sizes = tuple(self.unit * units for units in self.sizes(rows // self.unit, lanes))
@@ -341,7 +362,7 @@ class Cutter:
 
     def _rows(self, flat: FlatCall, dims: Sequence[int | None]) -> int | None:
         """The row count that the cut leaves agree on; None if nothing in the call has rows."""
-        refuse_dims_out_of_range(flat.spec, flat.leaves, flat.extents, dims, self.in_dims, self._name_at)
+        refuse_dims_out_of_range(flat.spec, flat.leaves, flat.extents, dims, self._is_declared)
         found = {extent: index for index, extent in reversed(list(enumerate(flat.extents))) if extent >= 0}
         if len(found) > 1:
             found.pop(1, None)  # one row next to more is the same for every row, as in torch's broadcasting
@@ -368,12 +389,25 @@ class Cutter:
         return layout
 
     def _dims(self, spec: TreeSpec) -> tuple[int | None, ...]:
-        names = [self._name(spec, leaf) for leaf in range(spec.num_leaves)] if self.in_dims else [None] * spec.num_leaves
-        dims: list[InDim] = [self.in_dims.get(name, self.dim) if name else self.dim for name in names]
-        return tuple(map(_row_dim, dims))
+        return tuple(map(self._dim_at, spec.paths())) if self.in_dims else (self.dim,) * spec.num_leaves
 
-    def _name(self, spec: TreeSpec, leaf: int) -> str | None:
-        return self._name_at(spec.paths()[leaf])
+    def _dim_at(self, path: Sequence[Any]) -> int | None:
+        """The dim that the rows of a leaf lie on. The items of a sequence are on dim 0."""
+        declared = self._declared_at(path)
+        return self.dim if declared is UNDECLARED else 0 if declared == "items" else declared
+
+    def _is_declared(self, path: Sequence[Any]) -> bool:
+        return self._declared_at(path) is not UNDECLARED
+
+    def _declared_at(self, path: Sequence[Any]) -> Any:
+        """The entry of `in_dims` for a path into (args, kwargs); UNDECLARED if there is none."""
+        entry = self.in_dims.get(self._name_at(path) or "", UNDECLARED) if self.in_dims else UNDECLARED
+        for key in path[2:]:
+            if not isinstance(entry, (Mapping, tuple)):
+                break
+            has_key = key in entry if isinstance(entry, Mapping) else isinstance(key, int) and key < len(entry)
+            entry = entry[key] if has_key else UNDECLARED
+        return UNDECLARED if isinstance(entry, (Mapping, tuple)) else entry
 
     def _name_at(self, path: Sequence[Any]) -> str | None:
         """The parameter that a path into (args, kwargs) belongs to."""
@@ -383,23 +417,34 @@ class Cutter:
 
     def _with_items(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call with each sequence that `in_dims` cuts by item turned into one leaf."""
-        by_item = tuple(self._by_item(self._name_at((0, index)), value) for index, value in enumerate(args))
-        return by_item, {name: self._by_item(name, value) for name, value in kwargs.items()}
-
-    def _by_item(self, name: str | None, value: Any) -> Any:
-        in_dim = self.in_dims.get(name) if name is not None else None
-        if in_dim is None:
-            return value
-        if in_dim == "items":
-            return Opaque(value) if has_items(value) else replace_nodes(value, has_items, Opaque)
-        if isinstance(value, (list, tuple)) and not _holds_tensor(value):
-            return Opaque(value)  # named by the user: also a tuple of numbers
-        return replace_nodes(value, _may_be_one_item_per_row, Opaque)
+        names = [self._name_at((0, index)) or "" for index in range(len(args))]
+        by_item = tuple(_by_item(self.in_dims.get(name), value, [name]) for name, value in zip(names, args, strict=True))
+        return by_item, {name: _by_item(self.in_dims.get(name), value, [name]) for name, value in kwargs.items()}
 
 
-def _row_dim(in_dim: InDim) -> int | None:
-    """The dim that rows lie on; the items of a sequence are on dim 0."""
-    return 0 if isinstance(in_dim, str) else in_dim
+def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
+    """Return a value with the sequences that its entry in `in_dims` cuts by item turned into leaves."""
+    if in_dim is None:
+        return value
+    if isinstance(in_dim, (Mapping, tuple)):
+        return _by_item_below(in_dim, value, place)
+    if in_dim == "items":
+        return Opaque(value) if has_items(value) else replace_nodes(value, has_items, Opaque)
+    if isinstance(value, (list, tuple)) and not _holds_tensor(value):
+        return Opaque(value)  # named by the user: also a tuple of numbers
+    return replace_nodes(value, _may_be_one_item_per_row, Opaque)
+
+
+def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
+    """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
+    parts = parts_of(value)
+    named = in_dims if isinstance(in_dims, Mapping) else dict(enumerate(in_dims))
+    unknown = [key for key in named if key not in parts]
+    if unknown:
+        has = f"a {type(value).__name__} with {list(parts)}" if parts else f"a {type(value).__name__}"
+        msg = f"{address('in_dims', [*place, unknown[0]])} is declared, and {place[0]!r} is {has} there"
+        raise ShardError(msg)
+    return with_parts(value, {key: _by_item(named.get(key), part, [*place, key]) for key, part in parts.items()})
 
 
 def _holds_tensor(value: Any) -> bool:

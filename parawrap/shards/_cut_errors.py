@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
@@ -27,10 +27,24 @@ CALL_ROOTS = ("args", "kwargs")
 _UNEVEN_BEYOND = 1.125  # an eighth: lanes usually differ by as much
 
 
+class IsDeclared(Protocol):
+    """True if `in_dims` says how the value at a path into (args, kwargs) is cut."""
+
+    def __call__(self, path: Sequence[Any]) -> bool: ...
+
+
 class Names(Protocol):
     """Finds the parameter that a path into (args, kwargs) belongs to."""
 
     def __call__(self, path: Sequence[Any]) -> str | None: ...
+
+
+def _entry(path: Sequence[Any], name_at: Names, value: str) -> str:
+    """Return the `in_dims` that gives the value at a path this entry, or the whole argument where keys are not names."""
+    keys = path[2:] if all(isinstance(key, str) for key in path[2:]) else ()
+    for key in reversed([name_at(path) or "its name", *keys]):
+        value = f'{{"{key}": {value}}}'
+    return value
 
 
 def refuse_disagreement(
@@ -39,11 +53,11 @@ def refuse_disagreement(
     """Refuse leaves with different row counts; `found` has a leaf's index for each count."""
     (rows, first), (other_rows, other) = sorted(found.items(), key=lambda item: item[1])[:2]
     where = addresses(spec, CALL_ROOTS)
-    name = name_at(spec.paths()[other]) or "its name"
+    whole = _entry(spec.paths()[other], name_at, "None")
     msg = (
         f"the rows of the call disagree: {where[other]} has {other_rows} on dim {dims[other]}, "
         f"{where[first]} has {rows} on dim {dims[first]}. If {where[other]} is not cut with the batch, "
-        f'use {option}={{"{name}": None}}; if its rows lie on another dim, give that dim; if it is a list with one '
+        f"use {option}={whole}; if its rows lie on another dim, give that dim; if it is a list with one "
         'tensor per row, give "items"'
     )
     raise ShardError(msg)
@@ -54,12 +68,11 @@ def refuse_dims_out_of_range(
     leaves: Sequence[Any],
     extents: Sequence[int],
     dims: Sequence[int | None],
-    named: Collection[str],
-    name_at: Names,
+    is_declared: IsDeclared,
 ) -> None:
     """Refuse a tensor without the dim that `in_dims` names for it, or a call without any tensor that has the dim."""
     beyond = [index for index, extent in enumerate(extents) if extent == BEYOND]
-    declared = [index for index in beyond if name_at(spec.paths()[index]) in named]
+    declared = [index for index in beyond if is_declared(spec.paths()[index])]
     nothing_has_it = all(extent < 0 for extent in extents)
     wrong = declared or (beyond if nothing_has_it else [])
     if wrong:
@@ -90,8 +103,8 @@ def refuse_unknown(
     """
     for index, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
         kind = type(leaf).__name__
-        where, name = addresses(spec, CALL_ROOTS)[index], name_at(spec.paths()[index]) or "its name"
-        whole = f'{option}={{"{name}": None}} to give it whole to every lane'
+        where, path = addresses(spec, CALL_ROOTS)[index], spec.paths()[index]
+        whole = f"{option}={_entry(path, name_at, 'None')} to give it whole to every lane"
         if extent == NESTED:
             msg = f"{where} is a nested tensor, which torch cannot split. Pad it to cut it, or {whole}"
         elif extent != OBJECT:
@@ -99,12 +112,11 @@ def refuse_unknown(
         elif next(tensors_in(leaf), None) is not None:
             msg = (
                 f"{where} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
-                f"register_split({kind}, ...) to cut it, or {whole}"
+                f"register_split({kind}, split=..., join=...) to cut it, or {whole}"
             )
         elif is_strict:
-            items = (
-                f'{option}={{"{name}": "items"}} if it is a sequence with one item per row, or ' if has_items(leaf) else ""
-            )
+            cut = _entry(path, name_at, '"items"')
+            items = f"{option}={cut} if it is a sequence with one item per row, or " if has_items(leaf) else ""
             msg = (
                 f"{where} is a {kind}, which may have one item per row, or a state that each lane would change. Use "
                 f"{items}{whole}, which all lanes then share"
@@ -114,17 +126,18 @@ def refuse_unknown(
         raise ShardError(msg)
 
 
-def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared: Collection[str], name_at: Names) -> None:
+def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, is_declared: IsDeclared, name_at: Names) -> None:
     """Refuse an array, a list or tuple without tensors that is as long as the batch, and a deque without tensors.
 
     A list may have one item per row or be one value for all rows. An array would be shared by all lanes.
     """
     arrays = [index for index, extent in enumerate(extents) if extent <= FOREIGN]
     if arrays:
-        where, named = addresses(spec, CALL_ROOTS)[arrays[0]], name_at(spec.paths()[arrays[0]]) or "its name"
+        where, path = addresses(spec, CALL_ROOTS)[arrays[0]], spec.paths()[arrays[0]]
+        cut, whole = (_entry(path, name_at, value) for value in ('"items"', "None"))
         msg = (
             f"{where} is an array with {FOREIGN - extents[arrays[0]]} rows, and the batch has {rows}. Cut it with "
-            f'in_dims={{"{named}": "items"}}, give it whole to every lane with in_dims={{"{named}": None}}, or pass '
+            f"in_dims={cut}, give it whole to every lane with in_dims={whole}, or pass "
             "torch.from_numpy(...) of it"
         )
         raise ShardError(msg)
@@ -134,18 +147,15 @@ def refuse_ambiguous(spec: TreeSpec, extents: Sequence[int], rows: int, declared
         has_rows = any(kind >= 0 and kind != 1 for kind in kinds)  # a tensor of one row would go whole to every lane
         if len(path) < 2 or not is_refused or has_rows:
             continue
-        name = name_at(path)
-        if name in declared:
+        if is_declared(path):
             continue
         where, kind = address(CALL_ROOTS[path[0]], path[1:]), _name_of(node)
-        named, has = (
-            name or "its name",
-            "with tensors of one row" if any(kind == 1 for kind in kinds) else "without a tensor",
-        )
+        has = "with tensors of one row" if any(kind == 1 for kind in kinds) else "without a tensor"
+        cut, whole = (_entry(path, name_at, value) for value in ('"items"', "None"))
         msg = (
             f"{where} is a {kind} of {node.num_children} items {has}, and the batch has {rows} rows: it "
-            f'may have one item per row or be one value for all rows. in_dims={{"{named}": "items"}} cuts it, '
-            f'in_dims={{"{named}": None}} gives it whole to every lane'
+            f"may have one item per row or be one value for all rows. in_dims={cut} cuts it, in_dims={whole} "
+            "gives it whole to every lane"
         )
         raise ShardError(msg)
 
@@ -154,7 +164,7 @@ def _name_of(node: TreeSpec) -> str:
     return "sequence" if node.type is None else node.type.__name__
 
 
-def hint_of_items(spec: TreeSpec, extents: Sequence[int], declared: Collection[str], name_at: Names) -> str | None:
+def hint_of_items(spec: TreeSpec, extents: Sequence[int], is_declared: IsDeclared, name_at: Names) -> str | None:
     """Return a warning for a call that is not cut although it has texts or arrays; None for any other call."""
     arrays = [(spec.paths()[index], "array") for index, extent in enumerate(extents) if extent < FOREIGN - 1]
     texts = [
@@ -163,11 +173,11 @@ def hint_of_items(spec: TreeSpec, extents: Sequence[int], declared: Collection[s
         if len(path) > 1 and node.num_children > 1 and FIXED in extents[start : start + node.num_leaves]
     ]
     for path, kind in arrays + texts:
-        name = name_at(path)
-        if name is not None and name not in declared:
+        if name_at(path) is not None and not is_declared(path):
+            cut, whole = (_entry(path, name_at, value) for value in ('"items"', "None"))
             return (
                 f"a call without tensors runs plainly: {address(CALL_ROOTS[path[0]], path[1:])} is a {kind}. To cut it by "
-                f'item, use in_dims={{"{name}": "items"}}; to keep the call plain, use in_dims={{"{name}": None}}'
+                f"item, use in_dims={cut}; to keep the call plain, use in_dims={whole}"
             )
     return None
 

@@ -18,7 +18,7 @@ import torch
 
 from parawrap.errors import GatherError
 from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes_of
-from parawrap.shards._output_options import CURE, UNDECLARED, Declared, JoinRules, Refusal, refuse
+from parawrap.shards._output_options import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, listed, reduced
 from parawrap.shards._register_split import placed, splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
@@ -50,7 +50,7 @@ def join(
         try:  # the short way for the most common output: one tensor with the rows
             follows = tuple(output.shape[rules.dim] for output in outputs) == sizes
             is_proof = not rules.needs_proof or outputs[0].shape[rules.dim] != outputs[-1].shape[rules.dim]
-            if follows and is_proof and len(set(map(_dtype_of, outputs))) == 1:
+            if follows and is_proof and len(set(map(_dtype_of, outputs))) == 1 and not outputs[0].is_quantized:
                 return torch.cat(list(outputs), rules.dim)
         except (IndexError, RuntimeError):  # without that dim, nested, or of other shapes
             pass
@@ -152,7 +152,7 @@ class _Join:
     def _join_tensors(self, column: Sequence[torch.Tensor], declared: Declared) -> Any:
         first = column[0]
         if first.is_nested and first.layout is torch.strided:
-            refuse('a nested tensor has no dim to join on. join="list" returns the outputs of the lanes as they are')
+            refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         dim = self._row_dim(column, declared) if first.ndim else None
         if dim is not None and not self._takes_any_rows(declared):
             return concatenate(column, dim, self.rules, self.device)
@@ -163,6 +163,8 @@ class _Join:
             return self._join_numbers(column, declared)
         if dim is not None:
             return concatenate(column, dim, self.rules, self.device)
+        if self._is_reduced(column, declared):
+            return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
         return self._take_declared_equal(column, declared)
 
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
@@ -171,6 +173,11 @@ class _Join:
             return concatenate_arrays(column, dim)
         original = self._original(column)
         return self._take_declared_equal(column, declared) if original is None else original
+
+    def _is_reduced(self, column: Sequence[torch.Tensor], declared: Declared) -> bool:
+        """True for tensors without rows for which the user names a reduction, such as confusion matrices."""
+        names = declared.reduce is not None and declared.names_reduce and declared.out_dim is UNDECLARED
+        return names and len({part.shape for part in column}) == 1
 
     def _row_dim(self, column: Sequence[Any], declared: Declared) -> int | None:
         """Return the dim to concatenate tensors or arrays on; None if they do not follow the rows."""
@@ -209,7 +216,10 @@ class _Join:
         first = column[0]
         if not all(_equal_values(value, first) for value in column[1:]):
             shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {listed(column)}"
-            refuse(f"the lanes had {self._listed_rows()} rows and returned different values, of {shown}. {CURE}")
+            cure = CURE
+            if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not is_number(first):
+                cure = f"register_split({type(first).__name__}, split=..., join=...) says how to join them. {JOIN_LIST}"
+            refuse(f"the lanes had {self._listed_rows()} rows and returned different values, of {shown}. {cure}")
         return _on(first, self.device)
 
     # Lists
@@ -253,10 +263,13 @@ class _Join:
     def _are_items_as_torch(self, column: Sequence[Any]) -> bool:
         """Return the same by torch's rules, which join lists of tensors item by item and refuse all others.
 
-        Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one.
+        Others are joined here if they have one item per row. A tuple of lists is a structure if each list has one. A list
+        of tensors has one item per row if its tensors do not all have the rows: detections, for instance.
         """
-        if not any(map(len, column)) or not _holds_only_values(column):
+        if not any(map(len, column)):
             return False
+        if not _holds_only_values(column):
+            return self._are_detections(column)
         if all(item is None for value in column for item in value):
             return False  # torch returns such a list once
         follows = list(map(len, column)) == self.rows
@@ -281,6 +294,32 @@ class _Join:
         msg = f"the lanes {why}"
         raise Refusal(msg)
 
+    def _are_detections(self, column: Sequence[Any]) -> bool:
+        """True if lists with tensors have one item per row: as many alike items as rows, dicts or tensors without the rows.
+
+        torch joins tensors with the rows item by item: two heads of a model on two rows, for instance.
+
+        Raises:
+            Refusal: If lists without known rows hold tensors of different sizes: they may have one item per row.
+        """
+        if type(column[0]) is not list:
+            return False  # a tuple is a structure
+        items = [flatten(item) for value in column for item in value]
+        tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in items]
+        forms = {(spec, *map(_form_of, found)) for (_, spec), found in zip(items, tensors, strict=True)}
+        if len(forms) > 1 or not all(tensors):
+            return False
+        rows = iter([{leaf.shape[0] for leaf in found if leaf.ndim} for found in tensors])
+        counts = [set[int]().union(*(next(rows) for _ in value)) for value in column]
+        if self.rows is None and any(len(each) > 1 for each in counts):
+            msg = (
+                "the lanes returned lists of tensors of different sizes, which may have one item per row, and gather alone "
+                "has no row counts to compare with. Concatenate lists of detections, or return a tuple to join its items"
+            )
+            raise Refusal(msg)
+        follows = list(map(len, column)) == self.rows
+        return follows and (not items[0][1].is_leaf() or counts != [{each} for each in self.rows or ()])
+
     # Other values
 
     def _join_registered(self, column: Sequence[Opaque], declared: Declared) -> Any:
@@ -300,7 +339,7 @@ class _Join:
         try:
             return rules.join(moved)
         except GatherError as error:
-            msg = f'{error}. join="list" returns the outputs of the lanes as they are'
+            msg = f"{error}. {JOIN_LIST}"
             raise Refusal(msg) from error
 
     def _join_numbers(self, column: Sequence[Any], declared: Declared) -> Any:
@@ -359,6 +398,11 @@ class _Join:
         return listed(self.rows or [])
 
 
+def _form_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what tensors that can be stacked or concatenated on dim 0 have in common."""
+    return tensor.dtype, tensor.ndim, tensor.shape[1:]
+
+
 def _holds_only_values(column: Sequence[Any]) -> bool:
     return not any(isinstance(leaf, (torch.Tensor, Opaque)) for value in column for leaf in flatten(value)[0])
 
@@ -383,9 +427,7 @@ def _refuse_structures(specs: Sequence[TreeSpec]) -> NoReturn:
     place, shapes = found
     # Shapes that read alike differ in the order of keys, a default factory, or two classes of one name.
     lane = next((index for index, shape in enumerate(shapes) if shape != shapes[0]), 1)
-    refusal = Refusal(
-        f'lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}. join="list" returns the outputs of the lanes as they are'
-    )
+    refusal = Refusal(f"lane 0 returned {shapes[0]}, lane {lane} {shapes[lane]}. {JOIN_LIST}")
     refusal.steps.append(place)
     raise refusal
 

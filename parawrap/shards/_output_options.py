@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, NoReturn
 
@@ -12,7 +12,19 @@ import torch
 from parawrap.errors import GatherError
 from parawrap.tree import TreeSpec
 
-__all__ = ["CURE", "UNDECLARED", "Declared", "JoinRules", "OutDims", "Reduce", "Refusal", "refuse"]
+__all__ = [
+    "CURE",
+    "JOIN_LIST",
+    "UNDECLARED",
+    "Declared",
+    "JoinRules",
+    "OutDims",
+    "Reduce",
+    "Refusal",
+    "as_tree",
+    "entries_of",
+    "refuse",
+]
 
 Reduce = Literal["mean", "sum", "stack"] | Callable[[torch.Tensor], torch.Tensor]
 OutDims = Any
@@ -23,18 +35,22 @@ UNDECLARED: Any = object()
 
 _REDUCTIONS = ("mean", "sum", "stack")
 _WORDS = ("items", "ragged")
+JOIN_LIST = 'join="list" returns the outputs of the lanes as they are'
 CURE = (
     "Declare it with out_dims: the dim that holds the rows (out_dims=0), None for one value that is the same in every "
-    'lane, "items" for a list with one item per row, "ragged" for rows in order whatever their number. join="list" returns '
-    "the outputs of the lanes as they are"
+    f'lane, "items" for a list with one item per row, "ragged" for rows in order whatever their number. {JOIN_LIST}'
 )
 
 
 class Declared(NamedTuple):
-    """The declarations of one place in the output: of its rows, and of the reduction of its numbers."""
+    """The declarations of one place in the output: of its rows, and of the reduction of its numbers.
+
+    `names_reduce` is True if `reduce` was given for this place, not for the numbers of the whole output.
+    """
 
     out_dim: Any
     reduce: Any
+    names_reduce: bool = True
 
     @property
     def is_of_sequence(self) -> bool:
@@ -44,7 +60,7 @@ class Declared(NamedTuple):
     @property
     def is_tree(self) -> bool:
         """True if it declares the parts of a container."""
-        return isinstance(self.out_dim, (list, tuple, Mapping))
+        return _is_tree(self.out_dim)
 
     def below(self, spec: TreeSpec) -> list[Declared]:
         """Return the declarations of each leaf below a node."""
@@ -52,13 +68,13 @@ class Declared(NamedTuple):
             return [self]
         out_dims = _children("out_dims", self.out_dim, UNDECLARED, spec)
         reductions = _children("reduce", self.reduce, None, spec)
-        children = map(Declared, out_dims, reductions)
+        children = [Declared(*each, _is_tree(self.reduce)) for each in zip(out_dims, reductions, strict=True)]
         return [leaf for each, child in zip(children, spec.children(), strict=True) for leaf in each.below(child)]
 
     def items(self, count: int) -> list[Declared]:
         """Return the declarations of the items of a list or tuple."""
-        out_dims = _items("out_dims", self.out_dim, count)
-        return list(map(Declared, out_dims, _items("reduce", self.reduce, count)))
+        pairs = zip(_items("out_dims", self.out_dim, count), _items("reduce", self.reduce, count), strict=True)
+        return [Declared(*each, _is_tree(self.reduce)) for each in pairs]
 
 
 @dataclass(frozen=True)
@@ -80,7 +96,7 @@ class JoinRules:
     @cached_property
     def keep_single(self) -> bool:
         """True if the output of a call that was not cut is returned as it is."""
-        return self.join != "list" and all(each in (None, "mean", "sum") for each in _leaves_of(self.reduce))
+        return self.join != "list" and all(each in (None, "mean", "sum") for each in entries_of(self.reduce))
 
     @cached_property
     def joins_rows(self) -> bool:
@@ -94,23 +110,26 @@ class JoinRules:
         return Declared(self.out_dims, self.reduce)
 
     def __post_init__(self) -> None:
-        for each in _leaves_of(self.reduce):
+        object.__setattr__(self, "out_dims", as_tree(self.out_dims))
+        object.__setattr__(self, "reduce", as_tree(self.reduce))
+        for each in entries_of(self.reduce):
             if each is not None and each not in _REDUCTIONS and not callable(each):
                 msg = (
-                    f"reduce={each!r} is not supported. Use 'mean', 'sum', 'stack', a function of a vector, or a tuple or "
-                    "dict of these like the output"
+                    f"reduce={each!r} is not supported. Use 'mean', 'sum', 'stack', a function of a vector, or a tuple, "
+                    "dict, or dataclass of these like the output"
                 )
                 raise GatherError(msg)
         if self.join not in ("cat", "list", "pad"):
             msg = f"join={self.join!r} is not supported. Use 'cat', 'pad', or 'list'"
             raise GatherError(msg)
-        for each in _leaves_of(self.out_dims):
+        for each in entries_of(self.out_dims):
             if isinstance(each, bool) or not (
                 each is UNDECLARED or each is None or isinstance(each, int) or each in _WORDS
             ):
+                other = f". {each!r} is a value of reduce" if each in _REDUCTIONS else ""
                 msg = (
-                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple or dict of these like the '
-                    "output"
+                    f'out_dims has {each!r}. Use a dim, None, "items", "ragged", or a tuple, dict, or dataclass of these '
+                    f"like the output{other}"
                 )
                 raise GatherError(msg)
 
@@ -128,12 +147,25 @@ def refuse(why: str) -> NoReturn:
     raise Refusal(why)
 
 
-def _leaves_of(option: Any) -> list[Any]:
+def as_tree(option: Any) -> Any:
+    """Return an option that may be a tree, with dicts of their fields in the places of dataclasses."""
+    if is_dataclass(option) and not isinstance(option, type) and not isinstance(option, Mapping):
+        return {field.name: as_tree(getattr(option, field.name)) for field in fields(option) if hasattr(option, field.name)}
+    if isinstance(option, Mapping):
+        return {key: as_tree(each) for key, each in option.items()}
+    return tuple(map(as_tree, option)) if isinstance(option, (list, tuple)) else option
+
+
+def _is_tree(option: Any) -> bool:
+    return isinstance(option, (list, tuple, Mapping))
+
+
+def entries_of(option: Any) -> list[Any]:
     """Return the entries of an option that may be a tree."""
-    if not isinstance(option, (list, tuple, Mapping)):
+    if not _is_tree(option):
         return [option]
     below = option.values() if isinstance(option, Mapping) else option
-    return [leaf for each in below for leaf in _leaves_of(each)]
+    return [leaf for each in below for leaf in entries_of(each)]
 
 
 def _leaves_open(out_dims: Any) -> bool:

@@ -17,9 +17,11 @@ from parawrap.tree._flatten import (
     keep_whole,
     keep_whole_if,
     mismatch,
+    parts_of,
     replace_nodes,
     sequences,
     unflatten,
+    with_parts,
 )
 
 __all__ = [
@@ -33,8 +35,10 @@ __all__ = [
     "keep_whole",
     "keep_whole_if",
     "mismatch",
+    "parts_of",
     "replace_nodes",
     "sequences",
     "tensors_in",
     "unflatten",
+    "with_parts",
 ]

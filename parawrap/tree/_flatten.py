@@ -27,9 +27,11 @@ __all__ = [
     "keep_whole",
     "keep_whole_if",
     "mismatch",
+    "parts_of",
     "replace_nodes",
     "sequences",
     "unflatten",
+    "with_parts",
 ]
 
 _NAMESPACE = "parawrap"
@@ -146,6 +148,22 @@ def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[
     """Return `value` with every outermost node that `chosen` accepts replaced by ``replace(node)``."""
     leaves, spec = _flatten(value, chosen)
     return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
+
+
+def parts_of(value: Any) -> dict[Any, Any]:
+    """Return the parts of a container by key, index, or name of a field; of a leaf, nothing."""
+    flatten(value)  # examines its class
+    spec = optree.tree_structure(value, none_is_leaf=True, namespace=_NAMESPACE)
+    if spec.is_leaf() or value is None:
+        return {}
+    children, _, entries, _ = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
+    return dict(zip(entries, children, strict=True))
+
+
+def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container like `value` with these parts, which have the keys and the order of `parts_of`."""
+    _, metadata, _, rebuild = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
+    return rebuild(metadata, tuple(parts.values()))
 
 
 def keep_whole(cls: type) -> None:

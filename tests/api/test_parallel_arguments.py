@@ -7,6 +7,7 @@ import ast
 import collections
 import datetime as dt
 import enum
+import functools
 import itertools
 import math
 import pathlib
@@ -150,7 +151,7 @@ def errors_of(p, x, value):
 
 def cures_of(message):
     """Return the values of `in_dims` that an error names."""
-    found = re.findall(r"in_dims=(\{[^{}]*\})", message)
+    found = re.findall(r"in_dims=(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})", message)
     assert found, message
     return [ast.literal_eval(each) for each in found]
 
@@ -170,10 +171,12 @@ def test_other_arguments_are_refused_at_every_call_until_in_dims_names_them(name
     assert spy.seen == []
     assert message.startswith("ARG")
     cures = cures_of(message)
-    assert {"extra": None} in cures
-    assert name not in ITEMS or {"extra": "items"} in cures
-    for in_dims in cures:
-        if in_dims["extra"] == "items" and name not in ITEMS:
+    below = ("a", "b") if name == "object in a dict" else ()
+    entries = [functools.reduce(dict.__getitem__, ("extra", *below), in_dims) for in_dims in cures]
+    assert None in entries
+    assert name not in ITEMS or "items" in entries
+    for in_dims, entry in zip(cures, entries, strict=True):
+        if entry == "items" and name not in ITEMS:
             continue  # the error does not know whether it has one item per row
         with parallel(spy, TWO, in_dims=in_dims) as p:
             for _ in range(CALLS):
@@ -181,7 +184,7 @@ def test_other_arguments_are_refused_at_every_call_until_in_dims_names_them(name
                 assert_close(p(x, value), x + 1)
                 (first, got), (second, also) = spy.in_row_order()
                 assert (first, second) == (5, 4)
-                if in_dims["extra"] is None:
+                if entry is None:
                     assert got is value or got == value
                     assert also is value or also == value
                 else:

@@ -764,7 +764,9 @@ def test_ragged_needs_the_same_other_dims():
 @pytest.mark.parametrize("declared", [True, 1.5, "rows", {"a": "cat"}, (0, [None, object()])])
 def test_an_unknown_declaration_is_refused(declared):
     """JoinRules checks `out_dims` when it is created, and the error names every valid entry."""
-    with pytest.raises(GatherError, match='Use a dim, None, "items", "ragged", or a tuple or dict of these') as caught:
+    with pytest.raises(
+        GatherError, match='Use a dim, None, "items", "ragged", or a tuple, dict, or dataclass of these'
+    ) as caught:
         JoinRules(out_dims=declared)
     assert "out_dims has" in str(caught.value)
 
