@@ -27,6 +27,7 @@ __all__ = ["DataParallel", "data_parallel"]
 T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75
+_VERBS = ("scatter", "replicate", "parallel_apply", "gather")
 
 
 @public
@@ -129,16 +130,22 @@ class DataParallel(torch.nn.DataParallel[T]):
             if not self.device_ids or here.lane is not None or not self._session().pool.is_ready():
                 return self.module(*inputs, **kwargs)
             self._check_placement()
-            args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
-                args, module_kwargs = ((),), ({},)
-            if len(self.device_ids) == 1:
-                return self.module(*args[0], **module_kwargs[0])
-            row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
-            outputs = self._run_shards(args, module_kwargs)
-            if self._inherits("gather"):
-                return joined(outputs, row_counts, self.output_device, self.dim)
-            return self.gather(outputs, self.output_device)
+            if len(self.device_ids) > 1 and any(map(_has_rows, inputs)) and all(map(self._inherits, _VERBS)):
+                return self._session().call(Entry(self.module), inputs, kwargs)
+            return self._forward_by_verbs(inputs, kwargs)
+
+    def _forward_by_verbs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do the same with the four methods, which a subclass may override, or for a call without tensors to cut."""
+        args, module_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+        if not args and not module_kwargs:  # an overridden scatter may return nothing for a call without arguments
+            args, module_kwargs = ((),), ({},)
+        if len(self.device_ids) == 1:
+            return self.module(*args[0], **module_kwargs[0])
+        row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
+        outputs = self._run_shards(args, module_kwargs)
+        if self._inherits("gather"):
+            return joined(outputs, row_counts, self.output_device, self.dim)
+        return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Return a tuple of args and a tuple of kwargs, with one entry per shard.
@@ -262,6 +269,10 @@ def data_parallel(
         return face(*args, **(module_kwargs or {}))
     finally:
         face.close()
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
 
 
 def _no_original(tensor: torch.Tensor) -> None:

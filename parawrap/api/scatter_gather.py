@@ -142,6 +142,9 @@ def parallel_apply(
 ) -> list[Any]:
     """Call module i with input i, all at the same time, like torch.nn.parallel.parallel_apply.
 
+    Calls on one device share its random generator. A call that draws from it gets a warning, because a seed does not
+    reproduce the order of draws.
+
     Args:
         modules: One callable per call.
         inputs: One entry per call: a tuple or list of positional arguments, or a single argument.

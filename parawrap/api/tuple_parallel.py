@@ -19,7 +19,7 @@ from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
 from parawrap.errors import GatherError, ShardError
 from parawrap.lanes import LanePool, here
-from parawrap.tree import address
+from parawrap.tree import address, flatten
 
 __all__ = ["TupleParallel", "tuple_fn"]
 
@@ -184,7 +184,9 @@ def tuple_fn(fn: Any = None, *, parallel: bool = False, devices: Devices = None)
 
     Args:
         fn: The function. Without it, return a decorator: ``@tuple_fn(parallel=True)``.
-        parallel: Run the parts at the same time, in lanes. By default they run one after another.
+        parallel: Run the parts at the same time, in lanes. By default they run one after another. Lanes that share a device
+            also do if an argument requires gradients, so that a seed gives the same random numbers. Otherwise, a function
+            that draws random numbers gets a warning.
         devices: The devices of the lanes; each part moves to its device. By default every visible accelerator. On a machine
             without one, one CPU lane per part.
 
@@ -233,7 +235,7 @@ class _InLanes:
         if not self._on_cpu:
             parts = _on_lanes(parts, self._lanes)
         tasks = [partial(function, *part, **named) for part, named in parts]
-        return _together(pool.apply(tasks))
+        return _together(pool.apply(tasks, flatten(parts)[0]))
 
     def _pool_for(self, parts: int) -> LanePool:
         with self._changing:

@@ -19,9 +19,8 @@ from parawrap.engine._call_recorder import Recorder, Trace
 from parawrap.engine._lane_calls import Entry, LaneCall, Prepare, Record, WholeCall, as_call, timed
 from parawrap.engine._stats import Stats, Tally
 from parawrap.engine._thread_pool import ThreadPool
-from parawrap.engine._turns import Turns
 from parawrap.errors import SessionError, ShardError
-from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, TurnsOf, here, raise_first_failure
+from parawrap.lanes import Lane, LaneFuture, Modes, Outcome, Turns, TurnsOf, here, raise_first_failure
 from parawrap.replicas import Freshness, LaneReplica
 from parawrap.shards import Cutter, FlatCall, JoinRules, Originals, ShardPlan, join, with_originals
 from parawrap.tree import Opaque, flatten
@@ -137,7 +136,7 @@ class Session:
         calls = self._scatter(entry, plan, flat, self.pool.refresh(), sources)
         versions = plan.written(flat) if len(calls) > 1 and None in plan.dims else []
         modes = Modes.capture(self.pool.backend.type)
-        outputs = self.apply(calls, flat.leaves, modes, sources or ())
+        outputs = self.apply(calls, flat.leaves, modes, sources or (), plan.describe)
         if versions and versions != plan.written(flat):
             raise ShardError(_WRITTEN)
         if not flat.on_cpu:
@@ -153,10 +152,12 @@ class Session:
         leaves: Sequence[Any],
         modes: Modes | None = None,
         sources: Collection[torch.device] = (),
+        describe: Callable[[int], str] | None = None,
     ) -> list[Any]:
         """Run call i in lane i, and return their outputs in lane order.
 
         `leaves` are all arguments, taken apart. `sources` are devices with data for the calls, other than the module's.
+        `describe` returns the contents of a shard for the note of an error.
 
         Raises:
             BaseException: If a lane fails: the error of the first such lane, with a note on lane, device, and shard. All
@@ -167,7 +168,7 @@ class Session:
         turns = self._turns.decide(leaves, pool.generators, learns=pool.learns, target=self.target)
         generators = [] if turns else self._turns.read_generators()
         outcomes = pool.run(calls, modes, sources, turns)
-        raise_first_failure(outcomes, pool.lanes)
+        raise_first_failure(outcomes, pool.lanes, describe)
         self._turns.warn_of_draws(generators)
         outputs = [outcome.value for outcome in outcomes]
         if not self._stays_on_cpu:

@@ -5,9 +5,10 @@ the top of ``_lane_pool.py``.
 """
 
 from parawrap.lanes._first_failure import Outcome, first_failure, note, raise_first_failure
-from parawrap.lanes._lane_pool import Lane, LanePool, Task, TurnsOf, here
+from parawrap.lanes._lane_pool import Lane, LanePool, Task, here
 from parawrap.lanes._lane_streams import LaneFuture
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread
+from parawrap.lanes._turns import Turns, TurnsOf
 
 __all__ = [
     "Lane",
@@ -16,6 +17,7 @@ __all__ = [
     "Modes",
     "Outcome",
     "Task",
+    "Turns",
     "TurnsOf",
     "first_failure",
     "here",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 __all__ = ["Outcome", "first_failure", "note", "raise_first_failure"]
@@ -23,9 +23,11 @@ def note(error: BaseException, text: str) -> None:
         error.add_note(text)
 
 
-def raise_first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> None:
+def raise_first_failure(
+    outcomes: list[Outcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
+) -> None:
     """Raise the error of the first lane that failed, as `first_failure` returns it."""
-    failure = first_failure(outcomes, lanes)
+    failure = first_failure(outcomes, lanes, describe)
     if failure is not None:
         try:
             raise failure
@@ -33,24 +35,26 @@ def raise_first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> Non
             del failure  # its traceback holds this frame
 
 
-def first_failure(outcomes: list[Outcome], lanes: Sequence[object]) -> BaseException | None:
+def first_failure(
+    outcomes: list[Outcome], lanes: Sequence[object], describe: Callable[[int], str] | None = None
+) -> BaseException | None:
     """Return the error of the first lane that failed, with notes on its place and on the errors of other lanes.
 
-    None if no lane failed. An outcome beyond the lanes is of the last one. An interrupt or an exit comes before any error,
-    because no task failed with it. The list is emptied: the traceback holds frames that hold it, and a cycle would keep the
-    tensors of the call.
+    None if no lane failed. An outcome beyond the lanes is of the last one. `describe` returns the contents of a shard for
+    the first note. An interrupt or an exit comes before any error, because no task failed with it. The list is emptied: the
+    traceback holds frames that hold it, and a cycle would keep the tensors of the call.
     """
     failed = [
-        (f"in {lanes[min(index, len(lanes) - 1)]}, shard {index} of {len(outcomes)}", outcome.error)
+        (index, f"in {lanes[min(index, len(lanes) - 1)]}, shard {index} of {len(outcomes)}", outcome.error)
         for index, outcome in enumerate(outcomes)
         if outcome.error is not None
     ]
     if not failed:
         return None
-    failed.sort(key=lambda at: isinstance(at[1], Exception))
-    place, first = failed[0]
-    note(first, place)
-    for other_place, other in failed[1:]:
+    failed.sort(key=lambda at: isinstance(at[2], Exception))
+    shard, place, first = failed[0]
+    note(first, place if describe is None else f"{place}: {describe(shard)}")
+    for _, other_place, other in failed[1:]:
         if other is not first:
             text = "".join(traceback.format_exception_only(other)).strip()  # also if its __str__ fails
             note(first, f"also {other_place}: {text}")

@@ -31,7 +31,7 @@ from itertools import chain
 from operator import attrgetter
 from queue import SimpleQueue
 from time import monotonic, perf_counter_ns
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -41,12 +41,10 @@ from parawrap.lanes._device_order import Places, Task
 from parawrap.lanes._first_failure import Outcome, note, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
+from parawrap.lanes._turns import Turns, TurnsOf
 from parawrap.tree import flatten
 
-__all__ = ["Lane", "LanePool", "Task", "TurnsOf", "here"]
-
-TurnsOf = Literal["all", "device"]
-"""The lanes that run their tasks one after another: all, or those of each device."""
+__all__ = ["Lane", "LanePool", "Task", "here"]
 
 Errand = Callable[["Lane"], None]
 _Group = list[tuple["Lane", Task]]
@@ -249,6 +247,7 @@ class LanePool:
         self.backend: Backend = backend_of(devices[0].type)
         self.threads = self.backend.intra_op_threads(len(devices))
         self._places = Places(self.backend, self.lanes, home)
+        self._turns = Turns(devices)
         self._backlog: deque[Errand] = deque()
         self._gate = threading.Lock()
         self._forks = _forks
@@ -309,15 +308,20 @@ class LanePool:
                 if not modes.grad:
                     self._places.wait_for(lanes)
 
-    def apply(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run task i in lane i at the same time, under the modes of the caller, and return their values in lane order.
+    def apply(self, tasks: Sequence[Task], leaves: Sequence[Any] = ()) -> list[Any]:
+        """Run task i in lane i, under the modes of the caller, and return their values in lane order.
+
+        If one of `leaves`, the arguments of all tasks, requires gradients, lanes that share a device run in turns.
 
         Raises:
             BaseException: If a lane fails: the error of the first such lane, with a note on lane, device, and shard. All
                 other lanes have finished.
         """
-        outcomes = self.run(tasks, Modes.capture(self.backend.type))
+        turns = self._turns.decide(leaves, (), learns=False, target=None)
+        generators = [] if turns else self._turns.read_generators()
+        outcomes = self.run(tasks, Modes.capture(self.backend.type), turns=turns)
         raise_first_failure(outcomes, self.lanes)
+        self._turns.warn_of_draws(generators)
         values = [outcome.value for outcome in outcomes]
         if not self._places.only_cpu:
             record_use(flatten(values)[0])

@@ -58,6 +58,7 @@ InDim = int | Literal["items"] | None | Mapping[Any, Any] | tuple[Any, ...] | li
 dict, tuple, or dataclass of these declares the parts of an argument."""
 
 _MOST_PLANS = 1024
+_MOST_NAMED = 4  # arguments, in the note of an error
 _TENSOR = frozenset({torch.Tensor})
 _on_cpu = attrgetter("is_cpu")
 _shape_of = attrgetter("shape")
@@ -131,6 +132,15 @@ class ShardPlan:
     @property
     def rows(self) -> int:
         return sum(self.sizes)
+
+    def describe(self, shard: int) -> str:
+        """Return the rows of a shard, and the arguments that every lane gets whole, for the note of an error."""
+        cut = {path[:2] for path, dim in zip(self.spec.paths(), self.dims, strict=True) if dim is not None}
+        paths = dict.fromkeys(path[:2] for path in self.spec.paths() if path[:2] not in cut)
+        whole = [address(CALL_ROOTS[root], [name]) for root, name in paths]
+        more = ", ..." if len(whole) > _MOST_NAMED else ""
+        also = f". Every lane got {', '.join(whole[:_MOST_NAMED])}{more} whole" if whole else ""
+        return f"{self.sizes[shard]} of {self.rows} rows{also}"
 
     def scatter(self, flat: FlatCall, devices: Sequence[torch.device]) -> list[Shard]:
         """Return one shard per size, each on its device; `devices` has one entry per shard."""

@@ -454,7 +454,7 @@ def test_errors_name_the_lane_the_argument_or_the_shapes():
     net = DataParallel(Model(), TWO)
     with pytest.raises(LookupError) as caught:
         net(torch.zeros(5), None)
-    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 2"]
+    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 2: 2 of 5 rows. Every lane got args[1] whole"]
     with pytest.raises(ShardError, match=r"args\[1\] has 3"):
         net(torch.zeros(5), torch.zeros(3))
     with pytest.raises(GatherError, match=r"\(4, 4\)"):

@@ -73,7 +73,7 @@ def test_an_exception_keeps_its_type_and_gains_a_note(bad):
     with parallel(model, THREE, out_dims=0), pytest.raises(ValueError) as caught:
         model(rows(3))
     assert str(caught.value) == f"row {bad}"
-    assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3"]
+    assert caught.value.__notes__ == [f"in lane {bad} on cpu, shard {bad} of 3: 1 of 3 rows"]
 
 
 @IN_TURNS_OR_NOT
@@ -111,7 +111,7 @@ def test_the_first_lanes_exception_is_raised_and_notes_name_the_others():
     with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="row 1") as caught:
         model(rows(3))
     assert caught.value.__notes__ == [
-        "in lane 1 on cpu, shard 1 of 3",
+        "in lane 1 on cpu, shard 1 of 3: 1 of 3 rows",
         "also in lane 2 on cpu, shard 2 of 3: ValueError: row 2",
     ]
 
@@ -180,7 +180,7 @@ def test_one_exception_object_raised_by_all_lanes():
     with torch.no_grad(), parallel(model, THREE, out_dims=0), pytest.raises(ValueError, match="shared") as caught:
         model(rows(3))
     assert caught.value is error
-    assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3"]
+    assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 3: 1 of 3 rows"]
 
 
 def test_an_error_of_a_plain_call_has_no_note():

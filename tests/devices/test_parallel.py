@@ -674,7 +674,7 @@ def test_error_in_a_lane_names_its_device(failing):
         with pytest.raises(KeyError, match="mine") as caught:
             model(x)
         torch.testing.assert_close(model(x + 10), model.weight * (x + 10).to("sim:0") + model.bias)
-    assert f"in lane {failing} on sim:{failing}, shard {failing} of 4" in caught.value.__notes__
+    assert f"in lane {failing} on sim:{failing}, shard {failing} of 4: 1 of 4 rows" in caught.value.__notes__
 
 
 def test_error_in_a_mapped_batch_names_its_lane():

@@ -14,7 +14,7 @@ import torch
 
 from parawrap import GatherError
 from parawrap.engine import Session
-from parawrap.engine._turns import Turns
+from parawrap.lanes import Turns
 from parawrap.replicas import _survey
 from parawrap.replicas._copies import Copies
 from parawrap.replicas._lane_tensors import LaneTensors

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from parawrap import parallel
-from parawrap.engine._turns import Turns
 from parawrap.lanes import here
+from parawrap.lanes._turns import Turns
 
 CPU, FIRST, SECOND = map(torch.device, ("cpu", "cuda:0", "cuda:1"))
 DRAWS = r"drew from it at the same time.*torch\.use_deterministic_algorithms\(True\)"
@@ -246,7 +246,7 @@ def test_the_first_failure_in_turns_ends_the_call(ran):
     with parallel(Recording(draw=fail), ["cpu"] * 3) as p, pytest.raises(KeyError, match="mine") as caught:
         p(X)
     assert [lane for lane, _ in ran] == [0, 1]
-    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 3"]
+    assert caught.value.__notes__ == ["in lane 1 on cpu, shard 1 of 3: 6 of 17 rows"]
 
 
 # What a seed reproduces

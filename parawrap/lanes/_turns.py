@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from parawrap.backends import backend_of, warn_caller
-from parawrap.lanes import TurnsOf
 
-__all__ = ["Turns"]
+__all__ = ["Turns", "TurnsOf"]
+
+TurnsOf = Literal["all", "device"]
+"""The lanes that run their tasks one after another: all, or those of each device."""
 
 _TENSOR = frozenset({torch.Tensor})
 
