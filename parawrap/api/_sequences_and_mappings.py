@@ -15,6 +15,7 @@ __all__ = [
     "check_kinds",
     "columns",
     "described",
+    "has_items",
     "is_container",
     "items_of",
     "kind_of",
@@ -32,6 +33,11 @@ def transposed(rows: Sequence[Any], noun: str, refuse: Callable[[str], NoReturn]
 def is_container(value: Any) -> bool:
     """True for tuples, lists, and mappings. A PackedSequence is a namedtuple, but counts as a single value."""
     return isinstance(value, (tuple, list, Mapping)) and not isinstance(value, PackedSequence)
+
+
+def has_items(value: Any) -> bool:
+    """True for a list with one item per row, such as texts or dicts of boxes: no item is a tensor, a list, or a tuple."""
+    return type(value) is list and not any(isinstance(item, (torch.Tensor, list, tuple)) for item in value)
 
 
 def items_of(container: Any) -> dict[Any, Any]:

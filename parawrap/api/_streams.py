@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from parawrap.api._progress_bar import Progress
 from parawrap.engine import Entry, OutputFolder, Session, StreamOptions, stream
@@ -90,8 +92,9 @@ class Streams(ABC):
             desc: The text in front of the bar.
 
         Raises:
-            ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, or if
-                `methods` names several methods. Use ``p.method(name).map(...)``.
+            ShardError: If `batches` is a tensor, a mapping, or a text; if `buffersize` or `chunksize` is below 1; if fewer
+                batches may be in flight than a chunk has; or if `methods` names several methods. Use
+                ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
             ResumeError: From the generator, if the folder cannot be made, is in use, holds outputs of another target, or
                 holds outputs of other batches than the source gives; or if an output cannot be saved.
@@ -117,6 +120,7 @@ class Streams(ABC):
         if prepare is not None and not callable(prepare):
             msg = f"prepare={prepare!r} is not callable. Give a function of one batch that returns the model's arguments"
             raise ShardError(msg)
+        _refuse_single_batch(batches)
         session = self._opened()
         if session.pool.submit_chunk is None:
             chunksize = 1
@@ -131,6 +135,23 @@ class Streams(ABC):
             total = len(batches)
         bar = Progress(session.stats, total, desc) if progress else None
         return _with_folder_and_bar(partial(stream, session, entry, batches), options, folder, bar)
+
+
+def _refuse_single_batch(batches: object) -> None:
+    """Refuse a source that iterates the rows of one batch, or names of its parts."""
+    if isinstance(batches, torch.Tensor):
+        msg = (
+            f"batches is a tensor of shape {tuple(batches.shape)}, and iterating it gives single rows without their dim. "
+            "Split it into batches, as in p.map(x.split(32)), or give a list of batches: p.map([x])"
+        )
+    elif isinstance(batches, Mapping | str | bytes):
+        msg = (
+            f"batches is a {type(batches).__name__}, and iterating it gives no batches. Give a list of them, as in "
+            "p.map([batch]), or p.map(d.values()) for a dict of batches"
+        )
+    else:
+        return
+    raise ShardError(msg)
 
 
 def _with_folder_and_bar(

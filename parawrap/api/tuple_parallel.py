@@ -13,7 +13,7 @@ import torch
 import wrapt
 
 from parawrap._public import public
-from parawrap.api._sequences_and_mappings import is_container, items_of, kind_of, rebuilt, transposed
+from parawrap.api._sequences_and_mappings import has_items, is_container, items_of, kind_of, rebuilt, transposed
 from parawrap.api.data_parallel import DataParallel
 from parawrap.api.move_to_device import recursive_to
 from parawrap.backends import DeviceLike, Devices, best_backend, resolve_devices
@@ -46,8 +46,9 @@ class TupleParallel(DataParallel[T]):
     Dicts and namedtuples may be nested. The outermost tuple or list always holds the parts, so a batch ``(xs, ys)`` is
     passed as ``model(*batch)``. A part can be any value.
 
-    If ``forward`` returns a tuple, the call returns one tuple of parts per output:
-    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. Attributes of `module` are available on the `TupleParallel`.
+    If ``forward`` returns a tuple, or a list of tensors, the call returns one tuple of parts per output:
+    ``(a1, a2), (b1, b2) = model((x1, x2), (y1, y2))``. A list of texts or dicts has one item per row, and is one output.
+    Attributes of `module` are available on the `TupleParallel`.
 
     Fewer parts than devices, as in a short last batch, use fewer lanes. A call without arguments runs once per device. On a
     machine without an accelerator, unless `device_ids` names the CPU, any number of parts runs one after another.
@@ -311,8 +312,9 @@ def _has_fields(value: Any) -> bool:
 
 
 def _together(outputs: Sequence[Any]) -> Any:
-    """Return the outputs as a tuple, transposed if they are tuples or lists."""
-    if outputs and all(is_container(output) and not isinstance(output, Mapping) for output in outputs):
+    """Return the outputs as a tuple, transposed if they are tuples or lists of tensors."""
+    are_sequences = all(is_container(output) and not isinstance(output, Mapping) for output in outputs)
+    if outputs and are_sequences and not all(map(has_items, outputs)):
         return transposed(outputs, "output", _refuse_outputs)
     return tuple(outputs)
 

@@ -16,6 +16,7 @@ from parawrap.api._sequences_and_mappings import (
     check_kinds,
     columns,
     described,
+    has_items,
     is_container,
     items_of,
     kind_of,
@@ -23,7 +24,10 @@ from parawrap.api._sequences_and_mappings import (
     rebuilt,
     transposed,
 )
+from parawrap.api.move_to_device import recursive_to
 from parawrap.errors import GatherError, ShardError
+from parawrap.shards import have_one_scale
+from parawrap.tree import tensors_in
 
 __all__ = ["cat", "transpose"]
 
@@ -42,10 +46,13 @@ def cat(returns: Any, dim: int = 0) -> Any:
     ``((x1, x2), (y1, y2))``                   ``(x, y)``
     ``({"x": x1}, {"x": x2})``                 ``{"x": x}``
     ``{"x": (x1, x2)}``, as from `tp_collate`  ``{"x": x}``
+    ``(["a", "b"], ["c"])``                    ``["a", "b", "c"]``
     =========================================  ==============================================
 
-    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. Each joined tensor is on
-    the device of its first part. None stays None. Other values are not joined: the result holds the tuple of their parts.
+    A namedtuple of parts joins like a dict of parts, and nested containers follow the same rules. A list in a part has one
+    item per row, such as the texts or the boxes of each image: lists are put together, and tuples are joined item by item.
+    Each joined tensor is on the device of its first part. None stays None. Other values are not joined: the result holds
+    the tuple of their parts.
 
     Args:
         returns: The parts.
@@ -97,7 +104,7 @@ def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
-    return len(returns) > 0 and kind_of(returns[0]) is tuple
+    return len(returns) > 0 and kind_of(returns[0]) is tuple and not all(map(has_items, returns))
 
 
 def _check_part_counts(items: dict[Any, Any]) -> None:
@@ -126,6 +133,9 @@ def _joined(parts: tuple[Any, ...], dim: int, place: str) -> Any:
     first = parts[0]
     if isinstance(first, torch.Tensor):
         return _joined_tensors(parts, dim, place)
+    if all(type(part) is list for part in parts):
+        device = next((tensor.device for tensor in tensors_in(parts)), None)
+        return [item if device is None else recursive_to(item, device) for part in parts for item in part]
     if is_container(first):
         return rebuilt(first, _joined_items(columns(parts, "part", refuse), dim, place))
     return None if first is None else parts
@@ -137,6 +147,10 @@ def _joined_tensors(parts: tuple[torch.Tensor, ...], dim: int, place: str) -> to
         msg = f"cannot join {place}: shapes {shapes} differ beyond dim {dim}. Pad them, or do not join them"
         raise GatherError(msg)
     here = [part.to(parts[0].device) for part in parts]
+    if not have_one_scale(here):
+        why = "the parts are quantized with different scales, or per channel"
+        msg = f"cannot join {place}: {why}. Return tensor.dequantize()"
+        raise GatherError(msg)
     if here[0].dim() == 0:
         return torch.stack(here)
     if not -here[0].dim() <= dim < here[0].dim():

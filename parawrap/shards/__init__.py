@@ -4,6 +4,7 @@ Knows rows, leaves, and the devices that shards go to; knows no threads and no m
 order, are the rows of the call: nothing is padded, truncated, or dropped.
 """
 
+from parawrap.shards._concatenate import have_one_scale
 from parawrap.shards._cut import Cutter, FlatCall, InDim, Parameters, Piece, Shard, ShardPlan
 from parawrap.shards._join_outputs import Originals, join, with_originals
 from parawrap.shards._output_options import JoinRules, OutDims, Reduce, as_tree, entries_of
@@ -27,6 +28,7 @@ __all__ = [
     "balanced",
     "entries_of",
     "equal",
+    "have_one_scale",
     "in_units",
     "join",
     "register_split",

@@ -11,7 +11,7 @@ import torch
 
 from parawrap.shards._output_options import CURE, JoinRules, Refusal, refuse
 
-__all__ = ["concatenate", "concatenate_arrays", "shapes_of"]
+__all__ = ["concatenate", "concatenate_arrays", "have_one_scale", "shapes_of"]
 
 _dtype_of = attrgetter("dtype")
 
@@ -22,8 +22,8 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, rules: JoinRules, devic
     Raises:
         Refusal: If dtypes differ, or shapes beyond `dim`.
     """
-    if parts[0].is_quantized and len(set(map(_scale_of, parts))) > 1:
-        refuse("the lanes returned quantized tensors of different scales. Return tensor.dequantize()")
+    if len(parts) > 1 and not have_one_scale(parts):
+        refuse("the lanes returned tensors quantized with different scales, or per channel. Return tensor.dequantize()")
     if rules.join == "pad":
         parts = _pad(parts, dim, rules.pad_value)
     if len(set(map(_dtype_of, parts))) > 1:  # torch.cat would promote them
@@ -37,14 +37,12 @@ def concatenate(parts: Sequence[torch.Tensor], dim: int, rules: JoinRules, devic
         raise Refusal(_why_no_cat(parts, dim)) from error
 
 
-def _scale_of(part: torch.Tensor) -> tuple[Any, ...]:
-    """Return the scale and the zero point of a quantized tensor."""
-    if not part.is_quantized:
-        return ()
-    if part.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return part.q_scale(), part.q_zero_point()
-    scales, zero_points = part.q_per_channel_scales(), part.q_per_channel_zero_points()
-    return part.q_per_channel_axis(), *scales.tolist(), *zero_points.tolist()
+def have_one_scale(parts: Sequence[torch.Tensor]) -> bool:
+    """True if parts are not quantized, or with one scale for all: torch.cat takes the scale of the first part."""
+    if not parts[0].is_quantized:
+        return True
+    per_tensor = all(part.is_quantized and part.qscheme() == torch.per_tensor_affine for part in parts)
+    return per_tensor and len({(part.q_scale(), part.q_zero_point()) for part in parts}) == 1
 
 
 def concatenate_arrays(parts: Sequence[Any], dim: int) -> Any:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
 from parawrap.shards._count_rows import BEYOND, FIXED, FOREIGN, NESTED, OBJECT, has_items
+from parawrap.shards._register_split import registration_of
 from parawrap.tree import TreeSpec, address, addresses, sequences, tensors_in
 
 __all__ = [
@@ -112,7 +113,7 @@ def refuse_unknown(
         elif next(tensors_in(leaf), None) is not None:
             msg = (
                 f"{where} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
-                f"register_split({kind}, split=..., join=...) to cut it, or {whole}"
+                f"{registration_of(type(leaf))} to cut it, or {whole}"
             )
         elif is_strict:
             cut = _entry(path, name_at, '"items"')

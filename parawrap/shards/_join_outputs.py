@@ -20,7 +20,7 @@ from parawrap.errors import GatherError
 from parawrap.shards._concatenate import concatenate, concatenate_arrays, shapes_of
 from parawrap.shards._output_options import CURE, JOIN_LIST, UNDECLARED, Declared, JoinRules, Refusal, refuse
 from parawrap.shards._reduce_numbers import is_number, listed, reduced
-from parawrap.shards._register_split import placed, splitter_of
+from parawrap.shards._register_split import placed, registration_of, splitter_of
 from parawrap.tree import Opaque, TreeSpec, addresses, flatten, flatten_outside_sequences, mismatch, unflatten
 
 __all__ = ["Originals", "join", "with_originals"]
@@ -218,7 +218,7 @@ class _Join:
             shown = f"shapes {shapes_of(column)}" if hasattr(first, "shape") else f"values {listed(column)}"
             cure = CURE
             if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not is_number(first):
-                cure = f"register_split({type(first).__name__}, split=..., join=...) says how to join them. {JOIN_LIST}"
+                cure = f"{registration_of(type(first))} says how to join them. {JOIN_LIST}"
             refuse(f"the lanes had {self._listed_rows()} rows and returned different values, of {shown}. {cure}")
         return _on(first, self.device)
 

@@ -20,7 +20,7 @@ from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
 from parawrap.tree import Opaque, keep_whole, keep_whole_if, tensors_in
 
-__all__ = ["placed", "register_split", "splitter_of"]
+__all__ = ["placed", "register_split", "registration_of", "splitter_of"]
 
 
 _splitters: dict[type, Splitter] = {}
@@ -62,6 +62,12 @@ def register_split(
     """
     keep_whole(cls)
     _splitters[cls] = Splitter(split, join, rows)
+
+
+def registration_of(cls: type) -> str:
+    """Return the call that registers a class, for an error. A class without a length needs a function that counts rows."""
+    rows = "" if hasattr(cls, "__len__") else ", rows=..."
+    return f"register_split({cls.__name__}, split=..., join=...{rows})"
 
 
 def splitter_of(value: object) -> Splitter:

@@ -859,3 +859,32 @@ def test_close_can_be_called_twice():
         assert "forward" not in vars(model)
     p.close()
     assert "forward" not in vars(model)
+
+
+class Applies(nn.Module):
+    """Applies a function that it gets."""
+
+    def forward(self, function):
+        return function(torch.ones(3))
+
+
+def test_a_call_with_a_function_inside_the_block_is_a_call():
+    """A model that takes a function gets it. Before the block is open, a call with a function decorates it."""
+    model = Applies()
+    with parallel(model, TWO) as p:
+        assert p(torch.sum) == model(torch.sum) == 3
+    block = parallel(model, TWO)
+
+    @block
+    def total():
+        return model(torch.sum)
+
+    assert total() == 3
+    assert total.__name__ == "total"
+
+
+def test_parallel_is_the_class_parallel():
+    """`parallel(...)` returns an instance of the class that `Parallel` names."""
+    assert parallel is Parallel
+    with parallel(Net(), TWO) as p:
+        assert isinstance(p, parallel)

@@ -1,7 +1,9 @@
-"""The options `unit` and `reduce` of a block."""
+"""The options `unit`, `reduce`, `in_dims`, and `out_dims` of a block."""
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import re
 
 import pytest
@@ -215,3 +217,104 @@ def test_an_unknown_reduction_is_refused(reduce):
     """`parallel` raises GatherError before the block."""
     with pytest.raises(GatherError, match="is not supported"):
         parallel(torch.tanh, TWO, reduce=reduce)
+
+
+def test_reduce_is_a_tree_like_the_output():
+    """Each number has its own reduction."""
+    x = torch.arange(14.0).reshape(7, 2)
+    with parallel(lambda x: {"loss": x.mean(), "count": len(x)}, TWO, reduce={"loss": "mean", "count": "sum"}) as p:
+        assert_close(p(x), {"loss": x.mean(), "count": 7})
+
+
+def confusion(x):
+    return {"scores": x, "matrix": x.T @ x}
+
+
+@pytest.mark.parametrize(
+    ("reduce", "expected"), [("sum", lambda x: x.T @ x), (lambda stacked: stacked.sum(0), lambda x: x.T @ x)]
+)
+def test_a_tensor_that_sums_over_rows_is_reduced(reduce, expected):
+    """A confusion matrix of each lane, for which `reduce` names the reduction, becomes the matrix of the batch."""
+    x = torch.randn(7, 3, dtype=torch.float64)
+    with parallel(confusion, TWO, reduce={"matrix": reduce}) as p:
+        assert_close(p(x), {"scores": x, "matrix": x.T @ x})
+    with parallel(lambda x: x.T @ x, TWO, reduce=reduce) as p:
+        assert_close(p(x), x.T @ x)
+
+
+def test_a_reduction_of_all_numbers_does_not_reduce_tensors_with_dims():
+    """reduce="sum" for a loss says nothing about a matrix next to it."""
+    with parallel(confusion, TWO, reduce="sum") as p, pytest.raises(GatherError, match=r'output\["matrix"\]'):
+        p(torch.randn(7, 3))
+
+
+def test_out_dims_with_a_reduction_names_reduce():
+    """The error for out_dims="mean" says that it is a value of `reduce`."""
+    with pytest.raises(GatherError, match="'mean' is a value of reduce"):
+        parallel(torch.tanh, TWO, out_dims="mean")
+
+
+@dataclasses.dataclass
+class Fields:
+    """A batch, an output, or a declaration."""
+
+    x: object
+    mask: object
+
+
+Pair = collections.namedtuple("Pair", "x mask")
+
+
+@pytest.mark.parametrize(
+    "kind", [Fields, Pair, lambda x, mask: {"x": x, "mask": mask}], ids=["dataclass", "namedtuple", "dict"]
+)
+def test_declarations_have_the_type_of_the_value(kind):
+    """`in_dims` and `out_dims` take the dataclass, namedtuple, or dict that the target gets and returns."""
+
+    def target(batch):
+        x, mask = (batch["x"], batch["mask"]) if isinstance(batch, dict) else (batch.x, batch.mask)
+        assert len(mask) == 7
+        return kind(x + mask.sum(), mask)
+
+    x, mask = torch.randn(7, 2), torch.arange(7.0)
+    with parallel(target, TWO, in_dims={"batch": kind(0, None)}, out_dims=kind(0, None)) as p:
+        output, plain = p(kind(x, mask)), target(kind(x, mask))
+    assert type(output) is type(plain)
+    assert_close(
+        *(each if isinstance(each, dict) else vars(each) if kind is Fields else each._asdict() for each in (output, plain))
+    )
+
+
+def test_items_below_an_argument():
+    """A list in a dict is cut by item if its entry says so. Other parts of the dict follow the default."""
+
+    def target(batch):
+        return torch.stack([row + len(text) for row, text in zip(batch["x"], batch["texts"], strict=True)])
+
+    batch = {"x": torch.zeros(5, 1), "texts": ["a", "bb", "ccc", "dddd", "eeeee"]}
+    with parallel(target, TWO) as p, pytest.raises(ShardError, match=r'in_dims=\{"batch": \{"texts": "items"\}\}'):
+        p(batch)
+    with parallel(target, TWO, in_dims={"batch": {"texts": "items"}}) as p:
+        assert_close(p(batch), target(batch))
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "batch", "message"),
+    [
+        (
+            {"textz": "items"},
+            {"texts": ["a"] * 5},
+            r"in_dims\[\"batch\"\]\[\"textz\"\] is declared.*a dict with \['texts', 'x'\]",
+        ),
+        ({"x": 0}, torch.zeros(5), r"'batch' is a Tensor"),
+        ({"x": 0}, {"texts": ["a"] * 5}, r"args\[0\]\[\"texts\"\] is a list of 5 items"),
+    ],
+)
+def test_wrong_declarations_below_an_argument_are_refused(in_dims, batch, message):
+    """A misspelled key, a value without parts, and a list that no entry declares raise ShardError."""
+    if isinstance(batch, dict):
+        batch["x"] = torch.zeros(5)
+    with parallel(lambda batch: batch, TWO, in_dims={"batch": in_dims}) as p, pytest.raises(ShardError, match=message):
+        p(batch)
+    with pytest.raises(ShardError, match=r"in_dims\['batch'\]=\{'x': 'rows'\} is not supported"):
+        parallel(lambda batch: batch, TWO, in_dims={"batch": {"x": "rows"}})

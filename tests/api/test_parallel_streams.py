@@ -36,6 +36,22 @@ def test_map_yields_every_result_in_order(count, buffersize):
     assert [result[0].item() for result in results] == [index + 1 for index in range(count)]
 
 
+@pytest.mark.parametrize(
+    ("source", "cure"),
+    [
+        (torch.zeros(6, 2), r"p.map\(x.split\(32\)\)"),
+        ({"x": torch.zeros(6, 2)}, r"p.map\(\[batch\]\)"),
+        (nn.Linear(2, 1).state_dict(), r"p.map\(\[batch\]\)"),
+        ("text", r"p.map\(\[batch\]\)"),
+    ],
+    ids=["tensor", "dict", "weights", "text"],
+)
+def test_map_refuses_one_batch(source, cure):
+    """Iterating a tensor gives single rows, and iterating a dict its keys. The error names a list of batches."""
+    with parallel(lambda x: x, TWO) as p, pytest.raises(ShardError, match=cure):
+        p.map(source)
+
+
 def test_map_keeps_the_order_if_lanes_finish_out_of_order():
     """Results of later batches wait for a slow batch."""
     release = threading.Event()

@@ -415,7 +415,7 @@ def test_dicts_and_namedtuples_of_parts_may_be_nested():
     class Model(nn.Module):
         def forward(self, batch):
             batch["seen"] = True
-            return [batch]
+            return (batch,)
 
     batch = {"a": {"b": (1, 2)}, "c": Pair([3, 4], {}), "d": ({"e": (5,)}, {"e": (6,)})}
     ((one, two),) = TupleParallel(Model(), TWO)(batch)
@@ -476,9 +476,29 @@ def test_packed_sequences_are_single_outputs():
 
 
 def test_outputs_with_different_numbers_of_items_are_refused():
-    """Lists with one item per row cannot be transposed without dropping rows."""
+    """Tuples of different lengths cannot be transposed without dropping items."""
     with pytest.raises(GatherError, match=r"output 1 has 1 item, output 0 has 2.*into a dict"):
-        TupleParallel(nn.Identity(), TWO)(([1, 2], [3]))
+        TupleParallel(nn.Identity(), TWO)(((1, 2), (3,)))
+
+
+@pytest.mark.parametrize("parts", [(["a", "b"], ["c", "d"]), (["a", "b"], ["c"]), ([{"x": 1}], [{"x": 2}])])
+def test_lists_per_row_are_outputs(parts):
+    """A list of texts or dicts has one item per row, so it is not transposed, and `cat` keeps all items in order."""
+    assert TupleParallel(nn.Identity(), TWO)(parts) == parts
+    assert TupleParallel(nn.Identity(), TWO, reduction=cat)(parts) == [*parts[0], *parts[1]]
+    in_dict = TupleParallel(KeyedBy("ids"), TWO, reduction=cat)(parts)
+    assert in_dict == {"ids": [*parts[0], *parts[1]]}
+
+
+class KeyedBy(nn.Module):
+    """Returns its input in a dict."""
+
+    def __init__(self, key):
+        super().__init__()
+        self.key = key
+
+    def forward(self, value):
+        return {self.key: value}
 
 
 # -- the constructor and the end ------------------------------------------------------------------------------------------

@@ -98,12 +98,52 @@ def test_cat_keeps_gradients():
     assert all(torch.equal(part.grad, torch.ones_like(part)) for part in parts)
 
 
-def test_cat_joins_dicts_per_key_and_lists_per_position():
-    """A tuple of dicts becomes one dict. Nested lists stay lists."""
-    joined = cat(({"x": torch.zeros(1), "h": [torch.zeros(1)]}, {"h": [torch.ones(1)], "x": torch.ones(1)}))
+def test_cat_joins_dicts_per_key_and_tuples_per_position():
+    """A tuple of dicts becomes one dict. Nested tuples stay tuples."""
+    joined = cat(({"x": torch.zeros(1), "h": (torch.zeros(1),)}, {"h": (torch.ones(1),), "x": torch.ones(1)}))
     assert list(joined) == ["x", "h"]
     assert joined["h"][0].tolist() == [0, 1]
-    assert isinstance(joined["h"], list)
+    assert isinstance(joined["h"], tuple)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (["r0", "r1"], ["r2", "r3"]),
+        (["r0", "r1"], ["r2"]),
+        ([{"boxes": 1}], [{"boxes": 2}]),
+        ([torch.zeros(2, 4), torch.zeros(2, 4)], [torch.ones(2, 4), torch.ones(2, 4)]),
+        ([torch.zeros(2, 4)], [torch.ones(1, 4), torch.ones(3, 4)]),
+    ],
+    ids=["texts", "a short part", "dicts", "tensors of one size", "tensors"],
+)
+def test_cat_puts_lists_per_row_together(first, second):
+    """A list in a part has one item per row: no item is lost, and their order is that of the rows."""
+    in_dicts = cat(({"ids": first}, {"ids": second}))
+    transposed = cat({"ids": (first, second)})
+    assert [*map(id, in_dicts["ids"])] == [*map(id, transposed["ids"])] == [*map(id, (*first, *second))]
+
+
+def test_cat_puts_lists_of_texts_together():
+    """Lists without tensors are parts, also outside a dict."""
+    assert cat((["r0", "r1"], ["r2"])) == ["r0", "r1", "r2"]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_cat_refuses_quantized_parts_of_different_scales(per_channel):
+    """torch.cat takes the scale of the first part for all. Parts of one scale are joined."""
+
+    def quantized(scale):
+        x = torch.full((2, 3), 1.0)
+        if per_channel:
+            return torch.quantize_per_channel(x, torch.full((3,), scale), torch.zeros(3), 1, torch.quint8)
+        return torch.quantize_per_tensor(x, scale, 0, torch.quint8)
+
+    with pytest.raises(GatherError, match=r"different scales, or per channel. Return tensor.dequantize\(\)"):
+        cat((quantized(0.1), quantized(1.0)))
+    if not per_channel:
+        assert cat((quantized(0.5), quantized(0.5))).dequantize().tolist() == [[1.0] * 3] * 4
 
 
 def test_cat_joins_namedtuples_inside_or_outside():
@@ -139,7 +179,7 @@ def test_cat_keeps_tuples_of_packed_sequences():
         ((), "output: it has no parts"),
         ((torch.zeros(1), None), "output: part 1 is None, part 0 is of type Tensor"),
         (({"x": torch.zeros(1)}, {"y": torch.zeros(1)}), "output: part 1 has the keys ['y'], part 0 has ['x']"),
-        (({"h": [1]}, {"h": [1, 2]}), "output['h']: part 1 has 2 items, part 0 has 1"),
+        (({"h": (1,)}, {"h": (1, 2)}), "output['h']: part 1 has 2 items, part 0 has 1"),
         ((Output(1, 2), {"x": 1}), "output: part 1 is of type dict, part 0 is of type Output"),
         ((({"x": 1}, {"x": 2}), ({"x": 1}, (2,))), "output[1]: part 1 is of type tuple, part 0 is of type dict"),
         (((torch.zeros(1), torch.zeros(1)), (torch.zeros(1),)), "different numbers of parts: {0: 2, 1: 1}"),

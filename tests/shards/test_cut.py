@@ -597,7 +597,7 @@ def test_an_unknown_object_that_holds_tensors_is_refused(unknown, rows):
     for part in (
         'args[1]["cache"]',
         f"a {kind}, which holds tensors",
-        f"register_split({kind}, split=..., join=...)",
+        f"register_split({kind}, split=..., join=...",
         'in_dims={"y": {"cache": None}}',
     ):
         assert part in str(caught.value)
