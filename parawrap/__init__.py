@@ -36,6 +36,7 @@ from parawrap.errors import (
 if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
     from parawrap.api.collate import default_collate, tp_collate
+    from parawrap.api.collect import collect
     from parawrap.api.compare import Comparison, compare
     from parawrap.api.data_parallel import DataParallel, data_parallel
     from parawrap.api.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
@@ -85,6 +86,7 @@ __all__ = [
     "__version__",
     "build",
     "cat",
+    "collect",
     "compare",
     "cpu",
     "cuda_attrs",
@@ -111,6 +113,7 @@ __all__ = [
 _MODULES = ("cpu", "functional", "neuron")
 _NAMES_IN = {
     "parawrap.api.collate": ("default_collate", "tp_collate"),
+    "parawrap.api.collect": ("collect",),
     "parawrap.api.compare": ("Comparison", "compare"),
     "parawrap.api.data_parallel": ("DataParallel", "data_parallel"),
     "parawrap.api.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),

@@ -1,0 +1,76 @@
+"""`collect`: the outputs of layers inside a model, as outputs of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from parawrap._public import public
+from parawrap.errors import GatherError, ShardError
+
+__all__ = ["collect"]
+
+
+@public
+def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
+    """Return a module whose calls return the outputs of layers of `model`, in the order of the rows.
+
+    In a parallel block, a hook that stores outputs in a dictionary of the caller keeps those of one lane. The module that
+    `collect` returns registers its hooks for each call and returns the outputs, so that the block joins them.
+
+    Args:
+        model: The model. It keeps its parameters and hooks.
+        layers: The names of submodules, as in ``model.get_submodule(name)``. Each must run once per call.
+
+    Returns:
+        A module with the arguments of `model`. It returns a dict from names to outputs.
+
+    Raises:
+        ShardError: If the model has no submodule of a name.
+        GatherError: At the call, if a layer runs never, or more than once.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import collect, parallel
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> features = collect(model, ["1"])
+        >>> with torch.no_grad(), parallel(features, ["cpu", "cpu"]):
+        ...     outputs = features(torch.randn(5, 3))
+        >>> outputs["1"].shape
+        torch.Size([5, 8])
+    """
+    known = dict(model.named_modules())
+    for name in layers:
+        if name not in known:
+            msg = f"{type(model).__name__} has no submodule {name!r}. model.named_modules() lists the names"
+            raise ShardError(msg)
+    return _Collected(model, layers)
+
+
+class _Collected(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, layers: Sequence[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.layers = tuple(layers)
+        self.train(model.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
+        hooks = [self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name])) for name in outputs]
+        try:
+            self.model(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, kept in outputs.items():
+            if len(kept) != 1:
+                msg = f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run once"
+                raise GatherError(msg)
+        return {name: output for name, (output,) in outputs.items()}
+
+
+def _keep(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    outputs.append(output)
