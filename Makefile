@@ -120,11 +120,12 @@ bench-cuda:
 	&& echo "bench-cuda runs under $$python" && $$python -m benchmarks cuda
 
 # For a borrowed machine with a GPU: the tests and benchmarks that need it, and those of the CPU that need many cores, in at
-# most ten minutes. Writes benchmarks/results/device. Installs packages before, if $(PYTHON) lacks some.
+# most LIMIT_S seconds. Writes benchmarks/results/device. Installs packages before, if $(PYTHON) lacks some.
+LIMIT_S := 580
 device:
 	@if $(PYTHON) -m benchmarks.cuda_python pytest pytest-timeout; then python=$(PYTHON); \
 	else $(MAKE) --no-print-directory $(STAMP) && python=$(BIN)/python; fi \
-	&& echo "device runs under $$python" && $$python -m benchmarks.device
+	&& echo "device runs under $$python" && $$python -m benchmarks.device $(LIMIT_S)
 
 # The site. Its examples run in `make test`.
 docs: $(STAMP)

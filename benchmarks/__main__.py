@@ -38,7 +38,7 @@ class Suite(NamedTuple):
 
 SUITES = {
     "engine": Suite(
-        "Engine and api",
+        "Engine and public classes",
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
     ),
     "launching": Suite("Launching on one machine", ("launching", "relaunching"), time_unit="ms"),

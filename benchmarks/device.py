@@ -1,4 +1,4 @@
-"""``python -m benchmarks.device``: run the tests and benchmarks of a borrowed GPU machine, in ten minutes.
+"""``python -m benchmarks.device [SECONDS]``: run the tests and benchmarks of a borrowed GPU machine, in ten minutes.
 
 The parts run one after another. A part that needs longer than its share of the time is ended, and the next one runs. The
 pages of the suites and the logs of all parts go into one folder, with a summary that names hardware, versions, and date.
@@ -85,11 +85,11 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def main() -> int:
-    """Run all parts; return 1 if one did not pass."""
+def main(words: Sequence[str]) -> int:
+    """Run all parts in at most that many seconds; return 1 if one did not pass."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
-    outcomes = run(PARTS, FOLDER, LIMIT_S)
+    outcomes = run(PARTS, FOLDER, float(words[0]) if words else LIMIT_S)
     page = summary(outcomes)
     (FOLDER / "device.md").write_text(page)
     print(page, flush=True)
@@ -97,4 +97,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(main(sys.argv[1:]))

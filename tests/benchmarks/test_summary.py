@@ -82,7 +82,7 @@ def test_the_summary_lists_missed_goals_first():
     missed = f"1 of 2 goals are met. These are missed:\n\n{head}\n|---|---|---|---|---|---|---|\n"
     assert missed + "| b | speed-up | 2.00 | 1.90 | 2.10 | at least 3 | **no** |\n\n## All goals" in page
     assert "| a call | speed-up | 2.00 | 1.90 | 2.10 | at least 1.5 | yes |" in page
-    assert "| [Engine and api](engine.md) | 2026-01-02, x86_64, 2 cores, no GPU, torch 2.13.0 |" in page
+    assert "| [Engine and public classes](engine.md) | 2026-01-02, x86_64, 2 cores, no GPU, torch 2.13.0 |" in page
     assert "memory" not in page
 
 
