@@ -1,19 +1,17 @@
-"""``parawrap doctor``: what a machine has, and what works on it."""
+"""``parawrap doctor``: facts about a machine, and the parts that work on it."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from itertools import chain
 
 from parawrap import __version__
 from parawrap.cli._check import Check
+from parawrap.cli._trials import TRIALS, describe_machine, run_trial
 
 __all__ = ["EXAMPLES", "HELP", "add_options", "run"]
 
@@ -26,12 +24,12 @@ examples:
   parawrap doctor --verbose        # with the traceback of each problem
 """
 _LONGEST_S = 1_000_000  # poll(2) counts milliseconds in 32 bits
-_COLORS = {"ok": "32", "missing": "2", "warning": "33", "problem": "31"}
+_SHOWN = ("os", "python_version", "torch_version", "cuda_compiled_version", "nvidia_driver_version", "nvidia_gpu_models")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of this subcommand."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with all of torch.utils.collect_env")
     parser.add_argument("--verbose", action="store_true", help="show the traceback of each problem")
     parser.add_argument(
         "--timeout", type=_seconds, default=60.0, metavar="SECONDS", help="for each trial (default: %(default)g)"
@@ -50,43 +48,30 @@ def _seconds(text: str) -> float:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print one line per check. Return 1 if there is a problem."""
-    checks = _checks(given.timeout)
+    """Print facts, and one line per check. Return 1 if there is a problem."""
+    if not given.json:
+        print(f"parawrap {__version__}", flush=True)
+    facts, found = describe_machine(given.timeout)
+    trials = TRIALS if facts else ()  # without torch, there is nothing to try
+    checks = chain(found, (run_trial(name, given.timeout) for name in trials))
     if given.json:
         listed = list(checks)
-        print(json.dumps({"parawrap": __version__, "machine": _machine(), "checks": [each._asdict() for each in listed]}))
+        print(json.dumps({"parawrap": __version__, "machine": facts, "checks": [each._asdict() for each in listed]}))
     else:
-        listed = list(_shown(checks, verbose=given.verbose))
+        for name in _SHOWN:
+            if facts.get(name):
+                print(f"{name.replace('_', ' ')}: {', '.join(facts[name].splitlines())}")
+        listed = list(_show(checks, verbose=given.verbose))
     return int(any(each.state == "problem" for each in listed))
 
 
-def _checks(limit_s: float) -> Iterator[Check]:
-    """Yield the facts of the machine, then one check per trial."""
-    from parawrap.cli._machine import machine_checks
-    from parawrap.cli._trials import ON_ACCELERATORS, ON_CPU, Trial
-
-    with ExitStack() as running:
-        trials = [running.enter_context(Trial(name)) for name in ON_CPU]
-        try:
-            import torch
-        except ImportError as error:
-            yield Check("torch", "problem", str(error), "Install torch: https://pytorch.org/get-started/locally")
-            return
-        if torch.accelerator.is_available():
-            trials += [running.enter_context(Trial(name)) for name in ON_ACCELERATORS]
-        yield from machine_checks()
-        for trial in trials:
-            yield trial.check(limit_s)
-
-
-def _shown(checks: Iterable[Check], *, verbose: bool) -> Iterator[Check]:
+def _show(checks: Iterable[Check], *, verbose: bool) -> Iterator[Check]:
     """Print each check when it is done, and a summary. Yield the checks."""
-    print(f"parawrap {__version__} on {_machine()}\n")
+    print()
     counts: Counter[str] = Counter()
     for check in checks:
         counts[check.state] += 1
-        took = "" if check.milliseconds is None else f", {check.milliseconds:.0f} ms"
-        print(f"{_colored(f'{check.state:>8}', check.state)}  {check.name:<25}  {check.detail}{took}", flush=True)
+        print(f"{check.state:>8}  {check.name:<25}  {check.detail}", flush=True)
         if check.cure:
             print(textwrap.indent(check.cure, " " * 37))
         if verbose and check.traceback:
@@ -94,14 +79,3 @@ def _shown(checks: Iterable[Check], *, verbose: bool) -> Iterator[Check]:
         yield check
     problems, warnings = (f"{counts[state]} {state}{'s' * (counts[state] != 1)}" for state in ("problem", "warning"))
     print(f"\n{problems}, {warnings}, {counts['ok']} ok, {counts['missing']} missing")
-
-
-def _machine() -> str:
-    return f"{platform.node()}, {platform.system()} {platform.release()} {platform.machine()}"
-
-
-def _colored(text: str, state: str) -> str:
-    """Return the text in the color of a state, if standard output is a terminal that may show colors."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: standard output is closed
-    shows_colors = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return f"\033[{_COLORS[state]}m{text}\033[0m" if shows_colors else text

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import io
 import os
 import sys
@@ -11,35 +10,33 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from parawrap import __version__
-from parawrap.cli import _completion, _doctor, _run, _trace_to_page
+from parawrap.cli import _doctor, _run, _trace_to_page
 from parawrap.cli._usage_error import UsageError
 
 __all__ = ["main"]
 
-_SUBCOMMANDS = {"doctor": _doctor, "run": _run, "timeline": _trace_to_page, "completion": _completion}
+_SUBCOMMANDS = {"doctor": _doctor, "run": _run, "timeline": _trace_to_page}
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _EXAMPLES = """examples:
-  parawrap doctor                                    # check this machine
-  parawrap run train:main --device cpu --n 2 -- 0.1  # call main(0.1) of train.py in two ranks
-  parawrap timeline lanes.json                       # make a page of a recorded trace
+  parawrap doctor                                         # check this machine
+  parawrap run train:main --device cpu --n 2 -- --lr 0.1  # call main(lr=0.1) of train.py in two ranks
+  parawrap timeline lanes.json                            # make a page of a recorded trace
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand, and return the exit code: 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     if sys.stderr is None:  # as after 2>&-: print would write to standard output
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
-    _print_any_character()
-    parser = _parser()
-    options, rest = _split(argv)
-    _check_command(parser, options)
-    given = parser.parse_args(options)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # print escapes for characters that the terminal's encoding does not have
+            stream.reconfigure(errors="backslashreplace")
+    end = words.index("--") if "--" in words else len(words)
+    given, strays = _parser().parse_known_args(words[:end])
+    given.rest = words[end + 1 :]
     try:
-        if rest and given.run is not _run.run:
-            msg = f"{given.command} takes no arguments after --"
-            raise UsageError(msg)
-        given.rest = rest
+        _check_words(given, strays)
         code: int = given.run(given)
         if sys.stdout is not None:  # as after >&-
             sys.stdout.flush()
@@ -58,26 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _print_any_character() -> None:
-    """Print escapes for characters that the encoding of the terminal does not have."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-
-
-def _check_command(parser: argparse.ArgumentParser, options: Sequence[str]) -> None:
-    """Suggest the subcommand that a wrong name resembles, as argparse does only since Python 3.14."""
-    command = options[0] if options and not options[0].startswith("-") else None
-    if command is not None and command not in _SUBCOMMANDS:
-        similar = difflib.get_close_matches(command, _SUBCOMMANDS, n=1)
-        remedy = f"Did you mean {similar[0]}?" if similar else f"Give one of {', '.join(_SUBCOMMANDS)}"
-        parser.error(f"{command!r} is not a command. {remedy}")
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments before and after ``--``."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    return argv[:at], argv[at + 1 :]
+def _check_words(given: argparse.Namespace, strays: Sequence[str]) -> None:
+    if strays:
+        msg = f"unrecognized arguments: {' '.join(strays)}"
+        if given.command == "run":
+            msg += f". Put arguments of the function after --: parawrap run {given.target} -- {' '.join(strays)}"
+        raise UsageError(msg)
+    if given.rest and given.command != "run":
+        msg = f"{given.command} takes no arguments after --"
+        raise UsageError(msg)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,5 +86,5 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         subcommand.add_options(added)
-        added.set_defaults(run=subcommand.run, parser=parser)
+        added.set_defaults(run=subcommand.run)
     return parser

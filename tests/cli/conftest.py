@@ -11,10 +11,16 @@ import pytest
 
 ROOT = str(Path(__file__).parents[2])
 TRAIN = """
-import os
-import time
+from __future__ import annotations
 
-import torch.distributed as dist
+import argparse
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch.utils.data import DataLoader
 
 from parawrap import Platform, current_rank, wrapper
 
@@ -47,6 +53,21 @@ def odd_results():
     return ["\u2192", Unprintable()][current_rank().global_rank]
 
 
+@wrapper(Platform(device="slurm", n_gpus=8, verbose=False))
+def on_slurm(lr: float = 1.0):
+    return lr, current_rank().world_size
+
+
+def script():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    return parser.parse_args().lr
+
+
+def without_parameters():
+    return sys.argv
+
+
 async def coroutine():
     pass
 
@@ -69,6 +90,52 @@ class Group:
     @staticmethod
     def member():
         return "member"
+
+    @classmethod
+    def make(cls, size: int):
+        return cls.__name__, size
+
+    def method(self, size: int):
+        return size
+
+
+group = Group()
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+    n_layers: int = 2
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def typed(
+    lr: float,
+    n_steps: int = 3,
+    *,
+    verbose: bool = False,
+    name: str | None = None,
+    sizes: list[int] | None = None,
+    mode: Literal["fast", "slow"] = "fast",
+    **more,
+):
+    '''Train a model.
+
+    Args:
+        lr: The learning rate.
+    '''
+    return lr, n_steps, verbose, name, sizes, mode, more
+
+
+def configured(config: Config, loader: DataLoader | None = None):
+    return config
+
+
+def for_type_checkers(lr: float, sizes: Sequence[int] = (), *rest: Missing):
+    return lr, sizes, rest
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 from parawrap.cli import main
 from parawrap.cli._run import _rank_count
+from tests.cli.conftest import ROOT
 
 
 @pytest.fixture
@@ -118,12 +120,22 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
         (["train:main", "--device", "cpu", "--set", "device=gpu", "--", "1"], "device is given twice, as 'cpu' and 'gpu'"),
         (
             ["train:main", "--inline", "--n", "2", "--", "1"],
-            "--inline runs one rank in this process, so n_cpus has no effect",
+            "--inline runs one rank in this process, so n has no effect",
         ),
         (["train:main", "--inline", "--trace", "t.html", "--", "1"], "so trace has no effect"),
         (["train:main", "--inline", "--timeout-min", "1", "--", "1"], "so timeout_min has no effect"),
         (["train:main", "--inline", "--dry-run"], "argument --dry-run: not allowed with argument --inline"),
         (["train:main", "--dry", "--", "1"], "unrecognized arguments: --dry"),
+        (
+            ["train:main", "0.1"],
+            "unrecognized arguments: 0.1. Put arguments of the function after --: parawrap run train:main -- 0.1",
+        ),
+        (["train:main", "--lr", "0.1"], "after --: parawrap run train:main -- --lr 0.1"),
+        (["train:typed", "--", "--lr", "fast"], 'train:typed: Invalid value for --lr: unable to convert "fast" into float'),
+        (["train:typed", "--", "--n-steps", "4"], "train:typed: Parameter --lr requires an argument"),
+        (["train:typed", "--", "1", "2", "3"], "train:typed: Unused Tokens: ['3']"),
+        (["train:typed", "--", "1", "--mode", "odd"], 'Choose from: "fast", "slow"'),
+        (["train:main", "--", "1", "--epoch", "2"], "train:main: Unknown option: --epoch. Did you mean --epochs?"),
         (["train:main", "--trace", "gone/t.html", "--", "1"], "trace: the folder of 'gone/t.html' does not exist"),
         (["train:main", "--set", "n_cpus=abc", "--", "1"], "n_cpus='abc'"),
     ],
@@ -134,6 +146,86 @@ def test_wrong_names_and_options(here, args, message):
     assert shown.returncode == 2
     assert message in shown.stderr
     assert "Traceback" not in shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "result"),
+    [
+        ("typed", ["--lr", "0.5", "--n-steps", "4"], "(0.5, 4, False, None, None, 'fast', {})"),
+        ("typed", ["--lr=1", "--n_steps=4"], "(1.0, 4, False, None, None, 'fast', {})"),
+        ("typed", ["0.5", "--verbose", "--name", "3"], "(0.5, 3, True, '3', None, 'fast', {})"),
+        ("typed", ["0.5", "--no-verbose", "--sizes", "1", "2"], "(0.5, 3, False, None, [1, 2], 'fast', {})"),
+        ("typed", ["0.5", "--sizes", "[1, 2]", "mode=slow"], "(0.5, 3, False, None, [1, 2], 'slow', {})"),
+        ("typed", ["0.5", "--two-words", "1", "c=[2]"], "(0.5, 3, False, None, None, 'fast', {'two_words': 1, 'c': [2]})"),
+        ("main", ["--lr", "0.5", "--epochs", "0.25"], "(0, 0.5, (), 0.25)"),
+        ("main", ["-1", "--epochs", "[1, 2]"], "(0, -1, (), [1, 2])"),
+        ("configured", ["--config.lr", "1", "--config.n_layers", "4"], "Config(lr=1.0, n_layers=4)"),
+        ("for_type_checkers", ["1", "[1, 2]", "a", "3"], "(1.0, [1, 2], ('a', 3))"),
+        ("Group.make", ["--size", "3"], "('Group', 3)"),
+        ("group.method", ["3"], "3"),
+    ],
+)
+def test_annotations_convert_arguments(here, target, words, result):
+    """Options, flags, lists, dataclasses, and more keywords. Without a usable annotation, a value is a Python value."""
+    shown = here("run", f"train:{target}", "--inline", "--", *words)
+    assert (shown.returncode, shown.stdout.splitlines()[-1:], shown.stderr) == (0, [f"rank 0: {result}"], "")
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_the_help_of_the_function_is_shown(here, word):
+    """It has the parameters with their descriptions, and nothing is launched."""
+    shown = here("run", "train:typed", "--", word)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("Usage: parawrap run train:typed -- ")
+    assert "Train a model." in shown.stdout
+    assert "LR, --lr: The learning rate. [required]" in shown.stdout
+    assert "rank 0" not in shown.stdout
+
+
+def test_a_function_without_parameters_reads_the_arguments_from_sys_argv(here):
+    """Each rank has the words, as a script would."""
+    shown = here("run", "train:script", "--device", "cpu", "--n", "2", "--", "--lr", "0.5")
+    assert (shown.returncode, shown.stdout) == (0, "rank 0: 0.5\nrank 1: 0.5\n")
+    assert here("run", "train:without_parameters", "--inline", "--", "a", "b").stdout == "rank 0: ['train', 'a', 'b']\n"
+
+
+def test_a_function_without_parameters_shows_its_own_help(here):
+    """The help of its argparse is shown once, and nothing is launched."""
+    shown = here("run", "train:script", "--device", "cpu", "--n", "2", "--", "--help")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert shown.stdout.startswith("usage: train [-h] [--lr LR]\n")
+
+
+def test_without_cyclopts_only_arguments_need_it(parawrap, tmp_path):
+    """A function without arguments is launched. Otherwise the message says what to install."""
+    (tmp_path / "cyclopts.py").write_text("raise ImportError")
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    assert parawrap("run", "train:decorated", "--inline", PYTHONPATH=path).stdout == "rank 0: (1, 'script')\n"
+    shown = parawrap("run", "train:main", "--inline", "--", "1", PYTHONPATH=path)
+    assert shown.returncode == 2
+    assert "pip install 'parawrap-torch[cli]'" in shown.stderr
+
+
+def test_a_device_resets_the_launcher_of_a_decorated_function(here):
+    """--device cpu tries a function of Slurm on this machine. Its GPUs are those of the cluster."""
+    assert here("run", "train:on_slurm", "--device", "cpu").stdout == "rank 0: (1.0, 1)\n"
+    assert here("run", "train:on_slurm", "--device", "cpu", "--inline", "--", "--lr", "2").stdout == "rank 0: (2.0, 1)\n"
+
+
+def test_a_device_that_names_a_launcher_keeps_the_other_fields(here):
+    """--device slurm and --launcher slurm leave the function on Slurm."""
+    for option in ("--device", "--launcher"):
+        shown = here("run", "train:on_slurm", option, "slurm", "--dry-run")
+        assert (shown.returncode, "#SBATCH --gpus-per-node=8" in shown.stdout) == (0, True)
+
+
+def test_gpus_and_cpus_are_fields_of_the_platform(here):
+    """--cpus is n_cpus, and --gpus is n_gpus."""
+    assert here("run", "train:decorated", "--cpus", "1").stdout == "rank 0: (1, 'script')\n"
+    assert "n_gpus=2: device='cpu' uses no GPUs" in here("run", "train:decorated", "--gpus", "2").stderr
+    shown = here("run", "train:main", "--device", "slurm", "--gpus", "8", "--cpus", "3", "--dry-run", "--", "1")
+    assert shown.returncode == 0
+    assert "--cpus-per-task=24" in shown.stdout
 
 
 @pytest.mark.parametrize(
