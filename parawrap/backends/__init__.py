@@ -5,7 +5,14 @@ interface. ``_backend_registry.py`` maps each kind of device to a module, which 
 """
 
 from parawrap.backends._backend import Backend, Stream, Traits
-from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, register_backend
+from parawrap.backends._backend_registry import (
+    CORE_KINDS,
+    backend_of,
+    best_backend,
+    is_torch_device,
+    register_backend,
+    torch_kind,
+)
 from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
@@ -34,5 +41,6 @@ __all__ = [
     "register_backend",
     "resolve_device",
     "resolve_devices",
+    "torch_kind",
     "warn_caller",
 ]
