@@ -16,7 +16,7 @@ from parawrap.backends._backend_registry import (
 from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
-from parawrap.backends._warnings import ignore_speed_warnings, warn_caller
+from parawrap.backends._warnings import drop_own_frames, ignore_speed_warnings, user_frames, warn_caller
 
 __all__ = [
     "CORE_KINDS",
@@ -30,6 +30,7 @@ __all__ = [
     "bring",
     "bring_into",
     "device_of",
+    "drop_own_frames",
     "emulate_cores",
     "emulates_cores",
     "ignore_speed_warnings",
@@ -42,5 +43,6 @@ __all__ = [
     "resolve_device",
     "resolve_devices",
     "torch_kind",
+    "user_frames",
     "warn_caller",
 ]
