@@ -157,6 +157,15 @@ class Launchable(Generic[P, R]):
         name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
         return f"<{name} on {self._platform.world_size} ranks of {self._platform.device}>"
 
+    def __eq__(self, other: object) -> bool:
+        """Compare as Python's methods do: each access to a method makes a new object."""
+        if not isinstance(other, Launchable):
+            return NotImplemented
+        return self._defined is other._defined and self.__wrapped__ == other.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
     def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
         if self._defined is not self:
             return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]

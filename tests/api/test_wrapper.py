@@ -133,6 +133,17 @@ def test_decorated_function_keeps_its_metadata():
     assert inspect.getsource(shift) == inspect.getsource(plain)
 
 
+def test_decorated_methods_are_equal_as_bound_methods_are():
+    """The same method of the same object is equal, also as a key; those of other objects and other functions are not."""
+    model = Model(2)
+    assert model.method == model.method
+    assert {model.method: 1}[model.method] == 1
+    assert model.method != Model(2).method
+    assert shift == shift
+    assert shift != decorated_elsewhere
+    assert shift != shift.__wrapped__
+
+
 METHODS = ("submit", "map", "dry_run", "inline")
 
 
