@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from parawrap import cpu, functional, neuron
     from parawrap.api.collate import default_collate, tp_collate
     from parawrap.api.collect import collect
-    from parawrap.api.compare import Comparison, compare
+    from parawrap.api.compare import compare
     from parawrap.api.data_parallel import DataParallel, data_parallel
     from parawrap.api.move_to_device import Batch, cuda_attrs, recursive_cuda, recursive_to
     from parawrap.api.parallel import Parallel, parallel
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Batch",
-    "Comparison",
     "DataParallel",
     "Device",
     "DeviceListError",
@@ -114,7 +113,7 @@ _MODULES = ("cpu", "functional", "neuron")
 _NAMES_IN = {
     "parawrap.api.collate": ("default_collate", "tp_collate"),
     "parawrap.api.collect": ("collect",),
-    "parawrap.api.compare": ("Comparison", "compare"),
+    "parawrap.api.compare": ("compare",),
     "parawrap.api.data_parallel": ("DataParallel", "data_parallel"),
     "parawrap.api.move_to_device": ("Batch", "cuda_attrs", "recursive_cuda", "recursive_to"),
     "parawrap.api.parallel": ("Parallel", "parallel"),

@@ -7,6 +7,6 @@ compiles them for fixed shapes, and runs one inference at a time on each core.
 from __future__ import annotations
 
 from parawrap.api.check_rowwise import check_rowwise
-from parawrap.neuroncores import CoreStats, NeuronHost, neuron_host
+from parawrap.neuroncores import NeuronHost, neuron_host
 
-__all__ = ["CoreStats", "NeuronHost", "check_rowwise", "neuron_host"]
+__all__ = ["NeuronHost", "check_rowwise", "neuron_host"]

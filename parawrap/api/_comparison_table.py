@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.testing import assert_close
 
 from parawrap.displays import Table
 
 __all__ = ["Comparison", "Difference", "Way", "difference"]
 
 _HEADER = "way", "median ms", "middle half ms", "speed-up", "extra MiB", "page faults", "outputs differ", "gradients differ"
+_QUIET = 0.1  # cores; the kernel and the monitors of an idle machine use less
+_ABSOLUTE = re.compile(r"absolute difference: (\S+)", re.IGNORECASE)  # in the messages of assert_close
 
 
 class Difference(NamedTuple):
@@ -31,8 +36,8 @@ class Way:
     """Measurements of one way to run the call.
 
     Attributes:
-        name: "plain" or "lanes".
-        seconds: The time of each timed call.
+        name: "plain", "plain, 1 thread", or "lanes".
+        seconds: The time per call in each round.
         extra_bytes: The growth of memory up to its peak, in the last turn; None if the peak cannot be read.
         page_faults: Page faults of the process per timed call.
         outputs: The greatest difference of the outputs from the plain way.
@@ -54,29 +59,28 @@ class Way:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Comparison:
-    """Measurements of each way, the plain one first; returned by `compare`. `print` shows a table.
+    """Measurements of each way, "plain" first and "lanes" last. `print` shows a table.
 
-    Example:
-        >>> import torch
-        >>> from parawrap import compare
-        >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(9, 3), ["cpu", "cpu"], show=False)
-        >>> [way.name for way in comparison.ways]
-        ['plain', 'lanes']
+    Attributes:
+        title: The block, the mode, and the number of rounds and calls.
+        ways: A `Way` for each row of the table.
+        busy_cores: The average number of cores that other processes used during the measurement; None if unknown.
     """
 
     title: str
     ways: tuple[Way, ...]
+    busy_cores: float | None = None
 
     def __repr__(self) -> str:
         return f"<Comparison: {', '.join(f'{way.name} {1e3 * way.quartiles[1]:.3g} ms' for way in self.ways)}>"
 
     def __str__(self) -> str:
-        return str(self._table())
+        return "\n".join([str(self._table(self.title)), *self._remarks()])
 
     def _repr_html_(self) -> str:
-        return self._table().html()
+        return self._table("\n".join([self.title, *self._remarks()])).html()
 
-    def _table(self) -> Table:
+    def _table(self, title: str) -> Table:
         rows = []
         for way in self.ways:
             low, median, high = (f"{1e3 * quartile:.3f}" for quartile in way.quartiles)
@@ -84,20 +88,34 @@ class Comparison:
             extra = "unknown" if way.extra_bytes is None else f"{way.extra_bytes / 2**20:.1f}"
             numbers = way.name, median, f"{low} to {high}", speed_up, extra, f"{way.page_faults:.0f}"
             rows.append((*numbers, str(way.outputs), str(way.gradients)))
-        if self.ways[0].gradients:
-            return Table(self.title, _HEADER, rows)
-        return Table(self.title, _HEADER[:-1], [row[:-1] for row in rows])
+        columns = len(_HEADER) if self.ways[0].gradients else len(_HEADER) - 1
+        return Table(title, _HEADER[:columns], [row[:columns] for row in rows])
+
+    def _remarks(self) -> list[str]:
+        """Return the reason why the speed-up may not last, if there is one."""
+        if self.busy_cores is not None and self.busy_cores > _QUIET:
+            used = f"Other processes used {self.busy_cores:.1f} cores during the measurement"
+            return [f"{used}: the speed-up may not last. Measure again on an idle machine"]
+        *plain, lanes = (way.quartiles for way in self.ways)
+        fastest = min(plain, key=lambda quartiles: quartiles[1], default=lanes)
+        if fastest[0] <= lanes[2] and lanes[0] <= fastest[2]:
+            return ["The middle halves of lanes and of the fastest plain way overlap: the difference is not significant"]
+        return []
 
 
-def difference(ours: list[torch.Tensor], plain: list[torch.Tensor]) -> Difference:
-    """Return the greatest difference, infinite if shapes or positions of NaNs differ."""
-    if [tensor.shape for tensor in ours] != [tensor.shape for tensor in plain]:
+def difference(ours: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> Difference:
+    """Return the greatest difference, infinite if shapes, dtypes, or positions of NaNs differ."""
+    if len(ours) != len(plain):
         return Difference(math.inf, math.inf)
     greatest = Difference(0.0, 0.0)
-    for pair in zip(ours, plain, strict=True):
-        one, other = (tensor.to(torch.promote_types(tensor.dtype, torch.float64)) for tensor in pair)
-        gap = (one - other).abs()[(one != other) & ~(one.isnan() & other.isnan())].nan_to_num(nan=math.inf)
-        if gap.numel():
-            relative = (gap.max() / other.abs().nan_to_num(posinf=0.0).max()).item()
-            greatest = Difference(max(greatest.absolute, gap.max().item()), max(greatest.relative, relative))
+    for one, other in zip(ours, plain, strict=True):
+        try:
+            assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        except AssertionError as error:
+            found = _ABSOLUTE.search(str(error))
+            gap = math.inf if found is None or found[1] == "nan" else float(found[1])
+            magnitudes = other.to(torch.promote_types(other.dtype, torch.float64)).abs().nan_to_num(0.0, posinf=0.0)
+            largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
+            relative = gap / largest if largest else math.inf
+            greatest = Difference(max(greatest.absolute, gap), max(greatest.relative, relative))
     return greatest

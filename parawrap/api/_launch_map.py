@@ -7,8 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
+from parawrap.backends import user_frames
 from parawrap.errors import LaunchCancelledError
 from parawrap.launch import Job, Launch, RankResults, cancel_all, launch, launch_array, runs_here
 
@@ -27,7 +29,7 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
         return iter(())
     array = launch_array(jobs, max_parallel)
     if array is not None:
-        return _Outcomes([launched.results for launched in array], lambda: cancel_all(array))
+        return _Outcomes([launched.results for launched in array], partial(cancel_all, array))
     if max_parallel is None:
         max_parallel = 1 if runs_here(jobs[0]) else len(jobs)
     if max_parallel == 1:
@@ -36,13 +38,21 @@ def launch_each(jobs: Sequence[Job], max_parallel: int | None) -> Iterator[Outco
     return _Outcomes([future.result for future in queue.futures], queue.cancel)
 
 
+def _outcome(wait: Callable[[], RankResults[Any]]) -> Outcome:
+    """Return the results, or the exception without frames of parawrap. Its notes show where it was raised in the rank."""
+    try:
+        return wait()
+    except Exception as error:  # noqa: BLE001 (yielded instead of results)
+        return error.with_traceback(user_frames(error.__traceback__))
+
+
 def _one_by_one(jobs: Sequence[Job]) -> Iterator[Outcome]:
     """Launch each job in the calling thread, when the iterator reaches it."""
     for job in jobs:
         running = None
         try:
             running = launch(job)
-            outcome: Outcome = running.results()
+            outcome = _outcome(running.results)
         except Exception as error:  # noqa: BLE001 (yielded instead of results)
             outcome = error
         finally:
@@ -62,11 +72,7 @@ class _Outcomes(Iterator[Outcome]):
         self._cancel = cancel
 
     def __next__(self) -> Outcome:
-        wait = next(self._waits)
-        try:
-            return wait()
-        except Exception as error:  # noqa: BLE001 (yielded instead of results)
-            return error
+        return _outcome(next(self._waits))
 
     def close(self) -> None:
         """Cancel the unfinished launches."""

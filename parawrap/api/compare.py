@@ -1,4 +1,4 @@
-"""`compare`: measure a call as a plain call and in lanes."""
+"""`compare`: measure a call as a plain call and in lanes. torch.utils.benchmark times it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch.utils.benchmark import Timer
 
 from parawrap._public import public
+from parawrap.api._check_arguments import is_platform
 from parawrap.api._comparison_table import Comparison, Way, difference
-from parawrap.api._isolate_measurements import memory_growth, page_faults, turn
+from parawrap.api._isolate_measurements import cores_of_others, memory_growth, page_faults, turn
 from parawrap.api.parallel import parallel
 from parawrap.backends import Devices, ignore_speed_warnings
 from parawrap.engine import as_call
 from parawrap.errors import ShardError
+from parawrap.lanes import intra_op_threads
 from parawrap.tree import Opaque, flatten, tensors_in
 
-__all__ = ["Comparison", "compare"]
+__all__ = ["compare"]
 
-_WARM_UP_CALLS = 3
+_ONE_THREAD = "plain, 1 thread"
 
 
 @public
@@ -41,9 +44,14 @@ def compare(
     """Run a call plainly and in lanes, print a table of times, memory, and differences, and return the measurements.
 
     In the table, "plain" is the call as torch runs it, and "lanes" is the call inside
-    ``parallel(model, devices, **options)``. These two ways alternate in turns. Each turn starts from the same buffers,
-    training flags, `.grad`, and torch random states, and restores them at its end. Its first calls are not timed.
-    Accelerators are synchronized around each timed call.
+    ``parallel(model, devices, **options)``. On the CPU, "plain, 1 thread" is the plain call with one thread per operator.
+    The ways alternate in turns. Each turn starts from the same buffers, training flags, `.grad`, and torch random states,
+    and restores them at its end. Its first calls are not timed. A remark below the table says if other processes used the
+    cores meanwhile, or if the times of lanes and of the plain call overlap.
+
+    The returned object has the fields `title`, `ways`, and `busy_cores`: the average number of cores that other processes
+    used, or None if that is unknown. Each way has `name`, `seconds` (per call, in each round), `quartiles` of these,
+    `extra_bytes`, `page_faults`, `outputs`, and `gradients`.
 
     Args:
         model: A module, compared in its current training mode, or another callable.
@@ -65,14 +73,15 @@ def compare(
         >>> from parawrap import compare
         >>> comparison = compare(torch.nn.Linear(3, 2), torch.randn(9, 3), ["cpu", "cpu"])
         parallel(Linear, ['cpu', 'cpu']): forward in training mode, 5 rounds of 10 calls
-          way  median ms ...
+                    way  median ms ...
+        >>> [way.name for way in comparison.ways]
+        ['plain', 'plain, 1 thread', 'lanes']
     """
     method, *others = options.get("methods", ("forward",))
     if rounds < 2 or calls < 1 or others:
         msg = f"compare needs rounds >= 2, calls >= 1, and one method. Got {rounds=}, {calls=}, methods={[method, *others]}"
         raise ShardError(msg)
     block = parallel(model, devices, **options)
-    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model), "lanes": block}
     owner = getattr(model, "__self__", model)  # the module of a bound method
     module = owner if isinstance(owner, torch.nn.Module) else torch.nn.Module()
     args, kwargs = as_call(batch)
@@ -80,10 +89,14 @@ def compare(
     leaves = [tensor for tensor in held if tensor.is_leaf and tensor.requires_grad]
     places = {tensor.device for tensor in (*held, *module.buffers())}.union(block.devices)
     accelerators = [place for place in places if isinstance(place, torch.device) and place.type != "cpu"]
+    ways: dict[str, AbstractContextManager[Any]] = {"plain": contextlib.nullcontext(model), "lanes": block}
+    if places == {torch.device("cpu")}:
+        ways = {"plain": ways["plain"], _ONE_THREAD: ways["plain"], "lanes": block}
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     faults = dict.fromkeys(ways, 0)
     answers: dict[str, tuple[list[torch.Tensor], ...]] = {}
     extra: dict[str, int | None] = {}
+    counts: list[int] = []  # page faults at each reading of the clock
 
     def step(target: Any) -> Any:
         for leaf in leaves:
@@ -93,38 +106,36 @@ def compare(
             (loss or _sum)(output).backward()
         return output
 
-    def timed(target: Any) -> float:
-        wait()
-        start = perf_counter()
-        step(target)
-        wait()
-        return perf_counter() - start
-
-    def wait() -> None:
+    def clock() -> float:
         for device in accelerators:
             torch.accelerator.synchronize(device)
+        counts.append(page_faults())
+        return perf_counter()
 
+    busy_cores = cores_of_others()
     for _ in range(rounds):
         for name, way in ways.items():
             growth = memory_growth(accelerators)
             quiet = ignore_speed_warnings() if train else contextlib.nullcontext()  # an eval mode with gradients is meant
-            with quiet, turn(name, module, leaves, accelerators), way as opened, torch.set_grad_enabled(train):
+            threads = intra_op_threads(1 if name == _ONE_THREAD else None)
+            with quiet, turn(name, module, leaves, accelerators), threads, way as opened, torch.set_grad_enabled(train):
                 target = model if module is model else opened
                 if name not in answers:
                     answers[name] = _copies(_tensors(step(target))), _copies(map(_gradient, leaves))
-                for _ in range(_WARM_UP_CALLS):
-                    step(target)
-                before = page_faults()
-                seconds[name] += [timed(target) for _ in range(calls)]
-                faults[name] += page_faults() - before
+                given = {"step": step, "target": target}
+                timer = Timer("step(target)", timer=clock, globals=given, num_threads=torch.get_num_threads())
+                seconds[name].append(timer.timeit(calls).median)
+                faults[name] += counts[-1] - counts[-2]
             extra[name] = growth()
     rows = []
     for name, times in seconds.items():
         outputs, gradients = map(difference, answers[name], answers["plain"])
-        rows.append(Way(name, tuple(times), extra[name], faults[name] / len(times), outputs, gradients if train else None))
+        per_call = faults[name] / (rounds * calls)
+        rows.append(Way(name, tuple(times), extra[name], per_call, outputs, gradients if train else None))
     what = "training step" if train else "forward"
     mode = f" in {'training' if module.training else 'eval'} mode" if module is owner else ""
-    comparison = Comparison(f"{block!r}: {what}{mode}, {rounds} rounds of {calls} calls", tuple(rows))
+    title = f"{block!r}: {what}{mode}, {rounds} rounds of {calls} calls"
+    comparison = Comparison(title, tuple(rows), None if is_platform(devices) else busy_cores())  # Ray's workers are others
     if show:
         print(comparison)  # noqa: T201
     return comparison

@@ -33,7 +33,8 @@ class ParallelWrapper(torch.nn.Module):
 
     Attributes:
         model: The model, or the `DataParallel` around it.
-        device: The given device. "auto" is replaced by the device of the model.
+        device: The given device. "auto" and names that torch does not know, such as "gpu", are replaced by the model's
+            device.
 
     Raises:
         DeviceUnavailableError: If this machine does not have the device. The message names the devices that it has.
@@ -82,7 +83,8 @@ class ParallelWrapper(torch.nn.Module):
         # The first lane is on the model's device, because DataParallel requires the parameters there.
         others = [each for each in backend_of(resolved.type).every_device() if each != resolved] if spreads else []
         self.model = DataParallel(model, [resolved, *others]) if others else model
-        self.device = str(resolved) if is_auto else device
+        is_torch_name = not isinstance(device, str) or device.partition(":")[0] == resolved.type
+        self.device = device if is_torch_name else str(resolved)
 
     def _inner(self) -> torch.nn.Module:
         model = submodule(self, "model")

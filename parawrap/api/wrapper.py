@@ -5,16 +5,15 @@ This module checks, binds, and pickles functions. `parawrap.launch` starts the p
 
 from __future__ import annotations
 
-import copy
+import difflib
 import inspect
+import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeGuard, TypeVar, cast, overload
-
-import wrapt
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeGuard, TypeVar, overload
 
 from parawrap._public import public
 from parawrap.api._launch_map import launch_each
-from parawrap.api._pickle_decorated import Undecorated, is_global, own_class, reduced_by_name, sent_by_cloudpickle
+from parawrap.api._pickle_decorated import Undecorated, is_global, reduced_by_name, sent_by_cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
     Job,
@@ -44,19 +43,47 @@ R = TypeVar("R", covariant=True)
 T = TypeVar("T")
 
 
-class Launchable(Protocol[P, R]):
-    """A function decorated with ``@wrapper(platform)``. It has no state and is thread-safe."""
+_METHODS = """Decorated with parawrap.wrapper: the call runs the function once per rank. Other ways to run it:
 
-    __wrapped__: Callable[..., Any]
-    platform: Platform
+- submit(...) starts the ranks and returns a handle without waiting.
+- map(items) launches the function once per item.
+- dry_run(...) describes the launch without starting it.
+- inline(...) runs the function in this process, for use with a debugger."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
+
+class Launchable(Generic[P, R]):
+    """A function or bound method decorated with ``@wrapper(platform)``. It has no state and is thread-safe.
+
+    Other attributes are those of the function. Its docstring gains a paragraph that names the methods, for ``help``.
+    """
+
+    if TYPE_CHECKING:
+        __wrapped__: Callable[..., Any]
+        _platform: Platform
+        _defined: Launchable[..., Any]
+
+    def __init__(self, function: Callable[P, R], platform: Platform, defined: Launchable[..., Any] | None = None) -> None:
+        vars(self).update(
+            __wrapped__=function,
+            __module__=getattr(function, "__module__", None),
+            __doc__="\n\n".join([*filter(None, [inspect.cleandoc(function.__doc__ or "")]), _METHODS]),
+            __annotations__=getattr(function, "__annotations__", {}),
+            _platform=platform,
+            _defined=self if defined is None else defined,  # for a bound method, the decorated function in its class
+        )
+
+    @property
+    def platform(self) -> Platform:
+        """The platform of the decorator."""
+        return self._platform
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function once per rank, wait, and return the value of each rank."""
-        ...
+        return _run(self._job(args, kwargs))
 
-    def submit(self, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
+    def submit(self, /, *args: P.args, **kwargs: P.kwargs) -> Launch[R]:
         """Start the ranks and return a handle without waiting."""
-        ...
+        return _start(self._job(args, kwargs))
 
     def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[R] | Exception]:
         """Launch ``function(item)`` once per item, and yield the results of each launch in order.
@@ -78,20 +105,100 @@ class Launchable(Protocol[P, R]):
         >>> list(train.map([0.5, 0, 0.1]))
         [RankResults(2.0, 2.0), ZeroDivisionError('division by zero'), RankResults(10.0, 10.0)]
         """
-        ...
+        if max_parallel is not None and max_parallel < 1:
+            msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
+            raise ValueError(msg)
+        jobs = numbered_traces([self._job((config,), {}) for config in configs])
+        for job in jobs:
+            _check(job)
+        return launch_each(jobs, max_parallel)
 
-    def dry_run(self, *args: P.args, **kwargs: P.kwargs) -> Preview:
+    def dry_run(self, /, *args: P.args, **kwargs: P.kwargs) -> Preview:
         """Return a preview of the launch without starting it."""
-        ...
+        return preview(self._job(args, kwargs))
 
-    def inline(self, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
+    def inline(self, /, *args: P.args, **kwargs: P.kwargs) -> RankResults[R]:
         """Run the function in this process as rank 0 of 1, for use with a debugger."""
-        ...
+        job = self._job(args, kwargs)
+        _refuse_in_a_rank(job)
+        return run_inline(job)
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> Launchable[P, R]: ...
     @overload
     def __get__(self: Launchable[Concatenate[S, Q], R], instance: S, owner: Any = None) -> Launchable[Q, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Launchable[..., R]:
+        """Bind the function as Python does: to the instance, or to the class of a classmethod."""
+        bind = getattr(type(self.__wrapped__), "__get__", None)
+        bound = self.__wrapped__ if bind is None else bind(self.__wrapped__, instance, owner)
+        return Launchable(bound, self._platform, self) if isinstance(bound, types.MethodType) else self
+
+    if not TYPE_CHECKING:  # a type checker would accept every name
+
+        def __getattr__(self, name: str) -> Any:
+            function = vars(self)["__wrapped__"]
+            try:
+                return getattr(function, name)
+            except AttributeError:
+                methods = [each for each in dir(Launchable) if not each.startswith("_")]
+                close = difflib.get_close_matches(name, methods, 1)
+                hint = f": did you mean {close[0]!r}?" if close else ""
+                shown = getattr(function, "__qualname__", function)
+                msg = f"{shown}, decorated with wrapper, has no attribute {name!r}{hint}"
+                raise AttributeError(msg, name=name) from None
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if hasattr(Launchable, name):
+                super().__setattr__(name, value)
+            else:
+                setattr(self.__wrapped__, name, value)  # travels with the function
+
+    def __repr__(self) -> str:
+        name = getattr(self.__wrapped__, "__qualname__", repr(self.__wrapped__))
+        return f"<{name} on {self._platform.world_size} ranks of {self._platform.device}>"
+
+    def __eq__(self, other: object) -> bool:
+        """Compare as Python's methods do: each access to a method makes a new object."""
+        if not isinstance(other, Launchable):
+            return NotImplemented
+        return self._defined is other._defined and self.__wrapped__ == other.__wrapped__
+
+    def __hash__(self) -> int:
+        return hash(self.__wrapped__)
+
+    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
+        if self._defined is not self:
+            return getattr, (self.__wrapped__.__self__, self.__name__)  # type: ignore[attr-defined]
+        return reduced_by_name(self) if is_global(self) else _reduced_by_value(self)
+
+    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
+        """Return one call. A method is sent as its function and its object, because a rank would decorate it again."""
+        function: Any = self.__wrapped__
+        bound_to: tuple[Any, ...] = ()
+        if isinstance(function, types.MethodType):
+            function, bound_to = function.__func__, (function.__self__,)
+        elif self._is_classmethod_of(args):
+            bound_to, args = args[:1], args[1:]
+        return Job(self._platform, function, args, kwargs, Undecorated.of(self._defined), bound_to)
+
+    def _is_classmethod_of(self, args: tuple[Any, ...]) -> bool:
+        """True if a classmethod passed its class as the first argument. Since Python 3.13 it does not call ``__get__``."""
+        if not args or not isinstance(args[0], type):
+            return False
+        found = inspect.getattr_static(args[0], getattr(self.__wrapped__, "__name__", ""), None)
+        return isinstance(found, classmethod) and found.__func__ is self
+
+
+def is_launchable(function: object) -> TypeGuard[Launchable[..., Any]]:
+    """True for a function that `wrapper` decorated."""
+    return isinstance(function, Launchable)
+
+
+def _reduced_by_value(launchable: Launchable[..., Any]) -> tuple[Any, ...]:
+    return Launchable, (launchable.__wrapped__, launchable.platform)
+
+
+sent_by_cloudpickle(Launchable, _reduced_by_value)
 
 
 @public
@@ -147,7 +254,7 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
         if inspect.iscoroutinefunction(bare) or inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
             msg = f"{bare.__qualname__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
             raise TypeError(msg)
-        return cast("Launchable[P, T]", _Launchable(function, platform))
+        return Launchable(function, platform)
 
     return decorate
 
@@ -201,7 +308,7 @@ class Wrapper:
         job = Job(self.platform, _as_function(task, has_args=args is not None), tuple(args or ()))
         _refuse_in_a_rank(job)
         check_signature(task, (0, 0, None, args), {})
-        return _called(job)
+        return _run(job)
 
 
 def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
@@ -215,145 +322,15 @@ def _as_function(task: Callable[..., T], *, has_args: bool) -> Callable[..., T]:
     return run
 
 
-class _Calls:
-    """The methods that decorated functions and decorated methods share. Each class defines its own `_job`."""
-
-    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        raise NotImplementedError
-
-    def submit(self, /, *args: Any, **kwargs: Any) -> Launch[Any]:
-        """Start the ranks and return a handle without waiting."""
-        return _launched(self._job(args, kwargs))
-
-    def map(self, configs: Iterable[Any], /, *, max_parallel: int | None = None) -> Iterator[RankResults[Any] | Exception]:
-        """Launch the function once per item. Yield the results of each launch, or its exception, in order."""
-        if max_parallel is not None and max_parallel < 1:
-            msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
-            raise ValueError(msg)
-        jobs = numbered_traces([self._job((config,), {}) for config in configs])
-        for job in jobs:
-            _check(job)
-        return launch_each(jobs, max_parallel)
-
-    def dry_run(self, /, *args: Any, **kwargs: Any) -> Preview:
-        """Return a preview of the launch without starting it."""
-        return preview(self._job(args, kwargs))
-
-    def inline(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
-        """Run the function in this process as rank 0 of 1, for use with a debugger."""
-        job = self._job(args, kwargs)
-        _refuse_in_a_rank(job)
-        return run_inline(job)
-
-
-def _call(_wrapped: object, _instance: object, _args: object, _kwargs: object) -> None:
-    raise AssertionError  # the classes below define __call__, so wrapt never calls this
-
-
-def is_launchable(function: object) -> TypeGuard[Launchable[..., Any]]:
-    """True for a function that `wrapper` decorated."""
-    return isinstance(function, _Calls)
-
-
-class _BoundLaunchable(_Calls, wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
-    """A decorated bound method. Each attribute access makes a new one, as Python does for bound methods."""
-
-    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
-
-    @property
-    def platform(self) -> Platform:
-        return cast("Platform", self._self_parent.platform)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
-        return _called(self._job(args, kwargs))
-
-    def __repr__(self) -> str:
-        return _shown(self)
-
-    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        """Send the undecorated function and its instance or class. A bound method would be decorated again in a rank."""
-        method: Any = self.__wrapped__
-        function = getattr(method, "__func__", method)
-        return Job(self.platform, function, args, kwargs, Undecorated.of(self._self_parent), self._bound_to())
-
-    def _bound_to(self) -> tuple[Any, ...]:
-        bound_to = getattr(self.__wrapped__, "__self__", None)
-        return () if bound_to is None else (bound_to,)
-
-    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return getattr, (*(self._bound_to() or (self._self_owner,)), self.__name__)
-
-    def __copy__(self) -> _BoundLaunchable:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        (owner,) = self._bound_to() or (self._self_owner,)
-        return getattr(copy.deepcopy(owner, memo), self.__name__)
-
-
-class _Launchable(_Calls, wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """A decorated function."""
-
-    __class__ = own_class  # pyright: ignore[reportIncompatibleMethodOverride]
-    __bound_function_wrapper__ = _BoundLaunchable
-
-    def __init__(self, function: Any, platform: Platform) -> None:
-        super().__init__(function, _call)
-        self._self_platform = platform
-
-    @property
-    def platform(self) -> Platform:
-        return self._self_platform
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> RankResults[Any]:
-        return _called(self._job(args, kwargs))
-
-    def __repr__(self) -> str:
-        return _shown(self)
-
-    def _job(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:
-        bound_to = args[:1] if self._is_classmethod_of(args) else ()
-        return Job(self.platform, self.__wrapped__, args[len(bound_to) :], kwargs, Undecorated.of(self), bound_to)
-
-    def _is_classmethod_of(self, args: tuple[Any, ...]) -> bool:
-        """True if a classmethod passed its class as the first argument. Since Python 3.13 it does not call ``__get__``."""
-        if not args or not isinstance(args[0], type):
-            return False
-        found = inspect.getattr_static(args[0], getattr(self.__wrapped__, "__name__", ""), None)
-        return isinstance(found, classmethod) and found.__func__ is self
-
-    def __reduce_ex__(self, protocol: object) -> str | tuple[Any, ...]:
-        return reduced_by_name(self) if is_global(self) else _reduced_by_value(self)
-
-    def __copy__(self) -> _Launchable:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Launchable:
-        return self
-
-
-def _shown(launchable: _Launchable | _BoundLaunchable) -> str:
-    platform = launchable.platform
-    name = getattr(launchable.__wrapped__, "__qualname__", repr(launchable.__wrapped__))
-    return f"<{name} on {platform.world_size} ranks of {platform.device}>"
-
-
-def _reduced_by_value(launchable: _Launchable) -> tuple[Any, ...]:
-    return _Launchable, (launchable.__wrapped__, launchable.platform)
-
-
-sent_by_cloudpickle(_Launchable, _reduced_by_value)
-
-
-def _called(job: Job) -> RankResults[Any]:
+def _run(job: Job) -> RankResults[Any]:
     try:
-        return _launched(job).results()
+        return _start(job).results()
     except BaseException:  # also Ctrl-C before this function has the handle
         cancel_launches(job)
         raise
 
 
-def _launched(job: Job) -> Launch[Any]:
+def _start(job: Job) -> Launch[Any]:
     _check(job)
     try:
         return launch(job)

@@ -5,11 +5,18 @@ interface. ``_backend_registry.py`` maps each kind of device to a module, which 
 """
 
 from parawrap.backends._backend import Backend, Stream, Traits
-from parawrap.backends._backend_registry import CORE_KINDS, backend_of, best_backend, is_torch_device, register_backend
+from parawrap.backends._backend_registry import (
+    CORE_KINDS,
+    backend_of,
+    best_backend,
+    is_torch_device,
+    register_backend,
+    torch_kind,
+)
 from parawrap.backends._neuron_devices import emulate_cores, emulates_cores, neuron_is_device, neuron_runtime_name
 from parawrap.backends._resolve_devices import DeviceLike, Devices, names_cores, resolve_device, resolve_devices
 from parawrap.backends._transfer import bring, bring_into, device_of, record_use
-from parawrap.backends._warnings import ignore_speed_warnings, warn_caller
+from parawrap.backends._warnings import drop_own_frames, ignore_speed_warnings, user_frames, warn_caller
 
 __all__ = [
     "CORE_KINDS",
@@ -23,6 +30,7 @@ __all__ = [
     "bring",
     "bring_into",
     "device_of",
+    "drop_own_frames",
     "emulate_cores",
     "emulates_cores",
     "ignore_speed_warnings",
@@ -34,5 +42,7 @@ __all__ = [
     "register_backend",
     "resolve_device",
     "resolve_devices",
+    "torch_kind",
+    "user_frames",
     "warn_caller",
 ]

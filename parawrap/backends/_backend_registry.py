@@ -11,7 +11,7 @@ import torch
 from parawrap.backends._backend import Backend
 from parawrap.errors import DeviceUnavailableError
 
-__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "register_backend"]
+__all__ = ["CORE_KINDS", "backend_of", "best_backend", "is_torch_device", "not_there", "register_backend", "torch_kind"]
 
 _MODULES = {
     "cpu": "parawrap.backends.cpu_backend",
@@ -27,6 +27,15 @@ _loaded: dict[str, Backend] = {}
 _loading = threading.Lock()
 
 
+def torch_kind(name: str) -> str:
+    """Return torch's name for a kind of device. Case does not matter; "gpu" is another name for "cuda", also on AMD GPUs.
+
+    Blocks and launches both use this rule.
+    """
+    lowered = name.lower()
+    return "cuda" if lowered == "gpu" else lowered
+
+
 def register_backend(kind: str, module: str) -> None:
     """Use ``BACKEND`` of `module` (an import path) for devices of that kind."""
     with _loading:
@@ -37,6 +46,8 @@ def register_backend(kind: str, module: str) -> None:
 def backend_of(kind: str) -> Backend:
     """Return the backend of a kind such as "cpu". Kinds that only torch knows get the general accelerator backend.
 
+    The kind may be any name that `torch_kind` accepts.
+
     Raises:
         DeviceUnavailableError: If neither parawrap nor torch knows the kind, or if it names NeuronCores that are not torch
             devices.
@@ -44,10 +55,11 @@ def backend_of(kind: str) -> Backend:
     backend = _loaded.get(kind)
     if backend is not None:
         return backend
+    name = torch_kind(kind)
     with _loading:
-        if kind not in _loaded:
-            _loaded[kind] = _load(kind)
-        return _loaded[kind]
+        if name not in _loaded:
+            _loaded[name] = _load(name, kind)
+        return _loaded[name]
 
 
 def best_backend() -> Backend:
@@ -63,9 +75,12 @@ def is_torch_device(kind: str) -> bool:
     return _device_module(kind) is not None
 
 
-def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableError:
-    """Return the error for a device that this process does not see. It lists the devices that the process sees."""
-    named = kind if index is None else f"{kind}:{index}"
+def not_there(kind: str, index: int | None, count: int, named: str | None = None) -> DeviceUnavailableError:
+    """Return the error for a device that this process does not see. It lists the devices that the process sees.
+
+    `named` is the device as the user wrote it, if that is not `kind` and `index`.
+    """
+    named = named or (kind if index is None else f"{kind}:{index}")
     several = f"{kind}:0 to {kind}:{count - 1}" if count > 1 else f"only {kind}:0"
     seen = f"this process sees {several}" if count else f"this process sees no {kind} device"
     return DeviceUnavailableError(
@@ -73,13 +88,13 @@ def not_there(kind: str, index: int | None, count: int) -> DeviceUnavailableErro
     )
 
 
-def _load(kind: str) -> Backend:
+def _load(kind: str, given: str) -> Backend:
     if kind in _MODULES:
         backend = importlib.import_module(_MODULES[kind]).BACKEND
         assert isinstance(backend, Backend)
         return backend
     if not is_torch_device(kind):
-        raise DeviceUnavailableError(_cores(kind) if kind in CORE_KINDS else _unknown(kind))
+        raise DeviceUnavailableError(_cores(given) if kind in CORE_KINDS else _unknown(given))
     accelerator: Backend = importlib.import_module(_ANY_ACCELERATOR).AcceleratorBackend(kind)
     return accelerator
 
@@ -103,5 +118,4 @@ def _cores(kind: str) -> str:
 
 def _unknown(kind: str) -> str:
     known = ", ".join(sorted(_MODULES))
-    hint = ". Blocks name kinds as torch does: GPUs of NVIDIA and AMD are 'cuda'" if kind == "gpu" else ""
-    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}{hint}"
+    return f"{kind!r} is not a kind of device that parawrap or this release of torch knows. Known kinds: {known}"

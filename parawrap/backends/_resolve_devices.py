@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from parawrap.backends._backend_registry import backend_of, best_backend
+from parawrap.backends._backend_registry import backend_of, best_backend, not_there, torch_kind
 from parawrap.backends._neuron_devices import neuron_is_device
 from parawrap.errors import DeviceListError, DeviceUnavailableError
 
@@ -21,12 +21,13 @@ def resolve_devices(devices: Devices) -> tuple[torch.device, ...]:
 
     None and "auto" select every visible accelerator, or one CPU lane if there is none. A kind such as "cuda" selects all
     its devices. A number selects that many devices of the best kind. A sequence has one entry per lane; entries may repeat.
+    "gpu" and "cuda" mean the same, and case does not matter, as in `Platform`.
 
     Raises:
         DeviceListError: If `devices` is empty, mixes device types, or has an entry that is not a device.
         DeviceUnavailableError: If this process does not see a device.
     """
-    if devices is None or devices == "auto":
+    if devices is None or (isinstance(devices, str) and devices.lower() == "auto"):
         backend = best_backend()
         return backend.first(1) if backend.type == "cpu" else backend.every_device()
     if isinstance(devices, (bool, bytes)) or not isinstance(devices, (int, str, torch.device, Sequence)):
@@ -49,7 +50,7 @@ def names_cores(devices: object) -> bool:
     "neuron" and "neuron:0" mean the same, unless torch has devices of kind "neuron".
     """
     entries = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-    kinds = {str(entry).partition(":")[0] for entry in entries}  # str of a NeuronCore is "nc:0"
+    kinds = {torch_kind(str(entry).partition(":")[0]) for entry in entries}  # str of a NeuronCore is "nc:0"
     return "nc" in kinds or ("neuron" in kinds and not neuron_is_device())
 
 
@@ -72,12 +73,22 @@ def resolve_device(device: DeviceLike) -> torch.device:
             raise DeviceUnavailableError(msg)
         return backend.device(device)
     if isinstance(device, str):
-        kind, separator, index = device.partition(":")
-        if not kind or (separator and not index.isdecimal()):
-            msg = f"{device!r} is not a device: pass a kind, or a kind with an index, as in 'cuda:0'"
-            raise DeviceListError(msg)
-        return backend_of(kind).device(int(index) if index else None)
+        return _named_device(device)
     return backend_of(device.type).device(device.index)
+
+
+def _named_device(name: str) -> torch.device:
+    given, separator, digits = name.partition(":")
+    if not given or (separator and not digits.isdecimal()):
+        msg = f"{name!r} is not a device: pass a kind, or a kind with an index, as in 'cuda:0'"
+        raise DeviceListError(msg)
+    backend, index = backend_of(given), int(digits) if digits else None
+    try:
+        return backend.device(index)
+    except DeviceUnavailableError:
+        if given.lower() == backend.type:
+            raise
+        raise not_there(backend.type, index, backend.count(), name) from None  # "gpu:7", as the user wrote it
 
 
 def _all_of(kind: str) -> tuple[torch.device, ...]:
@@ -86,7 +97,7 @@ def _all_of(kind: str) -> tuple[torch.device, ...]:
         raise DeviceListError(msg)
     backend = backend_of(kind)
     if backend.count() == 0:
-        backend.device(None)  # raises DeviceUnavailableError
+        _named_device(kind)  # raises DeviceUnavailableError
     return backend.every_device()
 
 

@@ -1,28 +1,54 @@
-"""Warnings that point at the user's line instead of a line in parawrap or torch."""
+"""Warnings and tracebacks that lead to the user's line instead of a line in parawrap."""
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
-__all__ = ["ignore_speed_warnings", "warn_caller"]
+__all__ = ["drop_own_frames", "ignore_speed_warnings", "user_frames", "warn_caller"]
 
-_OURS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_PARAWRAP, _TORCH, _FUTURES = (
+    f"{folder}{os.sep}"
+    for folder in (Path(__file__).parents[1], Path(torch.__file__).parent, Path(concurrent.futures.__file__).parent)
+)
 
 
 def warn_caller(message: str) -> None:
     """Issue a UserWarning at the innermost frame outside parawrap and torch."""
     level = 1
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PARAWRAP, _TORCH)):
         frame = frame.f_back
         level += 1
     warnings.warn(message, UserWarning, stacklevel=level + 1)
+
+
+def user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback from its first frame outside parawrap on; None if there is no such frame.
+
+    Frames of concurrent.futures, which pass an exception from thread to thread, count as parawrap's.
+    """
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith((_PARAWRAP, _FUTURES)):
+        trace = trace.tb_next
+    return trace
+
+
+def drop_own_frames(error: BaseException) -> None:
+    """Let a traceback start at its first frame outside parawrap. If there is none, keep the innermost frame."""
+    trace = error.__traceback__
+    shown = user_frames(trace)
+    while shown is None and trace is not None:
+        shown = None if trace.tb_next else trace
+        trace = trace.tb_next
+    error.with_traceback(shown)  # also if its `__setattr__` raises
 
 
 @contextmanager

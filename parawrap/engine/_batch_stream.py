@@ -10,6 +10,7 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+from parawrap.backends import drop_own_frames
 from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
@@ -84,6 +85,7 @@ def stream(session: Stream, entry: Entry, batches: Iterable[Any], options: Strea
             except StopIteration:
                 break
             except Exception as error:  # noqa: BLE001
+                drop_own_frames(error)
                 failure = error
                 break
             while len(flying) > options.buffersize - options.chunksize:
@@ -212,6 +214,7 @@ def _landed(flight: _Flight, options: StreamOptions) -> Any:
         output = future.result()
     except Exception as error:
         del future, flight  # break the reference cycle: future, error, traceback, this frame
+        drop_own_frames(error)
         note(error, f"in batch {number} of the stream, counted from 0")
         if hint is not None:
             note(error, hint)

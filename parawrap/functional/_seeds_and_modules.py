@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -197,12 +197,13 @@ def _target(local_rank: int | None, device: Device | torch.device | str | int | 
     rank = current_rank() if inside_a_rank() else None
     index = local_rank if local_rank is not None else rank.local_rank if rank else int(os.environ.get("LOCAL_RANK", "0"))
     if device is None:
-        kind = Device(rank.platform.device) if rank else Device(Platform().device)
-    elif device.lower() in (*Device, "cuda"):
-        kind = Device(Platform(device=Device.from_str(device)).device)
-    else:
+        return rank_device(Device(rank.platform.device) if rank else Device(Platform().device), index)
+    kind, _, digits = device.lower().partition(":")
+    if kind not in (*Device, "cuda"):
         return torch.device(device.lower())
-    return rank_device(kind, index)
+    if digits.isdecimal():
+        return rank_device(Device.from_str(kind), int(digits))
+    return rank_device(Device(Platform(device=cast("Device", device)).device), index)
 
 
 def device(module: nn.Module) -> torch.device:

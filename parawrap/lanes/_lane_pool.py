@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from parawrap.backends import Backend, backend_of, record_use
+from parawrap.backends import Backend, backend_of, drop_own_frames, record_use
 from parawrap.errors import SessionError
 from parawrap.lanes._device_order import Places, Task
 from parawrap.lanes._first_failure import Outcome, note, raise_first_failure
@@ -106,8 +106,8 @@ class Lane:
         try:
             return Outcome(task())
         except BaseException as error:  # noqa: BLE001  # a lane outlives its tasks
-            # The first frame is this one, which tells a reader of the traceback nothing.
-            return Outcome(error=error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+            drop_own_frames(error)
+            return Outcome(error=error)
         finally:
             here.lane = before
             self.tasks += 1

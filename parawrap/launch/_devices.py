@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from parawrap.backends import backend_of, emulates_cores, neuron_is_device
+from parawrap.backends import backend_of, emulates_cores, neuron_is_device, torch_kind
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, PlatformError
 
@@ -37,7 +37,7 @@ class Device(enum.StrEnum):
 
     @classmethod
     def from_str(cls, name: str) -> Device:
-        """Return the kind with this name. Case does not matter; ``cuda`` is an alias of ``gpu``.
+        """Return the kind with this name. Case does not matter; ``cuda`` and ``gpu`` mean the same.
 
         Raises:
             ValueError: If `name` is not a known kind.
@@ -45,8 +45,8 @@ class Device(enum.StrEnum):
         >>> Device.from_str("cuda")
         <Device.GPU: 'gpu'>
         """
-        lowered = name.lower()
-        return cls("gpu" if lowered == "cuda" else lowered)
+        kind = torch_kind(name)
+        return cls("gpu" if kind == "cuda" else kind)
 
 
 def visible(kind: Device) -> int:

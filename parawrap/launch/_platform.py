@@ -42,10 +42,11 @@ class Platform:
 
     Args:
         name: The name of the job on a Slurm or Ray cluster.
-        device: The kind of device: ``"cpu"``, ``"gpu"``, ``"mps"``, or ``"neuron"``. Each rank gets one. On NeuronCores
-            that are no torch devices, its tensors stay on the CPU, and it sees its core as nc:0. ``"auto"`` selects the
-            first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that launcher, with GPUs if
-            `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with ``Device.from_str(name)``.
+        device: The kind of device: ``"cpu"``, ``"gpu"`` or ``"cuda"`` (the same), ``"mps"``, or ``"neuron"``. Each rank
+            gets one. On NeuronCores that are no torch devices, its tensors stay on the CPU, and it sees its core as nc:0.
+            ``"auto"`` selects the first of GPU, MPS, and CPU that this machine has. ``"slurm"`` and ``"ray"`` select that
+            launcher, with GPUs if `n_gpus` is given and CPUs otherwise. For type checkers, convert a variable with
+            ``Device.from_str(name)``.
         launcher: ``"local"`` starts processes on this machine. ``"slurm"`` submits a batch job. ``"ray"`` reserves
             resources of a Ray cluster. ``"env"`` runs the function in the processes that torchrun, srun, or mpirun started.
             None selects ``"env"`` in such a process and ``"local"`` elsewhere.
@@ -137,13 +138,14 @@ class Platform:
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        given = str(self.device)
         _check_device(self)
         _check_counts(self)
         _check_texts(self)
         _check_launcher(self)
         _check_times(self)
         _check_groups(self)
-        _check_visible(self)
+        _check_visible(self, given)
         _check_print_ranks(self)
 
     def __repr__(self) -> str:
@@ -227,7 +229,9 @@ def _check_device(platform: Platform) -> None:
     if kind in (Device.SLURM, Device.RAY):
         if platform.launcher not in (None, kind.value):
             _refuse(
-                "launcher", platform.launcher, f"device={kind.value!r} names the launcher already: leave one of them out"
+                "launcher",
+                platform.launcher,
+                f"device={str(platform.device)!r} names the launcher already: leave one of them out",
             )
         _set(platform, "launcher", kind.value)
         kind = Device.CPU if platform.n_gpus is None else Device.GPU
@@ -368,15 +372,18 @@ def _open_world_size(platform: Platform) -> int:
     return world.world_size if world is not None and joins else platform.world_size
 
 
-def _check_visible(platform: Platform) -> None:
-    """Check the counts against this machine's devices, and the ranks in groups against the world size."""
+def _check_visible(platform: Platform, given: str) -> None:
+    """Check the counts against this machine's devices, and the ranks in groups against the world size.
+
+    `given` is the device as the user named it.
+    """
     kind = Device(platform.device)
     here = _starts_here(platform)
     there = visible(kind)
     if here and there == 0:
         _refuse(
             "device",
-            kind.value,
+            given,
             f"this machine has no visible device of this kind: give {'cpu' if kind is not Device.CPU else 'auto'!r}",
         )
     if here and kind in (Device.GPU, Device.NEURON) and (platform.n_gpus or 0) > there:
@@ -387,7 +394,9 @@ def _check_visible(platform: Platform) -> None:
         _refuse("n_gpus", platform.n_gpus, "a Mac has one GPU: give 1, or None")
     size = _open_world_size(platform)
     if kind is Device.CPU and platform.n_gpus is not None:
-        _refuse("n_gpus", platform.n_gpus, "device='cpu' uses no GPUs: leave n_gpus out, and set n_cpus to the rank count")
+        _refuse(
+            "n_gpus", platform.n_gpus, f"device={given!r} uses no GPUs: leave n_gpus out, and set n_cpus to the rank count"
+        )
     missing = [rank for group in platform.ipc_groups or () for rank in group if not 0 <= rank < size]
     if missing:
         _refuse("ipc_groups", platform.ipc_groups, f"rank {missing[0]} does not exist: give ranks from 0 to {size - 1}")

@@ -156,7 +156,7 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
     except SystemExit as error:
         return exchange.report_exit(Died.by_exit(error, pid=os.getpid()))
     except BaseException as error:  # noqa: BLE001 (reported to the other ranks)
-        outcome = exchange.report_error(error, __file__)
+        outcome = exchange.report_error(error)
         traceback.clear_frames(error.__traceback__)
         return outcome
     finally:

@@ -119,7 +119,10 @@ class NeuronHost(NeuronRuntime):
         return None if program is None else _signature_of(program)
 
     def stats(self) -> tuple[CoreStats, ...]:
-        """Return the counters of each core and the number of models on it, in the order of the cores."""
+        """Return the counters of each core, in the order of the cores.
+
+        Each has `inferences` and `loads` since the last reset, and `models`, the number of compiled models on the core now.
+        """
         return tuple(CoreStats(core.inferences, core.loads, len(core.models)) for core in self._cores())
 
     def reset_stats(self) -> None:

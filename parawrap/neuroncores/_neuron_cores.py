@@ -167,7 +167,7 @@ def _read_index(entry: Any) -> int:
         return entry
     if isinstance(entry, str):
         kind, _, index = entry.partition(":")
-        if kind in CORE_KINDS and index.isascii() and index.isdecimal():
+        if kind.lower() in CORE_KINDS and index.isascii() and index.isdecimal():
             return int(index)
     shown = str(entry) if isinstance(entry, torch.device) else repr(entry)
     msg = f"{shown} is not a NeuronCore: give an index or 'nc:#', counted from zero within the process, as in 'nc:0'"

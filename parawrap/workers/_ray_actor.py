@@ -46,7 +46,7 @@ class Actor:
         try:
             value = packed_apart(self._server.answer(word, load()), "the output")
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return True, perf_counter_ns() - start, (pack_error(error), [traceback_of(error, __file__)])
+            return True, perf_counter_ns() - start, (pack_error(error), [traceback_of(error)])
         return False, perf_counter_ns() - start, value
 
 

@@ -63,5 +63,5 @@ def _value_of(request: Arrival) -> object:
 
 
 def _report(line: Line, error: BaseException, number: int, start: int) -> None:
-    raised = pack_error(error), traceback_of(error, __file__)
+    raised = pack_error(error), traceback_of(error)
     line.send(Message("raised", raised, number, start, perf_counter_ns()), "the exception")

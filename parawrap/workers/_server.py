@@ -246,7 +246,7 @@ class Server:
             returned = self._call(fields)  # alive until the memory of its tensors is copied
             value = _pickle_together(*pickle_value(returned, "the output"))
         except BaseException as error:  # noqa: BLE001 (a model may raise anything, also SystemExit)
-            return Answered(start, perf_counter_ns() - began, pack_error(error), traceback_of(error, __file__))
+            return Answered(start, perf_counter_ns() - began, pack_error(error), traceback_of(error))
         return Answered(start, perf_counter_ns() - began, value)
 
     def _output(self, call: Call) -> tuple[Any, bool]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -13,9 +15,10 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from parawrap.api import _comparison_table as module_of_comparison
+from parawrap.api import _isolate_measurements as module_of_isolation
 from parawrap.api import compare as module_of_compare
-from parawrap.api._comparison_table import Difference, Way
-from parawrap.api.compare import Comparison, compare
+from parawrap.api._comparison_table import Comparison, Difference, Way
+from parawrap.api.compare import compare
 from parawrap.errors import ShardError
 
 LANES = ["cpu", "cpu"]
@@ -49,17 +52,18 @@ class MixesRows(nn.Module):
 
 
 def test_the_table_has_a_row_per_way(capsys):
-    """`compare` prints the times, memory, faults, and differences of both ways, and returns the numbers."""
+    """`compare` prints the times, memory, faults, and differences of each way, and returns the numbers."""
     comparison = compare(nn.Linear(3, 2).eval(), torch.randn(9, 3), LANES, rounds=2, calls=3)
-    title, header, plain, lanes = capsys.readouterr().out.splitlines()
+    title, header, plain, one_thread, lanes, *_ = capsys.readouterr().out.splitlines()
     assert title == "parallel(Linear, ['cpu', 'cpu']): forward in eval mode, 2 rounds of 3 calls"
     assert header.split() == (
         ["way", "median", "ms", "middle", "half", "ms", "speed-up", "extra", "MiB", "page", "faults", "outputs", "differ"]
     )
-    assert (plain.split()[0], lanes.split()[0]) == ("plain", "lanes")
-    assert len({len(line) for line in (header, plain, lanes)}) == 1
-    assert [way.name for way in comparison.ways] == ["plain", "lanes"]
-    assert all(len(way.seconds) == 6 and min(way.seconds) > 0 for way in comparison.ways)
+    assert len({len(line) for line in (header, plain, one_thread, lanes)}) == 1
+    names = ["plain", "plain, 1 thread", "lanes"]
+    assert all(line.strip().startswith(name) for line, name in zip((plain, one_thread, lanes), names, strict=True))
+    assert [way.name for way in comparison.ways] == names
+    assert all(len(way.seconds) == 2 and min(way.seconds) > 0 for way in comparison.ways)
     assert repr(comparison).startswith("<Comparison: plain ")
     assert len(repr(comparison).splitlines()) == 1
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -71,13 +75,99 @@ def test_a_table_of_known_numbers():
     plain = Way("plain", (0.004, 0.004, 0.004), 0, 0.0, Difference(0.0, 0.0), Difference(0.0, 0.0))
     lanes = Way("lanes", (0.001, 0.002, 0.003), 3 << 19, 12.4, Difference(0.5, 0.25), Difference(math.inf, math.inf))
     unknown = dataclasses.replace(lanes, extra_bytes=None, outputs=Difference(0.0, 0.0), gradients=Difference(1e-7, 1e-8))
-    assert str(Comparison("title", (plain, lanes, unknown))) == (
+    table, _, remark = str(Comparison("title", (plain, lanes, unknown), 1.0)).rpartition("\n")
+    assert remark.startswith("Other processes")
+    assert table == (
         "title\n"
         "  way  median ms  middle half ms  speed-up  extra MiB  page faults     outputs differ   gradients differ\n"
         "plain      4.000  4.000 to 4.000      1.00        0.0            0                  0                  0\n"
         "lanes      2.000  1.500 to 2.500      2.00        1.5           12  5.0e-01 (2.5e-01)          inf (inf)\n"
         "lanes      2.000  1.500 to 2.500      2.00    unknown           12                  0  1.0e-07 (1.0e-08)"
     )
+
+
+WAYS = (
+    Way("plain", (0.004, 0.004, 0.004), 0, 0.0, Difference(0.0, 0.0), None),
+    Way("lanes", (0.001, 0.002, 0.003), 0, 0.0, Difference(0.0, 0.0), None),
+)
+CLOSE = (WAYS[0], dataclasses.replace(WAYS[1], seconds=(0.003, 0.004, 0.005)))
+
+
+@pytest.mark.parametrize(
+    ("ways", "busy_cores", "remark"),
+    [
+        (WAYS, 0.02, None),
+        (WAYS, None, None),
+        (CLOSE, 0.0, "overlap: the difference is not significant"),
+        ((WAYS[0], dataclasses.replace(CLOSE[1], name="plain, 1 thread"), WAYS[1]), 0.0, None),
+        ((WAYS[0], dataclasses.replace(WAYS[1], name="plain, 1 thread"), WAYS[1]), 0.0, "overlap"),
+        (WAYS, 1.26, "Other processes used 1.3 cores during the measurement"),
+        (CLOSE, 1.26, "Other processes used 1.3 cores during the measurement"),
+    ],
+)
+def test_a_remark_says_why_the_speed_up_may_not_last(ways, busy_cores, remark):
+    """A busy machine is named, and then significance is not mentioned. On an idle machine, overlapping times are named."""
+    comparison = Comparison("title", ways, busy_cores)
+    for text in (str(comparison), comparison._repr_html_()):
+        assert (remark or "title") in text
+        assert ("significant" in text) == (remark is not None and "overlap" in remark)
+        assert ("Other processes" in text) == (remark is not None and "Other" in remark)
+
+
+def test_one_way_runs_with_one_thread():
+    """On the CPU, the second way runs the whole batch with one thread per operator, and the count is restored."""
+    seen = []
+
+    def count_threads(x):
+        seen.append((len(x), torch.get_num_threads()))
+        return x
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        comparison = compare(count_threads, torch.randn(9, 3), LANES, **SHORT)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert comparison.ways[1].name == "plain, 1 thread"
+    whole = [threads for rows, threads in seen if rows == 9]
+    assert {1, 2} == set(whole)
+    assert whole.count(1) == whole.count(2)
+
+
+@pytest.fixture
+def proc(tmp_path, monkeypatch):
+    """A copy of /proc with 100 ticks of the cores of this process, of which 10 are its own and 20 its descendants'."""
+    me = os.getpid()
+    processes = {me: (1, 10), 900001: (me, 15), 900002: (900001, 5), 900003: (1, 40)}
+    for pid, (parent, ticks) in processes.items():
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (a) name) S {parent} {'0 ' * 9}{ticks - 3} 1 1 1 20 0\n")
+    core, *others = sorted(os.sched_getaffinity(0))
+    lines = [f"cpu{core} 50 10 20 9999 9999 5 5 10 0 0", *(f"cpu{index} 0 0 0 9 9 0 0 0 0 0" for index in others)]
+    (tmp_path / "stat").write_text("\n".join(["cpu 1 1 1 1 1 1 1 1 1 1", *lines, "cpu9999 7 7 7 7 7 7 7 7 0 0", "intr 3"]))
+    monkeypatch.setattr(module_of_isolation, "_PROC", tmp_path)
+    return tmp_path
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="reads /proc")
+def test_the_load_of_others_excludes_this_process_and_its_descendants(proc):
+    """Ticks of this process's cores count, with stolen ones, without idle ones and without those of its workers."""
+    assert module_of_isolation._ticks_of_others() == 100 - 10 - 20
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="reads /proc")
+def test_the_load_of_others_is_measured_in_cores(proc):
+    """The result is a number of cores, on average since the start; None without /proc."""
+    used = module_of_isolation.cores_of_others()
+    ticks = os.sysconf("SC_CLK_TCK")
+    text = (proc / "stat").read_text()
+    (proc / "stat").write_text(text.replace(" 50 10 20", f" {50 + ticks} 10 20"))
+    start = time.monotonic()
+    assert 1.0 < used() < 1 / module_of_isolation._SHORTEST_S + 0.1
+    assert time.monotonic() - start > module_of_isolation._SHORTEST_S / 2
+    (proc / "stat").unlink()
+    assert module_of_isolation.cores_of_others()() is None
 
 
 def test_show_false_prints_nothing(capsys):
@@ -119,21 +209,21 @@ def test_a_packed_sequence_is_one_argument():
     model = nn.LSTM(3, 2).eval()
     batch = pack_sequence([torch.randn(4, 3), torch.randn(2, 3), torch.randn(1, 3)])
     comparison = compare(model, batch, LANES, out_dims=(0, (1, 1)), **SHORT)
-    assert comparison.ways[1].outputs.absolute < 1e-5
+    assert comparison.ways[-1].outputs.absolute < 1e-5
     assert any(tensor is batch.data for tensor in module_of_compare._tensors((batch, 1)))
 
 
 def test_differences_are_small_for_a_row_wise_model():
     """Outputs and gradients are equal up to rounding."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    _, lanes = compare(model, torch.randn(9, 3), LANES, train=True, **SHORT).ways
+    *_, lanes = compare(model, torch.randn(9, 3), LANES, train=True, **SHORT).ways
     assert lanes.outputs.absolute < 1e-5
     assert lanes.gradients.absolute < 1e-5
 
 
 def test_differences_show_a_model_that_mixes_rows():
     """A softmax over the batch gives other outputs and other gradients in lanes."""
-    _, lanes = compare(MixesRows(), torch.randn(9, 3), LANES, train=True, loss=lambda y: y.square().sum(), **SHORT).ways
+    *_, lanes = compare(MixesRows(), torch.randn(9, 3), LANES, train=True, loss=lambda y: y.square().sum(), **SHORT).ways
     assert lanes.outputs.absolute > 0.01
     assert lanes.outputs.relative > 0.01
     assert lanes.gradients.absolute > 0.001
@@ -152,6 +242,10 @@ def test_differences_of_shapes_and_of_nans_are_infinite():
     assert difference([torch.tensor([True])], [torch.tensor([False])]) == (1.0, math.inf)
     assert difference([torch.tensor([3j])], [torch.tensor([4j])]) == (1.0, 0.25)
     assert difference([torch.zeros(0)], [torch.zeros(0)]) == (0, 0)
+    assert difference([torch.tensor(3.0)], [torch.tensor(4.0)]) == (1.0, 0.25)
+    assert difference([torch.tensor([1, 2**40])], [torch.tensor([1, 2**39])]) == (2.0**39, 1.0)
+    assert difference([torch.tensor([1])], [torch.tensor([1.0])]) == (math.inf, math.inf)
+    assert difference([torch.ones(2).bfloat16()], [torch.full([2], 2.0).bfloat16()]) == (1.0, 0.5)
 
 
 @pytest.mark.filterwarnings("ignore:the model wrote 'linear.training':UserWarning")
@@ -185,7 +279,7 @@ def test_the_model_is_restored():
 
 
 def test_each_way_starts_from_the_callers_random_state():
-    """Both ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
+    """All ways draw the numbers that the caller would draw next, and the caller's random state does not change."""
     drawn = []
 
     def noise(x):
@@ -197,7 +291,7 @@ def test_each_way_starts_from_the_callers_random_state():
     torch.manual_seed(1)
     compare(noise, torch.randn(9, 3, generator=torch.Generator()), ["cpu"], **SHORT)
     assert torch.equal(torch.rand(()), following)
-    assert drawn.count(following.item()) == 4  # two ways, two turns
+    assert drawn.count(following.item()) == 6  # three ways, two turns
 
 
 def test_the_state_is_restored_after_an_error():
@@ -257,7 +351,7 @@ def test_options_reach_parallel():
     with pytest.raises(Exception, match="reduce") as caught:
         compare(total, torch.randn(9, 3), LANES, **SHORT)
     assert "raised in the way 'lanes' of parawrap.compare" in caught.value.__notes__
-    _, lanes = compare(total, torch.randn(9, 3), LANES, reduce="sum", **SHORT).ways
+    *_, lanes = compare(total, torch.randn(9, 3), LANES, reduce="sum", **SHORT).ways
     assert lanes.outputs.absolute < 1e-4
     with pytest.raises(TypeError, match="no_such_option"):
         compare(model, torch.randn(9, 3), LANES, no_such_option=1)
@@ -274,8 +368,8 @@ def test_another_method_can_be_compared():
             raise AssertionError("the other method")
 
     model = Encoder(3, 2)
-    assert compare(model, torch.randn(9, 3), LANES, methods=("encode",), **SHORT).ways[1].outputs.absolute < 1e-5
-    assert compare(model.encode, torch.randn(9, 3), LANES, **SHORT).ways[1].outputs.absolute < 1e-5
+    assert compare(model, torch.randn(9, 3), LANES, methods=("encode",), **SHORT).ways[-1].outputs.absolute < 1e-5
+    assert compare(model.encode, torch.randn(9, 3), LANES, **SHORT).ways[-1].outputs.absolute < 1e-5
 
 
 @pytest.mark.parametrize("wrong", [{"rounds": 1}, {"calls": 0}, {"methods": ("forward", "extra_repr")}])
@@ -304,7 +398,7 @@ def test_an_error_names_its_way(way):
 def test_a_sparse_gradient_is_compared():
     """A sparse gradient is compared like a dense one."""
     model = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
-    _, lanes = compare(model, torch.arange(9) % 5, LANES, train=True, **SHORT).ways
+    *_, lanes = compare(model, torch.arange(9) % 5, LANES, train=True, **SHORT).ways
     assert lanes.gradients.absolute < 1e-5
 
 
@@ -315,7 +409,7 @@ def test_extra_memory_counts_what_a_call_allocates():
     def needy(x):
         return x + torch.ones(2**24).sum()
 
-    plain, _ = compare(needy, torch.randn(9, 3), ["cpu"], **SHORT).ways
+    plain, *_ = compare(needy, torch.randn(9, 3), ["cpu"], **SHORT).ways
     if plain.extra_bytes is None:
         pytest.skip("this machine does not allow the peak to be reset")
     assert 60 << 20 < plain.extra_bytes < 100 << 20

@@ -318,3 +318,50 @@ def test_an_output_of_map_that_holds_a_layer_is_refused():
         pytest.raises(GatherError, match="holds a Linear, which is a lane's"),
     ):
         list(p.map([torch.ones(3, 2)]))
+
+
+def internal_frames(error):
+    """Return the frames of a traceback that are in parawrap or concurrent.futures, and the text of the last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if re.search(r"/parawrap/|concurrent/futures", frame.filename)], frames[-1].line
+
+
+def refuse(batch):
+    raise ValueError("refused")  # the user's line
+
+
+def a_source_that_fails():
+    yield torch.ones(2, 1)
+    raise ValueError("disk")  # the user's line
+
+
+@pytest.mark.parametrize(
+    ("batches", "prepare"),
+    [
+        (lambda: [rows(1), rows(2)], None),
+        (lambda: [rows(1)], refuse),
+        (a_source_that_fails, None),
+    ],
+    ids=["model", "prepare", "source"],
+)
+@pytest.mark.parametrize("options", [{}, {"ordered": False}, {"return_exceptions": True}], ids=str)
+def test_the_traceback_of_map_has_one_frame_of_parawrap(batches, prepare, options):
+    """Between the user's call of `map` and the user's line that raised, the traceback has one line of parawrap."""
+    with torch.no_grad(), parallel(failing({0, 1, 2}), TWO) as p:
+        try:
+            error = next(each for each in p.map(batches(), prepare=prepare, **options) if isinstance(each, ValueError))
+        except ValueError as raised:
+            error = raised
+        internal, last = internal_frames(error)
+    assert len(internal) <= 1
+    assert "the user's line" in last
+
+
+def test_a_submitted_call_has_no_frames_of_the_lane():
+    """The traceback of a future has the frames of its `result`, and then those of the model."""
+    with torch.no_grad(), parallel(failing({0}), TWO) as p:
+        future = p.submit(rows(1))
+        error = future.exception()
+    internal, last = internal_frames(error)
+    assert internal == []
+    assert "the user's line" in last

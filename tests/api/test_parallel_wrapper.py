@@ -209,3 +209,10 @@ def test_its_state_can_be_saved_and_loaded():
     two.load_state_dict(one.state_dict())
     x = torch.randn(2, 4)
     assert_close(two(x), one(x))
+
+
+def test_the_device_attribute_is_a_name_that_torch_knows():
+    """A device in other letters is kept as torch's name, so that ``x.to(net.device)`` works."""
+    net = ParallelWrapper(Model(), device="CPU")
+    assert net.device == "cpu"
+    assert net(torch.ones(3, 4).to(net.device)).shape == (3, 2)

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import pickle
+import pydoc
 import subprocess
 import sys
 import textwrap
@@ -122,14 +123,56 @@ KINDS = {
 
 
 def test_decorated_function_keeps_its_metadata():
-    """Name, docstring, module, source, and signature are those of the function in __wrapped__."""
+    """Name, module, source, and signature are those of the function in __wrapped__."""
     plain = shift.__wrapped__
     assert inspect.isfunction(plain)
-    for name in ("__name__", "__qualname__", "__doc__", "__module__", "__defaults__", "__kwdefaults__"):
+    for name in ("__name__", "__qualname__", "__module__", "__defaults__", "__kwdefaults__"):
         assert getattr(shift, name) == getattr(plain, name)
     assert inspect.signature(shift) == inspect.signature(plain)
     assert inspect.unwrap(shift) is plain
     assert inspect.getsource(shift) == inspect.getsource(plain)
+
+
+def test_decorated_methods_are_equal_as_bound_methods_are():
+    """The same method of the same object is equal, also as a key; those of other objects and other functions are not."""
+    model = Model(2)
+    assert model.method == model.method
+    assert {model.method: 1}[model.method] == 1
+    assert model.method != Model(2).method
+    assert shift == shift
+    assert shift != decorated_elsewhere
+    assert shift != shift.__wrapped__
+
+
+METHODS = ("submit", "map", "dry_run", "inline")
+
+
+def test_help_shows_the_methods_below_the_docstring():
+    """`help` shows the signature, the function's docstring, and each method; also for a function without a docstring."""
+    for function, signature in ((shift, "shift(a:"), (_local(), "<lambda>"), (Model(2).method, "method(x)")):
+        text = pydoc.plain(pydoc.render_doc(function))
+        assert signature in text
+        assert inspect.cleandoc(function.__wrapped__.__doc__ or "") in text
+        assert all(f"- {name}(" in text for name in METHODS)
+
+
+def test_dir_shows_the_methods():
+    """Completion offers the methods of decorated functions and of decorated methods."""
+    for function in (shift, _local(), Model(2).method, Model.outer_static):
+        assert {*METHODS, "platform", "__wrapped__"} <= set(dir(function))
+
+
+@pytest.mark.parametrize(
+    ("misspelled", "meant"), [("sumbit", "submit"), ("mapp", "map"), ("dryrun", "dry_run"), ("in_line", "inline")]
+)
+def test_a_misspelled_method_is_suggested(misspelled, meant):
+    """AttributeError names the function, the attribute, and the method that was meant."""
+    for function in (shift, Model(2).method):
+        with pytest.raises(AttributeError, match=f"no attribute '{misspelled}': did you mean '{meant}'") as caught:
+            getattr(function, misspelled)
+        assert function.__qualname__ in str(caught.value)
+    with pytest.raises(AttributeError, match=r"no attribute 'zzzz'$"):
+        shift.zzzz  # noqa: B018
 
 
 def test_a_decorated_function_keeps_its_annotations():

@@ -8,10 +8,12 @@ import types
 import pytest
 import torch
 
+from parawrap.api.data_parallel import _lanes as data_parallel_lanes
 from parawrap.backends import Backend, Traits, backend_of, best_backend, register_backend, resolve_device, resolve_devices
 from parawrap.backends import _backend_registry as registry
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ParawrapError
+from parawrap.launch import Device
 
 CPU = torch.device("cpu")
 
@@ -101,7 +103,7 @@ def test_an_index_means_an_accelerator():
         resolve_devices([0])
 
 
-@pytest.mark.parametrize("kind", ["gpu", "meta", "nn", "jit", "CPU", "__name__", "auto"])
+@pytest.mark.parametrize("kind", ["meta", "nn", "jit", "NN", "__name__", "auto"])
 def test_an_unknown_kind_is_refused_with_the_known_kinds(kind):
     """Unknown names and torch modules that are not device modules raise."""
     with pytest.raises(DeviceUnavailableError, match=f"{kind}.*cpu.*cuda.*mps"):
@@ -199,7 +201,65 @@ def test_the_best_backend_has_devices():
     assert best_backend().count() >= 1
 
 
-def test_gpu_is_called_cuda():
-    """Launches call a kind "gpu" that blocks call "cuda"."""
-    with pytest.raises(DeviceUnavailableError, match="GPUs of NVIDIA and AMD are 'cuda'"):
-        resolve_devices(["gpu:0", "gpu:1"])
+class FakeGpus(Backend):
+    """Three devices of torch's type "cuda"."""
+
+    type = "cuda"
+
+    def count(self):
+        return 3
+
+    def device(self, index):
+        if index is not None and index >= 3:
+            raise registry.not_there("cuda", index, 3)
+        return torch.device("cuda", index or 0)
+
+
+@pytest.fixture
+def three_gpus(monkeypatch):
+    """Three GPUs, of which no tensor is made."""
+    monkeypatch.setattr(registry, "_loaded", registry._loaded | {"cuda": FakeGpus()})
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda", "GPU", "Cuda"])
+@pytest.mark.usefixtures("three_gpus")
+def test_gpu_and_cuda_mean_the_same(name):
+    """Blocks and launches accept the same names, in any case, with and without an index."""
+    every = tuple(torch.device("cuda", index) for index in range(3))
+    assert resolve_devices(name) == every
+    assert resolve_devices(f"{name}:2") == (every[2],)
+    assert resolve_devices([f"{name}:1", name, "cuda:0"]) == (every[1], every[0], every[0])
+    assert resolve_device(f"{name}:1") == every[1]
+    assert backend_of(name) is backend_of("cuda")
+    assert Device.from_str(name) is Device.GPU
+
+
+@pytest.mark.usefixtures("three_gpus")
+def test_data_parallel_accepts_gpu():
+    """The `device_ids` of DataParallel name GPUs either way."""
+    assert data_parallel_lanes(["gpu:0", "cuda:1"]) == (torch.device("cuda", 0), torch.device("cuda", 1))
+
+
+@pytest.mark.parametrize("name", ["cpu", "CPU", "Cpu"])
+def test_device_names_ignore_case(name):
+    """Case does not matter, as in `Platform`."""
+    assert set(resolve_devices(name)) == {CPU}
+    assert resolve_devices([f"{name}:0", name]) == (CPU, CPU)
+
+
+@pytest.mark.parametrize("name", ["gpu:7", "GPU:7", "cuda:7"])
+@pytest.mark.usefixtures("three_gpus")
+def test_a_missing_gpu_is_named_as_the_user_wrote_it(name):
+    """The message echoes the name, and lists the devices under torch's names."""
+    with pytest.raises(DeviceUnavailableError, match="cuda:0 to cuda:2") as caught:
+        resolve_devices([name])
+    assert f"device {name!r} is not available" in str(caught.value)
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ["gpu", "GPU"])
+def test_a_kind_without_devices_is_named_as_the_user_wrote_it(name):
+    """On a machine without GPUs, the message names "gpu", not "cuda"."""
+    for devices in (name, [name]):
+        with pytest.raises(DeviceUnavailableError, match=f"device '{name}' is not available"):
+            resolve_devices(devices)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.functional import _averages
+from parawrap.functional import _averages, _seeds_and_modules
 from tests.functional.ranks import on
 
 
@@ -612,6 +612,12 @@ def test_a_device_is_named_by_its_type_in_any_case(device, monkeypatch):
     module = nn.Linear(1, 1)
     assert functional.to(module, 1, device=device) is module
     assert module.weight.device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("device", ["gpu:1", "cuda:1", "GPU:1"])
+def test_a_gpu_is_named_by_its_index(device):
+    """Both "gpu" and "cuda" name a GPU, also with an index."""
+    assert _seeds_and_modules._target(0, device) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta")], ids=repr)

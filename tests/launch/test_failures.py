@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parawrap import Platform
 from parawrap.errors import LaunchError, RankDiedError
+from parawrap.launch import Job
 from parawrap.launch.messages._pickle_values import unpack
 from parawrap.launch.messages._rank_errors import is_echo, pack_exception, summary_of, traceback_of
 
@@ -285,12 +287,17 @@ def test_a_traceback_has_frames_and_cause():
     assert "direct cause" in text
 
 
-def test_a_traceback_omits_leading_frames_of_the_given_files():
-    """Leading frames from the given files are left out; if all frames are, the last frame stays."""
-    error = failing(ValueError("v"))
-    assert "in failing" not in traceback_of(error, __file__)
-    assert "in inner" in traceback_of(error, __file__)
-    assert "in failing" in traceback_of(error, "another.py")
+def test_a_traceback_omits_leading_frames_of_parawrap():
+    """The text starts at the first frame outside parawrap. Without such a frame, all stay."""
+    with pytest.raises(ZeroDivisionError) as caught:
+        Job(Platform(device="cpu"), lambda: 1 / 0).call()
+    error = caught.value.with_traceback(caught.tb.tb_next)  # begins in Job.call
+    assert "in call" not in traceback_of(error)
+    assert "in <lambda>" in traceback_of(error)
+    with pytest.raises(TypeError) as caught:
+        Job(Platform(device="cpu"), 3).call()
+    text = traceback_of(caught.value.with_traceback(caught.tb.tb_next))
+    assert "in call" in text
 
 
 # -- echoes

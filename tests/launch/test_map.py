@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import threading
 import time
+import traceback
 
 import psutil
 import pytest
@@ -30,6 +32,34 @@ def test_results_come_in_order_and_errors_in_their_places():
     assert outcomes[0] == RankResults([(1.0, 0), (1.0, 1)])
     assert type(outcomes[1]) is ZeroDivisionError
     assert outcomes[2] == RankResults([(0.5, 0), (0.5, 1)])
+
+
+@pytest.mark.parametrize("max_parallel", [1, 2])
+def test_a_traceback_shows_the_users_lines_only(max_parallel):
+    """The exception of a launch is printed without frames of parawrap. Its notes have the traceback in the rank."""
+
+    @train()
+    def fails(x):
+        raise ValueError(x)
+
+    for error in fails.map([1, 2], max_parallel=max_parallel):
+        text = "".join(traceback.format_exception(error))
+        assert "parawrap" not in text
+        assert "raise ValueError(x)" in text
+        with pytest.raises(ValueError, match=str(error)) as caught:
+            raise error
+        assert [frame.path for frame in caught.traceback] == [pathlib.Path(__file__)]
+
+
+def test_reading_the_results_again_does_not_lengthen_the_traceback():
+    """Each call of `results` raises the error with the same number of frames."""
+    launch = train()(lambda: 1 / 0).submit()
+    lengths = []
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError) as caught:
+            launch.results()
+        lengths.append(len(caught.traceback))
+    assert lengths == [lengths[0]] * 3
 
 
 def test_no_items_give_no_launches():

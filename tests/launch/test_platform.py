@@ -217,10 +217,10 @@ def test_two_different_launchers_raise():
     assert "leave one of them out" in message
 
 
-@pytest.mark.parametrize("device", ["gpu", "mps", "neuron"])
+@pytest.mark.parametrize("device", ["gpu", "cuda", "GPU", "mps", "neuron"])
 @pytest.mark.usefixtures("no_gpu")
 def test_a_missing_device_raises(device):
-    """PlatformError names the device and the alternative 'cpu'."""
+    """PlatformError names the device as the user wrote it, and the alternative 'cpu'."""
     message = refusal(device=device)
     assert message.startswith(f"device={device!r}: ")
     assert "'cpu'" in message

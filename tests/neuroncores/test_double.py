@@ -21,8 +21,8 @@ from torch import nn
 
 from parawrap import tree
 from parawrap.errors import DeviceListError, DeviceUnavailableError, ReplicaError, ShapeError
-from parawrap.neuroncores import TensorSpec, _double
-from parawrap.testing import CoreStats, NeuronHost
+from parawrap.neuroncores import CoreStats, TensorSpec, _double
+from parawrap.testing import NeuronHost
 
 LIMIT_S = 60
 A, B = torch.arange(6.0).view(2, 3), torch.tensor([[3.0, 1.0, 4.0], [1.0, 5.0, 9.0]])

@@ -180,3 +180,16 @@ def test_build_needs_processes():
     """A target that workers build is refused with lanes in threads."""
     with parallel(build(nn.Linear, 2, 2), CPUS) as p, pytest.raises(SessionError, match='workers="process"'):
         p(torch.ones(9, 2))
+
+
+def fail(x):
+    raise ValueError("the user's line")
+
+
+def test_the_traceback_of_a_worker_starts_in_the_users_code():
+    """The note with the worker's traceback has no frames of parawrap above the user's function."""
+    with torch.no_grad(), parallel(fail, CPUS, workers="process") as p:
+        (error,) = p.map([torch.ones(2, 3)], return_exceptions=True)
+    (remote,) = [note for note in error.__notes__ if "Traceback" in note]
+    assert "the user's line" in remote
+    assert "/parawrap/" not in remote

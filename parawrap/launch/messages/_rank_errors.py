@@ -10,10 +10,10 @@ import contextlib
 import os
 import re
 import traceback
-from types import TracebackType
 
 import torch.distributed as dist
 
+from parawrap.backends import user_frames
 from parawrap.errors import LaunchError
 from parawrap.launch.messages._pickle_values import packed, unpack
 
@@ -46,15 +46,10 @@ def summary_of(error: BaseException) -> str:
     return next((line for line in lines if line.partition(":")[0].endswith(name)), lines[0])
 
 
-def traceback_of(error: BaseException, *without: str) -> str:
-    """Return the traceback as text. Leading frames from the files `without` are left out."""
-    return "".join(traceback.format_exception(type(error), error, _below(error.__traceback__, without))).rstrip()
-
-
-def _below(trace: TracebackType | None, files: tuple[str, ...]) -> TracebackType | None:
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in files:
-        trace = trace.tb_next
-    return trace
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback as text, from its first frame outside parawrap on; all of it if there is no such frame."""
+    trace = user_frames(error.__traceback__) or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
 
 
 def add_note(error: BaseException, note: str) -> None:

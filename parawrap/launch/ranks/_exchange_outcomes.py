@@ -84,12 +84,11 @@ class Exchange:
         finally:
             os.close(file)
 
-    def report_error(self, error: BaseException, *own_files: str) -> RankResults[Any] | Requeued | BaseException:
+    def report_error(self, error: BaseException) -> RankResults[Any] | Requeued | BaseException:
         """Report this rank's error. If it follows from another rank's outcome, return that outcome instead.
 
         Args:
             error: The exception that this rank raised.
-            own_files: Leading frames of the traceback from these files are left out.
         """
         if isinstance(error, _FailedElsewhere):
             return error.error
@@ -104,7 +103,7 @@ class Exchange:
         try:
             body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
             self._store.set(f"{self._world.global_rank}/place", self._place)
-            self._report("raised", body | {"traceback": failures.traceback_of(error, *own_files)}, file)
+            self._report("raised", body | {"traceback": failures.traceback_of(error)}, file)
             first = self._store.compare_set(_FAILED, "", str(self._world.global_rank))
         finally:
             os.close(file)

@@ -19,7 +19,6 @@ import torch
 
 from parawrap.backends import neuron_is_device
 from parawrap.backends.cpu_backend import usable_cores
-from parawrap.launch import _packed_call
 from parawrap.launch._devices import Device, core_of
 from parawrap.launch._packed_call import Job, unpacked_call
 from parawrap.launch._platform import Platform
@@ -43,7 +42,6 @@ _LINGER_S = 1.0
 _SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
 _SUCCEEDED = 0
 _FAILED = 1
-_OWN_FILES = (__file__, _packed_call.__file__)
 
 _RISK = ". Any program that can connect to it can disturb it"
 
@@ -128,7 +126,7 @@ def _description(error: BaseException) -> dict[str, Any]:
     return {
         "at": time.time(),
         "summary": failures.summary_of(error),
-        "traceback": failures.traceback_of(error, *_OWN_FILES),
+        "traceback": failures.traceback_of(error),
         "is_echo": failures.is_echo(error),
     }
 

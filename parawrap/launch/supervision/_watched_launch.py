@@ -130,7 +130,7 @@ class WatchedLaunch(Launch[Any]):
                 if isinstance(self._known, Ending):
                     self._known.close()
         if isinstance(self._verdict, BaseException):
-            raise self._verdict
+            raise self._verdict.with_traceback(None)  # otherwise each call would add its frames
         return self._verdict
 
     def _results(self) -> RankResults[Any] | BaseException:
