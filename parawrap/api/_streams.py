@@ -65,6 +65,7 @@ class Streams(ABC):
         buffersize: int | None = None,
         chunksize: int = 1,
         resume: str | Path | None = None,
+        key: Callable[[Any], Any] | None = None,
         progress: bool = False,
         total: int | None = None,
         desc: str | None = None,
@@ -85,8 +86,10 @@ class Streams(ABC):
             chunksize: With workers, the number of batches that travel in one message, as in concurrent.futures. It pays if
                 a batch takes less than a millisecond. With threads it changes nothing.
             resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
-                outputs without computing them. The source must give the same batches in the same order in every run. Use
-                only folders that you trust: outputs are loaded with pickle.
+                outputs without computing them. The source must give the same batches in the same order in every run:
+                a batch with another pickle is refused. Use only folders that you trust: outputs are loaded with pickle.
+            key: With `resume`, a function of one batch that returns its name or its number, to be compared in place of the
+                batch. For batches that cannot be pickled, or that take long to compare. It runs in the caller's thread.
             progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap-torch[cli]'``).
             total: The number of batches for the bar. By default ``len(batches)``, if it has a length.
             desc: The text in front of the bar.
@@ -95,9 +98,12 @@ class Streams(ABC):
             ShardError: If `batches` is a tensor, a mapping, or a text; if `buffersize` or `chunksize` is below 1; if fewer
                 batches may be in flight than a chunk has; or if `methods` names several methods. Use
                 ``p.method(name).map(...)``.
+            ShardError: If `buffersize` or `chunksize` is below 1, if fewer batches may be in flight than a chunk has, if
+                `key` is given without `resume`, or if `methods` names several methods. Use ``p.method(name).map(...)``.
             SessionError: If the block is closed, or ends before the generator does.
             ResumeError: From the generator, if the folder cannot be made, is in use, holds outputs of another target, or
-                holds outputs of other batches than the source gives; or if an output cannot be saved.
+                holds outputs of other batches than the source gives; if a batch cannot be pickled and there is no `key`; or
+                if an output cannot be saved.
 
         Example:
             >>> import torch
@@ -121,6 +127,12 @@ class Streams(ABC):
             msg = f"prepare={prepare!r} is not callable. Give a function of one batch that returns the model's arguments"
             raise ShardError(msg)
         _refuse_single_batch(batches)
+        if key is not None and not callable(key):
+            msg = f"key={key!r} is not callable. Give a function of one batch that returns its name or its number"
+            raise ShardError(msg)
+        if key is not None and resume is None:
+            msg = "key= is given without resume=. Give resume= a folder, or drop key="
+            raise ShardError(msg)
         session = self._opened()
         if session.pool.submit_chunk is None:
             chunksize = 1
@@ -130,7 +142,7 @@ class Streams(ABC):
         entry, name = self._entry()
         if resume is None and not progress:
             return stream(session, entry, batches, options)
-        folder = None if resume is None else OutputFolder(Path(resume), name)
+        folder = None if resume is None else OutputFolder(Path(resume), name, key)
         if total is None and isinstance(batches, Sized):
             total = len(batches)
         bar = Progress(session.stats, total, desc) if progress else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -9,33 +10,32 @@ import logging
 import os
 import pickle
 import re
-import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from parawrap.engine._fingerprint import FINGERPRINT_BYTES, fingerprint
+from parawrap.engine._digest import DIGEST_BYTES, digest_value
 from parawrap.errors import ResumeError
 
 __all__ = ["OutputFolder"]
 
 _LOG = logging.getLogger("parawrap.resume")
-_FORMAT = 2
+_FORMAT = 3
 _CHECKSUM_BYTES = 32
 _MANIFEST = "stream.json"
 _LOCK = "lock"
 _SUFFIX = ".output"
 _OUTPUT = re.compile(r"\d{9,}\.output")
-_UNFINISHED = ".unfinished"
-_opened: set[Path] = set()
-_opening = threading.RLock()  # a garbage collection in the block may close a stream that nobody refers to
+_UNFINISHED = "unfinished"
 
 
 class OutputFolder:
-    """One file per batch: a checksum, a fingerprint of the batch, and the output as `torch.save` writes it.
+    """One file per batch: a checksum, the digest of the batch, and the output as `torch.save` writes it.
 
     A file appears by an atomic rename, so a killed run leaves no partial output. A file with a wrong checksum, as after a
     power failure, counts as missing. One run at a time may use a folder.
@@ -43,64 +43,53 @@ class OutputFolder:
     Args:
         path: The folder. It is created if it does not exist.
         target: The name of the function that computes the outputs. A folder holds outputs of one function.
+        key: A function of a batch that returns what the digest is computed from. By default, the batch itself.
 
     Raises:
         ResumeError: At the start of the block, if the folder is in use, holds something else, or cannot be made, read, or
             locked.
     """
 
-    def __init__(self, path: Path, target: str) -> None:
+    def __init__(self, path: Path, target: str, key: Callable[[Any], Any] | None = None) -> None:
         self._path = path.expanduser().resolve()
-        self._target = target
+        self._unfinished = self._path / _UNFINISHED
+        self._manifest = {"format": _FORMAT, "target": target}
+        self._key = key
         self._committed: set[int] = set()
-        self._fingerprints: dict[int, bytes] = {}  # of the batches in flight
-        self._lock: int | None = None
+        self._digests: dict[int, bytes] = {}  # of the batches in flight
 
     def __enter__(self) -> Self:
         try:
-            self._path.mkdir(parents=True, exist_ok=True)
-            self._names()  # before the lock file: a folder that is refused does not change
-            with _opening:
-                if self._path in _opened:
-                    self._refuse_in_use("another stream of this process")
-                self._lock = self._locked()
-                _opened.add(self._path)
-            self._read()
-        except BaseException as failure:
+            with _explain(f"{self} cannot be used", "Give the path of a new or an empty folder", OSError):
+                self._path.mkdir(parents=True, exist_ok=True)
+                self._names()  # before the lock file: a folder that is refused does not change
+                self._lock()
+                self._read()
+        except BaseException:
             self.__exit__(None, None, None)
-            if isinstance(failure, OSError):  # a file has this name, or permissions are missing
-                msg = f"resume={str(self._path)!r} cannot be used: {failure}. Give the path of a new or an empty folder"
-                raise ResumeError(msg) from failure
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with _opening:
-            if self._lock is not None:
-                os.close(self._lock)
-                self._lock = None
-                _opened.discard(self._path)
+        lock = _locks.pop(self, None)
+        if lock is not None:
+            os.close(lock)
 
     def recall(self, number: int, batch: Any) -> Future[Any] | None:
         """Return a finished future with the committed output of this batch, or None if there is none.
 
         Raises:
-            ResumeError: If the committed output belongs to another batch, or the batch cannot be compared.
+            ResumeError: If the committed output belongs to another batch or cannot be loaded, or if the batch cannot be
+                pickled.
         """
-        of_batch = fingerprint(batch)
-        if number in self._committed and (saved := self._saved(number)) is not None:
-            committed_for, output = saved
-            if committed_for != of_batch:
-                msg = (
-                    f"batch {number} is not the batch that {self._file(number)} was computed from. The source must give "
-                    "the same batches in the same order in every run: seed its shuffling, or use another folder"
-                )
-                raise ResumeError(msg)
-            future: Future[Any] = Future()
-            future.set_result(output)
-            return future
-        self._fingerprints[number] = of_batch
-        return None
+        subject, known_by = ("batch", batch) if self._key is None else ("the key of batch", self._key(batch))
+        cure = "Give map(key=...) a function of a batch that returns a string or a number"
+        with _explain(f"{subject} {number} cannot be pickled", cure):
+            digest = digest_value(known_by)
+        recalled = self._load(number, digest) if number in self._committed else None
+        if recalled is None:
+            self._digests[number] = digest
+        return recalled
 
     def commit(self, number: int, output: Any) -> None:
         """Save the output of a batch, unless it came from the folder.
@@ -108,11 +97,15 @@ class OutputFolder:
         Raises:
             ResumeError: If the output cannot be saved.
         """
-        of_batch = self._fingerprints.pop(number, None)
-        if of_batch is None:
+        digest = self._digests.pop(number, None)
+        if digest is None:
             return
-        body = of_batch + _saved_bytes(output, number)
-        self._write(self._file(number), hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() + body)
+        content = io.BytesIO(digest)
+        content.seek(DIGEST_BYTES)
+        cure = "Run the stream in torch.no_grad(), and return tensors, numbers, or strings"
+        with _explain(f"the output of batch {number} cannot be saved", cure):
+            torch.save(output, content, pickle_module=_Pickles)
+        self._write(self._file(number), _checksum(content.getvalue()) + content.getvalue())
 
     def check_end(self, batches: int) -> None:
         """Check that the folder holds no output of a batch after the end of the source.
@@ -128,110 +121,115 @@ class OutputFolder:
             )
             raise ResumeError(msg)
 
+    def __str__(self) -> str:
+        return f"resume={str(self._path)!r}"
+
     def _file(self, number: int) -> Path:
         return self._path / f"{number:09d}{_SUFFIX}"
 
-    def _locked(self) -> int:
-        """Lock the folder. The lock ends with the process, and forked children do not have it."""
-        lock = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            return lock
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # EAGAIN or EACCES, as lockf(3) says
-            owner = os.read(lock, 100).decode(errors="replace")
-            os.close(lock)
-            self._refuse_in_use(owner or "another process")
-        except OSError:  # a file system without locks
-            os.close(lock)
-            raise
-        os.ftruncate(lock, 0)
-        os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
-        return lock
+    def _lock(self) -> None:
+        """Lock the folder. The lock ends with the process, and forked children do not hold it.
 
-    def _refuse_in_use(self, owner: str) -> None:
-        msg = f"resume={str(self._path)!r} is in use by {owner}. Give each stream, and each rank, its own folder"
-        raise ResumeError(msg)
+        Unlike a lock of `fcntl.lockf`, it stays if the process opens and closes the file again, for example to copy it.
+        """
+        lock = _locks[self] = os.open(self._path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        me = f"process {os.getpid()} on {os.uname().nodename}"
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as error:  # EWOULDBLOCK, and EACCES on network file systems
+            owner = os.read(lock, 100).decode(errors="replace")
+            owner = "another stream of this process" if owner == me else owner or "another process"
+            msg = f"{self} is in use by {owner}. Give each stream, and each rank, its own folder"
+            raise ResumeError(msg) from error
+        os.ftruncate(lock, 0)
+        os.write(lock, me.encode())
 
     def _read(self) -> None:
         """Check what the folder belongs to, and list the committed outputs."""
-        manifest = self._path / _MANIFEST
-        names = self._names()
-        if manifest.name in names:
-            try:
-                found = json.loads(manifest.read_text())
-            except ValueError as error:
-                msg = f"{manifest} is damaged: {error}. Use another folder"
-                raise ResumeError(msg) from error
-            if not isinstance(found, dict):
-                msg = f"{manifest} is damaged. Use another folder"
-                raise ResumeError(msg)
-            if found.get("format") != _FORMAT:
-                msg = f"{manifest} was written by another release of parawrap. Use another folder"
-                raise ResumeError(msg)
-            if found != self._description():
-                msg = (
-                    f"resume={str(self._path)!r} holds the outputs of {found.get('target')}, not of {self._target}. "
-                    "Use another folder"
-                )
-                raise ResumeError(msg)
-        else:
-            self._write(manifest, json.dumps(self._description()).encode())
+        file, names = self._path / _MANIFEST, self._names()
+        if _MANIFEST not in names:
+            self._write(file, json.dumps(self._manifest).encode())
+        with _explain(f"{file} is damaged", "Use another folder", (ValueError, TypeError, KeyError)):
+            manifest = json.loads(file.read_text())
+            form, target = manifest["format"], manifest["target"]
+        if form != _FORMAT:
+            msg = f"{file} was written by another release of parawrap. Use another folder"
+            raise ResumeError(msg)
+        if target != self._manifest["target"]:
+            msg = f"{self} holds the outputs of {target}, not of {self._manifest['target']}. Use another folder"
+            raise ResumeError(msg)
         self._committed = {int(name.removesuffix(_SUFFIX)) for name in names if _OUTPUT.fullmatch(name)}
-        for unfinished in self._path.glob(f"*{_UNFINISHED}"):
-            unfinished.unlink()
-
-    def _write(self, file: Path, content: bytes) -> None:
-        """Write a file that appears complete or not at all."""
-        unfinished = file.with_suffix(_UNFINISHED)
-        try:
-            unfinished.write_bytes(content)
-            unfinished.replace(file)
-        except OSError as error:
-            msg = f"{file} cannot be written: {error}. Free some space, or use another folder, and run again"
-            raise ResumeError(msg) from error
+        self._unfinished.unlink(missing_ok=True)
 
     def _names(self) -> set[str]:
-        """Return the names of the files that are complete, without the lock.
+        """Return the names of the files that are complete.
 
         Raises:
             ResumeError: If there are files, and they are not those of a stream.
         """
-        names = {entry.name for entry in os.scandir(self._path) if not entry.name.endswith(_UNFINISHED)} - {_LOCK}
+        names = {entry.name for entry in os.scandir(self._path)} - {_LOCK, _UNFINISHED}
         if names and _MANIFEST not in names:
-            msg = f"resume={str(self._path)!r} holds other files, such as {min(names)}. Use an empty or a new folder"
+            msg = f"{self} holds other files, such as {min(names)}. Use an empty or a new folder"
             raise ResumeError(msg)
         return names
 
-    def _description(self) -> dict[str, Any]:
-        return {"format": _FORMAT, "target": self._target}
+    def _write(self, file: Path, content: bytes) -> None:
+        """Write a file that appears complete or not at all."""
+        with _explain(f"{file} cannot be written", "Free some space, or use another folder, and run again", OSError):
+            self._unfinished.write_bytes(content)
+            self._unfinished.replace(file)
 
-    def _saved(self, number: int) -> tuple[bytes, Any] | None:
-        """Return the fingerprint of the batch and its output, or None if the file is damaged or deleted."""
+    def _load(self, number: int, digest: bytes) -> Future[Any] | None:
+        """Return a finished future with a saved output, or None if its file is damaged or deleted."""
         file = self._file(number)
-        try:
-            content = file.read_bytes()
-        except FileNotFoundError:
-            _LOG.warning("%s was deleted: its batch runs again", file)
-            return None
-        except OSError as error:
-            msg = f"{file} cannot be read: {error}. Delete it, or use another folder"
-            raise ResumeError(msg) from error
-        checksum, body = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
-        if hashlib.blake2b(body, digest_size=_CHECKSUM_BYTES).digest() != checksum:
+        with _explain(f"{file} cannot be read", "Delete it, or use another folder", OSError):
+            try:
+                content = file.read_bytes()
+            except FileNotFoundError:
+                _LOG.warning("%s was deleted: its batch runs again", file)
+                return None
+        checksum, saved = content[:_CHECKSUM_BYTES], content[_CHECKSUM_BYTES:]
+        if _checksum(saved) != checksum:
             _LOG.warning("%s is damaged: its batch runs again", file)
             return None
-        try:
-            output = torch.load(io.BytesIO(body[FINGERPRINT_BYTES:]), weights_only=False)
-        except Exception as error:
+        if not saved.startswith(digest):
             msg = (
-                f"{file} cannot be loaded: {error}. Its classes and devices must exist, as in the run that saved it. Or "
-                "delete the file: its batch runs again"
+                f"batch {number} is not the batch that {file} was computed from. The source must give the same batches in "
+                "the same order in every run: seed its shuffling, or use another folder. If equal batches have different "
+                "pickles, use map(key=...)"
             )
-            raise ResumeError(msg) from error
-        return body[:FINGERPRINT_BYTES], output
+            raise ResumeError(msg)
+        cure = "Its classes and devices must exist, as in the run that saved it. Or delete the file: its batch runs again"
+        future: Future[Any] = Future()
+        with _explain(f"{file} cannot be loaded", cure):
+            future.set_result(torch.load(io.BytesIO(saved[DIGEST_BYTES:]), weights_only=False))
+        return future
+
+
+_locks: dict[OutputFolder, int] = {}  # the locked files
+
+
+def _close_inherited_locks() -> None:
+    """Close the files in a forked child, which would hold the locks after the parent is killed."""
+    while _locks:
+        os.close(_locks.popitem()[1])
+
+
+os.register_at_fork(after_in_child=_close_inherited_locks)
+
+
+@contextmanager
+def _explain(problem: str, cure: str, kind: type[Exception] | tuple[type[Exception], ...] = Exception) -> Iterator[None]:
+    """Raise an error of this kind as `ResumeError`."""
+    try:
+        yield
+    except kind as error:
+        msg = f"{problem}: {error}. {cure}"
+        raise ResumeError(msg) from error
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_CHECKSUM_BYTES).digest()
 
 
 class _OutputPickler(pickle.Pickler):
@@ -241,8 +239,8 @@ class _OutputPickler(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         if value.requires_grad:
-            msg = "it has a gradient, which a folder cannot keep. Run the stream in torch.no_grad()"
-            raise ResumeError(msg)
+            msg = "it has a gradient, which a folder cannot keep"
+            raise ValueError(msg)
         is_plain = type(value) is torch.Tensor and value.layout == torch.strided and not vars(value)
         if is_plain and value.untyped_storage().nbytes() > value.nbytes:
             return value.clone().__reduce_ex__(pickle.DEFAULT_PROTOCOL)
@@ -253,14 +251,3 @@ class _Pickles:
     """The pickle module of `torch.save`."""
 
     Pickler = _OutputPickler
-
-
-def _saved_bytes(output: Any, number: int) -> bytes:
-    buffer = io.BytesIO()
-    try:
-        torch.save(output, buffer, pickle_module=_Pickles)
-    except Exception as error:
-        remedy = "" if isinstance(error, ResumeError) else ". Return tensors, numbers, or strings"
-        msg = f"the output of batch {number} cannot be saved: {error}{remedy}"
-        raise ResumeError(msg) from error
-    return buffer.getvalue()

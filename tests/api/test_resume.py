@@ -16,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
+import traceback
 from array import array
 from collections import Counter, UserDict, defaultdict, deque
 from contextlib import closing
@@ -30,8 +32,8 @@ import pytest
 import torch
 from torch import nn
 
-from parawrap import ResumeError, parallel
-from parawrap.engine._fingerprint import fingerprint
+from parawrap import ResumeError, ShardError, parallel
+from parawrap.engine._digest import digest_value
 from parawrap.engine._output_folder import OutputFolder
 from tests.launch.processes import eventually, run_script, scripts, write_script
 
@@ -306,16 +308,26 @@ def test_batches_of_any_kind_are_told_apart(tmp_path, first, second):
             list(p.map([(second,)], resume=tmp_path))
 
 
-def test_a_batch_that_cannot_be_compared_is_refused(tmp_path):
+def test_a_batch_that_cannot_be_pickled_asks_for_a_key(tmp_path):
     """Nothing is computed: a later run could not detect a changed source."""
     with torch.no_grad(), parallel(lambda x, lock: x, TWO) as p:
         outputs = p.map([(torch.ones(2), threading.Lock())], resume=tmp_path)
-        with pytest.raises(
-            ResumeError, match=r"the batch holds a _thread\.lock, which cannot be compared .*in prepare"
-        ) as caught:
+        with pytest.raises(ResumeError, match=r"^batch 0 cannot be pickled: .*_thread\.lock.* Give map\(key=") as caught:
             next(outputs)
     assert caught.value.__notes__ == ["while batch 0 of the stream was read, counted from 0"]
     assert not list(tmp_path.glob("*.output"))
+
+
+@dataclass(eq=False)
+class Node:
+    """An object that refers to others, and maybe to itself."""
+
+    others: object = None
+
+
+def cyclic(node, others):
+    node.others = others
+    return node
 
 
 @pytest.mark.parametrize(
@@ -323,51 +335,152 @@ def test_a_batch_that_cannot_be_compared_is_refused(tmp_path):
     [
         (i for i in range(2)),
         torch.ones(2, device="meta"),
+        torch.ones(2).untyped_storage(),
+        torch.ones(2).to_mkldnn(),
         lambda: 1,
         partial(lambda: 1),
-        functools.reduce(lambda inner, _: [inner], range(2000), []),
+        functools.reduce(lambda inner, _: [inner], range(100_000), []),
+        cyclic(node := Node(), node),
+        cyclic(node := Node(), [node]),
+        cyclic(node := Node(), {node}),
     ],
-    ids=["generator", "meta", "lambda", "partial", "deep"],
+    ids=["generator", "meta", "storage", "mkldnn", "lambda", "partial", "deep", "cycle", "list-cycle", "set-cycle"],
 )
-def test_values_without_a_comparable_state_are_refused(batch):
-    """And not compared by their class alone."""
-    with pytest.raises(ResumeError, match="cannot be compared with the batch of another run"):
-        fingerprint(batch)
+def test_values_without_a_stable_pickle_ask_for_a_key(tmp_path, batch):
+    """Also those of which a usual pickle differs in each run, or does not end. A key replaces the pickle."""
+    with torch.no_grad(), parallel(lambda batch: 1, TWO) as p:
+        with pytest.raises(ResumeError, match=r"(?s)^batch 0 cannot be pickled: .*key="):
+            list(p.map([(batch,)], resume=tmp_path))
+        for _ in range(2):
+            options = {"key": lambda _: "the batch", "prepare": lambda _: torch.ones(1)}
+            assert list(p.map([(batch,)], resume=tmp_path, **options)) == [1]
+        assert sum(lane.tasks for lane in p.stats().lanes) == 1
 
 
-@pytest.mark.parametrize("kind", [np.longdouble, [("a", "i1"), ("b", "i8")]], ids=["longdouble", "fields"])
-def test_padding_does_not_count(kind):
-    """Arrays with equal values may have other bytes between them."""
-    dtype = np.dtype(kind, align=True)
-    found = set()
-    for filler in (0, 255):
-        array = np.full(3 * dtype.itemsize, filler, np.uint8).view(dtype)
-        array[...] = np.zeros(3, dtype) if dtype.names is None else np.array([(1, 2)] * 3, dtype)
-        if dtype.names is not None:
-            for name in dtype.names:
-                array[name] = 5
-        found.add(fingerprint(array))
-    assert len(found) == 1
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_quantized_batch_asks_for_a_key(tmp_path):
+    """Its pickle has an address in memory."""
+    batch = torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)
+    with torch.no_grad(), parallel(lambda batch: 1, TWO) as p, pytest.raises(ResumeError, match="of a quantized one"):
+        list(p.map([(batch,)], resume=tmp_path))
 
 
-def test_a_batch_that_contains_itself_has_afingerprint():
-    """Equal cycles are equal."""
-
-    def cycle(number):
-        found = [number]
-        found.append({"again": found})
-        return found
-
-    assert fingerprint(cycle(1)) == fingerprint(cycle(1))
-    assert fingerprint(cycle(1)) != fingerprint(cycle(2))
+# -- equal batches
 
 
-def test_fingerprints_do_not_depend_on_the_run():
+def samples():
+    """One batch of each kind that a run may pickle in another way than the run before."""
+    tensor = torch.arange(12.0).view(3, 4)
+    return [
+        {*"abcdefgh"},
+        {"k": frozenset("ijklmnop"), "tags": Tags("qrstuvwx")},
+        Sample("a", {"x", "y", "z"}),
+        Path("x"),
+        date(2026, 1, 1),
+        np.arange(6).reshape(2, 3).T,
+        tensor[1],
+        tensor.t(),
+        tensor.to_sparse(),
+        {"x": tensor, "none": None, "nan": float("nan"), "text": "ab"},
+    ]
+
+
+class Tags(set):
+    """A set of a user."""
+
+
+def test_digests_do_not_depend_on_the_process():
     """Sets and hashes of strings have another order in each process."""
-    script = "from pathlib import Path; from parawrap.engine._fingerprint import fingerprint\n"
-    script += "print(fingerprint([{*'abcdefgh'}, Path('x'), {'k': frozenset('ijklmnop')}]).hex())"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert found == fingerprint([{*"abcdefgh"}, Path("x"), {"k": frozenset("ijklmnop")}]).hex()
+    script = "from tests.api.test_resume import digest_value, samples; print([digest_value(x).hex() for x in samples()])"
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
+    assert found.stdout.strip() == str([digest_value(sample).hex() for sample in samples()])
+
+
+text = "one text"
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        ([text, text], [text, "".join(["one ", "text"])]),
+        ([[1], [1]], [[1]] * 2),
+        (torch.arange(9)[3:6], torch.arange(3, 6)),
+        (torch.eye(3)[:, 1], torch.eye(3)[:, 1].clone()),
+        (torch.ones(2, requires_grad=True) * 1, torch.ones(2)),
+        (torch.tensor([1j]).conj(), torch.complex(torch.zeros(1), -torch.ones(1))),
+        ([torch.ones(2)] * 2, [torch.ones(2), torch.ones(2)]),
+        (torch.full((2,), math.nan), torch.full((2,), math.nan)),
+        ({"b", "a"}, {"a", "b"}),
+        (np.arange(9)[3:6], np.arange(3, 6)),
+    ],
+    ids=["texts", "lists", "view", "column", "gradient", "conjugate", "twice", "nan", "sets", "array"],
+)
+def test_equal_batches_are_recognized(tmp_path, one, same):
+    """A digest depends on values, not on the memory that they are in."""
+    with torch.no_grad(), parallel(lambda x: 1, TWO) as p:
+        for batch in (one, same):
+            assert list(p.map([(batch,)], resume=tmp_path)) == [1]
+        assert sum(lane.tasks for lane in p.stats().lanes) == 1
+
+
+# -- keys
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"ordered": False}, {"chunksize": 2}, {"with_inputs": True}, {"prepare": lambda x: x[1]}]
+)
+def test_a_key_is_compared_in_place_of_the_batch(tmp_path, options):
+    """It gets the batch as the source gave it, once per batch and run."""
+    seen = []
+
+    def key(batch):
+        seen.append(batch[0])
+        return batch[0]
+
+    target = (lambda x: x) if "prepare" in options else (lambda name, x: x)
+    with torch.no_grad(), parallel(target, TWO) as p:
+        for shift in range(2):
+            source = [(f"file {number}", torch.full((1,), float(number + shift))) for number in range(4)]
+            found = list(p.map(source, resume=tmp_path, key=key, **options))
+            found = [pair[1] for pair in found] if "with_inputs" in options else found
+            assert sorted(output.item() for output in found) == [0, 1, 2, 3]
+        source[2] = ("file 9", source[2][1])
+        with pytest.raises(ResumeError, match="batch 2 is not the batch that"):
+            list(p.map(source, resume=tmp_path, key=key, **options))
+    assert seen[:8] == [f"file {number}" for number in range(4)] * 2
+
+
+def test_the_key_of_a_method(tmp_path):
+    """`p.method(name).map` takes it, too."""
+    with torch.no_grad(), parallel(Counting(), TWO, methods=["forward"]) as p:
+        for _ in range(2):
+            outputs = p.method("forward").map(batches(3), resume=tmp_path, key=lambda batch: batch[0].item())
+            assert [output[0].item() for output in outputs] == [0, 2, 4]
+    assert computed == dict.fromkeys(map(float, range(3)), 1)
+
+
+def test_a_key_that_fails_or_cannot_be_pickled_is_named(tmp_path):
+    """The error of the key has a note with the number of the batch."""
+    with torch.no_grad(), parallel(torch.neg, TWO) as p:
+        with pytest.raises(ResumeError, match=r"^the key of batch 0 cannot be pickled: .*lock.* a string or a number"):
+            list(p.map(batches(1), resume=tmp_path, key=lambda _: threading.Lock()))
+        with pytest.raises(KeyError) as caught:
+            list(p.map(batches(1), resume=tmp_path, key=lambda _: {}["name"]))
+    assert caught.value.__notes__ == ["while batch 0 of the stream was read, counted from 0"]
+
+
+def test_a_key_needs_a_folder():
+    """Without one, nothing would call the key."""
+    with torch.no_grad(), parallel(torch.neg, TWO) as p:
+        with pytest.raises(ShardError, match="key= is given without resume="):
+            p.map(batches(1), key=len)
+        with pytest.raises(ShardError, match="key='name' is not callable"):
+            p.map(batches(1), resume="folder", key="name")
+
+
+# -- the folder
 
 
 def test_a_source_that_ends_early_is_refused(tmp_path):
@@ -412,7 +525,7 @@ def test_a_folder_that_cannot_be_read_or_locked_is_refused(tmp_path, monkeypatch
     """Missing permissions and file systems without locks are no running stream."""
     failure = OSError(errno.ENOLCK, "No locks available")
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "lockf", Mock(side_effect=failure))
+        patch.setattr(fcntl, "flock", Mock(side_effect=failure))
         with pytest.raises(ResumeError, match=r"cannot be used: .*No locks available"):
             run(tmp_path / "locked", batches(2))
     with monkeypatch.context() as patch:
@@ -440,10 +553,11 @@ def test_files_that_are_not_outputs_are_ignored(tmp_path):
     assert (tmp_path / "my.output").read_text() == "mine"
 
 
-def test_a_folder_of_another_release_is_refused(tmp_path):
-    """Its fingerprints would differ."""
+@pytest.mark.parametrize("form", [1, 2])
+def test_a_folder_of_another_release_is_refused(tmp_path, form):
+    """Its batches have other digests."""
     run(tmp_path, batches(2))
-    (tmp_path / "stream.json").write_text('{"format": 1, "target": "Counting.forward"}')
+    (tmp_path / "stream.json").write_text(json.dumps({"format": form, "target": "Counting.forward"}))
     with pytest.raises(ResumeError, match="was written by another release of parawrap"):
         run(tmp_path, batches(2))
 
@@ -483,6 +597,81 @@ with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
     assert run(tmp_path, [torch.ones(1)] * 3, torch.neg) == [-1, -1, -1]
 
 
+def test_copying_a_folder_keeps_its_lock(tmp_path):
+    """Other processes stay locked out if this process opens and closes the files, and the copy is free."""
+    script = f"""
+import torch
+from parawrap import ResumeError, parallel
+with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
+    try:
+        list(p.map([torch.ones(1)] * 3, resume={str(tmp_path / "out")!r}))
+    except ResumeError as error:
+        print(error)
+"""
+    with torch.no_grad(), parallel(torch.neg, TWO) as p:
+        stream = p.map([torch.ones(1)] * 3, resume=tmp_path / "out")
+        next(stream)
+        shutil.copytree(tmp_path / "out", tmp_path / "copy")
+        found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+        assert f"in use by process {os.getpid()} on " in found
+        assert [output.item() for output in p.map([torch.ones(1)] * 3, resume=tmp_path / "copy")] == [-1, -1, -1]
+        assert len(list(stream)) == 2
+
+
+def in_fork(check):
+    """Return the exit code of a forked child that runs `check`."""
+    child = os.fork()
+    if child == 0:
+        try:
+            check()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_cannot_share_the_folder(tmp_path):
+    """It is refused while the parent's stream is open, and closing its copy of the stream does not unlock the folder."""
+
+    def check():
+        with pytest.raises(ResumeError, match=f"in use by process {os.getppid()} on "):
+            folder.__enter__()
+        stale.__exit__(None, None, None)
+        with pytest.raises(ResumeError, match=f"in use by process {os.getppid()} on "):
+            folder.__enter__()
+
+    stale, folder = OutputFolder(tmp_path, "target"), OutputFolder(tmp_path, "target")
+    with stale:
+        assert in_fork(check) == 0
+        with pytest.raises(ResumeError, match="in use by another stream"):
+            folder.__enter__()
+    with folder:
+        pass
+
+
+def test_a_child_that_outlives_a_killed_run_does_not_keep_the_lock(tmp_path):
+    """A forked process, such as a worker of a DataLoader, may end later than its parent."""
+    script = f"""
+import os, sys, torch
+from parawrap import parallel
+with torch.no_grad(), parallel(torch.neg, ["cpu", "cpu"]) as p:
+    stream = p.map([torch.ones(1)] * 3, resume={str(tmp_path)!r})
+    next(stream)
+    if os.fork() == 0:
+        print("child", flush=True)
+    sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "child\n"
+        process.kill()
+        process.wait()
+        assert run(tmp_path, [torch.ones(1)] * 3, torch.neg) == [-1, -1, -1]
+
+
 def test_outputs_with_gradients_are_refused(tmp_path):
     """A loaded output has no graph, so the loop would see another value than without `resume`."""
     with parallel(nn.Linear(1, 1), TWO) as p, pytest.raises(ResumeError, match=r"torch\.no_grad"):
@@ -510,7 +699,7 @@ def test_slots_of_tensors_are_compared():
     """A tensor of a subclass may have state outside its dict."""
     one, same, other = (torch.ones(2).as_subclass(Scaled) for _ in range(3))
     one.scale, same.scale, other.scale = 1, 1, 5
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+    assert digest_value(one) == digest_value(same) != digest_value(other)
 
 
 def test_attributes_of_outputs_are_saved(tmp_path):
@@ -564,26 +753,36 @@ def test_a_damaged_output_is_computed_again(tmp_path, caplog):
         torch.Tensor.to_sparse,
         torch.Tensor.to_sparse_csr,
         torch.Tensor.to_sparse_csc,
-        lambda dense: torch.quantize_per_tensor(dense, 1.0, 0, torch.qint8),
+        lambda dense: dense.to_sparse_bsr((1, 1)),
         lambda dense: torch.nested.nested_tensor([dense, dense[:1]]),
     ],
-    ids=["coo", "csr", "csc", "quantized", "nested"],
+    ids=["coo", "csr", "csc", "bsr", "nested"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-@pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.filterwarnings("ignore:.*nested tensors")
-def test_a_sparse_or_quantized_batch_with_other_values_is_refused(form):
-    """Its fingerprint covers the values, not only the shape."""
-    assert fingerprint(form(torch.eye(2))) == fingerprint(form(torch.eye(2)))
-    assert fingerprint(form(torch.eye(2))) != fingerprint(form(torch.eye(2) * 2))
-    assert fingerprint(form(torch.eye(2))) != fingerprint(form(torch.eye(2).flip(0)))
+def test_a_sparse_or_nested_batch_with_other_values_is_refused(form):
+    """Its digest covers the values, not only the shape."""
+    assert digest_value(form(torch.eye(2))) == digest_value(form(torch.eye(2)))
+    assert digest_value(form(torch.eye(2))) != digest_value(form(torch.eye(2) * 2))
+    assert digest_value(form(torch.eye(2))) != digest_value(form(torch.eye(2).flip(0)))
 
 
-@pytest.mark.filterwarnings("ignore:.*quantize")
-def test_the_scale_of_a_quantized_batch_counts():
-    """Zeros have equal values in any scale."""
-    first, second = (torch.quantize_per_tensor(torch.zeros(2), scale, 0, torch.qint8) for scale in (0.1, 0.2))
-    assert fingerprint(first) != fingerprint(second)
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """A later run with space goes on."""
+    with monkeypatch.context() as patch:
+        real, written = Path.write_bytes, []
+
+        def write(file, content):
+            if len(written) == 3:  # the manifest and two outputs
+                raise OSError(errno.ENOSPC, "No space left on device")
+            written.append(file)
+            return real(file, content)
+
+        patch.setattr(Path, "write_bytes", write)
+        with pytest.raises(ResumeError, match=r"000000002\.output cannot be written: .*No space left.*Free some space"):
+            run(tmp_path, batches(4), return_exceptions=True)
+    assert run(tmp_path, batches(4)) == [0, 2, 4, 6]
+    assert computed[0.0] == computed[1.0] == 1
 
 
 def test_a_folder_that_is_deleted_during_the_stream_is_an_error_of_resume(tmp_path):
@@ -644,9 +843,9 @@ def test_an_empty_output_file_is_computed_again(tmp_path):
 def test_a_run_that_died_before_its_first_output_is_no_obstacle(tmp_path):
     """It may leave a lock and files that are not finished."""
     (tmp_path / "lock").write_text("process 1 on another machine")
-    (tmp_path / "stream.unfinished").write_text("{")
+    (tmp_path / "unfinished").write_text("{")
     assert run(tmp_path, batches(2)) == [0, 2]
-    assert not list(tmp_path.glob("*.unfinished"))
+    assert not (tmp_path / "unfinished").exists()
 
 
 def test_a_stream_that_is_collected_while_another_opens_does_not_block_it(tmp_path, monkeypatch):
@@ -657,46 +856,66 @@ def test_a_stream_that_is_collected_while_another_opens_does_not_block_it(tmp_pa
             self.stream, self.me = stream, self
             next(stream)
 
-    locked = OutputFolder._locked
+    lock = OutputFolder._lock
 
     def collected(folder):
         gc.collect()
-        return locked(folder)
+        return lock(folder)
 
     with torch.no_grad(), parallel(torch.neg, TWO) as p:
         Reader(p.map(batches(2), resume=tmp_path / "abandoned"))
-        monkeypatch.setattr(OutputFolder, "_locked", collected)
+        monkeypatch.setattr(OutputFolder, "_lock", collected)
         assert len(list(p.map(batches(2), resume=tmp_path / "other"))) == 2
 
 
 # -- killed at random
 
 KILLED = """
-import json, pathlib, sys, torch
+import json, os, sys, torch
 from parawrap import parallel
 
-folder, count = sys.argv[1], int(sys.argv[2])
+folder, log, count = sys.argv[1], os.open(sys.argv[2], os.O_WRONLY | os.O_CREAT | os.O_APPEND), int(sys.argv[3])
+
+def double(x):
+    os.write(log, b"%d\\n" % x[0].item())
+    return x * 2
+
 seen = []
-with torch.no_grad(), parallel(lambda x: x * 2, ["cpu", "cpu"]) as p:
+with torch.no_grad(), parallel(double, ["cpu", "cpu"]) as p:
     for output in p.map((torch.full((2, 1), float(i)) for i in range(count)), resume=folder):
         seen.append(output[0].item())
 print(json.dumps(seen))
 """
 
 
-def _outputs_in(folder):
-    return sum(each.suffix == ".output" for each in folder.iterdir()) if folder.is_dir() else 0
+def numbers_of_outputs(folder):
+    return {int(file.stem) for file in folder.glob("*.output")}
 
 
-@pytest.mark.parametrize(("kills", "count"), [(2, 200), pytest.param(50, 10_000, marks=pytest.mark.long)])
-def test_a_run_that_is_killed_at_random_yields_every_output_once(tmp_path, kills, count):
-    """Runs die by SIGKILL at random moments. The next run yields every output once."""
-    path, folder = write_script(tmp_path, KILLED), tmp_path / "out"
-    for saved in sorted(random.Random(5).sample(range(count), kills)):
-        with closing(scripts.start(path, [folder, count], tmp_path, streams=1)) as script:
-            eventually(lambda: _outputs_in(folder) >= saved, f"{saved} outputs")  # noqa: B023
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("kills", "count"), [(3, 200), pytest.param(50, 5_000, marks=pytest.mark.long)])
+def test_a_run_that_is_killed_at_random_loses_and_doubles_nothing(tmp_path, kills, count):
+    """Runs end by SIGKILL at random moments. No saved output is computed again. The last run yields every output once."""
+    path, folder, log = write_script(tmp_path, KILLED), tmp_path / "out", tmp_path / "log"
+    random_ = random.Random(5)
+    committed: dict[int, int] = {}  # how often the batch of each saved output was computed
+
+    def check():
+        runs = Counter(map(int, log.read_text().split()))
+        assert {number: runs[number] for number in committed} == committed
+        assert committed.keys() <= numbers_of_outputs(folder)
+        committed.update({number: runs[number] for number in numbers_of_outputs(folder)})
+
+    for saved in sorted(random_.sample(range(count), kills)):
+        with closing(scripts.start(path, [folder, log, count], tmp_path, streams=1)) as script:
+            eventually(lambda: len(numbers_of_outputs(folder)) >= saved, f"{saved} outputs")  # noqa: B023
+            time.sleep(random_.random() / 100)
             script.kill()
             script.communicate(20)
-    lines = run_script(tmp_path, KILLED, folder, count).splitlines()
+        if log.exists():
+            check()
+    lines = run_script(tmp_path, KILLED, folder, log, count).splitlines()
     assert json.loads(lines[-1]) == [2.0 * index for index in range(count)]
-    assert not list(folder.glob("*.unfinished"))
+    check()
+    assert committed.keys() == set(range(count))
+    assert not (folder / "unfinished").exists()

@@ -136,7 +136,7 @@ def a_comparison_has_its_ways(model: torch.nn.Linear, x: torch.Tensor) -> None:
 def a_stream_takes_a_buffersize(block: Parallel[torch.nn.Linear], x: torch.Tensor) -> None:
     assert_type(block.map([x], buffersize=4, chunksize=2, progress=True), Iterator[Any])
     block.map([x], buffersize=None, prepare=tuple, with_inputs=True, return_exceptions=True, ordered=False)
-    block.map([x], resume="outputs", progress=True, total=1, desc="embed")
+    block.map([x], resume="outputs", key=len, progress=True, total=1, desc="embed")
     assert_type(block.method("forward").submit(x), Future[Any])
     assert_type(block.method("forward").map([x]), Iterator[Any])
     block.map([x], window=4)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

@@ -553,6 +553,24 @@ def test_changed_source_is_refused(lanes, tmp_path):
             list(p.map(numbers(4)[::-1], resume=tmp_path / "outputs"))
 
 
+@pytest.mark.parametrize(
+    "options", [{"chunksize": 2}, {"ordered": False}, {"with_inputs": True}, {"return_exceptions": True}]
+)
+def test_key_names_batches(lanes, tmp_path, options):
+    """The key is compared in place of the batch. Saved outputs are not computed again, with any options."""
+    with lanes(Recording(tmp_path)) as p:
+        for _ in range(2):
+            outputs = p.map(
+                numbers(5), resume=tmp_path / "outputs", key=lambda batch: f"batch {batch[0].item()}", **options
+            )
+            if "with_inputs" in options:
+                outputs = (output for _, output in outputs)
+            assert sorted(firsts(outputs)) == [0, 2, 4, 6, 8]
+        with pytest.raises(ResumeError, match="batch 0 is not the batch that"):
+            list(p.map(numbers(5), resume=tmp_path / "outputs", key=lambda _: "another batch"))
+    assert computed(tmp_path) == dict.fromkeys(range(5), 1)
+
+
 # -- values ----------------------------------------------------------------------------------------------------------------
 
 
