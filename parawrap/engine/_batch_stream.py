@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from itertools import count
@@ -153,7 +153,7 @@ def _submit_all(
             future = recalled
             if future is None:
                 future = next(together, None) or submitter.submit(number, batch)
-            hint = _hint(batch) if isinstance(batch, list) and options.prepare is None else None
+            hint = None if options.prepare is not None else _hint(batch)
             flights.append(_Flight(number, future, batch if options.with_inputs else None, hint))
         batch = recalled = future = None  # the source makes the next batch
         chunk.clear()
@@ -200,11 +200,19 @@ class _Submitter:
         return (entry, (batch,), {}) if self._prepare is not None else (entry, *as_call(batch))
 
 
-def _hint(batch: list[Any]) -> str:
-    return (
-        f"the batch is a list of {len(batch)} items, which map passes as one argument. "
-        "For model(*batch), use map(..., prepare=tuple). For the first item, use map(..., prepare=lambda batch: batch[0])"
-    )
+def _hint(batch: Any) -> str | None:
+    """Return how a batch is passed to the model, for the error of a list or a dict, which may have been meant otherwise."""
+    if isinstance(batch, list):
+        return (
+            f"the batch is a list of {len(batch)} items, which map passes as one argument. For model(*batch), use "
+            "map(..., prepare=tuple). For the first item, use map(..., prepare=lambda batch: batch[0])"
+        )
+    if isinstance(batch, Mapping) and all(isinstance(key, str) for key in batch):
+        return (
+            "the batch is a dict, which map passes as keyword arguments: model(**batch). To pass the dict itself as one "
+            "argument, use map(..., prepare=lambda batch: (batch,))"
+        )
+    return None
 
 
 def _landed(flight: _Flight, options: StreamOptions) -> Any:

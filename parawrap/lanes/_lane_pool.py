@@ -25,7 +25,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -506,4 +506,5 @@ def _end_threads(lanes: Sequence[Lane], patience: float | None = None) -> None:
     until = None if patience is None else monotonic() + patience
     for lane in lanes:
         if lane.thread is not None and lane.thread is not threading.current_thread():
-            lane.thread.join(None if until is None else max(0.0, until - monotonic()))
+            with suppress(RuntimeError):  # an interrupt came while it started: it ends by itself
+                lane.thread.join(None if until is None else max(0.0, until - monotonic()))

@@ -52,6 +52,20 @@ def test_map_refuses_one_batch(source, cure):
         p.map(source)
 
 
+def test_an_error_with_a_dict_of_weights_names_the_way_to_pass_it():
+    """map passes a dict as keyword arguments. The note says so, and its cure works."""
+    weights = [nn.Linear(2, 1).state_dict() for _ in range(3)]
+
+    def total(weights):
+        return sum(tensor.sum() for tensor in weights.values())
+
+    with torch.no_grad(), parallel(total, TWO) as p:
+        with pytest.raises(TypeError) as caught:
+            list(p.map(weights))
+        assert "use map(..., prepare=lambda batch: (batch,))" in caught.value.__notes__[-1]
+        assert list(p.map(weights, prepare=lambda batch: (batch,))) == list(map(total, weights))
+
+
 def test_map_keeps_the_order_if_lanes_finish_out_of_order():
     """Results of later batches wait for a slow batch."""
     release = threading.Event()

@@ -1044,3 +1044,11 @@ def test_a_profiled_caller_runs_its_submitted_calls_itself(pool):
         concurrent.futures.wait(others, 20)
     counts = {event.key: event.count for event in profiler.key_averages() if event.key in ("aten::sin", "aten::cos")}
     assert counts == {"aten::cos": LANES + 1}
+
+
+def test_close_after_an_interrupted_start():
+    """A lane whose thread was interrupted while it started does not make `close` fail."""
+    pool = LanePool([torch.device("cpu")] * 2)
+    pool.lanes[1].thread = threading.Thread(target=int)
+    pool.close()
+    assert pool.closed
