@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from benchmarks.__main__ import hardware, versions
 
-FOLDER = Path(__file__).parent / "results" / "device"
+_ROOT = Path(__file__).parents[1]
+FOLDER = _ROOT / "benchmarks" / "results" / "device"
 LIMIT_S = 580.0
 
 
@@ -40,7 +41,7 @@ class Outcome(NamedTuple):
 
     def __str__(self) -> str:
         said = "ended, out of time" if self.code is None else "passed" if self.code == 0 else f"exit code {self.code}"
-        return f"| {self.name} | {said} | {self.seconds:.0f} | [log]({self.name}.log) |"
+        return f"| {self.name} | {said} | {self.seconds:.0f} | `{self.name}.log` |"
 
 
 PARTS = (
@@ -59,6 +60,8 @@ def run(parts: Sequence[Part], folder: Path, limit_s: float) -> list[Outcome]:
 def _run(part: Part, folder: Path, limit_s: float) -> Outcome:
     print(f"{part.name}: python {' '.join(part.arguments)}, at most {limit_s:.0f} s", flush=True)
     variables = {**os.environ, "PARAWRAP_TEST_REQUIRE": "cuda", "PARAWRAP_BENCHMARK_RESULTS": str(folder)}
+    path = [str(_ROOT), os.environ.get("PYTHONPATH", "")]  # for the scripts that tests start, if parawrap is not installed
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     began = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log:
         command = [sys.executable, *part.arguments]
@@ -80,7 +83,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in versions().items())
     rows = "\n".join(map(str, outcomes))
     return (
-        f"# On a borrowed machine\n\n`make device` on {dt.datetime.now(dt.UTC).date()}: {machine}. {packages}.\n\n"
+        f"# On a machine with a GPU\n\n`make device` on {dt.datetime.now(dt.UTC).date()}: {machine}. {packages}.\n\n"
         f"| part | result | time (s) | output |\n|---|---|---:|---|\n{rows}\n"
     )
 

@@ -53,7 +53,7 @@ def test_map_refuses_one_batch(source, cure):
 
 
 def test_an_error_with_a_dict_of_weights_names_the_way_to_pass_it():
-    """map passes a dict as keyword arguments. The note says so, and its cure works."""
+    """Map passes a dict as keyword arguments. The note says so, and its cure works."""
     weights = [nn.Linear(2, 1).state_dict() for _ in range(3)]
 
     def total(weights):

@@ -26,7 +26,7 @@ def part(name, code, share=1.0):
 
 def test_parts_run_in_turn(tmp_path):
     """Each part has its exit code and its log. A part that fails does not stop the next one."""
-    script = "import os; print(os.environ['PARAWRAP_TEST_REQUIRE'], os.environ['PARAWRAP_BENCHMARK_RESULTS'])"
+    script = "import os, parawrap; print(os.environ['PARAWRAP_TEST_REQUIRE'], os.environ['PARAWRAP_BENCHMARK_RESULTS'])"
     outcomes = run([part("first", "raise SystemExit(3)"), part("second", script)], tmp_path, 60)
     assert [(each.name, each.code) for each in outcomes] == [("first", 3), ("second", 0)]
     assert (tmp_path / "second.log").read_text().split() == ["cuda", str(tmp_path)]
@@ -46,7 +46,7 @@ def test_the_page_names_machine_versions_and_results():
     """A page has the date, the cores, the versions, and one row per part."""
     page = summary([Outcome("tests", 0, 12.3), Outcome("cuda", None, 60), Outcome("workers", 1, 5)])
     assert re.search(r"`make device` on \d{4}-\d\d-\d\d: .* cores, .*torch \d", page)
-    assert "| tests | passed | 12 | [log](tests.log) |" in page
+    assert "| tests | passed | 12 | `tests.log` |" in page
     assert "| cuda | ended, out of time | 60 |" in page
     assert "| workers | exit code 1 | 5 |" in page
 
