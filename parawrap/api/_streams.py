@@ -87,7 +87,8 @@ class Streams(ABC):
                 a batch takes less than a millisecond. With threads it changes nothing.
             resume: A folder for the outputs. Each output is saved once. A later run with the same folder yields saved
                 outputs without computing them. The source must give the same batches in the same order in every run:
-                a batch with another pickle is refused. Use only folders that you trust: outputs are loaded with pickle.
+                a batch with another pickle is refused. Weights are not compared: use a new folder after you change them.
+                Use only folders that you trust: outputs are loaded with pickle.
             key: With `resume`, a function of one batch that returns its name or its number, to be compared in place of the
                 batch. For batches that cannot be pickled, or that take long to compare. It runs in the caller's thread.
             progress: Draw a tqdm bar with the rows per second of each lane (``pip install 'parawrap-torch[cli]'``).
@@ -151,9 +152,9 @@ class Streams(ABC):
 
 def _refuse_single_batch(batches: object) -> None:
     """Refuse a source that iterates the rows of one batch, or names of its parts."""
-    if isinstance(batches, torch.Tensor):
+    if isinstance(batches, torch.Tensor) or hasattr(batches, "__array__"):
         msg = (
-            f"batches is a tensor of shape {tuple(batches.shape)}, and iterating it gives single rows without their dim. "
+            f"batches is a {type(batches).__name__}, and iterating it gives single rows without their dim. "
             "Split it into batches, as in p.map(x.split(32)), or give a list of batches: p.map([x])"
         )
     elif isinstance(batches, Mapping | str | bytes):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from parawrap._public import public
 from parawrap.errors import GatherError, ShardError
+from parawrap.replicas import version_of
+from parawrap.tree import flatten, unflatten
 
 __all__ = ["collect"]
 
@@ -30,7 +32,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
 
     Raises:
         ShardError: If the model has no submodule of a name.
-        GatherError: At the call, if a layer runs never, or more than once.
+        GatherError: At the call, if a layer runs never, or more than once, or if a later layer writes its output in place.
 
     Example:
         >>> import torch
@@ -42,7 +44,10 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
         >>> outputs["1"].shape
         torch.Size([5, 8])
     """
-    known = dict(model.named_modules())
+    if isinstance(layers, str):
+        msg = f"layers={layers!r} is one name. Give a sequence of names: [{layers!r}]"
+        raise ShardError(msg)
+    known = dict(model.named_modules(remove_duplicate=False))
     for name in layers:
         if name not in known:
             msg = f"{type(model).__name__} has no submodule {name!r}. model.named_modules() lists the names"
@@ -58,7 +63,7 @@ class _Collected(torch.nn.Module):
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        outputs: dict[str, list[Any]] = {name: [] for name in self.layers}
+        outputs: dict[str, list[_Kept]] = {name: [] for name in self.layers}
         hooks = [self.model.get_submodule(name).register_forward_hook(partial(_keep, outputs[name])) for name in outputs]
         try:
             self.model(*args, **kwargs)
@@ -69,8 +74,28 @@ class _Collected(torch.nn.Module):
             if len(kept) != 1:
                 msg = f"the layer {name!r} ran {len(kept)} times in one call. Name layers that run once"
                 raise GatherError(msg)
-        return {name: output for name, (output,) in outputs.items()}
+            if kept[0].versions != _versions(kept[0].output):
+                msg = (
+                    f"a later layer wrote the output of {name!r} in place, as ReLU(inplace=True) does. Name the later layer"
+                )
+                raise GatherError(msg)
+        return {name: kept.output for name, (kept,) in outputs.items()}
 
 
-def _keep(outputs: list[Any], _module: torch.nn.Module, _args: Any, output: Any) -> None:
-    outputs.append(output)
+class _Kept(NamedTuple):
+    """An output of a layer, and the versions of its tensors when the layer returned it."""
+
+    output: Any
+    versions: list[int]
+
+
+def _keep(outputs: list[_Kept], _module: torch.nn.Module, _args: Any, output: Any) -> None:
+    if torch.is_inference_mode_enabled():  # tensors have no versions there
+        leaves, spec = flatten(output)
+        output = unflatten(spec, [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    outputs.append(_Kept(output, _versions(output)))
+
+
+def _versions(output: Any) -> list[int]:
+    tensors = (leaf for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor))
+    return [version_of(tensor) for tensor in tensors if not tensor.is_inference()]

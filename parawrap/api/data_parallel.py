@@ -13,7 +13,7 @@ import torch
 from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
 from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.api.scatter_gather import as_calls, cut, device_named, gather, joined, parallel_apply, replicate
+from parawrap.api.scatter_gather import as_calls, cut, device_named, joined, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
@@ -28,6 +28,12 @@ T = TypeVar("T", bound=torch.nn.Module)
 
 _UNEQUAL_BELOW = 0.75
 _VERBS = ("scatter", "replicate", "parallel_apply", "gather")
+
+
+class _Outputs(list[Any]):
+    """The outputs of a call, with the row counts of their shards if these are known."""
+
+    row_counts: Sequence[int] | None = None
 
 
 @public
@@ -142,9 +148,8 @@ class DataParallel(torch.nn.DataParallel[T]):
         if len(self.device_ids) == 1:
             return self.module(*args[0], **module_kwargs[0])
         row_counts = self._row_counts(inputs, kwargs, len(args))  # before the calls, which may change the inputs
-        outputs = self._run_shards(args, module_kwargs)
-        if self._inherits("gather"):
-            return joined(outputs, row_counts, self.output_device, self.dim)
+        outputs = _Outputs(self._run_shards(args, module_kwargs))
+        outputs.row_counts = row_counts
         return self.gather(outputs, self.output_device)
 
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
@@ -171,7 +176,8 @@ class DataParallel(torch.nn.DataParallel[T]):
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
-        return gather(outputs, output_device, self.dim)
+        row_counts = outputs.row_counts if isinstance(outputs, _Outputs) else None
+        return joined(outputs, row_counts, output_device, self.dim)
 
     def _run_shards(self, args: Sequence[Any], kwargs: Any) -> list[Any]:
         """Return the outputs of all shards: of the kept replicas, or of the replicas of an overridden verb."""

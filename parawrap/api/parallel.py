@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Parallel", "parallel"]
 
+_RUN_LATER = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+
 P = ParamSpec("P")
 T = TypeVar("T")
 TargetT = TypeVar("TargetT", bound=Callable[..., Any])
@@ -388,6 +390,13 @@ class Parallel(Streams, Generic[TargetT]):
                 self._write_back()
 
     def _decorate(self, function: Callable[P, T]) -> Callable[P, T]:
+        if any(runs_later(function) for runs_later in _RUN_LATER):
+            name = function.__qualname__
+            msg = (
+                f"{name} is a coroutine or a generator, which would run after its block has ended. Open the block inside it"
+            )
+            raise ShardError(msg)
+
         def call(wrapped: Callable[..., T], instance: Any, args: Any, kwargs: Any) -> T:
             with self:
                 return wrapped(*args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
@@ -196,12 +196,20 @@ def gather(outputs: Sequence[Any], target_device: DeviceLike, dim: int = 0) -> A
 
 def joined(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: DeviceLike, dim: int) -> Any:
     """Join the outputs of shards of those sizes like `gather`. Lists of values need the sizes."""
+    if isinstance(outputs, Mapping | str | bytes):
+        msg = f"gather got a {type(outputs).__name__}, which is one output. Give a list with one output per device"
+        raise GatherError(msg)
     outputs, device = list(outputs), device_named(target_device)
     if not outputs:
         msg = "gather got no outputs. Give one output per device"
         raise GatherError(msg)
     backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
-    return join(outputs, sizes, JoinRules(dim, reduce=vector, as_torch=True), device)
+    rules = JoinRules(dim, reduce=vector, as_torch=True)
+    return join(outputs, sizes, rules, device, lambda: [_no_original] * len(outputs))  # one object twice is two parts
+
+
+def _no_original(value: Any) -> None:
+    """Return None: gather does not know the caller's value of an output."""
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:

@@ -87,6 +87,9 @@ def _find_parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
         evaluated = parameter.replace(annotation=annotation)
         if has_none or not _is_supported(evaluated):
             evaluated = parameter.replace(annotation=bool if isinstance(parameter.default, bool) else unannotated)
+        elif annotation is int:  # cyclopts rounds 2.5
+            whole = Parameter(converter=lambda _, tokens: int(tokens[0].value))
+            evaluated = parameter.replace(annotation=Annotated[int, whole])
         found.append(evaluated)
     return found
 

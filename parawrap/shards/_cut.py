@@ -352,7 +352,7 @@ class Cutter:
         is_cut = rows is not None and rows > 1 and lanes > 1
         if OBJECT in extents or NESTED in extents:
             is_strict = is_cut and not self.lists_are_shared
-            refuse_unknown(spec, flat.leaves, extents, self._name_at, self._option, is_strict=is_strict)
+            refuse_unknown(spec, flat.leaves, extents, self._name_at, self._option, is_cut=is_cut, is_strict=is_strict)
         if rows is None:
             hint = (
                 None
@@ -449,6 +449,9 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
     """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
     parts = parts_of(value)
     named = in_dims if isinstance(in_dims, Mapping) else dict(enumerate(in_dims))
+    if isinstance(in_dims, tuple) and len(in_dims) != len(parts):
+        msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(parts)} there"
+        raise ShardError(msg)
     unknown = [key for key in named if key not in parts]
     if unknown:
         has = f"a {type(value).__name__} with {list(parts)}" if parts else f"a {type(value).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
 from parawrap.errors import ShardError
@@ -95,12 +95,19 @@ def refuse_broken_units(spec: TreeSpec, extents: Sequence[int], rows: int, unit:
 
 
 def refuse_unknown(
-    spec: TreeSpec, leaves: Sequence[Any], extents: Sequence[int], name_at: Names, option: str, *, is_strict: bool
+    spec: TreeSpec,
+    leaves: Sequence[Any],
+    extents: Sequence[int],
+    name_at: Names,
+    option: str,
+    *,
+    is_cut: bool,
+    is_strict: bool,
 ) -> None:
     """Refuse an object of an unknown class that holds tensors, and a nested tensor that torch cannot split.
 
-    With `is_strict`, refuse every object of an unknown class: an iterator, a deque, or a generator of random numbers would
-    advance or start again in each lane.
+    With `is_strict`, refuse every object of an unknown class: a deque or a generator of random numbers would advance or
+    start again in each lane. Lanes of a call that `is_cut` would take turns with an iterator.
     """
     for index, (leaf, extent) in enumerate(zip(leaves, extents, strict=True)):
         kind = type(leaf).__name__
@@ -115,7 +122,7 @@ def refuse_unknown(
                 f"{where} is a {kind}, which holds tensors, and parawrap does not know how to cut it. Use "
                 f"{registration_of(type(leaf))} to cut it, or {whole}"
             )
-        elif is_strict:
+        elif is_strict or (is_cut and isinstance(leaf, Iterator)):
             cut = _entry(path, name_at, '"items"')
             items = f"{option}={cut} if it is a sequence with one item per row, or " if has_items(leaf) else ""
             msg = (

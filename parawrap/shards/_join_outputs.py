@@ -151,6 +151,8 @@ class _Join:
 
     def _join_tensors(self, column: Sequence[torch.Tensor], declared: Declared) -> Any:
         first = column[0]
+        if declared.names_reduce and declared.reduce is not None and first.ndim and not self.rules.as_torch:
+            return self._reduce_tensors(column, declared)
         if first.is_nested and first.layout is torch.strided:
             refuse(f"a nested tensor has no dim to join on. {JOIN_LIST}")
         dim = self._row_dim(column, declared) if first.ndim else None
@@ -163,21 +165,24 @@ class _Join:
             return self._join_numbers(column, declared)
         if dim is not None:
             return concatenate(column, dim, self.rules, self.device)
-        if self._is_reduced(column, declared):
-            return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
+        if declared.is_whole and declared.reduce is not None and declared.out_dim is UNDECLARED:
+            return self._reduce_tensors(column, declared)
         return self._take_declared_equal(column, declared)
 
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
+        if declared.names_reduce and declared.reduce == "sum" and len({part.shape for part in column}) == 1:
+            return reduced(column, self.rows or [], declared.reduce)
         dim = self._row_dim(column, declared)
         if dim is not None:
             return concatenate_arrays(column, dim)
         original = self._original(column)
         return self._take_declared_equal(column, declared) if original is None else original
 
-    def _is_reduced(self, column: Sequence[torch.Tensor], declared: Declared) -> bool:
-        """True for tensors without rows for which the user names a reduction, such as confusion matrices."""
-        names = declared.reduce is not None and declared.names_reduce and declared.out_dim is UNDECLARED
-        return names and len({part.shape for part in column}) == 1
+    def _reduce_tensors(self, column: Sequence[torch.Tensor], declared: Declared) -> Any:
+        """Reduce tensors without rows, such as confusion matrices, for which the user names a reduction."""
+        if self.lanes > 1 and len({part.shape for part in column}) > 1:
+            refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
+        return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)
 
     def _row_dim(self, column: Sequence[Any], declared: Declared) -> int | None:
         """Return the dim to concatenate tensors or arrays on; None if they do not follow the rows."""
@@ -207,7 +212,8 @@ class _Join:
         if declared.out_dim is not None:
             refuse(
                 f"{self._what_lanes_did(column)}, without the rows on dim {self.rules.dim}. Equal values do not make it "
-                f"one value: two lanes that count 3 are 6. {CURE}"
+                'one value: two lanes that count 3 are 6. If it sums over rows, name it in reduce: reduce="sum", or '
+                f'reduce={{"key": "sum"}} for one of several outputs. {CURE}'
             )
         return self._take_equal(column)
 
@@ -219,7 +225,7 @@ class _Join:
             cure = CURE
             if not hasattr(first, "shape") and not isinstance(first, str | bytes) and not is_number(first):
                 cure = f"{registration_of(type(first))} says how to join them. {JOIN_LIST}"
-            refuse(f"the lanes had {self._listed_rows()} rows and returned different values, of {shown}. {cure}")
+            refuse(f"{self._lanes_had()} returned different values, of {shown}. {cure}")
         return _on(first, self.device)
 
     # Lists
@@ -230,7 +236,7 @@ class _Join:
             return kind([_moved(item, self.device) for value in column for item in value])
         lengths = list(map(len, column))
         if len(set(lengths)) > 1:
-            refuse(f"the lanes had {self._listed_rows()} rows and returned {listed(lengths)} items. {CURE}")
+            refuse(f"{self._lanes_had()} returned {listed(lengths)} items. {CURE}")
         joined = []
         for index, (parts, below) in enumerate(zip(zip(*column, strict=True), declared.items(lengths[0]), strict=True)):
             try:
@@ -257,7 +263,7 @@ class _Join:
                 self._check_proof()
             return lengths == self.rows
         if lengths != self.rows and any(lengths):
-            refuse(f"the lanes had {self._listed_rows()} rows and returned {listed(lengths)} items. {CURE}")
+            refuse(f"{self._lanes_had()} returned {listed(lengths)} items. {CURE}")
         return True
 
     def _are_items_as_torch(self, column: Sequence[Any]) -> bool:
@@ -295,30 +301,42 @@ class _Join:
         raise Refusal(msg)
 
     def _are_detections(self, column: Sequence[Any]) -> bool:
-        """True if lists with tensors have one item per row: as many alike items as rows, dicts or tensors without the rows.
+        """True if lists with tensors have one item per row: as many items as rows, and their tensors without the rows.
 
-        torch joins tensors with the rows item by item: two heads of a model on two rows, for instance.
+        torch joins lists item by item. Two heads of a model on two rows are such lists: their tensors have the rows.
 
         Raises:
-            Refusal: If lists without known rows hold tensors of different sizes: they may have one item per row.
+            Refusal: If lists may be both: dicts of tensors with the rows, or tensors of different sizes and unknown rows.
         """
         if type(column[0]) is not list:
             return False  # a tuple is a structure
-        items = [flatten(item) for value in column for item in value]
-        tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves, _ in items]
-        forms = {(spec, *map(_form_of, found)) for (_, spec), found in zip(items, tensors, strict=True)}
-        if len(forms) > 1 or not all(tensors):
+        items = [[flatten(item) for item in value] for value in column]
+        follows = list(map(len, column)) == self.rows
+        kinds = [[(spec, *(leaf is None for leaf in leaves)) for leaves, spec in value] for value in items]
+        if follows and any(len(set(place)) > 1 for place in zip(*kinds, strict=False)):
+            return True  # nothing that torch joins item by item
+        tensors = [[leaf for leaves, _ in value for leaf in leaves if isinstance(leaf, torch.Tensor)] for value in items]
+        forms = {(spec, *map(_form_of, leaves)) for value in items for leaves, spec in value}
+        if len(forms) > 1 or not all(leaf.ndim for found in tensors for leaf in found):
             return False
-        rows = iter([{leaf.shape[0] for leaf in found if leaf.ndim} for found in tensors])
-        counts = [set[int]().union(*(next(rows) for _ in value)) for value in column]
+        counts = [{leaf.shape[0] for leaf in found} for found in tensors]
         if self.rows is None and any(len(each) > 1 for each in counts):
             msg = (
                 "the lanes returned lists of tensors of different sizes, which may have one item per row, and gather alone "
                 "has no row counts to compare with. Concatenate lists of detections, or return a tuple to join its items"
             )
             raise Refusal(msg)
-        follows = list(map(len, column)) == self.rows
-        return follows and (not items[0][1].is_leaf() or counts != [{each} for each in self.rows or ()])
+        if not follows or counts != [{each} for each in self.rows or ()]:
+            return follows
+        if isinstance(column[0][0], torch.Tensor | tuple | list):
+            return False
+        kind = type(column[0][0]).__name__
+        msg = (
+            f"{self._lanes_had()} returned as many items of type {kind}, whose tensors have the rows too: one item per "
+            'row, or parts of every row. parallel(model, devices, out_dims="items") puts lists with one item per row '
+            "together. Return a tuple to join its items"
+        )
+        raise Refusal(msg)
 
     # Other values
 
@@ -392,15 +410,18 @@ class _Join:
         return same if all(part is same or find(part) is same for part, find in finds) else None
 
     def _what_lanes_did(self, column: Sequence[Any]) -> str:
-        return f"the lanes had {self._listed_rows()} rows and returned shapes {shapes_of(column)}"
+        return f"{self._lanes_had()} returned shapes {shapes_of(column)}"
+
+    def _lanes_had(self) -> str:
+        return "the lanes" if self.rows is None else f"the lanes had {self._listed_rows()} rows and"
 
     def _listed_rows(self) -> str:
         return listed(self.rows or [])
 
 
-def _form_of(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return what tensors that can be stacked or concatenated on dim 0 have in common."""
-    return tensor.dtype, tensor.ndim, tensor.shape[1:]
+def _form_of(leaf: Any) -> object:
+    """Return what tensors that can be concatenated on dim 0 have in common; of any other leaf, nothing."""
+    return (leaf.dtype, leaf.ndim, leaf.shape[1:]) if isinstance(leaf, torch.Tensor) else None
 
 
 def _holds_only_values(column: Sequence[Any]) -> bool:

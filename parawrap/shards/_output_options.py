@@ -45,12 +45,14 @@ CURE = (
 class Declared(NamedTuple):
     """The declarations of one place in the output: of its rows, and of the reduction of its numbers.
 
-    `names_reduce` is True if `reduce` was given for this place, not for the numbers of the whole output.
+    `names_reduce` is True if `reduce` names this place, and not the numbers of the whole output. `is_whole` is True for an
+    output that is no container.
     """
 
     out_dim: Any
     reduce: Any
-    names_reduce: bool = True
+    names_reduce: bool = False
+    is_whole: bool = False
 
     @property
     def is_of_sequence(self) -> bool:
@@ -107,7 +109,7 @@ class JoinRules:
     @property
     def declared(self) -> Declared:
         """The declarations of the whole output."""
-        return Declared(self.out_dims, self.reduce)
+        return Declared(self.out_dims, self.reduce, is_whole=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "out_dims", as_tree(self.out_dims))

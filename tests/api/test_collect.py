@@ -61,3 +61,19 @@ def test_an_unknown_layer_is_refused():
     """The error names the layer, before any call."""
     with pytest.raises(ShardError, match="Net has no submodule 'fourth'"):
         collect(Net(), ["fourth"])
+
+
+def test_one_name_is_refused():
+    """A text is not a sequence of names."""
+    with pytest.raises(ShardError, match=r"Give a sequence of names: \['first'\]"):
+        collect(Net(), "first")
+
+
+def test_an_output_that_a_later_layer_overwrites():
+    """The output of a layer before ReLU(inplace=True) is refused; in inference mode, which counts no writes, it is kept."""
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.randn(9, 3)
+    with pytest.raises(GatherError, match=r"wrote the output of '0' in place.*Name the later layer"):
+        collect(model, ["0"])(x)
+    assert_close(collect(model, ["1"])(x)["1"], model(x))
+    with torch.inference_mode(), parallel(collect(model, ["0"]), TWO, out_dims=0) as p:
+        assert_close(p(x)["0"], model[0](x))

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from parawrap import DataParallel, GatherError, data_parallel, gather, register_split, tuple_fn
+from parawrap import (
+    DataParallel,
+    GatherError,
+    ShardError,
+    data_parallel,
+    gather,
+    parallel,
+    register_split,
+    tuple_fn,
+)
 
 TWO = ["cpu"] * 2
 CLASSES = torch.eye(3)[[0, 1, 0, 1]]  # equal labels in both lanes
@@ -69,20 +78,80 @@ def boxes(x):
         boxes,
         lambda x: [{"boxes": each, "labels": each[:, 0]} for each in boxes(x)],
         lambda x: [torch.full((5, 4), float(label)) for label in labels(x)],
-        lambda x: [{"boxes": torch.full((2, 4), float(label))} for label in labels(x)],  # 2 boxes of 2 images per lane
+        lambda x: [each if value else None for each, value in zip(boxes(x), x[:, 2].tolist(), strict=True)],
     ],
-    ids=["tensors", "dicts", "tensors of one size", "dicts with as many boxes as rows"],
+    ids=["tensors", "dicts", "tensors of one size", "some without boxes"],
 )
 def test_detections_are_put_together(function):
     """A list with the boxes of each image has one item per image, in order, as plainly."""
     model = Returns(function)
-    assert_close(DataParallel(model, TWO)(CLASSES), model(CLASSES))
+    x = CLASSES.clone()
+    x[1, 2] = 0.5  # the rows of the lanes differ in what the last function reads
+    assert_close(DataParallel(model, TWO)(x), model(x))
 
 
-def test_one_box_in_one_image_per_lane():
-    """Two lanes with one image and one box each return two images."""
-    model = Returns(lambda x: [{"boxes": torch.full((1, 4), float(label))} for label in labels(x)])
-    assert_close(DataParallel(model, TWO)(CLASSES[:2]), model(CLASSES[:2]))
+@pytest.mark.parametrize(("rows", "count"), [(2, 1), (4, 2)])
+def test_dicts_with_as_many_boxes_as_rows_are_refused(rows, count):
+    """Two lanes with one image and one box each may mean either. Both cures of the error work."""
+
+    def detect(x):
+        return [{"boxes": torch.full((count, 4), float(label))} for label in labels(x)]
+
+    model, x = Returns(detect), CLASSES[:rows]
+    with pytest.raises(GatherError, match=r'out_dims="items".*Return a tuple'):
+        DataParallel(model, TWO)(x)
+    with torch.no_grad(), parallel(model, TWO, out_dims="items") as p:
+        assert_close(p(x), model(x))
+    levels = Returns(lambda x: tuple({"f": x * level} for level in range(rows // 2)))
+    assert_close(DataParallel(levels, TWO)(x), levels(x))
+
+
+def test_caches_of_layers_are_joined_item_by_item():
+    """A list with one tuple of tensors per layer, all with the rows, as many layers as rows."""
+    model = Returns(lambda x: {"y": x, "past": [(x + layer, x * 2) for layer in range(4)]})
+    x = torch.randn(8, 4)
+    assert_close(DataParallel(model, TWO)(x), model(x))
+
+
+def test_losses_in_a_list_become_vectors():
+    """0-d tensors in a list are joined item by item, whatever the number of rows."""
+    model = Returns(lambda x: [x.mean(), x.sum()])
+    for rows in (4, 8):
+        with pytest.warns(UserWarning, match="0-d tensors"):
+            joined = DataParallel(model, TWO)(torch.ones(rows, 4))
+        assert_close(joined, [torch.ones(2), torch.full((2,), 2.0 * rows)])
+
+
+def test_gather_joins_one_tensor_twice():
+    """Parts that are one object are two parts: gather gets them, and no lane returned them."""
+    part, loss = torch.ones(2, 3), torch.tensor(1.0)
+    assert gather([part, part], "cpu").shape == (4, 3)
+    with pytest.warns(UserWarning, match="0-d tensors"):
+        assert gather([loss, loss], "cpu").tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("outputs", [{"a": torch.ones(2)}, "ab"], ids=["dict", "text"])
+def test_gather_refuses_one_output(outputs):
+    """A dict or a text is one output, not one per device."""
+    with pytest.raises(GatherError, match=r"Give a list with one output per device"):
+        gather(outputs, "cpu")
+
+
+def test_an_override_that_calls_the_parent_joins_as_the_parent():
+    """The row counts of the call reach the inherited gather."""
+
+    class Passing(DataParallel):
+        def gather(self, outputs, output_device):
+            return super().gather(outputs, output_device)
+
+    model = Returns(boxes)
+    assert_close(Passing(model, TWO)(CLASSES), model(CLASSES))
+
+
+def test_an_iterator_is_refused():
+    """Lanes would take turns with its items."""
+    with pytest.raises(ShardError, match="list_iterator"):
+        DataParallel(Returns(lambda x, items: x * next(items)), TWO)(CLASSES, iter([1, 2]))
 
 
 @pytest.mark.parametrize("levels", [1, 2, 3])

@@ -888,3 +888,18 @@ def test_parallel_is_the_class_parallel():
     assert parallel is Parallel
     with parallel(Net(), TWO) as p:
         assert isinstance(p, parallel)
+
+
+def test_functions_that_run_later_are_not_decorated():
+    """A coroutine or a generator would run after its block has ended."""
+    block = parallel(Net(), TWO)
+
+    async def later():
+        return None
+
+    def items():
+        yield 1
+
+    for function in (later, items):
+        with pytest.raises(ShardError, match="Open the block inside it"):
+            block(function)

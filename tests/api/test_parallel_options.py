@@ -318,3 +318,41 @@ def test_wrong_declarations_below_an_argument_are_refused(in_dims, batch, messag
         p(batch)
     with pytest.raises(ShardError, match=r"in_dims\['batch'\]=\{'x': 'rows'\} is not supported"):
         parallel(lambda batch: batch, TWO, in_dims={"batch": {"x": "rows"}})
+
+
+@pytest.mark.filterwarnings("ignore:a call of 8 rows")
+@pytest.mark.parametrize("rows", [8, 9])
+def test_a_named_reduction_comes_before_out_dims(rows):
+    """An entry of `reduce` for one output holds also if `out_dims` has an entry for all, or None for it."""
+    x = torch.randn(rows, 4, dtype=torch.float64)
+    expected = {"scores": x, "matrix": x.T @ x}
+    for out_dims in (0, {"scores": 0, "matrix": None}):
+        with parallel(confusion, TWO, reduce={"matrix": "sum"}, out_dims=out_dims) as p:
+            assert_close(p(x), expected)
+    with parallel(lambda x: (x.T @ x, x), TWO, reduce=("sum", None), out_dims=(None, 0)) as p:
+        assert_close(p(x), (x.T @ x, x))
+
+
+def test_an_array_that_sums_over_rows_is_reduced():
+    """Counts in a numpy array are summed, like a tensor."""
+    x = torch.randn(9, 4)
+    with parallel(lambda x: {"counts": (x > 0).sum(0).numpy()}, TWO, reduce={"counts": "sum"}) as p:
+        assert p(x)["counts"].tolist() == (x > 0).sum(0).tolist()
+
+
+def test_the_error_for_a_matrix_names_reduce():
+    """A tensor that sums over rows is refused, and the error names the reduction."""
+    with (
+        parallel(lambda x: x.T @ x, TWO) as p,
+        pytest.raises(GatherError, match=r'reduce="sum", or reduce=\{"key": "sum"\}'),
+    ):
+        p(torch.randn(9, 4))
+
+
+def test_a_short_tuple_in_in_dims_is_refused():
+    """A tuple declares every item of an argument."""
+    with (
+        parallel(lambda pair: pair[0], TWO, in_dims={"pair": (0,)}) as p,
+        pytest.raises(ShardError, match="declares 1 items"),
+    ):
+        p((torch.zeros(5), torch.zeros(5)))

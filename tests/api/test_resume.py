@@ -393,7 +393,7 @@ def test_digests_do_not_depend_on_the_process():
     """Sets and hashes of strings have another order in each process."""
     script = "from tests.api.test_resume import digest_value, samples; print([digest_value(x).hex() for x in samples()])"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
-    environment = {**os.environ, "PYTHONHASHSEED": seed}
+    environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(Path(__file__).parents[2])}
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environment)
     assert found.stdout.strip() == str([digest_value(sample).hex() for sample in samples()])
 

@@ -16,6 +16,7 @@ from benchmarks.plots import CLAIMS, claims_of
 
 TITLES = {name: suite.title for name, suite in command.SUITES.items()}
 RESULTS = summary.read(command.RESULTS, TITLES)
+ON_A_GPU = summary.read(command.RESULTS / "device", TITLES)
 ROOT = Path(__file__).parents[2]
 SPEED_UP = Result("speed-up", 2.0, "ratio", 1.9, 2.1).held_to("at least", 1.5)
 
@@ -50,7 +51,8 @@ def test_the_page_of_a_suite_matches_the_results(name):
 
 def measured(unit):
     """Return all committed times and results in a unit."""
-    rows = [row for document in RESULTS.values() for row in document["rows"]]
+    documents = [*RESULTS.values(), *ON_A_GPU.values()]
+    rows = [row for document in documents for row in document["rows"]]
     arms = [arm for row in rows for arm in row["arms"].values()]
     results = [result for row in rows for result in row["results"]]
     if unit == "times":

@@ -138,6 +138,7 @@ def test_an_error_at_the_import_of_the_module_is_shown(parawrap, tmp_path):
         (["train:main", "--", "1", "--epoch", "2"], "train:main: Unknown option: --epoch. Did you mean --epochs?"),
         (["train:main", "--trace", "gone/t.html", "--", "1"], "trace: the folder of 'gone/t.html' does not exist"),
         (["train:main", "--set", "n_cpus=abc", "--", "1"], "n_cpus='abc'"),
+        (["train:typed", "--inline", "--", "0.5", "--n-steps", "2.5"], "Invalid value for --n-steps"),
     ],
 )
 def test_wrong_names_and_options(here, args, message):
