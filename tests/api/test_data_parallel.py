@@ -551,12 +551,12 @@ def test_other_values_that_torch_refuses_are_refused(function, place, why):
     net.close()
 
 
-def test_an_overridden_gather_has_no_row_counts():
-    """`gather` alone takes tensors and refuses lists without tensors."""
+def test_a_gather_of_other_outputs_has_no_row_counts():
+    """`gather` alone takes tensors and refuses lists without tensors. A list of its own is not that of the call."""
 
     class Own(DataParallel):
         def gather(self, outputs, output_device):
-            return super().gather(outputs, output_device)
+            return super().gather(list(outputs), output_device)
 
     net = Own(Returns(LISTS["in a dict"]), TWO)
     with pytest.raises(GatherError, match="gather alone has no row counts"):
