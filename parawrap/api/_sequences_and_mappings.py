@@ -15,8 +15,8 @@ __all__ = [
     "check_kinds",
     "columns",
     "described",
-    "has_items",
     "is_container",
+    "is_list_per_row",
     "items_of",
     "kind_of",
     "plain_tuple",
@@ -35,7 +35,7 @@ def is_container(value: Any) -> bool:
     return isinstance(value, (tuple, list, Mapping)) and not isinstance(value, PackedSequence)
 
 
-def has_items(value: Any) -> bool:
+def is_list_per_row(value: Any) -> bool:
     """True for a list with one item per row, such as texts or dicts of boxes: no item is a tensor, a list, or a tuple."""
     return type(value) is list and not any(isinstance(item, (torch.Tensor, list, tuple)) for item in value)
 

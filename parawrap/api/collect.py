@@ -32,7 +32,7 @@ def collect(model: torch.nn.Module, layers: Sequence[str]) -> torch.nn.Module:
 
     Raises:
         ShardError: If the model has no submodule of a name.
-        GatherError: At the call, if a layer runs never, or more than once, or if a later layer writes its output in place.
+        GatherError: At the call, if a layer does not run, runs more than once, or has an output that a later layer writes.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ class _Collected(torch.nn.Module):
         super().__init__()
         self.model = model
         self.layers = tuple(layers)
-        self.train(model.training)
+        self.training = model.training  # not train(), which would set the layers too
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         outputs: dict[str, list[_Kept]] = {name: [] for name in self.layers}

@@ -13,7 +13,7 @@ import torch
 from parawrap._public import public
 from parawrap.api._losses_as_vector import vector
 from parawrap.api._wrapped_attributes import submodule, wrapped_attribute
-from parawrap.api.scatter_gather import as_calls, cut, device_named, joined, parallel_apply, replicate
+from parawrap.api.scatter_gather import as_calls, cut, device_named, joined, no_original, parallel_apply, replicate
 from parawrap.backends import DeviceLike, Traits, backend_of, best_backend, resolve_devices, warn_caller
 from parawrap.engine import Entry, LaneCall, Session
 from parawrap.errors import DeviceListError
@@ -172,7 +172,7 @@ class DataParallel(torch.nn.DataParallel[T]):
         if not self.device_ids:
             return parallel_apply(replicas, inputs, kwargs)
         calls = as_calls(replicas, inputs, kwargs, self.device_ids[: len(replicas)])
-        return self._run_in_lanes([LaneReplica(lane, call.func, _no_original) for lane, call in enumerate(calls)], calls)
+        return self._run_in_lanes([LaneReplica(lane, call.func, no_original) for lane, call in enumerate(calls)], calls)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Join outputs along `dim` on `output_device`. 0-d outputs become a vector with one value per lane."""
@@ -279,10 +279,6 @@ def data_parallel(
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0
-
-
-def _no_original(tensor: torch.Tensor) -> None:
-    """Return None: the session does not know the originals of replicas that the caller made."""
 
 
 def _lanes(device_ids: Sequence[DeviceLike] | None) -> tuple[torch.device, ...]:

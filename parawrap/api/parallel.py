@@ -71,23 +71,25 @@ class Parallel(Streams, Generic[TargetT]):
             - A sequence has one entry per lane: strings such as ``"cuda:1"`` or ``"cpu"``, indices, or torch devices. All
               are of one type. A device may repeat.
             - None or ``"auto"`` uses every visible accelerator; without one, a single CPU lane, which is the plain call.
-            - A kind such as ``"cuda"`` uses every device of that kind.
+            - A kind such as ``"cuda"`` uses every device of that kind. ``"gpu"`` is another name of ``"cuda"``.
             - A number uses that many devices of the best kind.
             - ``"nc:0"`` is a NeuronCore with two lanes, for a model that `parawrap.neuron.trace` compiled. ``"neuron"``
               uses every NeuronCore. If torch has devices of kind "neuron", ``"neuron:0"`` is such a device.
             - ``Platform(device="ray", n_nodes=4, n_gpus=8)`` runs 32 workers on a Ray cluster, for inference only.
         dim: The dim of inputs and outputs that the rows lie on.
         in_dims: Exceptions to `dim` by parameter name: another dim, None for a value that every lane gets whole, or
-            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items".
+            "items" for a sequence with one item per row. For a list without tensors, 0 means the same as "items". A dict,
+            tuple, or dataclass of these declares the parts of an argument: ``{"batch": {"mask": None}}``.
         out_dims: The dim of outputs that the rows lie on. None is a value that is the same in every lane, "items" a list
-            with one item per row, and "ragged" any number of rows in order. Give a tuple or dict of these to match a
-            nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
+            with one item per row, and "ragged" any number of rows in order. Give a tuple, dict, or dataclass of these to
+            match a nested output: an LSTM has ``out_dims=(0, (1, 1))``. An undeclared output has its rows on `dim`.
         methods: The methods of a module that are parallel inside the block. `map`, `submit`, and the call of the `Parallel`
             use the only one; with several, choose with ``p.method(name)``.
         output_device: The device of joined outputs; by default the device of the module's parameters.
         reduce: How to join 0-d tensors and numbers, such as a loss. "mean" weights each shard by its rows, "sum" adds,
-            "stack" returns one value per lane, and a function reduces that vector. Give a dict or tuple of these to match a
-            nested output. By default they are refused.
+            "stack" returns one value per lane, and a function reduces that vector. A tuple, dict, or dataclass of these
+            matches a nested output; an entry in it also reduces a tensor without rows, such as a confusion matrix. By
+            default, numbers are refused.
         join: "cat" concatenates. "pad" first pads the other dims to the longest lane. "list" returns the outputs of the
             lanes as a list.
         pad_value: The padding value of ``join="pad"``.

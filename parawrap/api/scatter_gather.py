@@ -17,7 +17,17 @@ from parawrap.lanes import LanePool
 from parawrap.shards import Cutter, JoinRules, join
 from parawrap.tree import flatten
 
-__all__ = ["as_calls", "cut", "device_named", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
+__all__ = [
+    "as_calls",
+    "cut",
+    "device_named",
+    "gather",
+    "no_original",
+    "parallel_apply",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+]
 
 T = TypeVar("T", bound=torch.nn.Module)
 InputsT = TypeVar("InputsT")
@@ -205,11 +215,11 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int] | None, target_device: D
         raise GatherError(msg)
     backend_of(_device_of(flatten(outputs)[0]).type).flush(outputs)
     rules = JoinRules(dim, reduce=vector, as_torch=True)
-    return join(outputs, sizes, rules, device, lambda: [_no_original] * len(outputs))  # one object twice is two parts
+    return join(outputs, sizes, rules, device, lambda: [no_original] * len(outputs))  # one object twice is two parts
 
 
-def _no_original(value: Any) -> None:
-    """Return None: gather does not know the caller's value of an output."""
+def no_original(value: Any) -> None:
+    """Return None: these functions do not know which value of the caller a value of a lane is a copy of."""
 
 
 def as_calls(modules: Sequence[Any], inputs: Sequence[Any], kwargs: Any, devices: Any = None) -> list[partial[Any]]:

@@ -16,8 +16,8 @@ from parawrap.api._sequences_and_mappings import (
     check_kinds,
     columns,
     described,
-    has_items,
     is_container,
+    is_list_per_row,
     items_of,
     kind_of,
     plain_tuple,
@@ -104,7 +104,7 @@ def _is_transposed(returns: Any) -> bool:
     """True if the outermost level holds the positions or keys of one output, not its parts."""
     if isinstance(returns, Mapping) or optree.is_namedtuple_instance(returns):
         return True
-    return len(returns) > 0 and kind_of(returns[0]) is tuple and not all(map(has_items, returns))
+    return len(returns) > 0 and kind_of(returns[0]) is tuple and not all(map(is_list_per_row, returns))
 
 
 def _check_part_counts(items: dict[Any, Any]) -> None:

@@ -38,10 +38,10 @@ from parawrap.tree import (
     addresses,
     flatten,
     flatten_call,
-    parts_of,
+    named_children,
     replace_nodes,
     unflatten,
-    with_parts,
+    with_children,
 )
 
 __all__ = ["Cutter", "FlatCall", "InDim", "Parameters", "Piece", "Shard", "ShardPlan"]
@@ -447,7 +447,7 @@ def _by_item(in_dim: Any, value: Any, place: list[Any]) -> Any:
 
 def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
     """Do the same for a container, by the entries of its parts. Keys that it does not have are refused."""
-    parts = parts_of(value)
+    parts = named_children(value)
     named = in_dims if isinstance(in_dims, Mapping) else dict(enumerate(in_dims))
     if isinstance(in_dims, tuple) and len(in_dims) != len(parts):
         msg = f"{address('in_dims', place)} declares {len(in_dims)} items, and {place[0]!r} has {len(parts)} there"
@@ -457,7 +457,7 @@ def _by_item_below(in_dims: Any, value: Any, place: list[Any]) -> Any:
         has = f"a {type(value).__name__} with {list(parts)}" if parts else f"a {type(value).__name__}"
         msg = f"{address('in_dims', [*place, unknown[0]])} is declared, and {place[0]!r} is {has} there"
         raise ShardError(msg)
-    return with_parts(value, {key: _by_item(named.get(key), part, [*place, key]) for key, part in parts.items()})
+    return with_children(value, {key: _by_item(named.get(key), part, [*place, key]) for key, part in parts.items()})
 
 
 def _holds_tensor(value: Any) -> bool:

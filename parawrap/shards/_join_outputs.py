@@ -170,16 +170,18 @@ class _Join:
         return self._take_declared_equal(column, declared)
 
     def _join_arrays(self, column: Sequence[Any], declared: Declared) -> Any:
-        if declared.names_reduce and declared.reduce == "sum" and len({part.shape for part in column}) == 1:
-            return reduced(column, self.rows or [], declared.reduce)
+        if declared.names_reduce and declared.reduce is not None and not self.rules.as_torch:
+            if declared.reduce != "sum":
+                refuse('an array can only be reduced by "sum". Return torch.from_numpy(...) of it for other reductions')
+            return self._reduce_tensors(column, declared)
         dim = self._row_dim(column, declared)
         if dim is not None:
             return concatenate_arrays(column, dim)
         original = self._original(column)
         return self._take_declared_equal(column, declared) if original is None else original
 
-    def _reduce_tensors(self, column: Sequence[torch.Tensor], declared: Declared) -> Any:
-        """Reduce tensors without rows, such as confusion matrices, for which the user names a reduction."""
+    def _reduce_tensors(self, column: Sequence[Any], declared: Declared) -> Any:
+        """Reduce tensors or arrays without rows, such as confusion matrices. The user names the reduction."""
         if self.lanes > 1 and len({part.shape for part in column}) > 1:
             refuse(f"{self._what_lanes_did(column)}, which reduce cannot put together. Leave this entry out of reduce")
         return reduced([_on(part, self.device) for part in column], self.rows or [], declared.reduce)

@@ -46,7 +46,7 @@ class Declared(NamedTuple):
     """The declarations of one place in the output: of its rows, and of the reduction of its numbers.
 
     `names_reduce` is True if `reduce` names this place, and not the numbers of the whole output. `is_whole` is True for an
-    output that is no container.
+    output that is not a container.
     """
 
     out_dim: Any

@@ -17,11 +17,11 @@ from parawrap.tree._flatten import (
     keep_whole,
     keep_whole_if,
     mismatch,
-    parts_of,
+    named_children,
     replace_nodes,
     sequences,
     unflatten,
-    with_parts,
+    with_children,
 )
 
 __all__ = [
@@ -35,10 +35,10 @@ __all__ = [
     "keep_whole",
     "keep_whole_if",
     "mismatch",
-    "parts_of",
+    "named_children",
     "replace_nodes",
     "sequences",
     "tensors_in",
     "unflatten",
-    "with_parts",
+    "with_children",
 ]

@@ -27,11 +27,11 @@ __all__ = [
     "keep_whole",
     "keep_whole_if",
     "mismatch",
-    "parts_of",
+    "named_children",
     "replace_nodes",
     "sequences",
     "unflatten",
-    "with_parts",
+    "with_children",
 ]
 
 _NAMESPACE = "parawrap"
@@ -150,7 +150,7 @@ def replace_nodes(value: Any, chosen: Callable[[Any], bool], replace: Callable[[
     return unflatten(spec, [replace(leaf) if chosen(leaf) else leaf for leaf in leaves])
 
 
-def parts_of(value: Any) -> dict[Any, Any]:
+def named_children(value: Any) -> dict[Any, Any]:
     """Return the parts of a container by key, index, or name of a field; of a leaf, nothing."""
     flatten(value)  # examines its class
     spec = optree.tree_structure(value, none_is_leaf=True, namespace=_NAMESPACE)
@@ -160,8 +160,8 @@ def parts_of(value: Any) -> dict[Any, Any]:
     return dict(zip(entries, children, strict=True))
 
 
-def with_parts(value: Any, parts: Mapping[Any, Any]) -> Any:
-    """Return a container like `value` with these parts, which have the keys and the order of `parts_of`."""
+def with_children(value: Any, parts: Mapping[Any, Any]) -> Any:
+    """Return a container like `value` with these parts, which have the keys and the order of `named_children`."""
     _, metadata, _, rebuild = optree.tree_flatten_one_level(value, none_is_leaf=True, namespace=_NAMESPACE)
     return rebuild(metadata, tuple(parts.values()))
 

@@ -50,7 +50,7 @@ def test_gradients_flow_from_a_layer():
 
 @pytest.mark.parametrize(("layer", "times"), [("second", 2), ("third", 0)])
 def test_a_layer_must_run_once(layer, times):
-    """A layer that runs never or twice has no one output. No hook stays."""
+    """A layer that does not run, or runs twice, has no single output. No hook stays."""
     model = Net()
     with pytest.raises(GatherError, match=f"'{layer}' ran {times} times"):
         collect(model, [layer])(torch.randn(4, 3))
@@ -61,6 +61,14 @@ def test_an_unknown_layer_is_refused():
     """The error names the layer, before any call."""
     with pytest.raises(ShardError, match="Net has no submodule 'fourth'"):
         collect(Net(), ["fourth"])
+
+
+def test_the_modes_of_layers_stay():
+    """A frozen layer stays in eval mode, and the model in training mode."""
+    model = Net().train()
+    model.second.eval()
+    features = collect(model, ["first"])
+    assert [features.training, model.training, model.first.training, model.second.training] == [True, True, True, False]
 
 
 def test_one_name_is_refused():

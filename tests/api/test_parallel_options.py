@@ -338,6 +338,16 @@ def test_an_array_that_sums_over_rows_is_reduced():
     x = torch.randn(9, 4)
     with parallel(lambda x: {"counts": (x > 0).sum(0).numpy()}, TWO, reduce={"counts": "sum"}) as p:
         assert p(x)["counts"].tolist() == (x > 0).sum(0).tolist()
+    with (
+        parallel(lambda x: {"x": x.numpy()}, TWO, reduce={"x": "sum"}) as p,
+        pytest.raises(GatherError, match="Leave this entry out of reduce"),
+    ):
+        p(x)
+    with (
+        parallel(lambda x: {"mean": x.mean(0).numpy()}, TWO, reduce={"mean": "mean"}) as p,
+        pytest.raises(GatherError, match=r"torch\.from_numpy"),
+    ):
+        p(x)
 
 
 def test_the_error_for_a_matrix_names_reduce():
