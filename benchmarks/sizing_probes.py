@@ -33,16 +33,16 @@ import torch.distributed as dist
 from parawrap import Platform, wrapper
 from parawrap.launch.clusters._connections import Address, Front, dial
 from parawrap.launch.clusters._remote_node import await_nodes
-from parawrap.launch.clusters._report_journal import Journal, JournalRecord
+from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.coordinator._store_host import open_store_host
+from parawrap.launch.coordinator._watched_launch import assignments_of
+from parawrap.launch.guard._start_methods import starter_named, stop_server
+from parawrap.launch.messages._channel import Channel, Message
 from parawrap.launch.messages._first_rank_failure import Returned
-from parawrap.launch.messages._message_socket import Message, Wire
 from parawrap.launch.messages._pickle_values import packed
-from parawrap.launch.ranks._rank_assignment import Surroundings
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._rendezvous import open_rendezvous
-from parawrap.launch.supervision._restarts import Run
-from parawrap.launch.supervision._start_methods import starter_named, stop_server
-from parawrap.launch.supervision._watched_launch import assignments_of
+from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.slurm._report_journal import Journal, JournalRecord
 
 __all__ = ["PER_NODE", "Report", "found"]
 
@@ -91,7 +91,7 @@ import os, sys, time
 opened = set()
 sys.addaudithook(lambda event, given: opened.add(given[0]) if event == "open" and isinstance(given[0], str) else None)
 began = time.process_time()
-import torch, parawrap.launch.clusters._slurm_task
+import torch, parawrap.launch.slurm._task
 spent = time.process_time() - began
 read = {each for each in opened if os.path.isfile(each) and not each.startswith("/proc")}
 touched, whole, mapped, name = 0, 0, set(), ""
@@ -219,7 +219,7 @@ def _watched(load: _Load) -> Report:
         records = [JournalRecord(journal, rank) for rank in range(load.n_ranks)]
         orders = assignments_of(platform, None, Surroundings.here().without_environ())
         began = time.process_time(), time.perf_counter()
-        run = Run("sizing", platform, loop, nodes, orders, records)
+        run = Attempts("sizing", platform, loop, nodes, orders, records)
         run.begin()
         outcomes = run.run().outcomes
         ended = time.process_time(), time.perf_counter()
@@ -282,7 +282,7 @@ def _answer(load: _Load, address: Address) -> None:
                     key.data.send("over", PER_NODE)
 
 
-def _return_all(load: _Load, wires: Sequence[Wire], pieces: Sequence[bytes]) -> None:
+def _return_all(load: _Load, wires: Sequence[Channel], pieces: Sequence[bytes]) -> None:
     for number, wire in enumerate(wires):
         for rank in range(number * PER_NODE, (number + 1) * PER_NODE):
             for _ in range(load.lines):
@@ -304,7 +304,7 @@ class _StoreProcess:
         self.port = int(self._control.recv(100))
 
     def _serve(self, control: socket.socket) -> None:
-        with open_rendezvous(Platform(device="cpu", ipc_protocol="tcp")) as place:
+        with open_store_host(Platform(device="cpu", ipc_protocol="tcp")) as place:
             assert place is not None
             control.sendall(str(place.port).encode())
             self._answer(control)

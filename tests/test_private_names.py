@@ -31,7 +31,7 @@ TREES = {file: ast.parse(file.read_text()) for file in FILES}
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_getframe", "_current_frames", "_replace"}
 # Private names of optional packages, in the only file that uses them
 OF_OTHERS = {
-    "_slurm_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
+    "_batch_job.py": {"_get_default_parameters", "_make_sbatch_string"},
     "xla_backend.py": {"_XLAC", "_xla_sync_multi"},
     "_geometric_batches.py": {"_inc_dict", "_key", "_slice_dict"},
     "_transformers_caches.py": {"_quantized_keys"},

@@ -10,12 +10,12 @@ from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._seeds import seed_all
-from parawrap.launch.clusters._ray_reservation import Reservation, joined
+from parawrap.launch.coordinator._launch_timeline import numbered_traces
+from parawrap.launch.coordinator._watched_launch import cancel_all, cancel_launches
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
 from parawrap.launch.messages._rank_errors import add_note, pack_exception, traceback_of
-from parawrap.launch.supervision._launch_timeline import numbered_traces
-from parawrap.launch.supervision._watched_launch import cancel_all, cancel_launches
+from parawrap.launch.ray._reservation import Reservation, joined
 
 __all__ = [
     "Device",

@@ -17,7 +17,7 @@ from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
 from parawrap.launch.messages._pickle_values import MainObjects, SourceLines, packed, unpack
-from parawrap.launch.ranks._process_groups import planned_rendezvous
+from parawrap.launch.rank._process_groups import planned_store
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
 
@@ -160,7 +160,7 @@ def preview(job: Job, launcher: str, command: str, *, host: str | None = None, s
         payload = os.fstat(file).st_size
     finally:
         os.close(file)
-    meeting = planned_rendezvous(platform, host)
+    meeting = planned_store(platform, host)
     groups = ", ".join(str(list(group)) for group in platform.ipc_groups or ())
     return Preview(
         launcher=launcher,

@@ -27,13 +27,13 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, surrounding_world
-from parawrap.launch.clusters._slurm_commands import requeue_job
 from parawrap.launch.messages._first_rank_failure import Died, Requeued
-from parawrap.launch.ranks._exchange_outcomes import Exchange
-from parawrap.launch.ranks._preemption import RequeueRequested, at_signal
-from parawrap.launch.ranks._preemption_store import StoreAgreement
-from parawrap.launch.ranks._process_groups import leave_groups
-from parawrap.launch.ranks._set_up_rank import Place, set_up
+from parawrap.launch.rank._exchange_outcomes import Exchange
+from parawrap.launch.rank._preemption import RequeueRequested, at_signal
+from parawrap.launch.rank._preemption_store import StoreAgreement
+from parawrap.launch.rank._process_groups import leave_groups
+from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.slurm._commands import requeue_job
 
 __all__ = ["launcher"]
 

@@ -16,8 +16,8 @@ from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, being
 from parawrap.launch._seeds import preserved_generators, seed
-from parawrap.launch.ranks._preemption import Preemption, RequeueRequested, at_signal
-from parawrap.launch.ranks._process_groups import leave_groups
+from parawrap.launch.rank._preemption import Preemption, RequeueRequested, at_signal
+from parawrap.launch.rank._process_groups import leave_groups
 
 __all__ = ["run_inline"]
 

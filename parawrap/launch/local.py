@@ -10,13 +10,13 @@ from parawrap.errors import LaunchError
 from parawrap.launch._launch_handle import Launch
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch._system_limits import explained
-from parawrap.launch.ranks._rank_assignment import Surroundings
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._local_node import LocalNode
-from parawrap.launch.supervision._rendezvous import open_rendezvous
-from parawrap.launch.supervision._restarts import Run
-from parawrap.launch.supervision._start_methods import starter_named
-from parawrap.launch.supervision._watched_launch import RunLaunch, assignments_of
+from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.coordinator._store_host import open_store_host
+from parawrap.launch.coordinator._watched_launch import RunLaunch, assignments_of
+from parawrap.launch.guard._guard import LocalGuard
+from parawrap.launch.guard._start_methods import starter_named
+from parawrap.launch.rank._rank_assignment import Surroundings
 
 __all__ = ["launcher"]
 
@@ -60,13 +60,13 @@ class _LocalLaunch(RunLaunch):
             raise
         self._await_begin()
 
-    def _begun(self, cleanup: ExitStack) -> Run:
+    def _begun(self, cleanup: ExitStack) -> Attempts:
         cleanup.callback(os.close, self._payload)
-        meeting = cleanup.enter_context(open_rendezvous(self._platform))
+        meeting = cleanup.enter_context(open_store_host(self._platform))
         line = self._job.line
         assignments = assignments_of(self._platform, meeting, self._surroundings, may_idle=line is not None)
         loop = Loop()
-        node = LocalNode(loop, self._starter, self._payload, line)
-        run = Run(self._job.name, self._platform, loop, [node], assignments, self._transcripts)
+        node = LocalGuard(loop, self._starter, self._payload, line)
+        run = Attempts(self._job.name, self._platform, loop, [node], assignments, self._transcripts)
         run.begin()
         return run

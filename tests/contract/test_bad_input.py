@@ -113,7 +113,7 @@ STATES = [
 @pytest.mark.parametrize(("state", "kind", "text"), STATES, ids=[each[0] for each in STATES])
 def test_each_final_state_of_a_job_has_its_own_error(state, kind, text, folders, tmp_path, monkeypatch):
     """The error explains the final state of the job. Scripts replace the Slurm commands."""
-    monkeypatch.setattr("parawrap.launch.clusters._job_follower._POLL_S", 0.1)
+    monkeypatch.setattr("parawrap.launch.slurm._job_follower._POLL_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
     programs = {"sbatch": "echo Submitted batch job 1", "scontrol": f"echo '{shown}'", "scancel": ":", "srun": ":"}
     for name, line in programs.items():
@@ -201,11 +201,11 @@ def test_concurrent_launches_read_only_their_own_results(slurm_launcher):
 KILLED_SUBMITTER = """
 import os, pathlib, signal, sys, time
 from parawrap import Platform, wrapper
-from parawrap.launch import slurm
+from parawrap.launch.slurm import _launcher
 from tests.contract import scenarios
 
 
-slurm._LEASE_S = 8.0  # longer than the interval between signs of life
+_launcher._LEASE_S = 8.0  # longer than the interval between signs of life
 folder = pathlib.Path(sys.argv[1])
 wrapper(Platform(device="slurm", verbose=False, ipc_groups=None))(scenarios.wait_for_ever).submit(folder)
 while not (folder / "begun-0").exists():

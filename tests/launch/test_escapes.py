@@ -204,7 +204,7 @@ time.sleep(600)
 
 def test_a_process_that_ignores_sigterm_is_killed(monkeypatch):
     """A process that ignores SIGTERM gets SIGKILL, and has ended once the results arrive."""
-    monkeypatch.setattr("parawrap.launch._orphan_processes._PATIENCE_S", 0.5)
+    monkeypatch.setattr("parawrap.launch.guard._orphan_processes._PATIENCE_S", 0.5)
 
     def starts():
         child = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import Platform, current_rank, wrapper
-from parawrap.launch.supervision import _stall_hints
+from parawrap.launch.coordinator import _stall_hints
 from tests.launch.processes import eventually
 
 

@@ -16,15 +16,15 @@ import torch
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters import _report_journal, _slurm_batch_job
 from parawrap.launch.clusters._connections import Address
-from parawrap.launch.clusters._launch_folder import Folder, Plan
-from parawrap.launch.clusters._report_journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
 from parawrap.launch.clusters._send_queue import SendQueue
+from parawrap.launch.messages._channel import Channel, is_readable
 from parawrap.launch.messages._first_rank_failure import Parcel
-from parawrap.launch.messages._message_socket import Wire, is_readable
 from parawrap.launch.messages._pickle_values import memory_file, packed
-from parawrap.launch.ranks._rank_assignment import Surroundings
+from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.slurm import _batch_job, _report_journal
+from parawrap.launch.slurm._launch_folder import Folder, Plan
+from parawrap.launch.slurm._report_journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
 from tests.launch.processes import eventually
 
 
@@ -56,7 +56,7 @@ def test_the_last_launch_of_an_array_removes_the_shared_logs(folder):
     for number in ("7_1", "7_11"):
         (first.submitit / f"{number}_0_log.err").write_text(f"output of {number}")
     first.remove()
-    assert _slurm_batch_job.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
+    assert _batch_job.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
     second.remove()
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
@@ -148,7 +148,7 @@ def test_nothing_is_unpickled_from_a_replaced_folder(replaced_by, folder, monkey
 
 def test_submitit_does_not_run_in_a_folder_that_others_can_write(folder):
     """The job exits before submitit unpickles files from such a folder."""
-    command = [*shlex.split(_slurm_batch_job._python()), "-c", "print('ran')", str(folder.submitit)]
+    command = [*shlex.split(_batch_job._python()), "-c", "print('ran')", str(folder.submitit)]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
     folder.submitit.parent.chmod(0o777)
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -259,7 +259,7 @@ def test_an_opened_parcel_outlives_its_file(tmp_path):
 @pytest.fixture
 def line():
     ours, theirs = socket.socketpair()
-    with closing(Wire(ours)) as here, closing(Wire(theirs)) as there:
+    with closing(Channel(ours)) as here, closing(Channel(theirs)) as there:
         yield here, there
 
 

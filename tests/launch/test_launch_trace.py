@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.displays import read_timeline
-from parawrap.launch.supervision._launch_timeline import RankTimes, write_trace
+from parawrap.launch.coordinator._launch_timeline import RankTimes, write_trace
 
 PHASES = ["start", "meeting", "run", "teardown"]
 

@@ -1399,7 +1399,7 @@ def test_files_that_cannot_be_written_are_named(tmp_path):
     """A full disk, a pipe without a reader, and a blocked pipe do not keep the rank from ending or writing other files."""
 
     def works():
-        from parawrap.launch.ranks import _flush_files
+        from parawrap.launch.rank import _flush_files
 
         _flush_files.WAIT_S = 0.5
         (reader, writer), (gone, into_gone) = os.pipe(), os.pipe()

@@ -26,14 +26,14 @@ from parawrap.launch.clusters._connections import Address, Front, dial, interfac
 from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.clusters._send_queue import SendQueue
-from parawrap.launch.messages._message_socket import receive_exactly
-from parawrap.launch.ranks._rank_assignment import Surroundings
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._launch_outcome import verdict
-from parawrap.launch.supervision._restarts import Run
-from parawrap.launch.supervision._start_methods import starter_named
-from parawrap.launch.supervision._transcript import Transcript
-from parawrap.launch.supervision._watched_launch import assignments_of
+from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._ending import results_or_error
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.coordinator._transcript import Transcript
+from parawrap.launch.coordinator._watched_launch import assignments_of
+from parawrap.launch.guard._start_methods import starter_named
+from parawrap.launch.messages._channel import receive_exactly
+from parawrap.launch.rank._rank_assignment import Surroundings
 from tests.launch.processes import PATIENCE_S, assert_gone, eventually, is_gone, pids_in, report_pid_function
 
 LOOPBACK = "127.0.0.1"
@@ -84,7 +84,7 @@ class Nodes:
             Transcript(rank, prefix="", shown=False, folder=None) for rank in range(platform.world_size)
         ]
         orders = assignments_of(platform, None, Surroundings.here().without_environ())
-        return Run(self.job.name, platform, loop, nodes, orders, written)
+        return Attempts(self.job.name, platform, loop, nodes, orders, written)
 
 
 class Lines:
@@ -132,7 +132,7 @@ def outcome_of(nodes, transcripts=None):
     """Run the launch and return its results or its error."""
     run = nodes.run(transcripts)
     run.begin()
-    return verdict(nodes.job.name, nodes.job.platform, run.run())
+    return results_or_error(nodes.job.name, nodes.job.platform, run.run())
 
 
 def test_ranks_of_other_nodes_run_and_return():
@@ -187,7 +187,7 @@ def test_a_broken_connection_loses_the_ranks_of_its_node(tmp_path):
         nodes.wires[1][0]._socket.shutdown(socket.SHUT_RDWR)
         watching.join(PATIENCE_S)
         assert_gone(pids, PATIENCE_S)
-    error = verdict("waits", nodes.job.platform, endings[0])
+    error = results_or_error("waits", nodes.job.platform, endings[0])
     assert str(error).startswith("rank 2 of 4 was lost with its node, which no longer answers (node 1, ")
 
 
@@ -218,9 +218,9 @@ def test_a_rank_that_cannot_start_ends_the_launch(monkeypatch):
 
     with nodes_for(int) as nodes:
         run = nodes.run()
-        monkeypatch.setattr("parawrap.launch.supervision._local_node.LocalNode.start", refuse)
+        monkeypatch.setattr("parawrap.launch.guard._guard.LocalGuard.start", refuse)
         run.begin()
-        error = verdict("int", nodes.job.platform, run.run())
+        error = results_or_error("int", nodes.job.platform, run.run())
     assert isinstance(error, LaunchError)
     assert re.match(r"on node [01] \(.+\), the process of rank [0-3] cannot be started: no more processes", str(error))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from parawrap import Platform
 from parawrap.errors import LaunchError
-from parawrap.launch.supervision._transcript import Transcript, new_log_folder
+from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 
 PREFIX = "[rank 3] "
 OUT, ERR = 1, 2

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, Platform, current_rank, wrapper
 from parawrap.launch._rank import Rank
-from parawrap.launch.ranks._preemption import Preemption
-from parawrap.launch.ranks._preemption_store import StoreAgreement
+from parawrap.launch.rank._preemption import Preemption
+from parawrap.launch.rank._preemption_store import StoreAgreement
 from tests.launch.processes import PATIENCE_S, eventually, failure_of, ranks
 from tests.launch.test_env import torchrun
 

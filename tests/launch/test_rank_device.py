@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parawrap import Platform, PlatformError
-from parawrap.launch.ranks._set_up_rank import Place, set_up
+from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
 def test_a_node_without_cuda_is_named_with_what_to_install(monkeypatch):

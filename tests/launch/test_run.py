@@ -17,15 +17,15 @@ import pytest
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError
 from parawrap.errors import LaunchError
+from parawrap.launch.coordinator import _coordinator
+from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._ending import results_or_error
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.coordinator._transcript import Transcript
+from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Returned
 from parawrap.launch.messages._pickle_values import packed
-from parawrap.launch.ranks._rank_assignment import Surroundings
-from parawrap.launch.supervision import _supervisor
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._launch_outcome import verdict
-from parawrap.launch.supervision._restarts import Run
-from parawrap.launch.supervision._transcript import Transcript
-from parawrap.launch.supervision._watched_launch import assignments_of
+from parawrap.launch.rank._rank_assignment import Surroundings
 from tests.launch.processes import notes_of, ranks
 
 GRACE_S = 30.0
@@ -142,7 +142,9 @@ class Stage:
         self.node = SimulatedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
         orders = assignments_of(self.platform, None, Surroundings.here())
         transcripts = [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(self.platform.world_size)]
-        self.run = Run("play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues)
+        self.run = Attempts(
+            "play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues
+        )
 
     def ending(self):
         """Return the ending of the run, and check that the run closed its node."""
@@ -152,8 +154,8 @@ class Stage:
         finally:
             assert self.node.is_closed
 
-    def verdict(self):
-        return verdict("play", self.platform, self.ending())
+    def results_or_error(self):
+        return results_or_error("play", self.platform, self.ending())
 
     @property
     def starts(self):
@@ -177,7 +179,7 @@ def test_ranks_that_return_are_not_started_again():
             rank.returns(rank.number)
 
     stage = Stage(play, max_restarts=3)
-    assert stage.verdict() == (0, 1)
+    assert stage.results_or_error() == (0, 1)
     assert stage.starts == [(0, 0), (0, 1)]
 
 
@@ -189,7 +191,7 @@ def test_failed_ranks_restart_max_restarts_times():
             rank.raises(ValueError(rank.restart))
 
     stage = Stage(play, max_restarts=2)
-    error = stage.verdict()
+    error = stage.results_or_error()
     assert repr(error) == "ValueError(2)"
     assert stage.starts == [(restart, number) for restart in range(3) for number in range(2)]
     assert [note for note in notes_of(error).splitlines() if note.startswith("attempt")] == [
@@ -205,7 +207,7 @@ def test_a_death_in_an_earlier_attempt_is_noted():
         if word == "begin" and rank.number == 0:
             rank.ends(-signal.SIGSEGV) if rank.restart == 0 else rank.raises(KeyError("last"))
 
-    error = Stage(play, max_restarts=1).verdict()
+    error = Stage(play, max_restarts=1).results_or_error()
     assert repr(error) == "KeyError('last')"
     assert "attempt 0 failed: rank 0 was killed by SIGSEGV" in notes_of(error)
 
@@ -223,7 +225,7 @@ def test_a_requeue_uses_up_no_restart():
 
     stage = Stage(play, max_restarts=1)
     ending = stage.ending()
-    assert verdict("play", stage.platform, ending) == (4, 4)
+    assert results_or_error("play", stage.platform, ending) == (4, 4)
     assert ending.history == [
         *(f"attempt {restart} requested a restart" for restart in range(3)),
         "attempt 3 failed: rank 0 raised ValueError('once')",
@@ -238,7 +240,7 @@ def test_failures_before_the_run_count():
             rank.raises(ValueError(rank.restart))
 
     stage = Stage(play, max_restarts=2, failures=1)
-    assert repr(stage.verdict()) == "ValueError(1)"
+    assert repr(stage.results_or_error()) == "ValueError(1)"
     assert stage.run.failures == 2
 
 
@@ -253,7 +255,7 @@ def test_a_lost_node_ends_the_run(requeues):
     stage = Stage(play, max_restarts=1, requeues=requeues)
     ending = stage.ending()
     assert ending.requeued == requeues
-    assert "was lost with its node" in str(verdict("play", stage.platform, ending))
+    assert "was lost with its node" in str(results_or_error("play", stage.platform, ending))
     assert stage.starts == [(0, 0), (0, 1)]
 
 
@@ -283,7 +285,7 @@ def test_the_time_limit_covers_all_attempts():
         return False
 
     stage = Stage(play, max_restarts=10**6, timeout_min=0.3 / 60)
-    error = stage.verdict()
+    error = stage.results_or_error()
     for timer in timers:
         timer.join()
     assert isinstance(error, LaunchTimeoutError)
@@ -332,7 +334,7 @@ def test_a_cancel_between_two_attempts_prevents_the_next(leaves):
         return False
 
     stage = Stage(play, max_restarts=1)
-    assert isinstance(stage.verdict(), LaunchCancelledError)
+    assert isinstance(stage.results_or_error(), LaunchCancelledError)
     assert stage.starts == [(0, 0), (0, 1)]
 
 
@@ -348,7 +350,7 @@ def test_a_cancel_after_the_last_failure_keeps_the_failure():
             return True
         return False
 
-    assert repr(Stage(play).verdict()) == "ValueError('last')"
+    assert repr(Stage(play).results_or_error()) == "ValueError('last')"
 
 
 def test_a_cancel_ends_the_current_attempt():
@@ -361,7 +363,7 @@ def test_a_cancel_ends_the_current_attempt():
             run.cancel()
 
     stage = Stage(play)
-    assert isinstance(stage.verdict(), LaunchCancelledError)
+    assert isinstance(stage.results_or_error(), LaunchCancelledError)
     assert stage.starts[-1] == (1, 1)
 
 
@@ -387,7 +389,7 @@ def test_ranks_save_at_the_highest_step():
             rank.returns("again")
 
     stage = Stage(play, 3)
-    assert stage.verdict() == ("again",) * 3
+    assert stage.results_or_error() == ("again",) * 3
     assert [set(words) for words in stage.received()] == [{"preempt", ("checkpoint", 9)}] * 3
 
 
@@ -422,7 +424,7 @@ def test_a_rank_that_returns_before_it_answers_blocks_no_agreement():
         return False
 
     stage = Stage(play)
-    assert stage.verdict() == ("again", "again")
+    assert stage.results_or_error() == ("again", "again")
     assert ("checkpoint", 4) in stage.received()[0]
 
 
@@ -438,7 +440,7 @@ def test_ranks_save_only_after_all_have_answered():
         return False
 
     stage = Stage(play, grace_s=0.05)
-    assert stage.verdict() == ("again", "again")
+    assert stage.results_or_error() == ("again", "again")
     assert stage.received() == [["preempt"], ["preempt"]]
 
 
@@ -455,7 +457,7 @@ def test_two_preemptions_in_a_row_are_one():
             rank.returns(rank.restart)
 
     stage = Stage(play)
-    assert stage.verdict() == (1, 1)
+    assert stage.results_or_error() == (1, 1)
     assert [words.count("preempt") for words in stage.received()] == [1, 1]
 
 
@@ -468,7 +470,7 @@ def test_preempted_ranks_that_return_have_results():
             rank.returns("done")
 
     stage = Stage(play)
-    assert stage.verdict() == ("done", "done")
+    assert stage.results_or_error() == ("done", "done")
     assert stage.starts == [(0, 0), (0, 1)]
 
 
@@ -482,7 +484,7 @@ def test_late_preempted_ranks_are_named_and_restarted(caplog):
 
     stage = Stage(play, 3, grace_s=0.05)
     ending = stage.ending()
-    assert verdict("play", stage.platform, ending) == ("again",) * 3
+    assert results_or_error("play", stage.platform, ending) == ("again",) * 3
     assert ending.history == ["attempt 0 was preempted"]
     assert "rank(s) 0, 2 of play did not call requeue() within grace_s=0.05" in caplog.text
 
@@ -500,7 +502,7 @@ def test_late_ranks_are_not_ended_if_the_cluster_ends_them():
             timers.append(threading.Timer(0.2, lambda: run._loop.call_soon(lambda: rank.returns("late"))))
             timers[-1].start()
 
-    assert Stage(play, grace_s=0.02).verdict() == ("late", "late")
+    assert Stage(play, grace_s=0.02).results_or_error() == ("late", "late")
     for timer in timers:
         timer.join()
 
@@ -514,7 +516,7 @@ def test_a_late_rank_after_a_requeue_restarts_without_a_warning(caplog):
         elif word == "begin" and rank.number == 1:
             rank.requeues()
 
-    assert Stage(play, grace_s=0.05).verdict() == ("again", "again")
+    assert Stage(play, grace_s=0.05).results_or_error() == ("again", "again")
     assert not caplog.text
 
 
@@ -529,7 +531,7 @@ def test_a_failure_wins_over_requeues(is_preempted):
             rank.raises(ValueError("own")) if rank.number == 2 else rank.requeues()
 
     stage = Stage(play, 3)
-    assert repr(stage.verdict()) == "ValueError('own')"
+    assert repr(stage.results_or_error()) == "ValueError('own')"
     assert stage.starts == [(0, 0), (0, 1), (0, 2)]
 
 
@@ -544,13 +546,13 @@ def test_echoes_of_a_requeue_are_not_failures():
         elif word == "begin":
             rank.raises(RuntimeError("Connection closed by peer"), is_echo=True)
 
-    assert Stage(play).verdict() == ("again", "again")
+    assert Stage(play).results_or_error() == ("again", "again")
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
 def test_an_echo_alone_is_a_failure_unless_ranks_were_preempted(is_preempted, monkeypatch):
     """The end of preempted ranks breaks other ranks' collectives, so their echoes do not count."""
-    monkeypatch.setattr(_supervisor, "_ECHO_WAIT_S", 0.01)
+    monkeypatch.setattr(_coordinator, "_ECHO_WAIT_S", 0.01)
 
     def play(run, rank, word, _body):
         if is_preempted:
@@ -560,7 +562,7 @@ def test_an_echo_alone_is_a_failure_unless_ranks_were_preempted(is_preempted, mo
         elif word == ("checkpoint" if is_preempted else "begin") and rank.number == 1:
             rank.raises(RuntimeError("Connection closed by peer"), is_echo=True)
 
-    outcome = Stage(play).verdict()
+    outcome = Stage(play).results_or_error()
     assert outcome == ("again", "again") if is_preempted else isinstance(outcome, RuntimeError)
 
 
@@ -577,7 +579,7 @@ def test_a_preemption_after_a_cancel_is_ignored():
         return False
 
     stage = Stage(play)
-    assert isinstance(stage.verdict(), LaunchCancelledError)
+    assert isinstance(stage.results_or_error(), LaunchCancelledError)
     assert stage.received() == [[], []]
 
 
@@ -648,7 +650,7 @@ def test_ranks_that_wait_for_a_requeued_rank_restart(is_preempted):
         elif word == "left":
             rank.send("stuck", "waits in a collective")
 
-    assert Stage(play).verdict() == ("again", "again")
+    assert Stage(play).results_or_error() == ("again", "again")
 
 
 @pytest.mark.parametrize("loses", ["then fails", "fails"])
@@ -677,7 +679,7 @@ def test_a_failure_during_a_preemption_is_requeued(loses):
 
 def test_a_node_that_does_not_report_ended_ranks_is_given_up(monkeypatch):
     """A failure ends the launch in bounded time, even if a node's agent is stopped."""
-    monkeypatch.setattr(_supervisor, "_GIVE_UP_S", 0.1)
+    monkeypatch.setattr(_coordinator, "_GIVE_UP_S", 0.1)
 
     def play(_run, rank, word, _body):
         if word == "begin" and rank.number == 0:
@@ -687,14 +689,14 @@ def test_a_node_that_does_not_report_ended_ranks_is_given_up(monkeypatch):
     stage = Stage(play, grace_s=0.1)
     stage.node.kill = lambda _rank: None
     stage.node.give_up = stage.node.lose
-    assert repr(verdict("play", stage.platform, stage.ending())) == "ValueError('three')"
+    assert repr(results_or_error("play", stage.platform, stage.ending())) == "ValueError('three')"
 
 
 def test_time_while_the_watcher_was_stopped_is_not_silence(monkeypatch):
     """A watcher that was stopped reads the messages of its ranks before it checks `hang_timeout_s`."""
     clock = time.monotonic
     ahead = 0.0
-    monkeypatch.setattr(_supervisor.time, "monotonic", lambda: clock() + ahead)
+    monkeypatch.setattr(_coordinator.time, "monotonic", lambda: clock() + ahead)
 
     def play(run, rank, word, _body):
         nonlocal ahead
@@ -704,7 +706,7 @@ def test_time_while_the_watcher_was_stopped_is_not_silence(monkeypatch):
             return True
         return False
 
-    assert verdict("play", *simulate(play, hang_timeout_s=5)) == (None, None)
+    assert results_or_error("play", *simulate(play, hang_timeout_s=5)) == (None, None)
 
 
 # --- the loop ---

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from parawrap.launch.clusters._slurm_commands import JobState, job_state, requeue_job
+from parawrap.launch.slurm._commands import JobState, job_state, requeue_job
 
 PENDING = "JobId=7 ArrayJobId=7 ArrayTaskId=4-9%2 JobState=PENDING Reason=JobArrayTaskLimit Restarts=0 NodeList=(null)"
 RUNNING = "JobId=9 ArrayJobId=7 ArrayTaskId=4 JobState=RUNNING Reason=None Restarts=1 TimeLimit=01:00:00 NodeList=node[0-1]"

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from parawrap import LaunchError, wrapper
-from parawrap.launch.ranks._control_thread import _waits_in
-from parawrap.launch.ranks._signed_values import Signer
-from parawrap.launch.supervision._interruptible_event import Latch
+from parawrap.launch.coordinator._interruptible_event import Latch
+from parawrap.launch.rank._control_thread import _waits_in
+from parawrap.launch.rank._signed_values import Signer
 from tests.launch.processes import PATIENCE_S, SOON_S, notes_of, ranks
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
-from parawrap.launch.ranks._set_up_rank import Place, set_up
+from parawrap.launch.rank._set_up_rank import Place, set_up
 
 
 @pytest.mark.parametrize("spawn_method", ["forkserver", "spawn"])

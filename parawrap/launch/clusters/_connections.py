@@ -27,8 +27,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parawrap.launch.messages._message_socket import Keys, Wire, close_in_forked_children
-from parawrap.launch.ranks._process_groups import LOOPBACK
+from parawrap.launch.messages._channel import Channel, Keys, close_in_forked_children
+from parawrap.launch.rank._process_groups import LOOPBACK
 
 __all__ = ["Address", "Front", "dial", "interface_of", "own_addresses"]
 
@@ -86,7 +86,7 @@ class Front:
         self.address = Address(tuple(hosts), self._listener.getsockname()[1], token)
         close_in_forked_children(self)
 
-    def accept(self, patience_s: float) -> Wire | None:
+    def accept(self, patience_s: float) -> Channel | None:
         """Return the connection to the next authenticated node, or None if no node connects within `patience_s` seconds."""
         until = time.monotonic() + patience_s
         while True:
@@ -107,7 +107,7 @@ class Front:
             line.close()
         self._selector.close()
 
-    def _read(self, line: socket.socket) -> Wire | None:
+    def _read(self, line: socket.socket) -> Channel | None:
         """Read from a caller. Return the connection once it is authenticated. Drop a caller with a wrong answer."""
         with contextlib.suppress(OSError, EOFError):
             keys = self._callers[line].read()
@@ -180,7 +180,7 @@ class _Caller:
         return Keys(_code(self._token, b"from front", nonces), _code(self._token, b"from caller", nonces))
 
 
-def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
+def dial(address: Address, patience_s: float = 0.0) -> Channel | None:
     """Connect to the front at the first address where it answers and proves to hold the token.
 
     Return None if no address works in time.
@@ -199,7 +199,7 @@ def dial(address: Address, patience_s: float = 0.0) -> Wire | None:
         time.sleep(_REDIAL_S)
 
 
-def _dialed(host: str, address: Address) -> Wire:
+def _dialed(host: str, address: Address) -> Channel:
     """Connect to the front at this host.
 
     Raises:
@@ -259,7 +259,7 @@ def _socket() -> socket.socket:
     return line
 
 
-def _wire_of(line: socket.socket, keys: Keys) -> Wire:
+def _wire_of(line: socket.socket, keys: Keys) -> Channel:
     line.settimeout(_MESSAGE_S)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -268,7 +268,7 @@ def _wire_of(line: socket.socket, keys: Keys) -> Wire:
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_S)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
         line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_SILENCE_S + _PROBE_S * _PROBES))
-    wire = Wire(line, keys)
+    wire = Channel(line, keys)
     close_in_forked_children(wire)
     return wire
 

@@ -15,12 +15,12 @@ from typing import Any
 from parawrap.errors import LaunchError
 from parawrap.launch.clusters._connections import interface_of
 from parawrap.launch.clusters._send_queue import SendQueue
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.guard._guard import LocalGuard
+from parawrap.launch.guard._start_methods import Starter
+from parawrap.launch.messages._channel import Channel
 from parawrap.launch.messages._first_rank_failure import Parcel
-from parawrap.launch.messages._message_socket import Wire
-from parawrap.launch.ranks._rank_assignment import Assignment
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._local_node import LocalNode
-from parawrap.launch.supervision._start_methods import Starter
+from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["NodeAgent"]
 
@@ -42,7 +42,7 @@ class NodeAgent:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: Channel,
         number: int,
         starter: Starter,
         payload: int,
@@ -53,7 +53,7 @@ class NodeAgent:
         self._grace_s = grace_s
         self._path_of = path_of
         self._loop = Loop()
-        self._node = LocalNode(self._loop, starter, payload)
+        self._node = LocalGuard(self._loop, starter, payload)
         self._queue = SendQueue(wire)
         self._running: set[int] = set()
         self._started = 0

@@ -9,11 +9,11 @@ from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch.clusters._connections import Front
-from parawrap.launch.messages._message_socket import Wire
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.guard._guard import Watcher
+from parawrap.launch.messages._channel import Channel
 from parawrap.launch.messages._pickle_values import memory_file
-from parawrap.launch.ranks._rank_assignment import Assignment
-from parawrap.launch.supervision._event_loop import Loop
-from parawrap.launch.supervision._local_node import Watcher
+from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["ARRIVAL_S", "RemoteNode", "await_nodes"]
 
@@ -37,7 +37,7 @@ class RemoteNode:
         host: The node's hostname.
     """
 
-    def __init__(self, loop: Loop, wire: Wire, number: int, host: str) -> None:
+    def __init__(self, loop: Loop, wire: Channel, number: int, host: str) -> None:
         self.host = host
         self._loop = loop
         self._wire = wire

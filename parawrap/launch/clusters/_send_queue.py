@@ -10,7 +10,7 @@ import os
 from collections import deque
 from typing import Any, NamedTuple
 
-from parawrap.launch.messages._message_socket import Wire
+from parawrap.launch.messages._channel import Channel
 
 __all__ = ["SendQueue"]
 
@@ -30,7 +30,7 @@ class _Item(NamedTuple):
 class SendQueue:
     """The outgoing messages of one connection. Used by one thread."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Channel) -> None:
         self._wire = wire
         self._items: deque[_Item] = deque()
         self._unacknowledged = 0

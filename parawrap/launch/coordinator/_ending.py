@@ -1,0 +1,103 @@
+"""How a launch ended, and the results or the error to report for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
+from parawrap.launch._launch_handle import RankResults
+from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._launch_timeline import RankTimes
+from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_failure, values_of
+from parawrap.launch.messages._rank_errors import add_note
+
+__all__ = ["Ending", "results_or_error"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a launch ended. Frozen. Its results can be unpickled once.
+
+    Attributes:
+        outcomes: How each rank of the last attempt ended.
+        hosts: The hostnames of the nodes, by node number.
+        history: How the earlier attempts ended.
+        stacks: The stacks of the ranks when a time limit was reached.
+        cancelled: True if the launch was cancelled.
+        timed_out: The time limit that ended the launch.
+        stuck: True if the launch was ended because its ranks waited for ranks that had returned.
+        broken: The reason why ranks could not be started.
+        requeued: True if the ranks exited to be restarted by the cluster.
+        times: When the phases of each rank began, in all attempts.
+    """
+
+    outcomes: Mapping[int, Outcome]
+    hosts: Sequence[str] = ()
+    history: Sequence[str] = ()
+    stacks: Mapping[int, str] | None = None
+    cancelled: bool = False
+    timed_out: str | None = None
+    stuck: bool = False
+    broken: str | None = None
+    requeued: bool = False
+    times: Sequence[RankTimes] = ()
+
+    def close(self) -> None:
+        """Close the files of results and exceptions."""
+        for outcome in self.outcomes.values():
+            if isinstance(outcome, Returned):
+                outcome.value.close()
+            elif isinstance(outcome, Raised):
+                outcome.error.close()
+
+    @property
+    def is_success(self) -> bool:
+        """True if every rank returned and nothing else ended the launch."""
+        given_up = self.cancelled or self.timed_out or self.stuck or self.broken
+        return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
+
+
+def results_or_error(name: str, platform: Platform, ending: Ending) -> RankResults[Any] | BaseException:
+    """Return the ranks' results, or the exception to raise instead."""
+    world_size = platform.world_size
+    if ending.cancelled:
+        return LaunchCancelledError(f"the launch of {name} was cancelled: it has no results")
+    if ending.timed_out is not None:
+        return _timeout_error(name, ending)
+    if ending.stuck:
+        return _stuck_error(name, ending)
+    failed = first_failure(ending.outcomes)
+    if failed is None and (ending.broken is not None or len(ending.outcomes) < world_size):
+        return LaunchError(ending.broken or f"only {len(ending.outcomes)} of {world_size} ranks of {name} started")
+    if failed is None:
+        return values_of(ending.outcomes, world_size)
+    node = failed // platform.ranks_per_node
+    error = error_of(failed, ending.outcomes, world_size, f"node {node}, {ending.hosts[node]}")
+    for attempt in ending.history:
+        add_note(error, attempt)
+    return error
+
+
+def _stuck_error(name: str, ending: Ending) -> LaunchError:
+    returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
+    msg = (
+        f"{name} is deadlocked: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
+        f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
+    )
+    return LaunchError(msg)
+
+
+def _timeout_error(name: str, ending: Ending) -> LaunchTimeoutError:
+    stacks = dict(ending.stacks or {})
+    returned = sorted(set(ending.outcomes) - set(stacks))
+    msg = f"{name} was {ending.timed_out}; its ranks were ended. Their stacks:\n{_stacks_of(ending)}"
+    error = LaunchTimeoutError(msg, stacks=stacks)
+    if returned:
+        error.add_note(f"these ranks had ended before the time limit: {', '.join(map(str, returned))}")
+    return error
+
+
+def _stacks_of(ending: Ending) -> str:
+    return "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted((ending.stacks or {}).items()))

@@ -1,0 +1,311 @@
+"""Start, message, read, and end the ranks of one machine.
+
+Guarantees: a rank's messages and output are reported before its end, and its end is reported once. When `is_over` is True,
+no process that the node started is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from parawrap.errors import LaunchError
+from parawrap.launch._system_limits import explained, open_files_limit
+from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.guard._forkserver import FAILED, STARTED, STATUS
+from parawrap.launch.guard._orphan_processes import kill_group
+from parawrap.launch.guard._start_methods import Starter
+from parawrap.launch.messages._channel import Channel, close_in_forked_children, is_readable
+from parawrap.launch.rank._rank_assignment import Assignment
+
+__all__ = ["Guard", "LocalGuard", "Watcher"]
+
+_PIECE = 1 << 16
+_PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
+_LINE_TIMEOUT_S = 10.0  # the longest time that a rank stopped in the middle of a message blocks the launch
+
+
+class Watcher(Protocol):
+    """Receives reports about ranks. Called by the thread of the node's loop."""
+
+    def on_start(self, rank: int, pid: int) -> None:
+        """Handle the start of a rank's process."""
+
+    def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
+        """Handle a message. `file`, an open file or a path with a large value, belongs to the watcher."""
+
+    def on_output(self, rank: int, stream: int, data: bytes) -> None:
+        """Handle output of stream 1 (standard output) or 2 (standard error)."""
+
+    def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
+        """Handle the end of a rank's process. `code` is its exit code, a negative signal number, or None if unknown."""
+
+    def on_trouble(self, what: str) -> None:
+        """Handle a failure to start ranks on a node or to receive their messages."""
+
+
+class Guard(Protocol):
+    """A machine that runs some ranks of a launch. Used by the thread of its loop."""
+
+    @property
+    def host(self) -> str:
+        """The hostname."""
+        ...
+
+    def start(self, assignment: Assignment, watcher: Watcher) -> None:
+        """Start a rank and report on it to `watcher`.
+
+        Raises:
+            LaunchError: If the process cannot be started.
+        """
+
+    def send(self, rank: int, word: str, body: Any = None) -> None:
+        """Send a message to a rank, unless it has ended. "end" also ends a process that has not started yet."""
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank and its process group."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if no process that was started here is alive."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """True if the machine is no longer reachable."""
+        ...
+
+    def give_up(self) -> None:
+        """Stop waiting for missing reports."""
+
+    def close(self) -> None:
+        """Kill the ranks that still run and close all files."""
+
+
+@dataclass
+class _Process:
+    """A rank's process, which leads its own process group.
+
+    Attributes:
+        status: The pipe with reports from the process that forked the rank.
+        pid: The process id; 0 until the process has started.
+        is_cancelled: True if the rank was ordered to end before it had started.
+        has_ended: True if the end was reported. Processes that the rank started may still be alive.
+        streams: The pipes of standard output (1) and standard error (2).
+    """
+
+    wire: Channel
+    watcher: Watcher
+    status: int
+    pid: int = 0
+    is_cancelled: bool = False
+    has_ended: bool = False
+    streams: dict[int, int] = field(default_factory=dict)
+
+
+class LocalGuard:
+    """The ranks of this machine.
+
+    Args:
+        loop: The loop that waits for messages, output, and ends of ranks.
+        starter: Starts the processes.
+        payload: The file of the pickled call. The caller closes it.
+        line: The socket of `Job.line`. The caller closes it.
+    """
+
+    def __init__(self, loop: Loop, starter: Starter, payload: int, line: int | None = None) -> None:
+        self._loop = loop
+        self._starter = starter
+        self._files = (payload,) if line is None else (payload, line)
+        self._processes: dict[int, _Process] = {}
+        self._listens = True
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    @property
+    def is_lost(self) -> bool:
+        return False
+
+    @property
+    def is_over(self) -> bool:
+        return not self._processes
+
+    def start(self, assignment: Assignment, watcher: Watcher) -> None:
+        rank = assignment.place.global_rank
+        try:
+            process = self._started(assignment.grace_s, watcher)
+        except OSError as error:
+            msg = f"the process of rank {rank} cannot be started: {explained(error)}"
+            raise LaunchError(msg) from error
+        self._processes[rank] = process
+        self._loop.watch(process.wire, partial(self._on_message, rank, process))
+        self._loop.watch(process.status, partial(self._on_status, rank, process))
+        process.wire.send("assignment", assignment, self._files)
+
+    def _started(self, grace_s: float, watcher: Watcher) -> _Process:
+        ours, its = socket.socketpair()
+        ours.settimeout(_LINE_TIMEOUT_S)
+        wire = Channel(ours)
+        close_in_forked_children(wire)  # before the start, which may fork this process
+        try:
+            with its:
+                close_in_forked_children(its)
+                return _Process(wire, watcher, self._starter.start(its, grace_s))
+        except BaseException:
+            wire.close()
+            raise
+
+    def send(self, rank: int, word: str, body: Any = None) -> None:
+        if rank not in self._processes:
+            return
+        process = self._processes[rank]
+        if word == "end" and not process.pid:
+            process.is_cancelled = True
+            self._starter.wake()
+        else:
+            process.wire.send(word, body)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
+        process = self._processes.get(rank)
+        if process is None or process.has_ended:
+            return
+        if process.pid:
+            kill_group(process.pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, signal.SIGKILL)
+            self._starter.wake()
+        else:  # if it still starts, it finds its connection closed and exits
+            self._forget(rank, process)
+            process.watcher.on_end(rank, None)
+
+    def listen(self, wanted: bool) -> None:
+        """Read the ranks' output, or leave it in the pipes. A rank blocks when its pipe is full."""
+        if wanted == self._listens:
+            return
+        self._listens = wanted
+        for rank, process in self._processes.items():
+            for number, file in process.streams.items():
+                if wanted:
+                    self._loop.watch(file, partial(self._on_output, rank, process, number, file))
+                else:
+                    self._loop.forget(file)
+
+    def give_up(self) -> None:
+        for rank, process in list(self._processes.items()):
+            self._forget(rank, process)
+            if not process.has_ended:
+                process.watcher.on_end(rank, None)
+
+    def close(self) -> None:
+        for rank, process in list(self._processes.items()):
+            self.kill(rank)
+            self._forget(rank, process)
+        self._starter.release()
+
+    # -- reports
+
+    def _on_message(self, rank: int, process: _Process) -> None:
+        message = process.wire.receive()
+        if message is None:
+            self._close_wire(process)
+        elif message.word == "files lost":
+            process.watcher.on_trouble(f"a message of rank {rank} arrived without its attached files: {open_files_limit()}")
+        elif message.word == "hello":
+            self._listen_to(rank, process, message.files)
+        elif message.word == "imports":
+            self._starter.load(message.body)
+        else:
+            process.watcher.on_word(rank, message.word, message.body, message.files[0] if message.files else None)
+
+    def _listen_to(self, rank: int, process: _Process, streams: Iterable[int]) -> None:
+        for number, file in enumerate(streams, start=1):
+            os.set_blocking(file, False)
+            process.streams[number] = file
+            if self._listens:
+                self._loop.watch(file, partial(self._on_output, rank, process, number, file))
+
+    def _on_output(self, rank: int, process: _Process, number: int, file: int) -> None:
+        try:
+            data = os.read(file, _PIECE)
+        except BlockingIOError:
+            return
+        if data:
+            process.watcher.on_output(rank, number, data)
+        else:
+            self._stop_listening(process, number)
+
+    def _on_status(self, rank: int, process: _Process) -> None:
+        record = os.read(process.status, STATUS.size)
+        if len(record) < STATUS.size:
+            self._on_gone(rank, process)
+            return
+        word, number = STATUS.unpack(record)
+        if word == STARTED:
+            process.pid = number
+            process.watcher.on_start(rank, number)
+            if process.is_cancelled:
+                self.kill(rank)
+        elif word == FAILED:
+            error = OSError(number, os.strerror(number))
+            self._forget(rank, process)
+            process.watcher.on_trouble(f"the process of rank {rank} cannot be forked: {explained(error)}")
+            process.watcher.on_end(rank, None)
+        else:
+            self._end(rank, process, None if process.is_cancelled else number)
+
+    def _on_gone(self, rank: int, process: _Process) -> None:
+        """Handle a closed status pipe: all processes of the rank have ended, or its server died, which killed the rank."""
+        if not process.has_ended:
+            if process.pid:
+                kill_group(process.pid)
+            self._end(rank, process, None, self._starter.describe())
+        self._forget(rank, process)
+
+    def _end(self, rank: int, process: _Process, code: int | None, lost_with: str = "") -> None:
+        """Report the end of a process, after its pending messages and output."""
+        process.has_ended = True
+        while process.wire.fileno() >= 0 and is_readable(process.wire, 0):
+            self._on_message(rank, process)
+        self._drain(rank, process)
+        self._disconnect(process)
+        process.watcher.on_end(rank, code, lost_with)
+
+    def _drain(self, rank: int, process: _Process) -> None:
+        """Report the output in the pipes. Do not wait for end of file: a child of the rank may hold them open."""
+        for number, file in process.streams.items():
+            with contextlib.suppress(BlockingIOError):
+                for _ in range(_PIECES_IN_A_PIPE):
+                    if data := os.read(file, _PIECE):
+                        process.watcher.on_output(rank, number, data)
+
+    def _forget(self, rank: int, process: _Process) -> None:
+        if self._processes.pop(rank, None) is not None:
+            self._disconnect(process)
+            self._loop.forget(process.status)
+            os.close(process.status)
+
+    def _disconnect(self, process: _Process) -> None:
+        for number in list(process.streams):
+            self._stop_listening(process, number)
+        self._close_wire(process)
+
+    def _stop_listening(self, process: _Process, number: int) -> None:
+        file = process.streams.pop(number)
+        if self._listens:
+            self._loop.forget(file)
+        os.close(file)
+
+    def _close_wire(self, process: _Process) -> None:
+        if process.wire.fileno() >= 0:
+            self._loop.forget(process.wire)
+            process.wire.close()

@@ -1,0 +1,277 @@
+"""The control thread of a rank: it answers the launching process while the function runs.
+
+Guarantee: after an order to end, or the death of the launching process, a rank is gone once ``grace_s`` is over, in any
+state.
+
+* The main thread gets an exception that ``except Exception`` does not catch, so ``finally`` blocks run.
+* If the main thread is blocked in C code of a collective, no clean-up can run: the process exits within three seconds.
+* The kernel closes the launching process's end of the connection when that process dies. A process that the user forked may
+  hold the connection open, so the thread also checks the id of the parent process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from parawrap.launch.messages._channel import Channel, close_in_forked_children, is_readable
+from parawrap.launch.rank._preemption import Preemption
+from parawrap.launch.rank._rank_assignment import Assignment
+
+__all__ = ["FORCED", "PRELOADABLE", "Control", "EndOrdered"]
+
+_OWN_FILES = str(Path(__file__).parent.parent)
+_LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
+_DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
+_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
+_LOOK_S = 0.1
+_REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
+_IDLE = 0.02  # a waiting thread uses at most this share of a processor
+FORCED = 1  # the exit code of a rank that its control thread ended
+
+# Modules that many ranks import, at about a second each. All torch optimizers and DistributedDataParallel import the first,
+# and torch.use_deterministic_algorithms the second. The warm process imports them in advance for later ranks.
+PRELOADABLE = ("torch._dynamo", "torch._inductor.config")
+
+
+class EndOrdered(BaseException):
+    """Raised in a rank's main thread if the launch ends before the function returns."""
+
+
+class Control:
+    """The control thread of one rank, and the handler of its SIGTERM.
+
+    Attributes:
+        preemption: The rank's part in the agreement on when to save.
+    """
+
+    def __init__(self, wire: Channel, assignment: Assignment) -> None:
+        self.preemption = Preemption()
+        self._wire = wire
+        self._assignment = assignment
+        self._to_report = [name for name in PRELOADABLE if name not in sys.modules]
+        self._others_left = False
+        self._is_stuck = False
+        self._is_still = False
+        self._parent = os.getppid()
+        self._main = threading.main_thread()
+        self._end_ordered = threading.Event()
+        self._signal_handled = threading.Event()
+        self._met = threading.Event()
+        self._dismissed = threading.Event()
+        self._may_interrupt = True
+        self._main_thread = _MainThread()
+
+    def start(self) -> None:
+        """Install the SIGTERM handler and start the thread."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        close_in_forked_children(self._wire)  # processes that the function forks are not ranks
+        os.register_at_fork(after_in_child=self._restore_sigterm)
+        threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
+
+    def _restore_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def note_phase(self, name: str) -> None:
+        """Report the begin of a phase. From "run" on, other ranks may end: this one has joined the process groups."""
+        self._wire.send("reached", (name, time.time()))
+
+    def function_ended(self) -> None:
+        """Stop interrupting the main thread: from now on it only reports and exits."""
+        self._may_interrupt = False
+
+    def linger(self, seconds: float) -> None:
+        """Wait until all ranks have joined the process groups, then until all have ended, for at most `seconds`.
+
+        Until then, the others may need this process: to connect to it, or in a collective.
+        """
+        self._met.wait()
+        self._dismissed.wait(seconds)
+
+    def _on_sigterm(self, _number: int, _frame: FrameType | None) -> None:
+        """Raise in the main thread.
+
+        A cluster sends SIGTERM to every process of a job that it is about to end. Ignore that one: the node's task handles
+        it for all its ranks.
+        """
+        if self._assignment.on_cluster and not self._end_ordered.is_set():
+            return
+        self._signal_handled.set()
+        if self._may_interrupt:
+            self._may_interrupt = False
+            raise EndOrdered
+
+    def _serve(self) -> None:
+        while True:
+            if is_readable(self._wire, _LOOK_S):
+                message = self._wire.receive()
+                if message is None or message.word == "end":
+                    break
+                self._on_message(message.word, message.body)
+            elif os.getppid() != self._parent:
+                break
+            else:
+                self._look()
+        self._end()
+
+    def _on_message(self, word: str, body: Any) -> None:
+        if word == "bye":
+            self._dismiss()
+        elif word == "met":
+            self._met.set()
+        elif word == "left":
+            self._others_left = True
+        elif word == "stacks":
+            self._wire.send("stacks", stacks())
+        elif word == "where":
+            self._wire.send("where", f"{'waits at' if self._is_still else 'is at'} {place_of_main_thread()}")
+        elif word == "preempt":
+            self._wire.send("answered", self.preemption.hold_back())
+        elif word == "checkpoint":
+            self.preemption.decide(body)
+
+    def _dismiss(self) -> None:
+        self._met.set()
+        self._dismissed.set()
+
+    def _end(self) -> None:
+        """End this process: by an exception in the main thread, or by ``os._exit`` if that thread does not react."""
+        until = time.monotonic() + self._assignment.grace_s
+        self._dismiss()
+        if not self._signal_handled.is_set() and not self._end_ordered.is_set():
+            self._end_ordered.set()
+            signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
+        users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
+        reaction_s = min(_REACTION_S, self._assignment.grace_s)
+        if users_own or self._signal_handled.wait(reaction_s) or not self._main_thread.is_in_distributed():
+            time.sleep(max(0.0, until - time.monotonic()))
+        os._exit(FORCED)
+
+    def _look(self) -> None:
+        """Report changes: modules that the warm process can import for later ranks, and the main thread's state."""
+        if loaded := [name for name in self._to_report if name in sys.modules]:
+            self._to_report = [name for name in self._to_report if name not in loaded]
+            self._wire.send("imports", loaded)
+        moved = self._main_thread.has_moved()
+        if moved and self._assignment.reports_progress:
+            self._wire.send("alive")
+        is_stuck = self._others_left and self._main_thread.waits_for_others(self._assignment.stuck_s)
+        if is_stuck != self._is_stuck:
+            self._is_stuck = is_stuck
+            self._wire.send("stuck" if is_stuck else "moves", stacks())
+        was_still, self._is_still = self._is_still, self._main_thread.is_still_for(self._assignment.still_s)
+        if self._is_still and not was_still:
+            self._wire.send("still")
+
+
+class _MainThread:
+    """Observes the main thread from another thread: its place in the Python code, and its processor time."""
+
+    def __init__(self) -> None:
+        self._ident = threading.main_thread().ident or 0
+        self._seen: _Look | None = None
+        self._stopped: _Look | None = None
+        self._wait_began: _Look | None = None
+
+    def has_moved(self) -> bool:
+        """True if the main thread is at another place than at the last call, or has used processor time since."""
+        last, now = self._seen, self._look()
+        self._seen = now
+        if self._stopped is None or self._stopped.place != now.place:
+            self._stopped = now
+        began = self._wait_began
+        if not now.in_distributed:
+            self._wait_began = None
+        elif began is None or began.before_distributed != now.before_distributed:
+            self._wait_began = now
+        if last is None or last.place != now.place:
+            return True
+        used_s = now.processor_s - last.processor_s
+        idle_s = _IDLE * (now.at - last.at) if now.in_distributed else 0.0  # polling a file store takes some time too
+        return used_s > idle_s
+
+    def is_in_distributed(self) -> bool:
+        """True if the main thread is in a call of torch.distributed."""
+        return self._look().in_distributed
+
+    def waits_for_others(self, seconds: float) -> bool:
+        """True if the main thread has been idle in one call of torch.distributed for `seconds`."""
+        return self._has_idled_since(self._wait_began, seconds)
+
+    def is_still_for(self, seconds: float) -> bool:
+        """True if the main thread has been idle at one place for `seconds`."""
+        return self._has_idled_since(self._stopped, seconds)
+
+    def _has_idled_since(self, then: _Look | None, seconds: float) -> bool:
+        if self._seen is None or then is None:
+            return False
+        waited = self._seen.at - then.at
+        return waited >= seconds and self._seen.processor_s - then.processor_s <= _IDLE * waited
+
+    def _look(self) -> _Look:
+        frame = sys._current_frames().get(self._ident)
+        frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
+        in_distributed = [_waits_in(each.f_code.co_filename) for each in frames]
+        outside = in_distributed.index(False) if False in in_distributed else len(frames)
+        place = tuple((id(each), each.f_lasti) for each in frames)
+        return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
+
+    def _processor_s(self) -> float:
+        """Return the processor time of the main thread. With CUDA return 0, because a thread spins to wait for the GPU."""
+        if not hasattr(time, "pthread_getcpuclockid") or torch.cuda.is_initialized():
+            return 0.0
+        return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
+
+
+def _waits_in(filename: str) -> bool:
+    """True for files of torch.distributed that wait for other ranks. Checkpoint code may wait for a disk instead."""
+    return filename.startswith(_DISTRIBUTED) and not filename.startswith(_CHECKPOINT)
+
+
+class _Look(NamedTuple):
+    """One observation of the main thread."""
+
+    at: float
+    processor_s: float
+    place: tuple[tuple[int, int], ...]
+    before_distributed: tuple[tuple[int, int], ...]  # the place, without the frames within torch.distributed
+    in_distributed: bool
+
+
+def stacks() -> str:
+    """Return the stacks of all threads except the calling one, without parawrap's own frames."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    mine = threading.get_ident()
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n" + "".join(_stack_of(frame).format())
+        for ident, frame in sys._current_frames().items()
+        if ident != mine
+    )
+
+
+def place_of_main_thread() -> str:
+    """Return the line that the main thread executes: the innermost outside parawrap, torch, and the standard library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    summary = _stack_of(frame) if frame is not None else []
+    users = [each for each in summary if not each.filename.startswith(_LIBRARIES)] or summary
+    if not users:
+        return "an unknown place"
+    place = users[-1]
+    return f"{Path(place.filename).name}:{place.lineno} in {place.name}: {place.line}"
+
+
+def _stack_of(frame: FrameType) -> traceback.StackSummary:
+    stack = traceback.extract_stack(frame)
+    own = [i for i, each in enumerate(stack) if each.filename.startswith(_OWN_FILES)]
+    return traceback.StackSummary.from_list(stack[own[-1] + 1 :] if own and own[-1] + 1 < len(stack) else stack)

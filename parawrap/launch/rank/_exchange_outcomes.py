@@ -1,0 +1,244 @@
+"""Exchange the ranks' outcomes of one call through a world's store. Used by the env launcher, which has no supervisor."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from parawrap.errors import LaunchError, LaunchTimeoutError
+from parawrap.launch._launch_handle import RankResults
+from parawrap.launch._platform import Platform
+from parawrap.launch._world import World
+from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages._first_rank_failure import (
+    Died,
+    Outcome,
+    Parcel,
+    Raised,
+    Requeued,
+    Returned,
+    error_of,
+    missed_collective,
+    values_of,
+)
+from parawrap.launch.messages._pickle_values import memory_file, packed
+from parawrap.launch.rank._signed_values import Signer
+
+__all__ = ["Exchange"]
+
+_PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
+_LOOK_S = 0.01
+_ECHO_WAIT_S = 1.0
+_LINGER_S = 1.0
+_LONGEST_READ_S = 60.0
+_SEED, _FAILED, _REQUEUED, _CLEARED, _JOINED = "seed", "failed", "requeued", "cleared", "joined"
+
+
+class Exchange:
+    """One rank's part in the exchange for one call.
+
+    Args:
+        prefix: The prefix of the call's keys in the store.
+        store: The world's store.
+        world: This process's place in the world.
+        platform: The launch's platform.
+    """
+
+    def __init__(self, prefix: str, store: dist.Store, world: World, platform: Platform) -> None:
+        self._prefix = (
+            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}"  # signed, so values of other worlds are invalid
+        )
+        self._store: Any = dist.PrefixStore(prefix, store)  # accepts bytes, although its stubs declare str
+        self._signer = Signer()
+        self._world = world
+        limit = platform.timeout_min
+        self._place = f"node {world.node}, {socket.gethostname()}"
+        self._deadline = None if limit is None else time.monotonic() + 60 * limit
+
+    def shared_seed(self, own: int) -> int:
+        """Return the seed of rank 0, which gives its own."""
+        if self._world.global_rank == 0:
+            self._store.set(_SEED, str(own))
+            return own
+        self._wait_for(_SEED, f"rank 0 of {self._world.world_size} did not begin the call")
+        try:
+            return int(self._store.get(_SEED))
+        except ValueError:
+            msg = "the world's store holds an invalid seed: another program wrote to the store"
+            raise LaunchError(msg) from None
+
+    def report_joined(self) -> None:
+        """Report that this rank has joined the process groups. Until all ranks have, none leaves them after a success."""
+        self._store.add(_JOINED, 1)
+
+    def report_result(self, result: Any) -> None:
+        file = packed(result, "result", "the result")
+        try:
+            self._report("returned", {"at": time.time()}, file)
+        finally:
+            os.close(file)
+
+    def report_error(self, error: BaseException) -> RankResults[Any] | Requeued | BaseException:
+        """Report this rank's error. If it follows from another rank's outcome, return that outcome instead.
+
+        Args:
+            error: The exception that this rank raised.
+        """
+        if isinstance(error, _FailedElsewhere):
+            return error.error
+        is_echo = failures.is_echo(error)
+        if is_echo and self._wait_for_cause():
+            return self._as_others_did()
+        if self._store.check([_FAILED]):
+            return self._failure()
+        if is_echo and (returned := [rank for rank in range(self._world.world_size) if self._store.check([f"{rank}"])]):
+            error = missed_collective(self._world.global_rank, returned, error)
+        file = failures.pack_exception(error)
+        try:
+            body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
+            self._store.set(f"{self._world.global_rank}/place", self._place)
+            self._report("raised", body | {"traceback": failures.traceback_of(error)}, file)
+            first = self._store.compare_set(_FAILED, "", str(self._world.global_rank))
+        finally:
+            os.close(file)
+        if int(first) != self._world.global_rank:
+            return self._failure()
+        failures.add_note(error, f"raised in rank {self._world.global_rank} of {self._world.world_size} (this process)")
+        return error
+
+    def report_exit(self, died: Died) -> RankResults[Any] | Requeued | BaseException:
+        """Report that this rank called ``sys.exit``."""
+        rank = self._world.global_rank
+        return self.report_error(error_of(rank, {rank: died}, self._world.world_size, self._place))
+
+    def report_requeue(self) -> None:
+        """Request a restart of all ranks."""
+        self._store.set(_REQUEUED, "")
+        file = packed(None, "result", "nothing")
+        try:
+            self._report("requeued", {"at": time.time()}, file)
+        finally:
+            os.close(file)
+
+    def results(self, hang_up: Callable[[], None]) -> RankResults[Any] | Requeued | BaseException:
+        """Wait for the outcomes of all ranks. Return their results, or the restart request of one of them.
+
+        Args:
+            hang_up: Leaves the process group. Called a short time after all ranks have joined it, so that ranks that
+                wait for this one in a collective fail.
+        """
+        self._wait_for_all(_LINGER_S)
+        hang_up()
+        outcomes: dict[int, Outcome] = {}
+        for rank in range(self._world.world_size):
+            self._wait_for(f"{rank}", f"rank {rank} of {self._world.world_size} did not end")
+            if self._store.check([_FAILED]):
+                raise _FailedElsewhere(self._failure())
+            outcomes[rank] = self._outcome_of(rank)
+        self._forget()
+        requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
+        return requeued[0] if requeued else values_of(outcomes, self._world.world_size)
+
+    def _report(self, word: str, body: dict[str, Any], file: int) -> None:
+        rank = self._world.global_rank
+        size = os.fstat(file).st_size
+        pieces = range(0, size, _PIECE)
+        for i, start in enumerate(pieces):
+            self._write(f"{rank}/{i}", os.pread(file, _PIECE, start))
+        self._write(f"{rank}", pickle.dumps((word, body, len(pieces))))
+
+    def _outcome_of(self, rank: int) -> Outcome:
+        word, body, pieces = pickle.loads(self._read(f"{rank}", rank))
+        file = memory_file("outcome")
+        with open(file, "wb", closefd=False) as out:
+            out.writelines(self._read(f"{rank}/{i}", rank) for i in range(pieces))
+        if word == "requeued":
+            os.close(file)
+            return Requeued(body["at"])
+        if word == "returned":
+            return Returned(body["at"], Parcel(file))
+        return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
+
+    def _write(self, key: str, value: bytes) -> None:
+        self._store.set(key, self._signer.signed(f"{self._prefix}/{key}", value))
+
+    def _read(self, key: str, rank: int) -> bytes:
+        """Return a value that a rank wrote. Safe to unpickle, because its signature is verified."""
+        return self._signer.verified(f"{self._prefix}/{key}", self._store.get(key), f"rank {rank}")
+
+    def _wait_for(self, key: str, missing: str) -> None:
+        """Wait for another rank to write a key. `missing` says what is missing without it."""
+        while not self._store.check([key]):
+            if self._store.check([_FAILED]):
+                raise _FailedElsewhere(self._failure())
+            if self._deadline is not None and time.monotonic() >= self._deadline:
+                msg = f"{missing} within the platform's timeout_min"
+                raise _FailedElsewhere(LaunchTimeoutError(msg))
+            time.sleep(_LOOK_S)
+
+    def _wait_for_all(self, seconds: float) -> None:
+        """Wait until all ranks have ended or one has failed, for at most `seconds` after all have joined the groups."""
+        until = self._deadline
+        has_met = False
+        ended = [f"{rank}" for rank in range(self._world.world_size)]
+        while not (self._store.check(ended) or self._store.check([_FAILED])):
+            if not has_met and self._store.add(_JOINED, 0) == self._world.world_size:
+                has_met, until = True, time.monotonic() + seconds
+            if until is not None and time.monotonic() >= until:
+                break
+            time.sleep(_LOOK_S)
+
+    def _wait_for_cause(self) -> bool:
+        """True if another rank reports a failure or a restart request within `_ECHO_WAIT_S`."""
+        until = time.monotonic() + _ECHO_WAIT_S
+        while (
+            not (is_reported := self._store.check([_FAILED]) or self._store.check([_REQUEUED])) and time.monotonic() < until
+        ):
+            time.sleep(_LOOK_S)
+        return bool(is_reported)
+
+    def _as_others_did(self) -> RankResults[Any] | Requeued | BaseException:
+        """Return the failure of another rank, or else join its restart request."""
+        if self._store.check([_FAILED]):
+            return self._failure()
+        self.report_requeue()
+        try:
+            return self.results(lambda: None)
+        except _FailedElsewhere as failed:
+            return failed.error
+
+    def _failure(self) -> BaseException:
+        try:
+            rank = int(self._store.get(_FAILED))
+        except ValueError:
+            return LaunchError("the world's store holds an invalid rank number: another program wrote to the store")
+        place = self._store.get(f"{rank}/place").decode()
+        return error_of(rank, {rank: self._outcome_of(rank)}, self._world.world_size, place)
+
+    def _forget(self) -> None:
+        """Delete the values once all ranks have read them. The rank that hosts the store waits until then."""
+        world = self._world
+        if self._store.add("readers", 1) == world.world_size:
+            for rank in range(world.world_size):
+                _, _, pieces = pickle.loads(self._read(f"{rank}", rank))
+                for key in (f"{rank}", *(f"{rank}/{i}" for i in range(pieces))):
+                    self._store.delete_key(key)
+            self._store.set(_CLEARED, "")
+        elif world.hosts_store:
+            until = time.monotonic() + _LONGEST_READ_S
+            while not self._store.check([_CLEARED]) and time.monotonic() < until:
+                time.sleep(_LOOK_S)
+
+
+class _FailedElsewhere(Exception):  # noqa: N818 (carries an error)
+    """Carries the failure of another rank."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error

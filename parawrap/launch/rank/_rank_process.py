@@ -1,0 +1,220 @@
+"""The life of a rank's process: connect to the launch, set up, call the function, report the outcome, and exit."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+
+from parawrap.backends import neuron_is_device
+from parawrap.backends.cpu_backend import usable_cores
+from parawrap.launch._devices import Device, core_of
+from parawrap.launch._packed_call import Job, unpacked_call
+from parawrap.launch._platform import Platform
+from parawrap.launch._private_names import join_threads, run_exit_handlers
+from parawrap.launch._rank import IN_RANK, Rank, being
+from parawrap.launch.messages import _rank_errors as failures
+from parawrap.launch.messages._channel import Channel
+from parawrap.launch.messages._first_rank_failure import Died
+from parawrap.launch.messages._pickle_values import packed
+from parawrap.launch.rank._cluster_signals import heed_signals
+from parawrap.launch.rank._control_thread import Control, EndOrdered
+from parawrap.launch.rank._flush_files import flush_files
+from parawrap.launch.rank._preemption import RequeueRequested
+from parawrap.launch.rank._process_groups import StoreAddress, open_store
+from parawrap.launch.rank._rank_assignment import Assignment
+from parawrap.launch.rank._set_up_rank import Place, set_up
+
+__all__ = ["run_rank"]
+
+_LINGER_S = 1.0
+_SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
+_SUCCEEDED = 0
+_FAILED = 1
+
+_RISK = ". Any program that can connect to it can disturb it"
+
+_kept: list[Any] = []  # until the process exits
+
+Report = tuple[str, dict[str, Any], int | None]
+
+
+def run_rank(sock: socket.socket) -> NoReturn:
+    """Run as the rank at this end of a connection, then exit. Never returns."""
+    gc.enable()
+    spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
+    wire = Channel(sock)
+    _own_session()
+    streams = _streams()
+    wire.send("hello", None, streams)
+    for stream in streams:
+        os.close(stream)
+    message = wire.receive()
+    if message is None:  # the launching process died, or ended the launch before its start
+        os._exit(_FAILED)
+    control = Control(wire, message.body)
+    word, body, file = _report(message.body, message.files, control, spare)
+    wire.send(word, body, () if file is None else (file,))
+    has_succeeded = word in ("returned", "requeued")
+    if has_succeeded:
+        control.linger(_LINGER_S)
+    _leave(_SUCCEEDED if has_succeeded else body.get("code") or _FAILED)
+
+
+def _own_session() -> None:
+    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed."""
+    heed_signals()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+
+
+def _streams() -> tuple[int, int]:
+    """Redirect standard output and error into pipes. Return the ends that the launching process reads."""
+    ends = []
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        reader, writer = os.pipe()
+        os.dup2(writer, number)
+        os.close(writer)
+        os.set_inheritable(number, True)
+        ends.append(reader)
+        _kept.append(getattr(sys, name))  # a freed stream writes text that the parent had buffered before the fork
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
+    return ends[0], ends[1]
+
+
+def _report(assignment: Assignment, files: Sequence[int], control: Control, spare: list[int]) -> Report:
+    """Call the function. Return the message that reports its outcome."""
+    try:
+        try:
+            control.start()
+            result = _run(assignment, files, control, spare)
+        finally:
+            control.function_ended()
+            _free(spare)
+        return "returned", {"at": time.time()}, result
+    except EndOrdered:
+        return "ended", {"at": time.time()}, None
+    except RequeueRequested:
+        return "requeued", {"at": time.time()}, None
+    except SystemExit as error:
+        died = Died.by_exit(error, pid=os.getpid())
+        return "left", {"at": died.at, "code": died.exit_code, "said": died.last_words}, None
+    except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
+        return "raised", _description(error), failures.pack_exception(error)
+
+
+def _free(spare: list[int]) -> None:
+    """Close the reserved descriptors, so that the report can use them."""
+    while spare:
+        os.close(spare.pop())
+
+
+def _description(error: BaseException) -> dict[str, Any]:
+    return {
+        "at": time.time(),
+        "summary": failures.summary_of(error),
+        "traceback": failures.traceback_of(error),
+        "is_echo": failures.is_echo(error),
+    }
+
+
+def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: list[int]) -> int:
+    """Set up the process, call the function, and return a file with the pickled result."""
+    payload, *line = files
+    assignment.surroundings.take_over()
+    faulthandler.enable()
+    job = _unpacked(payload)
+    _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
+    with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
+        control.note_phase("run")
+        result = job.call(*line)
+        join_threads()
+        _free(spare)
+        return packed(result, "result", "the result")
+
+
+def _unpacked(payload: int) -> Job:
+    try:
+        return unpacked_call(payload)
+    except BaseException as error:
+        error.add_note("raised while the rank unpickled the function and its arguments, before the call")
+        raise
+    finally:
+        os.close(payload)
+
+
+def _set_up_process(assignment: Assignment, platform: Platform, control: Control) -> Rank:
+    """Set up logging, threads, and environment variables of this process, then the rank itself (`set_up`)."""
+    place = assignment.place
+    logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
+    if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
+        os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
+    torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
+    os.environ |= _variables(place, assignment.meeting)
+    if assignment.interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
+    meeting = assignment.meeting
+    if meeting is None:
+        return set_up(place, platform, None)
+    control.note_phase("meeting")
+    store = torch.distributed.PrefixStore(f"{place.restart}", open_store(meeting, place.world_size))
+    try:
+        return set_up(place, platform, store)
+    except Exception as error:
+        error.add_note(f"raised while the ranks met at the store {meeting}{_RISK if meeting.path is None else ''}")
+        raise
+
+
+def _variables(place: Place, meeting: StoreAddress | None) -> dict[str, str]:
+    """Return the environment variables that torchrun sets, because libraries read them."""
+    variables = {
+        "TORCHELASTIC_RESTART_COUNT": str(place.restart),
+        "RANK": str(place.global_rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(place.ranks_per_node),
+        "GROUP_RANK": str(place.node),
+        IN_RANK: str(os.getpid()),
+    }
+    if meeting is not None and meeting.host is not None:
+        has_store = str(meeting.path is None)
+        variables |= {
+            "MASTER_ADDR": meeting.host,
+            "MASTER_PORT": str(meeting.port),
+            "TORCHELASTIC_USE_AGENT_STORE": has_store,
+        }
+    return variables
+
+
+def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
+    """Return the number of torch threads: the user's setting, or an equal share of the cores."""
+    if platform.spawn_method == "fork":  # OpenMP's threads do not survive a fork; waiting for them would block forever
+        return 1
+    if platform.device != Device.CPU and platform.n_cpus > 1:
+        return platform.n_cpus
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
+        return int(os.environ["OMP_NUM_THREADS"])
+    return max(1, usable_cores() // ranks_per_node)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit like an interpreter, but without unloading torch: the kernel frees its memory faster."""
+    for step in (run_exit_handlers, sys.stdout.flush, sys.stderr.flush, flush_files):
+        try:
+            step()
+        except Exception:  # noqa: BLE001 (reported as the interpreter reports it)
+            traceback.print_exc()
+    os._exit(code & 0xFF or int(code != 0))
