@@ -33,6 +33,21 @@ from signal import Signals
 _PLACE = re.compile(r" \(docs/errors\.md#\w+\)")
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Call ``error.add_note``. If the class refuses new attributes, write the note into the instance's dict.
+
+    >>> error = ValueError("too long")
+    >>> add_note(error, "in lane 1")
+    >>> error.__notes__
+    ['in lane 1']
+    """
+    try:
+        error.add_note(note)
+    except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
+        notes = error.__dict__.get("__notes__", ())
+        error.__dict__["__notes__"] = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
+
+
 class ParawrapError(Exception):
     """The base class of every exception that parawrap defines.
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from parawrap.backends import backend_of
+from parawrap.errors import add_note
 
 if sys.platform != "win32":
     import resource
@@ -34,7 +35,7 @@ def turn(name: str, module: torch.nn.Module, leaves: list[torch.Tensor], devices
         with backend_of(devices[0].type if devices else "cpu").forked_rng(devices):
             yield
     except Exception as error:
-        error.add_note(f"raised in the way {name!r} of parawrap.compare")
+        add_note(error, f"raised in the way {name!r} of parawrap.compare")
         raise
     finally:
         with torch.no_grad():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from parawrap._public import public
+from parawrap.errors import add_note
 
 __all__ = ["Tuplewise"]
 
@@ -73,5 +74,5 @@ class Tuplewise:
             try:
                 yield operation(item)
             except Exception as error:
-                error.add_note(f"in item {position} of a Tuplewise of {len(self)}")
+                add_note(error, f"in item {position} of a Tuplewise of {len(self)}")
                 raise

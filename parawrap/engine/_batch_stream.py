@@ -15,8 +15,7 @@ from parawrap.engine._call_recorder import Recorder
 from parawrap.engine._lane_calls import Entry, Prepare, as_call
 from parawrap.engine._output_folder import OutputFolder
 from parawrap.engine._session import ChunkCall, Ready, failed_future
-from parawrap.errors import SessionError
-from parawrap.lanes import note
+from parawrap.errors import SessionError, add_note
 
 __all__ = ["Stream", "StreamOptions", "stream"]
 
@@ -145,7 +144,7 @@ def _submit_all(
                 if folder is not None:
                     folder.check_end(number)
             except Exception as error:  # noqa: BLE001
-                note(error, f"while batch {number} of the stream was read, counted from 0")
+                add_note(error, f"while batch {number} of the stream was read, counted from 0")
                 has_ended, failure = True, error
         together = iter(submitter.submit_together(chunk) if len(chunk) > 1 else ())
         flights = []
@@ -223,9 +222,9 @@ def _landed(flight: _Flight, options: StreamOptions) -> Any:
     except Exception as error:
         del future, flight  # break the reference cycle: future, error, traceback, this frame
         drop_own_frames(error)
-        note(error, f"in batch {number} of the stream, counted from 0")
+        add_note(error, f"in batch {number} of the stream, counted from 0")
         if hint is not None:
-            note(error, hint)
+            add_note(error, hint)
         if not options.return_exceptions or isinstance(error, (SessionError, CancelledError)):
             if isinstance(error, StopIteration):
                 msg = f"the model raised StopIteration, which would end the stream without an error: {error}"

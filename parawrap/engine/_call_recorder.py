@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from parawrap import displays
-from parawrap.errors import SessionError, ShardError
-from parawrap.lanes import Lane, note
+from parawrap.errors import SessionError, ShardError, add_note
+from parawrap.lanes import Lane
 
 __all__ = ["CallSpan", "Recorder", "Trace", "Work"]
 
@@ -115,7 +115,7 @@ class Trace:
         except OSError as failure:
             if error is None:
                 raise
-            note(error, f"the trace could not be written: {failure}")
+            add_note(error, f"the trace could not be written: {failure}")
 
     def timeline(self) -> displays.Timeline:
         """Return the spans on one track per lane; plain calls are on a separate track."""

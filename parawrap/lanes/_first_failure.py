@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Outcome", "first_failure", "note", "raise_first_failure"]
+from parawrap.errors import add_note
+
+__all__ = ["Outcome", "first_failure", "raise_first_failure"]
 
 
 class Outcome(NamedTuple):
@@ -15,12 +16,6 @@ class Outcome(NamedTuple):
 
     value: Any = None
     error: BaseException | None = None
-
-
-def note(error: BaseException, text: str) -> None:
-    """Add a note, unless the exception refuses notes: it must arrive all the same."""
-    with contextlib.suppress(Exception):
-        error.add_note(text)
 
 
 def raise_first_failure(
@@ -53,10 +48,10 @@ def first_failure(
         return None
     failed.sort(key=lambda at: isinstance(at[2], Exception))
     shard, place, first = failed[0]
-    note(first, place if describe is None else f"{place}: {describe(shard)}")
+    add_note(first, place if describe is None else f"{place}: {describe(shard)}")
     for _, other_place, other in failed[1:]:
         if other is not first:
             text = "".join(traceback.format_exception_only(other)).strip()  # also if its __str__ fails
-            note(first, f"also {other_place}: {text}")
+            add_note(first, f"also {other_place}: {text}")
     outcomes.clear()
     return first

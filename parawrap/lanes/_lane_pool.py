@@ -36,9 +36,9 @@ from typing import Any, NoReturn
 import torch
 
 from parawrap.backends import Backend, backend_of, drop_own_frames, record_use
-from parawrap.errors import SessionError
+from parawrap.errors import SessionError, add_note
 from parawrap.lanes._device_order import Places, Task
-from parawrap.lanes._first_failure import Outcome, note, raise_first_failure
+from parawrap.lanes._first_failure import Outcome, raise_first_failure
 from parawrap.lanes._lane_streams import LaneFuture, Reached
 from parawrap.lanes._thread_modes import Modes, intra_op_threads, sees_only_its_own_thread, settle
 from parawrap.lanes._turns import Turns, TurnsOf
@@ -222,7 +222,7 @@ class _Queued:
             if outcome.error is None:
                 future.land(*outcome.value)
             else:
-                note(outcome.error, f"in {lane}")
+                add_note(outcome.error, f"in {lane}")
                 future.set_exception(outcome.error)
         except BaseException:  # noqa: BLE001  # a callback that exits does not end the lane
             threading.excepthook(threading.ExceptHookArgs((*sys.exc_info(), threading.current_thread())))

@@ -14,7 +14,7 @@ from parawrap.launch.coordinator._launch_timeline import numbered_traces
 from parawrap.launch.coordinator._watched_launch import cancel_all, cancel_launches
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
-from parawrap.launch.messages._rank_errors import add_note, pack_exception, traceback_of
+from parawrap.launch.messages._rank_errors import pack_exception, traceback_of
 from parawrap.launch.ray._reservation import Reservation, joined
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "Rank",
     "RankResults",
     "Reservation",
-    "add_note",
     "below_a_rank",
     "cancel_all",
     "cancel_launches",

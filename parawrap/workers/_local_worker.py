@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from parawrap.backends import backend_of
-from parawrap.errors import RankDiedError
-from parawrap.launch import Job, Platform, add_note, launch
+from parawrap.errors import RankDiedError, add_note
+from parawrap.launch import Job, Platform, launch
 from parawrap.workers._line import Line, Message
 from parawrap.workers._serve import serve
 from parawrap.workers._worker_lane import Answer, ModelFile, raise_from_worker

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 
-from parawrap.errors import ParawrapError, SessionError, UnsendableError
-from parawrap.lanes import Lane, LaneFuture, here, note
-from parawrap.launch import add_note, unpack_from
+from parawrap.errors import ParawrapError, SessionError, UnsendableError, add_note
+from parawrap.lanes import Lane, LaneFuture, here
+from parawrap.launch import unpack_from
 
 __all__ = ["Answer", "Backlog", "ModelFile", "Request", "Worker", "WorkerLane", "raise_from_worker"]
 
@@ -139,7 +139,7 @@ class Request(ABC):
             if self.record is not None:
                 self.record(lane.index, answer.start, answer.end, error)
             if self.is_whole:
-                note(error, f"in {lane}")
+                add_note(error, f"in {lane}")
             self.future.set_exception(error.with_traceback(None))  # its frames refer to the future
         else:
             if self.record is not None:
@@ -403,7 +403,7 @@ class WorkerLane(Lane):
             what = "this call" if len(parts) == 1 else f"this call or others of its chunk of {len(parts)}"
             failure = copy.copy(error)
             failure.__notes__ = [*getattr(error, "__notes__", ())]
-            note(failure, f"in {self}. {part.deaths} workers ended while they ran {what}. Other calls continue")
+            add_note(failure, f"in {self}. {part.deaths} workers ended while they ran {what}. Other calls continue")
             part.fail(failure)
         if left != [request]:
             self._unanswered.extendleft(reversed(left))  # before the removal: `unanswered` may be read meanwhile
@@ -418,7 +418,7 @@ class WorkerLane(Lane):
             self._is_ready = False
             left = list(self._unanswered)
             self._unanswered.clear()
-        note(error, f"in {self}")
+        add_note(error, f"in {self}")
         self._failure = None if self.is_over else error
         for request in left:
             self._take_next()

@@ -7,7 +7,7 @@ import traceback
 import pytest
 import torch
 
-from parawrap.lanes import Lane, Outcome, first_failure, note
+from parawrap.lanes import Lane, Outcome, first_failure
 
 CPU = torch.device("cpu")
 LANES = ["lane 0 on cpu", "lane 1 on cpu", "lane 2 on cpu"]
@@ -92,8 +92,8 @@ def test_a_later_error_without_a_message_is_noted_by_its_type():
     assert "UnreadableError" in first.__notes__[1]
 
 
-def test_an_error_that_refuses_notes_is_returned_without_them():
-    """An exception with an `add_note` that raises is returned all the same."""
+def test_an_error_that_refuses_attributes_keeps_its_notes():
+    """An exception with an `add_note` and a `__setattr__` that raise is returned, with the note."""
     error = FrozenError()
     assert first_failure([Outcome(error=error), Outcome(error=ValueError())], LANES[:2]) is error
-    note(error, "more")
+    assert error.__notes__ == ["in lane 0 on cpu, shard 0 of 2", "also in lane 1 on cpu, shard 1 of 2: ValueError"]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from parawrap.errors import LaunchError, RankDiedError
+from parawrap.errors import LaunchError, RankDiedError, add_note
 from parawrap.launch._launch_handle import RankResults
 from parawrap.launch.messages._pickle_values import memory_file, unpack
 from parawrap.launch.messages._private_files import open_private
-from parawrap.launch.messages._rank_errors import add_note, summary_of
+from parawrap.launch.messages._rank_errors import summary_of
 
 __all__ = [
     "Died",
@@ -204,7 +204,7 @@ def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> RankResults[A
         try:
             values.append(outcome.value.open())
         except Exception as error:  # noqa: BLE001 (the user's class may fail here)
-            error.add_note(f"raised while the result of rank {rank} of {world_size} was unpickled")
+            add_note(error, f"raised while the result of rank {rank} of {world_size} was unpickled")
             return error
     return RankResults(values)
 

@@ -14,7 +14,7 @@ import traceback
 import torch.distributed as dist
 
 from parawrap.backends import user_frames
-from parawrap.errors import LaunchError
+from parawrap.errors import LaunchError, add_note
 from parawrap.launch.messages._pickle_values import packed, unpack
 
 __all__ = ["add_note", "is_echo", "pack_exception", "summary_of", "traceback_of"]
@@ -50,15 +50,6 @@ def traceback_of(error: BaseException) -> str:
     """Return the traceback as text, from its first frame outside parawrap on; all of it if there is no such frame."""
     trace = user_frames(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Call ``error.add_note``. Works around classes that refuse new attributes."""
-    try:
-        error.add_note(note)
-    except Exception:  # noqa: BLE001 (its __setattr__ may raise anything)
-        notes = error.__dict__.get("__notes__", ())
-        error.__dict__["__notes__"] = [*(notes if isinstance(notes, (list, tuple)) else ()), note]
 
 
 def is_echo(error: BaseException) -> bool:
