@@ -1,9 +1,9 @@
 """Messages between the launching process and its ranks, with open files attached.
 
-A wire is one end of a socket. A message consists of a short word and a small pickled body. On one machine, large values are
-sent as attached file descriptors. Any thread may send; one thread receives.
+A channel is one end of a socket. A message consists of a short word and a pickled body. On one machine, large bodies and
+values are sent as attached files, so `send` does not wait for the reader. Any thread may send; one thread receives.
 
-Unpickling can run any code. So a wire over a network has keys, and verifies a message's authentication code before it
+Unpickling can run any code. So a channel over a network has keys, and verifies a message's authentication code before it
 unpickles the message.
 """
 
@@ -22,6 +22,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from parawrap.launch.messages._pickle_values import memory_file
+
 __all__ = [
     "Channel",
     "Keys",
@@ -32,7 +34,8 @@ __all__ = [
     "socket_at_standard_input",
 ]
 
-_HEAD = struct.Struct("<QB")
+_HEAD = struct.Struct("<QB?")  # the length of the body, the number of attached files, and if the last one holds the body
+_LARGEST_BODY = 1 << 14  # larger ones are attached: a socket buffers about 200 KiB
 _MOST_FILES = 8
 _CODE_BYTES = 32
 _log = logging.getLogger("parawrap.launch")
@@ -76,9 +79,20 @@ class Channel:
     def send(self, word: str, body: Any = None, files: Sequence[int] = ()) -> bool:
         """Send a message. Return False if the other end is closed."""
         data = pickle.dumps((word, body))
+        if self._sent.size or len(data) <= _LARGEST_BODY:
+            return self._send(data, files, is_attached=False)
+        try:
+            file = memory_file("message")
+        except OSError:  # the limit on open files
+            return self._send(data, files, is_attached=False)
+        with os.fdopen(file, "wb", buffering=0) as attached:
+            attached.write(data)
+            return self._send(b"", [*files, file], is_attached=True)
+
+    def _send(self, data: bytes, files: Sequence[int], *, is_attached: bool) -> bool:
         with self._sending:
             try:
-                head = _HEAD.pack(len(data), len(files))
+                head = _HEAD.pack(len(data), len(files), is_attached)
                 head += self._sent.code_of(head)
                 data += self._sent.code_of(data)
                 if files:
@@ -98,12 +112,17 @@ class Channel:
             if not head:
                 return None
             head += receive_exactly(self._socket, size - len(head))
-            length, count = _HEAD.unpack(self._authenticated(head))
-            word, body = pickle.loads(self._authenticated(receive_exactly(self._socket, length + self._received.size)))
+            length, count, is_attached = _HEAD.unpack(self._authenticated(head))
+            data = self._authenticated(receive_exactly(self._socket, length + self._received.size))
             if len(files) != count:  # the kernel dropped descriptors: this process has reached its limit on open files
                 for file in files:
                     os.close(file)
                 return Message("files lost", None, ())
+            if is_attached:
+                with os.fdopen(files.pop(), "rb") as attached:
+                    attached.seek(0)
+                    data = attached.read()
+            word, body = pickle.loads(data)
         except (OSError, EOFError):
             for file in files:
                 os.close(file)
