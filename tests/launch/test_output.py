@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import resource
+import subprocess
 import sys
 import threading
 
@@ -14,14 +15,34 @@ from hypothesis import strategies as st
 
 from parawrap import Platform
 from parawrap.errors import LaunchError
+from parawrap.launch.coordinator._printer import Printer
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 
 PREFIX = "[rank 3] "
 OUT, ERR = 1, 2
 
 
+class PrintedTranscript(Transcript):
+    """A transcript whose output is printed when `write` and `finish` return."""
+
+    def write(self, stream, data):
+        super().write(stream, data)
+        self.await_print()
+
+    def finish(self):
+        super().finish()
+        if self._printer is not None:
+            self._printer.finish()
+
+    def await_print(self):
+        if self._printer is not None:
+            printed = threading.Event()
+            self._printer.add(printed.set)
+            assert printed.wait(10)
+
+
 def a_transcript(prefix=PREFIX, shown=True, folder=None) -> Transcript:
-    return Transcript(3, prefix=prefix, shown=shown, folder=folder)
+    return PrintedTranscript(3, printer=Printer() if shown else None, prefix=prefix, folder=folder)
 
 
 def shown(chunks: list[bytes], prefix=PREFIX) -> str:
@@ -347,3 +368,37 @@ def test_a_log_file_that_cannot_be_opened_raises(tmp_path):
     (tmp_path / "rank-3.log").mkdir()
     with pytest.raises(LaunchError, match=r"rank-3\.log"):
         a_transcript(folder=tmp_path)
+
+
+UNREAD = """
+import os, sys, time
+from parawrap import Platform, wrapper
+from parawrap.errors import LaunchTimeoutError
+
+@wrapper(Platform(device="cpu", n_cpus=2, ipc_groups=None, timeout_min=1 / 60, grace_s=0))
+def talk():
+    for _ in range(3000):
+        print("x" * 1000, flush=True)
+    time.sleep(600)
+
+try:
+    talk()
+except LaunchTimeoutError:
+    os.write(2, b"timed out")
+os._exit(0)
+"""
+
+
+def test_a_reader_that_does_not_drain_stdout_does_not_stop_a_time_limit():
+    """A launch whose output nobody reads reaches its time limit."""
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        assert script.stderr.read() == b"timed out"
+
+
+def test_a_slow_reader_gets_all_output_at_the_exit():
+    """Output that is not printed when the results arrive is printed before the interpreter exits."""
+    code = UNREAD.replace("time.sleep(600)", "").replace("talk()\nexcept", "talk(); os.write(2, b'done')\nexcept")
+    code = code.replace("os._exit(0)", "").replace("1 / 60", "1")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        assert script.stderr.read(4) == b"done"
+        assert script.stdout.read().count(b"\n") == 6000

@@ -141,7 +141,7 @@ class Stage:
         loop = Loop()
         self.node = SimulatedNode(loop, lambda rank, word, body: play(self.run, rank, word, body))
         orders = assignments_of(self.platform, None, Surroundings.here())
-        transcripts = [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(self.platform.world_size)]
+        transcripts = [Transcript(rank, printer=None) for rank in range(self.platform.world_size)]
         self.run = Attempts(
             "play", self.platform, loop, [self.node], orders, transcripts, failures=failures, requeues=requeues
         )

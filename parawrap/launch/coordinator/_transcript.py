@@ -5,33 +5,32 @@ Used by the thread that watches a launch. Any thread may call `Transcript.text`.
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import io
 import logging
 import os
 import re
-import sys
 import tempfile
 import threading
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from parawrap.displays import last_shown_line
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._printer import Lines, Printer
 
 __all__ = ["Record", "Transcript", "end_of", "new_log_folder"]
 
 _log = logging.getLogger("parawrap.launch")
 
 _IN_MEMORY = 1 << 20
-_LONGEST_LINE = 1 << 16
+_LAST_LINE = 1 << 16  # bytes of output that are searched for the last line
 _SEARCHED = 1 << 16  # the last bytes of the output, which are searched for a crash report
 _CRASH = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)  # the first line of faulthandler's report
 _LEFT_OUT = "\n...\n"
-_LINE_END = re.compile(r"(\r\n|\n|\r)")
 
 
 def new_log_folder(platform: Platform, name: str) -> Path | None:
@@ -78,21 +77,32 @@ class Transcript:
         LaunchError: If the log file cannot be opened.
     """
 
-    def __init__(self, rank: int, *, prefix: str, shown: bool, folder: Path | None) -> None:
+    def __init__(self, rank: int, *, printer: Printer | None, prefix: str = "", folder: Path | None = None) -> None:
         self._access = threading.Lock()
+        self._printer = printer
         path = None if folder is None else folder / f"rank-{rank}.log"
         self._file = None if path is None else _TolerantFile(_opened(path), str(path))
         self._spool = _Spool()
         self._kept = _TolerantFile(self._spool, f"the transcript of rank {rank}")
-        self._lines = {1: _Lines(prefix, "stdout"), 2: _Lines(prefix, "stderr")} if shown else {}
+        self._lines = () if printer is None else (Lines(printer, prefix, "stdout"), Lines(printer, prefix, "stderr"))
 
     def write(self, stream: int, data: bytes) -> None:
-        if stream in self._lines:
-            self._lines[stream].take(data)
         if self._file is not None:
             self._file.write(data)
         with self._access:
+            start = self._spool.size
             self._kept.write(data)
+            is_kept = self._spool.size == start + len(data)
+        if self._printer is not None:
+            lines = self._lines[stream - 1]
+            if is_kept:  # read again when it is printed, so that output that waits for its reader takes no memory
+                self._printer.add(lambda: lines.take(self._read(start, len(data))))
+            else:
+                self._printer.add(lambda: lines.take(data))
+
+    def _read(self, start: int, size: int) -> bytes:
+        with self._access:
+            return self._spool.read_at(start, size)
 
     def record(self, text: str) -> None:
         data = f"{text}\n".encode(errors="backslashreplace")
@@ -104,23 +114,27 @@ class Transcript:
     def text(self) -> str:
         """Return all output so far."""
         with self._access:
-            return self._spool.everything().decode(errors="replace")
+            return self._spool.read_at(0, self._spool.size).decode(errors="replace")
 
     def last_line(self) -> str:
         """Return the last line of output that is not blank, or the end of a long one, as a terminal shows it."""
         with self._access:
-            end = self._spool.end(_LONGEST_LINE)
+            end = self._end(_LAST_LINE)
         return last_shown_line(end.decode(errors="replace"))
 
     def last_words(self, at_most: int) -> str:
         with self._access:
-            end = self._spool.end(_SEARCHED)
+            end = self._end(_SEARCHED)
         return end_of(end.decode(errors="replace"), at_most)
 
+    def _end(self, size: int) -> bytes:
+        return self._spool.read_at(max(0, self._spool.size - size), size)
+
     def finish(self) -> None:
-        """Flush and close the outputs. `text` still works."""
-        for lines in self._lines.values():
-            lines.finish()
+        """Add the unfinished last lines to the printer, and close the log file. `text` still works."""
+        if self._printer is not None:
+            for lines in self._lines:
+                self._printer.add(partial(lines.take, b"", final=True))
         if self._file is not None:
             self._file.close()
 
@@ -181,68 +195,34 @@ class _TolerantFile:
 
 
 class _Spool(io.BytesIO):
-    """Bytes in memory, and in an unnamed file beyond `_IN_MEMORY`."""
+    """Bytes in memory, and in an unnamed file beyond `_IN_MEMORY`.
+
+    Attributes:
+        size: The number of bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._file: Any = None
+        self._in_memory = 0
+        self.size = 0
 
     def write(self, data: Any) -> int:
-        if self._file is None and self.tell() + len(data) > _IN_MEMORY:
+        if self._file is None and self.size + len(data) > _IN_MEMORY:
+            self._in_memory = self.size
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        return super().write(data) if self._file is None else int(self._file.write(data))
+        written = super().write(data) if self._file is None else int(self._file.write(data))
+        self.size += written
+        return written
 
-    def everything(self) -> bytes:
+    def read_at(self, start: int, size: int) -> bytes:
+        """Return at most `size` bytes from this position on."""
         if self._file is None:
-            return self.getvalue()
-        size = self._file.seek(0, io.SEEK_END)
-        return self.getvalue() + os.pread(self._file.fileno(), size, 0)
-
-    def end(self, size: int) -> bytes:
-        """Return at most the last `size` bytes."""
-        if self._file is None:
-            return self.getvalue()[-size:]
-        length = self._file.seek(0, io.SEEK_END)
-        return (self.getvalue() + os.pread(self._file.fileno(), size, max(0, length - size)))[-size:]
+            return bytes(self.getbuffer()[start : start + size])
+        head = bytes(self.getbuffer()[start : start + size])
+        return head + os.pread(self._file.fileno(), size - len(head), max(0, start - self._in_memory))
 
     def close(self) -> None:
         super().close()
         if self._file is not None:
             self._file.close()
-
-
-class _Lines:
-    """Splits a stream into lines, which end with a newline or a carriage return, and prints only whole lines."""
-
-    def __init__(self, prefix: str, stream: str) -> None:
-        self._prefix = prefix
-        self._stream = stream
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begun = ""
-        self._returned = False
-
-    def take(self, data: bytes, *, final: bool = False) -> None:
-        text = self._begun + self._decoder.decode(data, final)
-        if self._returned and text.startswith("\n"):  # the second half of a split "\r\n"
-            self._write("\n")
-            text = text[1:]
-        *lines, self._begun = _LINE_END.split(text)
-        shown = [line + end for line, end in zip(lines[::2], lines[1::2], strict=True)]
-        if self._begun and (final or len(self._begun) > _LONGEST_LINE):
-            shown.append(self._begun + "\n")
-            self._begun = ""
-        if text:
-            self._returned = text.endswith("\r")
-        self._write("".join(self._prefix + line for line in shown))
-
-    def finish(self) -> None:
-        self.take(b"", final=True)
-
-    def _write(self, text: str) -> None:
-        target: TextIO | None = getattr(sys, self._stream)  # looked up each time, because notebooks and tests replace it
-        if not text or target is None:
-            return
-        with contextlib.suppress(Exception):  # the stream may be closed; the transcript is complete anyway
-            encoding = getattr(target, "encoding", None) or "utf-8"
-            target.write(text.encode(encoding, "backslashreplace").decode(encoding))
-            target.flush()

@@ -24,6 +24,7 @@ from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._ending import Ending, results_or_error
 from parawrap.launch.coordinator._interruptible_event import Latch
 from parawrap.launch.coordinator._launch_timeline import trace_path, write_trace
+from parawrap.launch.coordinator._printer import Printer
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Assignment, Surroundings
@@ -57,7 +58,8 @@ class WatchedLaunch(Launch[Any]):
         self._submitted = time.time()
         self._trace = trace_path(job.platform)
         self.log_folder = new_log_folder(job.platform, job.name)
-        self._transcripts = _transcripts(job.platform, self.log_folder)
+        self._printer = Printer()
+        self._transcripts = _transcripts(job.platform, self.log_folder, self._printer)
         self._watch = threading.Thread(target=self._run, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
 
     @abstractmethod
@@ -116,6 +118,7 @@ class WatchedLaunch(Launch[Any]):
     def _finish_transcripts(self) -> None:
         for transcript in self._transcripts:
             transcript.finish()
+        self._printer.finish()
 
     def results(self, timeout: float | None = None) -> RankResults[Any]:
         if not self._has_ended(timeout):
@@ -236,10 +239,15 @@ class RunLaunch(WatchedLaunch):
         return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()
 
 
-def _transcripts(platform: Platform, folder: Path | None) -> list[Transcript]:
+def _transcripts(platform: Platform, folder: Path | None, printer: Printer) -> list[Transcript]:
     several = platform.world_size > 1
     return [
-        Transcript(rank, prefix=f"[rank {rank}] " if several else "", shown=platform.shows(rank), folder=folder)
+        Transcript(
+            rank,
+            printer=printer if platform.shows(rank) else None,
+            prefix=f"[rank {rank}] " if several else "",
+            folder=folder,
+        )
         for rank in range(platform.world_size)
     ]
 
