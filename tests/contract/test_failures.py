@@ -155,7 +155,7 @@ def test_ranks_left_without_a_broken_connection_are_ended(launcher, note_for_pag
     if launcher.unable("several ranks") or launcher.unable("watch for silence"):
         return
     # On Slurm and Ray the nodes keep the default.
-    monkeypatch.setattr("parawrap.launch.coordinator._watched_launch.STUCK_S", 2.0)
+    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 2.0)
     error = launcher.play(scenarios.leave_others_with_a_new_group).expect_error()
     note_for_page("left elsewhere", error)
     assert error.kind is LaunchError

@@ -9,15 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import Platform, current_rank, wrapper
-from parawrap.launch.coordinator import _stall_hints
+from parawrap.launch.coordinator import _standstill
 from tests.launch.processes import eventually
 
 
 @pytest.fixture
 def _short_delays(monkeypatch):
     """Shorten the delay before a hint to half a second."""
-    monkeypatch.setattr(_stall_hints, "STILL_S", 0.5)
-    monkeypatch.setattr(_stall_hints, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(_standstill, "STILL_S", 0.5)
 
 
 def hints_of(caplog):

@@ -410,7 +410,7 @@ def test_a_rank_that_returns_before_a_collective_raises(early, how):
 
 def test_waiting_for_a_returned_rank_raises(monkeypatch):
     """If no connection breaks, LaunchError names the returned rank and has the stack of the waiting rank."""
-    monkeypatch.setattr("parawrap.launch.coordinator._watched_launch.STUCK_S", 0.5)
+    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.5)
     blocked = blocking("new_group")
 
     def returns():
@@ -427,7 +427,7 @@ def test_waiting_for_a_returned_rank_raises(monkeypatch):
 
 def test_a_rank_may_wait_for_a_busy_rank(monkeypatch):
     """After one rank has returned, a second rank can wait for a third rank that is busy."""
-    monkeypatch.setattr("parawrap.launch.coordinator._watched_launch.STUCK_S", 0.3)
+    monkeypatch.setattr("parawrap.launch.coordinator._standstill.STUCK_S", 0.3)
 
     def waits():
         rank = current_rank().global_rank

@@ -17,7 +17,7 @@ import pytest
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError
 from parawrap.errors import LaunchError
-from parawrap.launch.coordinator import _coordinator
+from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._ending import results_or_error
 from parawrap.launch.coordinator._event_loop import Loop
@@ -25,6 +25,7 @@ from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Returned
 from parawrap.launch.messages._pickle_values import packed
+from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._rank_assignment import Surroundings
 from tests.launch.processes import notes_of, ranks
 
@@ -165,7 +166,7 @@ class Stage:
     def received(self, restart=0):
         """Return the messages to each rank of an attempt, without those about its start and end."""
         started = [rank for rank in self.node.started if rank.restart == restart]
-        return [[word for word in rank.received if word not in {"begin", "end", "bye", "left"}] for rank in started]
+        return [[word for word in rank.received if word not in {"begin", "end", "bye"}] for rank in started]
 
 
 # --- attempts ---
@@ -400,8 +401,8 @@ def test_the_step_to_save_at_stays_after_the_foremost_rank_has_left():
         preempted(run, rank, word, [7, 2, 3])
         if word == "begin" and rank.restart:
             rank.returns()
-        elif rank.restart == 0 and word == ("checkpoint" if rank.number == 0 else "left"):
-            rank.requeues()
+        elif word == "checkpoint":
+            run._loop.call_soon(rank.requeues) if rank.number else rank.requeues()
 
     stage = Stage(play, 3)
     stage.ending()
@@ -637,18 +638,18 @@ def test_a_cancel_wins_over_a_requeue():
 
 
 @pytest.mark.parametrize("is_preempted", [True, False])
-def test_ranks_that_wait_for_a_requeued_rank_restart(is_preempted):
+def test_ranks_that_wait_for_a_requeued_rank_restart(is_preempted, monkeypatch):
     """Ranks that wait for a requeued rank in a collective are ended and restarted, and do not count as stuck."""
+    monkeypatch.setattr(_standstill, "STUCK_S", 0.0)
+    waits = Status(1.0, 1.0, 1.0, "a collective")
 
     def play(run, rank, word, _body):
         if is_preempted:
             preempted(run, rank, word, [0, 0])
         if word == "begin" and rank.restart:
             rank.returns("again")
-        elif word == ("checkpoint" if is_preempted else "begin") and rank.number == 0:
-            rank.requeues()
-        elif word == "left":
-            rank.send("stuck", "waits in a collective")
+        elif word == ("checkpoint" if is_preempted else "begin"):
+            rank.requeues() if rank.number == 0 else run._loop.call_soon(lambda: rank.send("status", waits))
 
     assert Stage(play).results_or_error() == ("again", "again")
 

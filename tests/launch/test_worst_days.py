@@ -12,12 +12,13 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from parawrap import LaunchError, wrapper
+from parawrap import LaunchError, Platform, current_rank, wrapper
 from parawrap.launch.coordinator._interruptible_event import Latch
-from parawrap.launch.rank._control_thread import _waits_in
+from parawrap.launch.rank._control_thread import _MainThread, _waits_in
 from parawrap.launch.rank._signed_values import Signer
 from tests.launch.processes import PATIENCE_S, SOON_S, notes_of, ranks
 
@@ -118,3 +119,31 @@ def test_a_latch_wakes_all_waiting_threads():
         assert not thread.is_alive()
     assert latch.is_set()
     assert latch.wait()
+
+
+def test_the_backward_of_ddp_counts_as_waiting_for_other_ranks():
+    """A rank that waits in the backward of DistributedDataParallel is seen to wait, while the other computes."""
+
+    def train():
+        rank = current_rank().global_rank
+        store = dist.distributed_c10d._get_default_store()
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            waited = float(store.get("waited"))
+            loss.backward()
+            return waited
+        observed = _MainThread()
+
+        def observe():
+            until = time.monotonic() + 20
+            while observed.waits_s < 0.3 and time.monotonic() < until:
+                time.sleep(0.05)
+                observed.look()
+            store.set("waited", str(observed.waits_s))
+
+        threading.Thread(target=observe).start()
+        loss.backward()
+        return None
+
+    assert wrapper(Platform(device="cpu", n_cpus=2, verbose=False))(train)()[1] >= 0.3

@@ -19,7 +19,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
-from parawrap.launch.coordinator._stall_hints import StandstillHint
+from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
 from parawrap.launch.messages._first_rank_failure import (
     Died,
     Ended,
@@ -30,7 +30,7 @@ from parawrap.launch.messages._first_rank_failure import (
     Returned,
     first_failure,
 )
-from parawrap.launch.rank._control_thread import FORCED
+from parawrap.launch.rank._control_thread import FORCED, Status
 from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["Coordinator"]
@@ -67,12 +67,11 @@ class Coordinator:
         self._loop = loop
         self._states = states
         self._nodes = list({id(state.node): state.node for state in states}.values())
-        self._hint = StandstillHint(states)
+        self._standstill = Standstill(states, report_interval_s(platform))
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
         self._has_failed = False
-        self._has_announced_departure = False
-        self._stuck: set[int] = set()
+        self._departed_at: float | None = None
         self._unanswered: set[int] = set()
         self._up_at = up_at
         self._end_at: float | None = None
@@ -212,7 +211,7 @@ class Coordinator:
         hang = self._platform.hang_timeout_s
         all_began = all(state.pid for state in self._states)
         silent_at = self._last_sign + hang if hang is not None and all_began else None
-        moments = (self._up_at, self._leave_at, silent_at, self._hint.due_at, _NEVER)
+        moments = (self._up_at, self._leave_at, silent_at, _NEVER)
         return min(each for each in moments if each is not None)
 
     def _keep_time(self) -> None:
@@ -224,8 +223,6 @@ class Coordinator:
             self._end_by_force()
         elif self._end_at is not None or moment == self._leave_at:
             self.end()
-        elif moment == self._hint.due_at:
-            self._hint.log()
         elif moment == self._up_at:
             self._time_out(f"not done after timeout_min={self._platform.timeout_min:g} minutes")
         elif late_s > _WATCHING_S:  # this process was stopped and has read nothing since
@@ -234,8 +231,11 @@ class Coordinator:
             self._time_out(f"silent for hang_timeout_s={self._platform.hang_timeout_s:g} seconds")
 
     def _time_out(self, reason: str) -> None:
-        """Request the stacks of every rank, then end the ranks."""
         self.timed_out = reason
+        self._end_with_stacks()
+
+    def _end_with_stacks(self) -> None:
+        """Request the stacks of every rank, then end the ranks."""
         for state in self._living():
             if state.is_running:
                 state.stacks = _NO_ANSWER if state.pid else _NOT_STARTED
@@ -273,19 +273,13 @@ class Coordinator:
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
         state = self._states[rank]
-        if word == "alive":
-            self._last_sign = time.monotonic()
+        if word == "status":
+            self._on_status(state, body)
         elif word == "stacks":
             self._on_stacks(state, body)
         elif word == "reached":
             phase, state.began[phase] = body
             self._release()
-        elif word == "still":
-            self._hint.on_still()
-        elif word == "where":
-            self._hint.on_where(rank, body)
-        elif word in ("stuck", "moves"):
-            self._on_stuck(state, body if word == "stuck" else None)
         elif word == "answered":
             state.answered = body
             self._agree_on_checkpoint(rank)
@@ -308,8 +302,14 @@ class Coordinator:
         with self._changed:
             state.stacks = text
             self._changed.notify_all()
-        if self.timed_out is not None and _NO_ANSWER not in self.stacks().values():
+        if (self.timed_out is not None or self.stuck) and _NO_ANSWER not in self.stacks().values():
             self._end_at = time.monotonic()
+
+    def _on_status(self, state: RankState, status: Status) -> None:
+        state.status, state.status_at = status, time.monotonic()
+        self._last_sign = max(self._last_sign, state.status_at - status.unmoved_s)
+        self._standstill.hint()
+        self._end_deadlock()
 
     def _died(self, state: RankState, code: int | None, lost_with: str) -> Outcome:
         ended_by_us = state.ordered_to_end and not lost_with and _caused_by_order(state, code)
@@ -333,7 +333,6 @@ class Coordinator:
                 state.stacks = None  # stale
             self._changed.notify_all()
         self._last_sign = time.monotonic()
-        self._stuck.discard(state.rank)
         self._has_failed = self._has_failed or isinstance(outcome, (Raised, Died))
         first = first_failure(self._outcomes) if self._has_failed else None
         if first is not None:
@@ -345,16 +344,12 @@ class Coordinator:
 
     def _on_departure(self, rank: int, outcome: Outcome) -> None:
         """Handle the exit of a rank while others run: they may wait for it, or must restart with it."""
-        if not self._has_announced_departure:
-            self._has_announced_departure = True
-            for state in self._living():
-                state.node.send(state.rank, "left")
+        self._departed_at = time.monotonic()
         if isinstance(outcome, Requeued) and self._leave_at is None:
             self._leave_at = time.monotonic() + self._platform.grace_s
         if isinstance(outcome, Requeued) and self.timed_out is None:
             self._end_at = None  # the reported echo came from this exit
         self._agree_on_checkpoint(rank)
-        self._end_stuck()
         self._release()
 
     def _release(self) -> None:
@@ -364,22 +359,16 @@ class Coordinator:
                 if not state.is_running:
                     state.node.send(state.rank, "met")
 
-    def _on_stuck(self, state: RankState, stacks: str | None) -> None:
-        """Note that a rank waits in torch.distributed since others exited, or, without stacks, that it moved on."""
-        with self._changed:
-            state.stacks = stacks
-            self._changed.notify_all()
-        if stacks is None:
-            self._stuck.discard(state.rank)
-        else:
-            self._stuck.add(state.rank)
-            self._end_stuck()
-
-    def _end_stuck(self) -> None:
+    def _end_deadlock(self) -> None:
         """End the attempt if all running ranks wait for ranks that have exited. It counts as stuck unless they restart."""
-        if self._stuck and len(self._stuck) + len(self._outcomes) == len(self._states) and self._kill_at is None:
+        if self._departed_at is None or self._kill_at is not None or self._end_at is not None:
+            return
+        if self._standstill.is_deadlock(self._departed_at):
             self.stuck = not (self.preempted or any(isinstance(each, Requeued) for each in self._outcomes.values()))
-            self.end()
+            if self.stuck:
+                self._end_with_stacks()
+            else:
+                self.end()
 
     def _on_failure(self, first: Outcome) -> None:
         """End the other ranks. After an echo, first wait a moment for the original failure."""

@@ -1,4 +1,4 @@
-"""The supervisor's view of one rank."""
+"""The coordinator's view of one rank."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from parawrap.launch.coordinator._transcript import Record
 from parawrap.launch.guard._guard import Guard
 from parawrap.launch.messages._first_rank_failure import Outcome
+from parawrap.launch.rank._control_thread import Status
 
 __all__ = ["RankState"]
 
@@ -22,6 +23,8 @@ class RankState:
         ordered_to_end: True if the rank was ordered to end before its function had ended.
         killed: True if the supervisor killed the rank.
         stacks: The stacks of the rank's threads at the last request.
+        status: The last report on the main thread.
+        status_at: When it arrived, by the monotonic clock.
         began: When each phase of the rank began, as in `RankTimes`.
         answered: How often `should_checkpoint` had returned False when the rank was preempted.
     """
@@ -37,6 +40,8 @@ class RankState:
     ordered_to_end: bool = False
     owes_stacks: bool = False
     killed: bool = False
+    status: Status | None = None
+    status_at: float = 0.0
     began: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -19,21 +19,18 @@ from parawrap.launch._launch_handle import Launch, RankResults, State
 from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
 from parawrap.launch._system_limits import explained
-from parawrap.launch.coordinator import _stall_hints
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._ending import Ending, results_or_error
 from parawrap.launch.coordinator._interruptible_event import Latch
 from parawrap.launch.coordinator._launch_timeline import trace_path, write_trace
 from parawrap.launch.coordinator._printer import Printer
+from parawrap.launch.coordinator._standstill import report_interval_s
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
 from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Assignment, Surroundings
 from parawrap.launch.rank._set_up_rank import Place
 
 __all__ = ["RunLaunch", "WatchedLaunch", "assignments_of", "cancel_all", "cancel_launches"]
-
-# Seconds that the remaining ranks may wait in torch.distributed without progress after other ranks have exited.
-STUCK_S = 20.0
 
 _numbers = count(1)
 _running: set[WatchedLaunch] = set()
@@ -262,7 +259,7 @@ def assignments_of(
 ) -> Callable[[int, int], Assignment]:
     """Return a function that makes the assignment for a rank and a restart number.
 
-    Ranks that `may_idle` never report that they are idle.
+    Ranks that `may_idle` do not report the state of their main thread.
     """
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
@@ -273,9 +270,7 @@ def assignments_of(
             meeting=meeting,
             surroundings=surroundings,
             grace_s=platform.grace_s,
-            reports_progress=platform.hang_timeout_s is not None,
-            stuck_s=STUCK_S,
-            still_s=math.inf if may_idle else _stall_hints.STILL_S,
+            report_s=math.inf if may_idle else report_interval_s(platform),
             on_cluster=surroundings.environ is None,
             interface=interface,
         )

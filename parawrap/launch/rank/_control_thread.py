@@ -11,6 +11,7 @@ state.
 
 from __future__ import annotations
 
+import linecache
 import os
 import signal
 import sys
@@ -28,12 +29,13 @@ from parawrap.launch.messages._channel import Channel, close_in_forked_children,
 from parawrap.launch.rank._preemption import Preemption
 from parawrap.launch.rank._rank_assignment import Assignment
 
-__all__ = ["FORCED", "PRELOADABLE", "Control", "EndOrdered"]
+__all__ = ["FORCED", "PRELOADABLE", "Control", "EndOrdered", "Status"]
 
 _OWN_FILES = str(Path(__file__).parent.parent)
 _LIBRARIES = (_OWN_FILES, sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 _DISTRIBUTED = str(Path(torch.distributed.__file__).parent)
-_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))
+_CHECKPOINT = str(Path(_DISTRIBUTED, "checkpoint"))  # its code may wait for a disk instead of other ranks
+_AUTOGRAD = str(Path(torch.autograd.__file__).parent)
 _LOOK_S = 0.1
 _REACTION_S = 3.0  # a collective ends with an error when the process of a failed rank has ended
 _IDLE = 0.02  # a waiting thread uses at most this share of a processor
@@ -48,6 +50,22 @@ class EndOrdered(BaseException):
     """Raised in a rank's main thread if the launch ends before the function returns."""
 
 
+class Status(NamedTuple):
+    """The state of a rank's main thread, which the control thread reports regularly.
+
+    Attributes:
+        unmoved_s: Seconds since the thread last changed its place in the Python code or used a processor.
+        still_s: Seconds that the thread has been at one place, almost without using a processor.
+        waits_s: Seconds of these in one call that waits for other ranks.
+        place: The line of user code that the thread executes.
+    """
+
+    unmoved_s: float
+    still_s: float
+    waits_s: float
+    place: str
+
+
 class Control:
     """The control thread of one rank, and the handler of its SIGTERM.
 
@@ -60,9 +78,7 @@ class Control:
         self._wire = wire
         self._assignment = assignment
         self._to_report = [name for name in PRELOADABLE if name not in sys.modules]
-        self._others_left = False
-        self._is_stuck = False
-        self._is_still = False
+        self._report_at = time.monotonic()
         self._parent = os.getppid()
         self._main = threading.main_thread()
         self._end_ordered = threading.Event()
@@ -130,12 +146,8 @@ class Control:
             self._dismiss()
         elif word == "met":
             self._met.set()
-        elif word == "left":
-            self._others_left = True
         elif word == "stacks":
             self._wire.send("stacks", stacks())
-        elif word == "where":
-            self._wire.send("where", f"{'waits at' if self._is_still else 'is at'} {place_of_main_thread()}")
         elif word == "preempt":
             self._wire.send("answered", self.preemption.hold_back())
         elif word == "checkpoint":
@@ -154,76 +166,69 @@ class Control:
             signal.pthread_kill(self._main.ident or 0, signal.SIGTERM)
         users_own = signal.getsignal(signal.SIGTERM) != self._on_sigterm
         reaction_s = min(_REACTION_S, self._assignment.grace_s)
-        if users_own or self._signal_handled.wait(reaction_s) or not self._main_thread.is_in_distributed():
+        self._main_thread.look()
+        has_reacted = self._signal_handled.wait(reaction_s)
+        self._main_thread.look()
+        if users_own or has_reacted or self._main_thread.waits_s < reaction_s / 2:
             time.sleep(max(0.0, until - time.monotonic()))
         os._exit(FORCED)
 
     def _look(self) -> None:
-        """Report changes: modules that the warm process can import for later ranks, and the main thread's state."""
+        """Report modules that the warm process can import for later ranks, and regularly the main thread's state."""
         if loaded := [name for name in self._to_report if name in sys.modules]:
             self._to_report = [name for name in self._to_report if name not in loaded]
             self._wire.send("imports", loaded)
-        moved = self._main_thread.has_moved()
-        if moved and self._assignment.reports_progress:
-            self._wire.send("alive")
-        is_stuck = self._others_left and self._main_thread.waits_for_others(self._assignment.stuck_s)
-        if is_stuck != self._is_stuck:
-            self._is_stuck = is_stuck
-            self._wire.send("stuck" if is_stuck else "moves", stacks())
-        was_still, self._is_still = self._is_still, self._main_thread.is_still_for(self._assignment.still_s)
-        if self._is_still and not was_still:
-            self._wire.send("still")
+        self._main_thread.look()
+        now = time.monotonic()
+        if now >= self._report_at:
+            self._report_at = now + self._assignment.report_s
+            self._wire.send("status", self._main_thread.status())
 
 
 class _MainThread:
-    """Observes the main thread from another thread: its place in the Python code, and its processor time."""
+    """Observes the main thread from another thread: its place in the Python code, and its processor time.
+
+    Attributes:
+        unmoved_s: As in `Status`.
+        still_s: As in `Status`.
+        waits_s: As in `Status`.
+    """
 
     def __init__(self) -> None:
         self._ident = threading.main_thread().ident or 0
-        self._seen: _Look | None = None
-        self._stopped: _Look | None = None
-        self._wait_began: _Look | None = None
+        self._last = self._moved = self._stopped = self._wait_began = self._observe()
+        self.unmoved_s = self.still_s = self.waits_s = 0.0
 
-    def has_moved(self) -> bool:
-        """True if the main thread is at another place than at the last call, or has used processor time since."""
-        last, now = self._seen, self._look()
-        self._seen = now
-        if self._stopped is None or self._stopped.place != now.place:
+    def look(self) -> None:
+        """Observe the thread, and compare it with earlier observations."""
+        now = self._observe()
+        used_s = now.processor_s - self._last.processor_s
+        allowed_s = _IDLE * (now.at - self._last.at) if now.waits_for_ranks else 0.0  # polling a file store takes some time
+        if now.place != self._last.place or used_s > allowed_s:
+            self._moved = now
+        if now.place != self._stopped.place:
             self._stopped = now
-        began = self._wait_began
-        if not now.in_distributed:
-            self._wait_began = None
-        elif began is None or began.before_distributed != now.before_distributed:
+        if not (now.waits_for_ranks and now.before_wait == self._wait_began.before_wait):
             self._wait_began = now
-        if last is None or last.place != now.place:
-            return True
-        used_s = now.processor_s - last.processor_s
-        idle_s = _IDLE * (now.at - last.at) if now.in_distributed else 0.0  # polling a file store takes some time too
-        return used_s > idle_s
+        self._last = now
+        self.unmoved_s = now.at - self._moved.at
+        self.still_s = self._idle_s(self._stopped, now)
+        self.waits_s = self._idle_s(self._wait_began, now)
 
-    def is_in_distributed(self) -> bool:
-        """True if the main thread is in a call of torch.distributed."""
-        return self._look().in_distributed
+    def status(self) -> Status:
+        """Return the state at the last look, and the current place."""
+        return Status(self.unmoved_s, self.still_s, self.waits_s, place_of_main_thread())
 
-    def waits_for_others(self, seconds: float) -> bool:
-        """True if the main thread has been idle in one call of torch.distributed for `seconds`."""
-        return self._has_idled_since(self._wait_began, seconds)
+    def _idle_s(self, then: _Look, now: _Look) -> float:
+        """Return the seconds between two looks; 0 if the thread has used more than a small share of a processor."""
+        passed_s = now.at - then.at
+        return passed_s if now.processor_s - then.processor_s <= _IDLE * passed_s else 0.0
 
-    def is_still_for(self, seconds: float) -> bool:
-        """True if the main thread has been idle at one place for `seconds`."""
-        return self._has_idled_since(self._stopped, seconds)
-
-    def _has_idled_since(self, then: _Look | None, seconds: float) -> bool:
-        if self._seen is None or then is None:
-            return False
-        waited = self._seen.at - then.at
-        return waited >= seconds and self._seen.processor_s - then.processor_s <= _IDLE * waited
-
-    def _look(self) -> _Look:
+    def _observe(self) -> _Look:
         frame = sys._current_frames().get(self._ident)
         frames = [] if frame is None else [each for each, _ in traceback.walk_stack(frame)]
-        in_distributed = [_waits_in(each.f_code.co_filename) for each in frames]
-        outside = in_distributed.index(False) if False in in_distributed else len(frames)
+        waits = [_waits_in(each.f_code.co_filename) for each in frames]
+        outside = waits.index(False) if False in waits else len(frames)
         place = tuple((id(each), each.f_lasti) for each in frames)
         return _Look(time.monotonic(), self._processor_s(), place, place[outside:], outside > 0)
 
@@ -235,7 +240,12 @@ class _MainThread:
 
 
 def _waits_in(filename: str) -> bool:
-    """True for files of torch.distributed that wait for other ranks. Checkpoint code may wait for a disk instead."""
+    """True for files whose code waits for other ranks.
+
+    These are files of torch.distributed, and of autograd: the backward of DistributedDataParallel waits in C++ code.
+    """
+    if filename.startswith(_AUTOGRAD):
+        return torch.distributed.is_available() and torch.distributed.is_initialized()
     return filename.startswith(_DISTRIBUTED) and not filename.startswith(_CHECKPOINT)
 
 
@@ -245,8 +255,8 @@ class _Look(NamedTuple):
     at: float
     processor_s: float
     place: tuple[tuple[int, int], ...]
-    before_distributed: tuple[tuple[int, int], ...]  # the place, without the frames within torch.distributed
-    in_distributed: bool
+    before_wait: tuple[tuple[int, int], ...]  # the place, without the innermost frames that wait for ranks
+    waits_for_ranks: bool
 
 
 def stacks() -> str:
@@ -263,12 +273,13 @@ def stacks() -> str:
 def place_of_main_thread() -> str:
     """Return the line that the main thread executes: the innermost outside parawrap, torch, and the standard library."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    summary = _stack_of(frame) if frame is not None else []
-    users = [each for each in summary if not each.filename.startswith(_LIBRARIES)] or summary
+    frames = [] if frame is None else [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
+    users = [each for each in frames if not each[0].co_filename.startswith(_LIBRARIES)] or frames
     if not users:
         return "an unknown place"
-    place = users[-1]
-    return f"{Path(place.filename).name}:{place.lineno} in {place.name}: {place.line}"
+    code, number = users[0]
+    line = linecache.getline(code.co_filename, number).strip()
+    return f"{Path(code.co_filename).name}:{number} in {code.co_name}: {line}"
 
 
 def _stack_of(frame: FrameType) -> traceback.StackSummary:

@@ -100,9 +100,7 @@ class Assignment:
     """One rank's place and settings. The pickled call accompanies it in a file.
 
     Attributes:
-        reports_progress: True if the rank reports progress of its main thread.
-        stuck_s: Seconds until the rank reports that it waits for ranks that have exited.
-        still_s: Seconds until the rank reports that its main thread is idle.
+        report_s: Seconds between two reports of the main thread's state. Infinite for ranks that may be idle.
         on_cluster: True if the rank must ignore the signals that a cluster sends to all processes of a job.
         interface: The network interface that leads to the other nodes.
     """
@@ -111,9 +109,7 @@ class Assignment:
     meeting: StoreAddress | None
     surroundings: Surroundings
     grace_s: float
-    reports_progress: bool
-    stuck_s: float
-    still_s: float = float("inf")
+    report_s: float
     on_cluster: bool = False
     interface: str | None = None
 

@@ -1,0 +1,68 @@
+"""Recognize ranks without progress: log where they wait, and detect deadlocks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._rank_state import RankState
+
+__all__ = ["STILL_S", "STUCK_S", "Standstill", "report_interval_s"]
+
+STILL_S = 60.0
+"""Seconds that a rank's main thread may be idle at one place before the hint."""
+
+STUCK_S = 20.0
+"""Seconds that the remaining ranks may wait for other ranks after some have exited."""
+
+_REPORT_S = 1.0
+_MISSED = 3  # intervals without a report until a rank counts as one that does not answer
+_log = logging.getLogger("parawrap.launch")
+
+
+def report_interval_s(platform: Platform) -> float:
+    """Return the seconds between two reports of a rank: a quarter of the shortest time that the reports must show."""
+    return min(_REPORT_S, STILL_S / 4, STUCK_S / 4, (platform.hang_timeout_s or STILL_S) / 4)
+
+
+class Standstill:
+    """Judges the reports of all ranks of one attempt. Used by the supervising thread.
+
+    Args:
+        states: The states of all ranks, by rank.
+        report_s: Seconds between two reports of a rank.
+    """
+
+    def __init__(self, states: Sequence[RankState], report_s: float) -> None:
+        self._states = states
+        self._report_s = report_s
+        self._has_hinted = False
+
+    def hint(self) -> None:
+        """Log the places of all ranks, once, if one of them has been idle for `STILL_S`.
+
+        Wait for late reports at first. Later, a rank without a report is stopped, or runs code that holds the GIL.
+        """
+        running = [state for state in self._states if state.is_running and state.pid]
+        if self._has_hinted or not any(state.status and state.status.still_s >= STILL_S for state in running):
+            return
+        now = time.monotonic()
+        if any(self._report_s * 1.5 < now - state.status_at <= self._report_s * _MISSED for state in running):
+            return
+        self._has_hinted = True
+        ranks = [f"rank {state.rank} {self._place_of(state, now)}" for state in running]
+        _log.warning("no progress for %g s; the launch continues. %s", STILL_S, "; ".join(ranks))
+
+    def _place_of(self, state: RankState, now: float) -> str:
+        if state.status is None or now - state.status_at > self._report_s * _MISSED:
+            return "does not answer"
+        return f"{'waits at' if state.status.still_s >= STILL_S else 'is at'} {state.status.place}"
+
+    def is_deadlock(self, departed_at: float) -> bool:
+        """True if all running ranks have waited for other ranks for `STUCK_S` since the last rank exited."""
+        running = [state for state in self._states if state.is_running]
+        return time.monotonic() - departed_at >= STUCK_S and all(
+            state.status is not None and state.status.waits_s >= STUCK_S for state in running
+        )
