@@ -9,9 +9,10 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
 import torch.distributed as dist
 
@@ -87,6 +88,8 @@ class Platform:
         grace_s: Seconds for ranks to clean up before they are killed, and to save when they are preempted.
         hang_timeout_s: End the launch with ``LaunchTimeoutError`` if, for this many seconds, no rank writes output and no
             main thread makes progress in its Python code.
+        ipc_timeout_min: Minutes that a collective of the process groups may wait for other ranks before it raises. Set it
+            if, for example, rank 0 prepares data for an hour. None leaves torch's defaults: 30 with gloo, 10 with NCCL.
 
     Raises:
         PlatformError: If a value is not allowed. The message names the field, its value, and the allowed values.
@@ -125,6 +128,7 @@ class Platform:
     max_restarts: int = 0
     grace_s: float = 5.0
     hang_timeout_s: float | None = None
+    ipc_timeout_min: float | None = None
 
     if not TYPE_CHECKING:
 
@@ -139,14 +143,16 @@ class Platform:
 
     def __post_init__(self) -> None:
         given = str(self.device)
-        _check_device(self)
-        _check_counts(self)
-        _check_texts(self)
+        _set_device(self)
+        if isinstance(self.master_port, str) and self.master_port.isdecimal():
+            _set(self, "master_port", int(self.master_port))
+        for name, rule in _RULES.items():
+            if not rule.accepts(getattr(self, name)):
+                _refuse(name, getattr(self, name), rule.allowed)
         _check_launcher(self)
-        _check_times(self)
-        _check_groups(self)
+        _set_groups(self)
         _check_visible(self, given)
-        _check_print_ranks(self)
+        _set_print_ranks(self)
 
     def __repr__(self) -> str:
         given = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -188,6 +194,11 @@ class Platform:
         return self.verbose and (self.print_ranks is None or rank in self.print_ranks)
 
     @property
+    def ipc_timeout(self) -> timedelta | None:
+        """The timeout of collectives; None for torch's default."""
+        return None if self.ipc_timeout_min is None else timedelta(minutes=self.ipc_timeout_min)
+
+    @property
     def process_group_backend(self) -> str:
         """The backend to pass to ``torch.distributed.init_process_group``."""
         if self.backend is not None:
@@ -217,7 +228,89 @@ def _set(platform: Platform, name: str, value: object) -> None:
     object.__setattr__(platform, name, value)
 
 
-def _check_device(platform: Platform) -> None:
+class _Rule(NamedTuple):
+    """What a field accepts, as a function and in words."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, (str, Path)) and bool(str(value))
+
+
+def _optional(accepts: Callable[[Any], bool], allowed: str) -> _Rule:
+    return _Rule(lambda value: value is None or accepts(value), f"{allowed}, or None")
+
+
+def _one_of(values: Sequence[str]) -> _Rule:
+    return _Rule(lambda value: isinstance(value, str) and value in values, _either(values))
+
+
+def _count(least: int, what: str) -> _Rule:
+    return _Rule(lambda value: _is_int(value) and value >= least, f"give a number of {what}, at least {least}")
+
+
+def _time(unit: str) -> _Rule:
+    return _optional(
+        lambda value: _is_number(value) and 0 < value <= _LONGEST, f"give a number of {unit} above 0, at most {_LONGEST:g}"
+    )
+
+
+_RULES: dict[str, _Rule] = {
+    "name": _Rule(_is_text, "give a non-empty string"),
+    "n_nodes": _count(1, "machines"),
+    "n_cpus": _count(1, "ranks or threads"),
+    "n_gpus": _Rule(
+        lambda value: value is None or (_is_int(value) and value >= 1),
+        "give a number of accelerators per node, at least 1, or None for all visible ones",
+    ),
+    "max_restarts": _count(0, "restarts"),
+    "master_port": _Rule(
+        lambda value: _is_int(value) and 0 <= value <= _BIGGEST_PORT,
+        f"give a port, at most {_BIGGEST_PORT}, or 0 for any free one",
+    ),
+    "seed": _Rule(
+        lambda value: value in ("script", None) or (_is_int(value) and 0 <= value <= _BIGGEST_SEED),
+        f"give a number from 0 to {_BIGGEST_SEED}, 'script' for its seed, or None for a random seed per rank",
+    ),
+    "launcher": _optional(lambda value: isinstance(value, str) and value in LAUNCHERS, _either(sorted(LAUNCHERS))),
+    "partition": _optional(_is_text, "give a non-empty string"),
+    "master_addr": _optional(_is_text, "give a non-empty string"),
+    "console_logs": _optional(_is_path, "give the path of a folder"),
+    "trace": _optional(
+        lambda value: isinstance(value, (str, Path)) and Path(value).suffix in TIMELINE_SUFFIXES,
+        f"give a path that ends with {' or '.join(TIMELINE_SUFFIXES)}",
+    ),
+    "verbose": _Rule(lambda value: isinstance(value, bool), "give True or False"),
+    "upon_finish": _optional(callable, "give a callable"),
+    "slurm_additional_parameters": _optional(lambda value: isinstance(value, Mapping), "give a dict"),
+    "spawn_method": _one_of(_SPAWN_METHODS),
+    "ipc_protocol": _optional(lambda value: isinstance(value, str) and value in _PROTOCOLS, _either(_PROTOCOLS)),
+    "timeout_min": _time("minutes"),
+    "hang_timeout_s": _time("seconds"),
+    "ipc_timeout_min": _time("minutes"),
+    "ram": _time("GB"),
+    "grace_s": _Rule(
+        lambda value: _is_number(value) and 0 <= value <= _LONGEST,
+        f"give a number of seconds, at least 0, at most {_LONGEST:g}",
+    ),
+}
+
+
+def _set_device(platform: Platform) -> None:
     """Set device and launcher. ``device`` may also name a launcher."""
     kinds = [kind.value for kind in Device]
     if not isinstance(platform.device, str):
@@ -243,14 +336,8 @@ def _check_device(platform: Platform) -> None:
 
 
 def _check_launcher(platform: Platform) -> None:
-    if platform.launcher is not None and not (isinstance(platform.launcher, str) and platform.launcher in LAUNCHERS):
-        _refuse("launcher", platform.launcher, _either(sorted(LAUNCHERS)))
     if _starts_here(platform) and platform.n_nodes != 1:
         _refuse("n_nodes", platform.n_nodes, "the local launcher starts ranks on this machine only: give 1")
-    if platform.spawn_method not in _SPAWN_METHODS:
-        _refuse("spawn_method", platform.spawn_method, _either(_SPAWN_METHODS))
-    if platform.ipc_protocol not in (None, *_PROTOCOLS):
-        _refuse("ipc_protocol", platform.ipc_protocol, f"{_either(_PROTOCOLS)}, or None")
     if platform.ipc_protocol == "file" and platform.launcher == "ray":
         _refuse("ipc_protocol", "file", "the nodes of a Ray cluster do not share a folder: give 'tcp'")
     if platform.backend is not None and not isinstance(platform.backend, str):
@@ -270,71 +357,7 @@ def _check_backend(given: object, name: str) -> None:
         _refuse("backend", given, f"this build of torch supports {', '.join(known)}")
 
 
-def _check_texts(platform: Platform) -> None:
-    if not isinstance(platform.name, str) or not platform.name:
-        _refuse("name", platform.name, "give a non-empty string")
-    for name in ("partition", "master_addr"):
-        value = getattr(platform, name)
-        if value is not None and (not isinstance(value, str) or not value):
-            _refuse(name, value, "give a non-empty string, or None")
-    if platform.console_logs is not None and not (
-        isinstance(platform.console_logs, (str, Path)) and str(platform.console_logs)
-    ):
-        _refuse("console_logs", platform.console_logs, "give the path of a folder, or None")
-    if platform.trace is not None and not (
-        isinstance(platform.trace, (str, Path)) and Path(platform.trace).suffix in TIMELINE_SUFFIXES
-    ):
-        _refuse("trace", platform.trace, f"give a path that ends with {' or '.join(TIMELINE_SUFFIXES)}, or None")
-    if not isinstance(platform.verbose, bool):
-        _refuse("verbose", platform.verbose, "give True or False")
-    if platform.upon_finish is not None and not callable(platform.upon_finish):
-        _refuse("upon_finish", platform.upon_finish, "give a callable, or None")
-    if platform.slurm_additional_parameters is not None and not isinstance(platform.slurm_additional_parameters, Mapping):
-        _refuse("slurm_additional_parameters", platform.slurm_additional_parameters, "give a dict, or None")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _check_counts(platform: Platform) -> None:
-    limits: dict[str, tuple[int, float, str]] = {
-        "n_nodes": (1, float("inf"), "give a number of machines, at least 1"),
-        "n_cpus": (1, float("inf"), "give a number of ranks or threads, at least 1"),
-        "max_restarts": (0, float("inf"), "give a number of restarts, at least 0"),
-        "master_port": (0, _BIGGEST_PORT, f"give a port, at most {_BIGGEST_PORT}, or 0 for any free one"),
-    }
-    if platform.n_gpus is not None:
-        limits["n_gpus"] = (
-            1,
-            float("inf"),
-            "give a number of accelerators per node, at least 1, or None for all visible ones",
-        )
-    if platform.seed not in ("script", None):
-        allowed = f"give a number from 0 to {_BIGGEST_SEED}, 'script' for its seed, or None for a random seed per rank"
-        limits["seed"] = (0, _BIGGEST_SEED, allowed)
-    if isinstance(platform.master_port, str) and platform.master_port.isdecimal():
-        _set(platform, "master_port", int(platform.master_port))
-    for name, (least, most, allowed) in limits.items():
-        value = getattr(platform, name)
-        if not _is_int(value) or not least <= value <= most:
-            _refuse(name, value, allowed)
-
-
-def _check_times(platform: Platform) -> None:
-    for name, unit in (("timeout_min", "minutes"), ("hang_timeout_s", "seconds"), ("ram", "GB")):
-        value = getattr(platform, name)
-        if value is not None and not (_is_number(value) and 0 < value <= _LONGEST):
-            _refuse(name, value, f"give a number of {unit} above 0, at most {_LONGEST:g}, or None")
-    if not (_is_number(platform.grace_s) and 0 <= platform.grace_s <= _LONGEST):
-        _refuse("grace_s", platform.grace_s, f"give a number of seconds, at least 0, at most {_LONGEST:g}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _check_groups(platform: Platform) -> None:
+def _set_groups(platform: Platform) -> None:
     groups = platform.ipc_groups
     if groups is None:
         return
@@ -353,7 +376,7 @@ def _check_groups(platform: Platform) -> None:
     _set(platform, "ipc_groups", tuple(map(tuple, groups)))
 
 
-def _check_print_ranks(platform: Platform) -> None:
+def _set_print_ranks(platform: Platform) -> None:
     shown, size = platform.print_ranks, _open_world_size(platform)
     if shown is None:
         return

@@ -21,6 +21,7 @@ from parawrap import (
     LaunchCancelledError,
     LaunchError,
     LaunchTimeoutError,
+    Platform,
     PlatformError,
     RankDiedError,
     UnsendableError,
@@ -965,3 +966,20 @@ def test_a_death_before_an_exception_is_reported(tmp_path):
 
     error, _ = failure_of(fails, tmp_path)
     assert isinstance(error, RankDiedError) or "rank 0 was killed by SIGKILL" in notes_of(error)
+
+
+@pytest.mark.parametrize("groups", [[], [[0, 1]]], ids=["world", "ipc_groups"])
+def test_a_collective_waits_for_other_ranks_no_longer_than_ipc_timeout_min(groups):
+    """The timeout holds for the default process group and for those of ``ipc_groups``, and the error names the option."""
+
+    def reduce():
+        if current_rank().global_rank == 0:
+            dist.all_reduce(torch.ones(1), group=current_rank().group)
+        else:
+            time.sleep(PATIENCE_S)
+
+    platform = Platform(device="cpu", n_cpus=2, verbose=False, ipc_groups=groups, ipc_timeout_min=0.01)
+    error, seconds = failure_of(reduce, platform=platform, patience_s=SOON_S)
+    assert "600ms" in str(error)
+    assert "Platform(ipc_timeout_min=...)" in notes_of(error)
+    assert seconds < SOON_S

@@ -7,6 +7,7 @@ the original failure. The earliest failure that is not an echo is reported; if a
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -40,6 +41,9 @@ __all__ = [
 _MOST_NAMED = 8
 _LAST_WORDS = 2500
 _PIECE = 1 << 24
+_TIMED_OUT = re.compile(
+    r"timed out (after )?waiting|collective operation timeout", re.IGNORECASE
+)  # of gloo, NCCL, and stores
 
 
 Signal = signal.Signals | int
@@ -224,6 +228,8 @@ def error_of(rank: int, outcomes: Mapping[int, Outcome], world_size: int, place:
         returned = [each for each, outcome in sorted(outcomes.items()) if isinstance(outcome, Returned)]
         if failure.is_echo and returned:
             error = missed_collective(rank, returned, error)
+        if _TIMED_OUT.search(failure.summary):
+            add_note(error, "Platform(ipc_timeout_min=...) sets how many minutes a collective waits for other ranks")
         add_note(
             error, f"raised in rank {rank} of {world_size} ({place}), with this traceback:\n{_indented(failure.traceback)}"
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -104,13 +103,14 @@ def enter_groups(
             rank=rank,
             world_size=world_size,
             device_id=device if device.type == "cuda" else None,
+            timeout=platform.ipc_timeout,
         )
     except Exception:
         _number_groups_anew()
         raise
     if not platform.ipc_groups:
         return cast("dist.ProcessGroup", dist.group.WORLD)
-    return own_group(platform.ipc_groups, rank)
+    return own_group(platform, rank)
 
 
 def _number_groups_anew() -> None:
@@ -124,11 +124,11 @@ def _number_groups_anew() -> None:
     leave_groups()
 
 
-def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """Make all groups, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
+def own_group(platform: Platform, rank: int) -> dist.ProcessGroup | None:
+    """Make all ``ipc_groups``, in the same order in every rank, as torch.distributed requires. Return this rank's group."""
     mine: dist.ProcessGroup | None = None
-    for ranks in groups:
-        made = dist.new_group(list(ranks))
+    for ranks in platform.ipc_groups or ():
+        made = dist.new_group(list(ranks), timeout=platform.ipc_timeout)
         if rank in ranks:
             mine = cast("dist.ProcessGroup", made)
     return mine
