@@ -9,6 +9,7 @@ import difflib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeGuard, TypeVar, overload
 
 from parawrap._public import public
@@ -26,7 +27,6 @@ from parawrap.launch import (
     current_rank,
     inside_a_rank,
     launch,
-    numbered_traces,
     preview,
     run_inline,
 )
@@ -108,7 +108,7 @@ class Launchable(Generic[P, R]):
         if max_parallel is not None and max_parallel < 1:
             msg = f"max_parallel={max_parallel} is too small. Use 1 or more, or None for the default"
             raise ValueError(msg)
-        jobs = numbered_traces([self._job((config,), {}) for config in configs])
+        jobs = [replace(self._job((config,), {}), number=number) for number, config in enumerate(configs)]
         for job in jobs:
             _check(job)
         return launch_each(jobs, max_parallel)

@@ -10,7 +10,6 @@ from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._seeds import seed_all
-from parawrap.launch.coordinator._launch_timeline import numbered_traces
 from parawrap.launch.coordinator._watched_launch import cancel_all, cancel_launches
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
@@ -36,7 +35,6 @@ __all__ = [
     "launch_array",
     "make_current",
     "memory_file",
-    "numbered_traces",
     "pack_exception",
     "packed",
     "pickled_apart",

@@ -33,6 +33,7 @@ class Job:
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         line: A socket for a function that serves requests. The rank gets its descriptor as the first argument, and may be
             idle for long. Local launches of one rank only.
+        number: The number of the launch among those of `map`. It stands in front of the output, and in the trace's name.
     """
 
     platform: Platform
@@ -42,6 +43,7 @@ class Job:
     sent_as: Any = None
     bound_to: tuple[Any, ...] = ()
     line: int | None = None
+    number: int | None = None
 
     @property
     def name(self) -> str:

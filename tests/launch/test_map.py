@@ -191,3 +191,11 @@ def test_the_interpreter_exits_without_running_pending_launches(tmp_path):
         """,
     )
     assert len(list(tmp_path.glob("*-*"))) < 40
+
+
+@pytest.mark.parametrize(("max_parallel", "n_cpus"), [(1, 1), (2, 2)])
+def test_each_line_of_output_has_the_number_of_its_launch(max_parallel, n_cpus, capfd):
+    """Lines of launches that run at the same time can be told apart."""
+    list(train(n_cpus=n_cpus, verbose=True, ipc_groups=None)(print).map(["a", "b"], max_parallel=max_parallel))
+    lines = sorted(capfd.readouterr().out.splitlines())
+    assert lines == [f"[{number}/rank {rank}] {item}" for number, item in enumerate("ab") for rank in range(n_cpus)]

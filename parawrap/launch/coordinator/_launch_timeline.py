@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -12,9 +11,8 @@ from typing import NamedTuple
 from parawrap.displays import Span, Timeline, refusal_of_path, write_timeline
 from parawrap.errors import LaunchError
 from parawrap.launch._packed_call import Job
-from parawrap.launch._platform import Platform
 
-__all__ = ["RankTimes", "numbered_traces", "trace_path", "write_trace"]
+__all__ = ["RankTimes", "trace_path", "write_trace"]
 
 _PHASES = "start", "meeting", "run", "teardown"
 _NS = 1e9
@@ -39,33 +37,23 @@ class RankTimes(NamedTuple):
     failure: str | None
 
 
-def trace_path(platform: Platform) -> Path | None:
-    """Return the absolute path of ``Platform.trace``; None if it is not set.
+def trace_path(job: Job) -> Path | None:
+    """Return the absolute path of the trace; None if ``Platform.trace`` is not set.
+
+    The launches of `map` have numbers: launch.html becomes launch-0.html, launch-1.html, and so on.
 
     Raises:
         LaunchError: If no file can be written there.
     """
-    if platform.trace is None:
+    trace = job.platform.trace
+    if trace is None:
         return None
-    path = Path(platform.trace).expanduser().absolute()
+    path = Path(trace).expanduser().absolute()
     refusal = refusal_of_path(path)
     if refusal is not None:
-        msg = f"trace={str(platform.trace)!r}: {refusal}"
+        msg = f"trace={str(trace)!r}: {refusal}"
         raise LaunchError(msg)
-    return path
-
-
-def numbered_traces(jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs with numbered traces: launch.html becomes launch-0.html, launch-1.html, and so on."""
-    return [
-        job if job.platform.trace is None else replace(job, platform=replace(job.platform, trace=_numbered(job, number)))
-        for number, job in enumerate(jobs)
-    ]
-
-
-def _numbered(job: Job, number: int) -> Path:
-    path = Path(job.platform.trace or "")
-    return path.with_stem(f"{path.stem}-{number}")
+    return path if job.number is None else path.with_stem(f"{path.stem}-{job.number}")
 
 
 def write_trace(path: Path, name: str, submitted: float, times: Sequence[RankTimes]) -> None:

@@ -53,10 +53,10 @@ class WatchedLaunch(Launch[Any]):
         self._known: Ending | BaseException | None = None
         self._verdict: RankResults[Any] | BaseException | None = None
         self._submitted = time.time()
-        self._trace = trace_path(job.platform)
+        self._trace = trace_path(job)
         self.log_folder = new_log_folder(job.platform, job.name)
         self._printer = Printer()
-        self._transcripts = _transcripts(job.platform, self.log_folder, self._printer)
+        self._transcripts = _transcripts(job, self.log_folder, self._printer)
         self._watch = threading.Thread(target=self._run, name=f"parawrap-launch-{next(_numbers)}", daemon=True)
 
     @abstractmethod
@@ -236,13 +236,15 @@ class RunLaunch(WatchedLaunch):
         return {} if self.done() or self._run_of_ranks is None else self._run_of_ranks.stacks()
 
 
-def _transcripts(platform: Platform, folder: Path | None, printer: Printer) -> list[Transcript]:
-    several = platform.world_size > 1
+def _transcripts(job: Job, folder: Path | None, printer: Printer) -> list[Transcript]:
+    platform = job.platform
+    has_prefix = platform.world_size > 1 or job.number is not None
+    launch = "" if job.number is None else f"{job.number}/"
     return [
         Transcript(
             rank,
             printer=printer if platform.shows(rank) else None,
-            prefix=f"[rank {rank}] " if several else "",
+            prefix=f"[{launch}rank {rank}] " if has_prefix else "",
             folder=folder,
         )
         for rank in range(platform.world_size)
