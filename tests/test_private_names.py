@@ -339,6 +339,23 @@ run_exit_handlers()
     assert found.stdout.split() == ["once"]
 
 
+@canary("_registry")
+def test_finalizers_of_the_warm_process_are_known():
+    """Ranks run the finalizers that their function makes, and not those of the modules that the warm process imported."""
+    script = """
+import weakref
+from parawrap.launch._private_names import keep_finalizers_from_exits
+class Owner:
+    pass
+imported, owned = Owner(), Owner()
+weakref.finalize(imported, print, "imported")
+keep_finalizers_from_exits()
+weakref.finalize(owned, print, "owned")
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["owned"]
+
+
 @canary("_shutdown")
 def test_threads_of_the_function_are_joined():
     """A rank ends when the threads of its function end. Idle workers of thread pools do not hold it."""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from parawrap._private_name import private_name
 
-__all__ = ["REGISTERED_BY_MODULES", "forget_exit_handlers", "join_threads", "run_exit_handlers"]
+__all__ = [
+    "REGISTERED_BY_MODULES",
+    "forget_exit_handlers",
+    "join_threads",
+    "keep_finalizers_from_exits",
+    "run_exit_handlers",
+]
 
 
 def _name(path: str) -> Any:
@@ -18,3 +25,10 @@ REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")  # attributes of
 forget_exit_handlers = _name("atexit._clear")
 run_exit_handlers = _name("atexit._run_exitfuncs")
 join_threads = _name("threading._shutdown")  # waits for non-daemon threads, and ends idle workers of thread pools
+_finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
+
+
+def keep_finalizers_from_exits() -> None:
+    """Do not run the finalizers that exist now at the exit of this process and of its forks."""
+    for finalizer in list(_finalizers):
+        finalizer.atexit = False
