@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
-from parawrap.launch import _orphan_processes
+from parawrap.launch.guard import _orphan_processes
 from tests.launch.processes import (
     PATIENCE_S,
     REPORT_PID,
