@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from parawrap.backends.cpu_backend import usable_cores
@@ -14,7 +15,6 @@ from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
 from parawrap.launch.ray import _node_actor
-from parawrap.launch.ray._node_actor import CONCURRENCY, NodeActor
 
 __all__ = ["Reservation", "joined"]
 
@@ -46,7 +46,6 @@ def joined(platform: Platform) -> Any:
             "a node of the cluster, or with 'ray job submit'"
         )
         raise LaunchError(msg)
-    ray.cloudpickle.register_pickle_by_value(_node_actor)  # the Python of a node may lack parawrap
     return ray
 
 
@@ -127,14 +126,13 @@ class Reservation:
         """
         platform, bundle = self._platform, self._bundle
         threads = int(bundle["CPU"] // platform.ranks_per_node)
-        actor = self._ray.remote(
+        actor = _actor_class(self._ray).options(
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
             memory=bundle.get("memory"),
             max_restarts=0,
-            concurrency_groups=CONCURRENCY,
             scheduling_strategy=self._place_of(node),
-        )(NodeActor)
+        )
         return actor.remote(payload, platform.spawn_method, platform.grace_s, threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
@@ -181,6 +179,13 @@ class Reservation:
             f"cluster's nodes have that: {found}"
         )
         raise LaunchError(msg)
+
+
+@cache
+def _actor_class(ray: Any) -> Any:
+    """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
+    ray.cloudpickle.register_pickle_by_value(_node_actor)
+    return ray.remote(concurrency_groups=_node_actor.CONCURRENCY)(_node_actor.NodeActor)
 
 
 def _bundle(platform: Platform) -> dict[str, float]:
