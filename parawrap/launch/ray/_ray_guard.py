@@ -18,6 +18,7 @@ from parawrap.launch.ray._node_messages import Inbox, pack_message
 __all__ = ["RayGuard"]
 
 _LOST = "its node, which no longer answers"
+_MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
 
 
 class RayGuard:
@@ -50,9 +51,11 @@ class RayGuard:
         self._files: dict[int, int] = {}
         self.host = self.address = ""
         self.ending: Any = None
+        self._tries = 0
         self._begin()
 
     def _begin(self) -> None:
+        self._tries += 1
         self._started = self._over = 0
         self.has_started = False
         self.failure: str | None = None
@@ -73,6 +76,7 @@ class RayGuard:
         """Start a rank on the node."""
         rank = assignment.place.global_rank
         if self.failure is not None and self._ray.is_initialized():
+            self._tries = 0
             self._begin()
         self._watchers[rank] = watcher
         if self.failure is not None:
@@ -134,7 +138,9 @@ class RayGuard:
             return
         for word, values in messages:
             self._on_message(word, *values)
-        if failure is not None:
+        if failure is not None and not self.has_started and self._tries < _MOST_TRIES and self._ray.is_initialized():
+            self._begin()
+        elif failure is not None:
             self._lose(failure)
         elif self.failure is None and self._ray.is_initialized():
             actor.acknowledge.remote()
@@ -154,6 +160,7 @@ class RayGuard:
 
     def _on_hello(self, host: str, address: str) -> None:
         self.host, self.address, self.has_started = host, address, True
+        self._tries = 0
         for start, *others in self._held.values():
             self._post_start(start)
             for message in others:
