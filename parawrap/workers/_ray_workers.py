@@ -106,6 +106,7 @@ class RayWorkers:
     def _reserve(self) -> None:
         self._ray = joined(self._platform)
         self._reservation = Reservation(self._ray, self._platform)
+        self._reservation.request()
         while not self._reservation.is_ready():  # the cluster is large enough when it is idle
             self._check_open()
 

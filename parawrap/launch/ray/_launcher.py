@@ -1,29 +1,35 @@
 """The Ray launcher: ranks run on the nodes of a Ray cluster.
 
-Ray reserves the resources and starts one node agent per node. This process supervises the ranks over a connection to each
-agent. If this process dies, Ray ends the agents, and they end their ranks.
+Ray reserves the resources and starts one actor per node, which runs the guard of the node's ranks. This process supervises
+the ranks through the actors. If this process dies, Ray ends the actors, and their guards end the ranks.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+from parawrap.errors import LaunchError
 from parawrap.launch._launch_handle import Launch, State
+from parawrap.launch._network import interface_of
 from parawrap.launch._packed_call import Job, Preview, preview
-from parawrap.launch.clusters._connections import Front, own_addresses
-from parawrap.launch.clusters._remote_node import RemoteNode, await_nodes
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
 from parawrap.launch.coordinator._watched_launch import RunLaunch, assignments_of
+from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.ray._node_actor import address_of_node
+from parawrap.launch.ray._ray_guard import RayGuard
 from parawrap.launch.ray._reservation import Reservation, joined
 
 __all__ = ["launcher"]
+
+_LOOK_S = 0.2
+_LEAVING_S = 10.0  # for the guard processes to end, which have no ranks left
 
 
 class _Ray:
@@ -55,7 +61,8 @@ class _RayLaunch(RunLaunch):
         with os.fdopen(job.packed(), "rb") as packed:
             packed.seek(0)
             self._payload = packed.read()
-        self._reservation = Reservation(joined(job.platform), job.platform)
+        self._ray = joined(job.platform)
+        self._reservation = Reservation(self._ray, job.platform)
         self._begin_watch()
 
     def _watched(self) -> Ending:
@@ -65,38 +72,52 @@ class _RayLaunch(RunLaunch):
             return Ending({}, cancelled=True)
 
     def _begun(self, cleanup: ExitStack) -> Attempts:
-        platform = self._platform
-        cleanup.callback(self._reservation.end)
-        while not self._reservation.is_ready():
-            self._check_cancelled()
-        hosts = [platform.master_addr] if platform.master_addr else self._reservation.addresses(own_addresses())
-        meeting = cleanup.enter_context(open_store_host(platform, hosts[0]))
-        loop = Loop()
-        nodes = self._connect(loop, hosts)
-        orders = assignments_of(platform, meeting, self._surroundings)
-        run = Attempts(self._job.name, platform, loop, nodes, orders, self._transcripts)
+        loop, guards = Loop(), list[RayGuard]()
+        try:
+            cleanup.callback(self._reservation.end)
+            cleanup.callback(self._await_end, guards)
+            self._start_guards(loop, guards)
+            platform, here = self._platform, address_of_node(self._ray)
+            is_local = platform.master_addr is None and all(guard.address == here for guard in guards)
+            host = platform.master_addr or (LOOPBACK if is_local else here)
+            meeting = cleanup.enter_context(open_store_host(platform, host))
+            interface = interface_of(LOOPBACK) if is_local else None
+            assignments = assignments_of(platform, meeting, self._surroundings, interface=interface)
+            run = Attempts(self._job.name, platform, loop, guards, assignments, self._transcripts)
+        except BaseException:
+            for guard in guards:
+                guard.close()
+            loop.close()
+            raise
         run.begin()
         return run
 
-    def _connect(self, loop: Loop, hosts: list[str]) -> list[RemoteNode]:
-        front = Front(hosts, secrets.token_bytes(32))
-        try:
-            self._reservation.start_agents(front.address, self._payload)
-            self._payload = b""  # Ray has its own copy
-            return await_nodes(front, loop, range(self._platform.n_nodes), self._check_arrival)
-        except BaseException:
-            loop.close()
-            raise
-        finally:
-            front.close()
+    def _start_guards(self, loop: Loop, guards: list[RayGuard]) -> None:
+        """Request the resources, and wait until the guard of each node has started.
 
-    def _check_arrival(self) -> None:
-        self._check_cancelled()
-        self._reservation.check()
+        Raises:
+            LaunchError: If a guard cannot be started, or Ray was shut down.
+        """
+        self._reservation.request()
+        payload = self._ray.put(self._payload)
+        self._payload = b""
+        start = partial(self._reservation.start_actor, payload=payload)
+        guards.extend(RayGuard(self._ray, loop, number, start) for number in range(self._platform.n_nodes))
+        while not all(guard.has_started for guard in guards):
+            if self._cancelled.is_set():
+                raise _Cancelled
+            self._reservation.check_ray()
+            for number, guard in enumerate(guards):
+                if guard.failure is not None:
+                    msg = f"node {number}: {guard.failure}"
+                    raise LaunchError(msg)
+            loop.turn(_LOOK_S)
 
-    def _check_cancelled(self) -> None:
-        if self._cancelled.is_set():
-            raise _Cancelled
+    def _await_end(self, guards: list[RayGuard]) -> None:
+        """Wait until the closed guards have ended."""
+        endings = [guard.ending for guard in guards if guard.ending is not None]
+        if endings and self._ray.is_initialized():
+            self._ray.wait(endings, num_returns=len(endings), timeout=_LEAVING_S)
 
     @property
     def state(self) -> State:

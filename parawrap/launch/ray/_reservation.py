@@ -1,42 +1,26 @@
-"""Reserve the resources of a launch on a Ray cluster: one bundle per node, with a task that runs a node agent.
-
-Ranks are not Ray actors. The node agent starts them as on any other machine, and so can report how they end.
-"""
+"""Reserve the resources of a launch on a Ray cluster: a placement group with one bundle per node."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cache
 from typing import Any
 
 from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters._connections import Address
-from parawrap.launch.rank._process_groups import LOOPBACK
+from parawrap.launch.ray import _node_actor
 
 __all__ = ["Reservation", "joined"]
 
 _LOOK_S = 0.2
-_LEAVING_S = 10.0
 _ANSWER_S = 5.0
 _GB = 1 << 30
-
-# Run on each node by its own Python, which may lack parawrap.
-_TASK = """
-def run(*arguments):
-    import socket, sys
-    try:
-        from parawrap.launch.ray._task import serve
-    except BaseException as error:
-        return f"{socket.gethostname()}: {sys.executable} cannot import parawrap: {error!r}"
-    return serve(*arguments)
-"""
 
 
 def joined(platform: Platform) -> Any:
@@ -96,7 +80,7 @@ def _check_answers(address: str) -> None:
 
 
 class Reservation:
-    """A launch's share of the cluster's resources. The constructor requests it; `end` releases it. Used by one thread.
+    """A launch's share of the cluster's resources. `request` requests it; `end` releases it. Used by one thread.
 
     Args:
         ray: The ray module.
@@ -110,11 +94,17 @@ class Reservation:
         self._ray = ray
         self._platform = platform
         self._bundle = _bundle(platform)
-        self._tasks: list[Any] = []
+        self._group: Any = None
+        self._ready: Any = None
         self._check_size()
-        strategy = "STRICT_SPREAD" if platform.n_nodes > 1 else "STRICT_PACK"
-        self._group = ray.util.placement_group([self._bundle] * platform.n_nodes, strategy=strategy)
-        self._ready = self._group.ready()
+
+    def request(self) -> None:
+        """Request the resources without waiting for them. Ray moves the share of a lost node to another node.
+
+        Not called by the main thread, where a Ctrl-C could come between the request and the assignment.
+        """
+        strategy = "STRICT_SPREAD" if self._platform.n_nodes > 1 else "STRICT_PACK"
+        self._group = self._ray.util.placement_group([self._bundle] * self._platform.n_nodes, strategy=strategy)
 
     def is_ready(self) -> bool:
         """Wait a moment for the resources. Return True if the launch has them.
@@ -122,35 +112,28 @@ class Reservation:
         Raises:
             LaunchError: If Ray was shut down.
         """
-        self._check_ray()
+        self.check_ray()
+        self._ready = self._ready or self._group.ready()
         ready, _ = self._ray.wait([self._ready], timeout=_LOOK_S)
         return bool(ready)
 
-    def addresses(self, own: Sequence[str]) -> list[str]:
-        """Return addresses where nodes may reach this process: only loopback if the cluster consists of this machine."""
-        here = self._ray.util.get_node_ip_address()
-        if all(node["NodeManagerAddress"] == here for node in self._nodes()):
-            return [LOOPBACK]
-        return [here, *(each for each in own if each != here)]
+    def start_actor(self, node: int, payload: Any) -> Any:
+        """Return a new actor for the share of a node. Ray starts it as soon as the launch has the resources.
 
-    def start_agents(self, address: Address, payload: bytes) -> None:
-        """Start an agent on each node. The agents connect to `address`."""
-        place: dict[str, Any] = {"__name__": "__main__"}  # functions of __main__ are pickled by value
-        exec(_TASK, place)
-        platform, call = self._platform, self._ray.put(payload)
-        share = self._bundle["CPU"] // platform.ranks_per_node
-        for node in range(platform.n_nodes):
-            task = self._ray.remote(place["run"]).options(
-                name=f"{platform.name}: node {node}",
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0),
-                memory=self._bundle.get("memory"),
-                max_retries=0,
-                scheduling_strategy=self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=self._group, placement_group_bundle_index=node
-                ),
-            )
-            self._tasks.append(task.remote(address, node, platform.spawn_method, platform.grace_s, share, call))
+        Args:
+            node: The node's number.
+            payload: The reference of the pickled call in the object store.
+        """
+        platform, bundle = self._platform, self._bundle
+        threads = int(bundle["CPU"] // platform.ranks_per_node)
+        actor = _actor_class(self._ray).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            memory=bundle.get("memory"),
+            max_restarts=0,
+            scheduling_strategy=self._place_of(node),
+        )
+        return actor.remote(payload, platform.spawn_method, platform.grace_s, threads)
 
     def options_of_rank(self, rank: int) -> dict[str, Any]:
         """Return the options of an actor that takes the share of one rank, on the node of that rank."""
@@ -159,51 +142,33 @@ class Reservation:
             "num_cpus": self._bundle["CPU"] // per_node,
             "num_gpus": self._bundle.get("GPU", 0) // per_node,
             "memory": int(self._bundle["memory"] // per_node) if "memory" in self._bundle else None,
-            "scheduling_strategy": self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=rank // per_node
-            ),
+            "scheduling_strategy": self._place_of(rank // per_node),
         }
 
-    def check(self) -> None:
-        """Check that all nodes can still take part.
+    def end(self) -> None:
+        """Release the resources. Ray kills the actors that still use them."""
+        if self._group is not None and self._ray.is_initialized():  # after a shutdown, any call would start Ray again
+            self._ray.util.remove_placement_group(self._group)
+
+    def check_ray(self) -> None:
+        """Check that this process is still in the cluster.
 
         Raises:
-            LaunchError: If an agent has ended already, or Ray was shut down.
+            LaunchError: If Ray was shut down.
         """
-        self._check_ray()
-        for node, task in enumerate(self._tasks):
-            ended, _ = self._ray.wait([task], timeout=0)
-            if ended:
-                msg = f"node {node}: {self._ending_of(task)}"
-                raise LaunchError(msg)
-
-    def end(self) -> None:
-        """Wait for the agents, kill those that do not end, and release the resources."""
-        if not self._ray.is_initialized():  # after a shutdown, which ended the agents, any call would start Ray again
-            return
-        _, left = self._ray.wait(self._tasks, num_returns=len(self._tasks), timeout=_LEAVING_S) if self._tasks else ([], [])
-        for task in left:
-            with contextlib.suppress(Exception):  # it may just have ended
-                self._ray.cancel(task, force=True)
-        self._ray.util.remove_placement_group(self._group)
-
-    def _check_ray(self) -> None:
         if not self._ray.is_initialized():
             msg = "ray.shutdown() was called before the nodes of the launch were ready"
             raise LaunchError(msg)
 
-    def _ending_of(self, task: Any) -> str:
-        try:
-            return str(self._ray.get(task))
-        except Exception as error:  # noqa: BLE001 (Ray raises many types for a task that failed)
-            return f"its agent died: {error}"
-
-    def _nodes(self) -> list[dict[str, Any]]:
-        return [node for node in self._ray.nodes() if node["Alive"]]
+    def _place_of(self, node: int) -> Any:
+        return self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            placement_group=self._group, placement_group_bundle_index=node
+        )
 
     def _check_size(self) -> None:
         """Check the size of the cluster, because Ray would wait forever for resources that no node has."""
-        platform, nodes = self._platform, self._nodes()
+        platform = self._platform
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
         fitting = [node for node in nodes if _holds(node["Resources"], self._bundle)]
         if len(fitting) >= platform.n_nodes:
             return
@@ -214,6 +179,13 @@ class Reservation:
             f"cluster's nodes have that: {found}"
         )
         raise LaunchError(msg)
+
+
+@cache
+def _actor_class(ray: Any) -> Any:
+    """Return the class of node actors. Ray sends a class to the cluster once. The Python of a node may lack parawrap."""
+    ray.cloudpickle.register_pickle_by_value(_node_actor)
+    return ray.remote(concurrency_groups=_node_actor.CONCURRENCY)(_node_actor.NodeActor)
 
 
 def _bundle(platform: Platform) -> dict[str, float]:

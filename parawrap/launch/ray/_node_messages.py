@@ -1,0 +1,39 @@
+"""The messages between the launching process and the guard of a node, as one stream of bytes in each direction.
+
+A message is a word and its values. It is pickled and follows its length.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["Inbox", "pack_message"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+def pack_message(word: str, *values: Any) -> bytes:
+    """Return the bytes of a message."""
+    data = pickle.dumps((word, values))
+    return _LENGTH.pack(len(data)) + data
+
+
+class Inbox:
+    """Finds the messages in a stream of bytes. Used by one thread."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def take(self, data: bytes) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """Add the next bytes of the stream. Return the messages that are complete now."""
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            message = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            yield pickle.loads(message)
