@@ -34,9 +34,9 @@ from parawrap import Platform, wrapper
 from parawrap.launch.clusters._connections import Address, Front, dial
 from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
-from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.guard._start_methods import starter_named, stop_server
 from parawrap.launch.messages._channel import Channel, Message
 from parawrap.launch.messages._first_rank_failure import Returned

@@ -4,13 +4,13 @@ This package starts processes, connects them, and ends them. It does not depend 
 """
 
 from parawrap.launch._devices import Device, make_current, rank_device
-from parawrap.launch._launch_handle import Launch, RankResults
 from parawrap.launch._launcher import launch, launch_array, preview, runs_here
 from parawrap.launch._packed_call import Job, Preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
+from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import seed_all
-from parawrap.launch.coordinator._watched_launch import cancel_all, cancel_launches
+from parawrap.launch.coordinator._launch import Launch, cancel_all, cancel_launches
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
 from parawrap.launch.messages._rank_errors import pack_exception, traceback_of

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device, rank_device
-from parawrap.launch._launch_handle import Launch, RankResults, State
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import IN_RANK, Rank, being
+from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, surrounding_world
+from parawrap.launch.coordinator._launch import Launch, ended_launch
 from parawrap.launch.messages._first_rank_failure import Died, Requeued
 from parawrap.launch.rank._exchange_outcomes import Exchange
 from parawrap.launch.rank._preemption import RequeueRequested, at_signal
@@ -59,7 +60,7 @@ class _Env:
                 ending = _run(fitted, world)
         if isinstance(ending, RankResults):
             fitted.finish()
-        return _EndedCall(fitted, ending)
+        return ended_launch(fitted, ending)
 
     def preview(self, job: Job) -> Preview:
         world = _world()
@@ -193,45 +194,3 @@ def _store_of(world: World) -> dist.Store:
 def _line_to_store(world: World) -> dist.Store:
     """Open another connection to the same store."""
     return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
-
-
-class _EndedCall(Launch[Any]):
-    """A call that has ended. Its ranks wrote their output to their own streams, so `logs` is empty."""
-
-    def __init__(self, job: Job, ending: RankResults[Any] | BaseException) -> None:
-        self._name = job.name
-        self._platform = job.platform
-        self._ending = ending
-
-    def __repr__(self) -> str:
-        return f"<launch of {self._name} on {self._platform.world_size} ranks: {self.state}>"
-
-    def _states(self) -> list[tuple[str, str]]:
-        return [(self.state, "")] * self._platform.world_size
-
-    def results(self, timeout: float | None = None) -> RankResults[Any]:
-        if isinstance(self._ending, BaseException):
-            raise self._ending
-        return self._ending
-
-    def done(self) -> bool:
-        return True
-
-    def cancel(self) -> None:
-        pass
-
-    def preempt(self) -> None:
-        pass
-
-    @property
-    def state(self) -> State:
-        return "failed" if isinstance(self._ending, BaseException) else "finished"
-
-    def logs(self, rank: int) -> str:
-        if not 0 <= rank < self._platform.world_size:
-            msg = f"rank={rank}: this launch has the ranks 0 to {self._platform.world_size - 1}"
-            raise IndexError(msg)
-        return ""
-
-    def stacks(self) -> dict[int, str]:
-        return {}

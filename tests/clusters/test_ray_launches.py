@@ -94,7 +94,7 @@ def test_a_launch_that_waits_for_another_node_can_be_cancelled(ray, ray_cluster,
     launch = on_ray(wait_in_first_attempt, n_nodes=3, max_restarts=1).submit(tmp_path)
     wait_for_reports(tmp_path, "begun", 3)
     ray_cluster.kill_node(lost)
-    eventually(lambda: launch._run_of_ranks.restart == 1, "the second attempt")
+    eventually(lambda: launch._backend._attempts.restart == 1, "the second attempt")
     began = time.monotonic()
     launch.cancel()
     assert time.monotonic() - began < 10.0  # below the time to give up a node

@@ -943,7 +943,7 @@ def test_a_stopped_rank_does_not_block_cancel(tmp_path):
     (pid,) = pids_in(tmp_path, 1)
     eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop of the rank")
     for _ in range(1000):
-        launch._run_of_ranks._loop.call_soon(launch._run_of_ranks._attempt._request_stacks)
+        launch._backend._attempts._loop.call_soon(launch._backend._attempts._attempt._request_stacks)
     launch.cancel()
     assert launch.state == "cancelled"
     assert_gone([pid])

@@ -27,10 +27,10 @@ from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._remote_node import await_nodes
 from parawrap.launch.clusters._send_queue import SendQueue
 from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import results_or_error
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.guard._start_methods import starter_named
 from parawrap.launch.messages._channel import receive_exactly
 from parawrap.launch.rank._rank_assignment import Surroundings

@@ -19,10 +19,10 @@ from parawrap import LaunchCancelledError, LaunchTimeoutError
 from parawrap.errors import LaunchError
 from parawrap.launch.coordinator import _coordinator, _standstill
 from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import results_or_error
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._transcript import Transcript
-from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Returned
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._control_thread import Status

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError, add_note
-from parawrap.launch._launch_handle import RankResults
 from parawrap.launch._platform import Platform
+from parawrap.launch._rank_results import RankResults
 from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned, error_of, first_failure, values_of
 

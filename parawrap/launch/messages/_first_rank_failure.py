@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from parawrap.errors import LaunchError, RankDiedError, add_note
-from parawrap.launch._launch_handle import RankResults
+from parawrap.launch._rank_results import RankResults
 from parawrap.launch.messages._pickle_values import memory_file, unpack
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.messages._rank_errors import summary_of

@@ -7,19 +7,21 @@ the ranks through the actors. If this process dies, Ray ends the actors, and the
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from parawrap.errors import LaunchError
-from parawrap.launch._launch_handle import Launch, State
 from parawrap.launch._network import interface_of
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._attempts_backend import AttemptsBackend, assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
+from parawrap.launch.coordinator._launch import Launch, start
 from parawrap.launch.coordinator._store_host import open_store_host
-from parawrap.launch.coordinator._watched_launch import RunLaunch, assignments_of
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.rank._process_groups import LOOPBACK
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.ray._node_actor import address_of_node
@@ -36,7 +38,10 @@ class _Ray:
     """Launches on a Ray cluster."""
 
     def launch(self, job: Job) -> Launch[Any]:
-        return _RayLaunch(job)
+        """Check that the cluster is large enough, and return without waiting for its resources."""
+        launch: Launch[Any] = Launch(job, _RayBackend(job))
+        start(launch)
+        return launch
 
     def preview(self, job: Job) -> Preview:
         platform = job.platform
@@ -52,8 +57,8 @@ class _Cancelled(Exception):  # noqa: N818 (control flow, not an error)
     """The launch was cancelled before its ranks started."""
 
 
-class _RayLaunch(RunLaunch):
-    """One launch on Ray. Its thread waits for resources and nodes, then runs the ranks."""
+class _RayBackend(AttemptsBackend):
+    """The ranks of one launch on Ray. `supervise` waits for resources and nodes, then runs the ranks."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -63,15 +68,14 @@ class _RayLaunch(RunLaunch):
             self._payload = packed.read()
         self._ray = joined(job.platform)
         self._reservation = Reservation(self._ray, job.platform)
-        self._begin_watch()
 
-    def _watched(self) -> Ending:
+    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
         try:
-            return super()._watched()
+            return super().supervise(transcripts, on_begin)
         except _Cancelled:
             return Ending({}, cancelled=True)
 
-    def _begun(self, cleanup: ExitStack) -> Attempts:
+    def _begin(self, transcripts: Sequence[Transcript], cleanup: ExitStack) -> Attempts:
         loop, guards = Loop(), list[RayGuard]()
         try:
             cleanup.callback(self._reservation.end)
@@ -83,14 +87,14 @@ class _RayLaunch(RunLaunch):
             meeting = cleanup.enter_context(open_store_host(platform, host))
             interface = interface_of(LOOPBACK) if is_local else None
             assignments = assignments_of(platform, meeting, self._surroundings, interface=interface)
-            run = Attempts(self._job.name, platform, loop, guards, assignments, self._transcripts)
+            attempts = Attempts(self._job.name, platform, loop, guards, assignments, transcripts)
         except BaseException:
             for guard in guards:
                 guard.close()
             loop.close()
             raise
-        run.begin()
-        return run
+        attempts.begin()
+        return attempts
 
     def _start_guards(self, loop: Loop, guards: list[RayGuard]) -> None:
         """Request the resources, and wait until the guard of each node has started.
@@ -118,8 +122,3 @@ class _RayLaunch(RunLaunch):
         endings = [guard.ending for guard in guards if guard.ending is not None]
         if endings and self._ray.is_initialized():
             self._ray.wait(endings, num_returns=len(endings), timeout=_LEAVING_S)
-
-    @property
-    def state(self) -> State:
-        state = super().state
-        return "pending" if state == "running" and self._run_of_ranks is None else state

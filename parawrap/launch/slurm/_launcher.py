@@ -10,14 +10,14 @@ import logging
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
-from parawrap.launch._launch_handle import Launch, RankResults, State
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._ending import Ending
-from parawrap.launch.coordinator._watched_launch import WatchedLaunch
+from parawrap.launch.coordinator._launch import Launch, start
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import Parcel
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import script, submit
@@ -53,19 +53,21 @@ class _Slurm:
         platform = jobs[0].platform
         folders = Folder.new(platform.name, len(jobs))
         try:
-            launches = [_SlurmLaunch(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+            backends = [_SlurmBackend(job, folder) for job, folder in zip(jobs, folders, strict=True)]
+            launches: list[Launch[Any]] = [Launch(job, backend) for job, backend in zip(jobs, backends, strict=True)]
             numbers = submit(platform, folders, max_parallel)
         except BaseException:
             for folder in folders:
                 folder.remove()
             raise
         try:
-            for launch, number in zip(launches, numbers, strict=True):
-                launch.follow(number)
+            for launch, backend, number in zip(launches, backends, numbers, strict=True):
+                backend.follow(number)
+                start(launch)
         except BaseException:
             cancel_job(numbers[0].partition("_")[0])
             raise
-        return list(launches)
+        return launches
 
     def preview(self, job: Job) -> Preview:
         platform = job.platform
@@ -77,16 +79,17 @@ class _Slurm:
 launcher = _Slurm()
 
 
-class _SlurmLaunch(WatchedLaunch):
+class _SlurmBackend:
     """One batch job and its folder. The folder is removed once the results were read or the launch is garbage-collected."""
 
     def __init__(self, job: Job, folder: Folder) -> None:
-        super().__init__(job)
+        self._job = job
         self._folder = folder
         self._remove_folder = weakref.finalize(self, folder.remove)
         self._answered = threading.Condition()
         self._stacks: dict[str, dict[int, str]] = {}
         self._requests = count()
+        self._transcripts: Sequence[Transcript] = ()
         surroundings = Surroundings.here().without_environ()
         plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
         try:
@@ -96,14 +99,16 @@ class _SlurmLaunch(WatchedLaunch):
             raise folder.unusable(error) from error
 
     def follow(self, number: str) -> None:
-        """Start the thread that follows the submitted job."""
+        """Note the number of the submitted job. Called before `supervise`."""
         self._number = number
-        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._handle)
-        self._begin_watch()
+        self._follower = JobFollower(number, self._job.name, self._job.platform, self._folder, self._handle)
 
-    # -- called by the following thread
+    @property
+    def has_begun(self) -> bool:
+        return self._follower.has_begun
 
-    def _watched(self) -> Ending:
+    def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
+        self._transcripts = transcripts
         ending = self._follower.follow()
         if ending.cancelled:
             self._remove_folder()  # a cancelled launch has no results
@@ -124,33 +129,22 @@ class _SlurmLaunch(WatchedLaunch):
                 self._stacks[request] = stacks
                 self._answered.notify_all()
 
-    # -- called by any thread
-
-    def _results(self) -> RankResults[Any] | BaseException:
-        try:
-            return super()._results()
-        finally:
-            self._remove_folder()
-
-    def _request_cancel(self) -> None:
-        if not self.done():
-            self._follower.cancel()
+    def cancel(self) -> None:
+        self._follower.cancel()
 
     def preempt(self) -> None:
-        if not self.done() and not job_state(self._number).waits:
+        if not job_state(self._number).waits:
             self._folder.request(f"preempt-{next(self._requests)}")
             send_signal(self._number, "USR2")
 
-    @property
-    def state(self) -> State:
-        state = super().state
-        return "pending" if state == "running" and not self._follower.has_begun else state
+    def state_of(self, rank: int) -> str:
+        return "running"
 
     def stacks(self) -> dict[int, str]:
-        if self.done() or not self._follower.has_begun:
+        if not self._follower.has_begun:
             return {}
         request = f"stacks-{next(self._requests)}"
         self._folder.request(request)
         with self._answered:
-            self._answered.wait_for(lambda: request in self._stacks or self.done(), _STACKS_S)
+            self._answered.wait_for(lambda: request in self._stacks, _STACKS_S)
             return self._stacks.pop(request, {})

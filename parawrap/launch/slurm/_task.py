@@ -26,10 +26,10 @@ from parawrap.launch.clusters._connections import Front, dial, interface_of, own
 from parawrap.launch.clusters._node_agent import NodeAgent
 from parawrap.launch.clusters._remote_node import ARRIVAL_S, await_nodes
 from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
-from parawrap.launch.coordinator._watched_launch import assignments_of
 from parawrap.launch.guard._guard import Guard, LocalGuard
 from parawrap.launch.guard._start_methods import Starter, starter_named
 from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned
