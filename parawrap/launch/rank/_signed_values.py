@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from parawrap.errors import LaunchError
+from parawrap.launch.messages._private_files import make_private
 
 __all__ = ["Signer"]
 
@@ -27,14 +28,17 @@ _DIGEST_BYTES = hashlib.new(_DIGEST).digest_size
 
 
 class Signer:
-    """Signs and verifies values with this user's key.
+    """Signs and verifies values with a secret.
+
+    Args:
+        secret: The secret. None takes this user's key.
 
     Raises:
-        LaunchError: If a key can neither be read nor created, or other users have access to it.
+        LaunchError: If the key can neither be read nor created, or other users have access to it.
     """
 
-    def __init__(self) -> None:
-        self._key = _key()
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._key = _key() if secret is None else secret
 
     def signed(self, place: str, value: bytes) -> bytes:
         """Return the signature followed by `value`. The signature is valid only for this place in the store."""
@@ -84,7 +88,7 @@ def _key() -> bytes:
 
 def _key_in(folder: Path) -> bytes:
     """Read the key in a folder, after creating it if necessary. Ranks that create it at the same time get the same key."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_private(folder)
     path = folder / "key"
     if not path.exists():
         made = folder / f".key-{secrets.token_hex(8)}"

@@ -1,36 +1,34 @@
-"""The Slurm launcher: ranks run in a batch job that submitit submits.
+"""The Slurm launcher: ranks run in the tasks of a batch job, one each. submitit writes the job and submits it.
 
-The job and this process communicate through a folder. It holds the pickled call, a journal that the first node writes, and
-the requests of this process. Signals, requeueing, and the end of the job go through Slurm.
+Slurm starts and ends the tasks. Files carry the rest: the pickled call, requests of this process, and the tasks' output and
+values. Rank 0's task coordinates the others.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import secrets
-import threading
-import weakref
+import time
 from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
-from parawrap.launch._launch_handle import Launch, RankResults, State
+from parawrap.launch._launch_handle import Launch, State
 from parawrap.launch._packed_call import Job, Preview, preview
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._watched_launch import WatchedLaunch
 from parawrap.launch.messages._first_rank_failure import Parcel
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import script, submit
-from parawrap.launch.slurm._commands import cancel_job, job_state, send_signal
+from parawrap.launch.slurm._commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
 
 __all__ = ["launcher"]
 
-_log = logging.getLogger("parawrap.launch")
-
-_LEASE_S = 120.0  # the nodes end the launch if this process is silent for this long
+_LEASE_S = 120.0  # the tasks end the launch if this process is silent for this long
 _STACKS_S = 5.0
+_LOOK_S = 0.05
 
 
 class _Slurm:
@@ -78,14 +76,11 @@ launcher = _Slurm()
 
 
 class _SlurmLaunch(WatchedLaunch):
-    """One batch job and its folder. The folder is removed once the results were read or the launch is garbage-collected."""
+    """One batch job and its folder, which is removed at the end of the launch."""
 
     def __init__(self, job: Job, folder: Folder) -> None:
         super().__init__(job)
         self._folder = folder
-        self._remove_folder = weakref.finalize(self, folder.remove)
-        self._answered = threading.Condition()
-        self._stacks: dict[str, dict[int, str]] = {}
         self._requests = count()
         surroundings = Surroundings.here().without_environ()
         plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
@@ -98,39 +93,16 @@ class _SlurmLaunch(WatchedLaunch):
     def follow(self, number: str) -> None:
         """Start the thread that follows the submitted job."""
         self._number = number
-        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._handle)
+        self._follower = JobFollower(number, self._job.name, self._platform, self._folder, self._transcripts)
         self._begin_watch()
 
-    # -- called by the following thread
-
     def _watched(self) -> Ending:
-        ending = self._follower.follow()
-        if ending.cancelled:
-            self._remove_folder()  # a cancelled launch has no results
-        return ending
-
-    def _handle(self, word: str, body: tuple[Any, ...]) -> None:
-        if word == "output":
-            rank, stream, data = body
-            self._transcripts[rank].write(stream, data)
-        elif word == "record":
-            rank, text = body
-            self._transcripts[rank].record(text)
-        elif word == "log":
-            _log.log(*body)
-        elif word == "stacks":
-            request, stacks = body
-            with self._answered:
-                self._stacks[request] = stacks
-                self._answered.notify_all()
+        try:
+            return self._follower.follow()  # with all values, so the folder is not needed any more
+        finally:
+            self._folder.remove()
 
     # -- called by any thread
-
-    def _results(self) -> RankResults[Any] | BaseException:
-        try:
-            return super()._results()
-        finally:
-            self._remove_folder()
 
     def _request_cancel(self) -> None:
         if not self.done():
@@ -139,7 +111,6 @@ class _SlurmLaunch(WatchedLaunch):
     def preempt(self) -> None:
         if not self.done() and not job_state(self._number).waits:
             self._folder.request(f"preempt-{next(self._requests)}")
-            send_signal(self._number, "USR2")
 
     @property
     def state(self) -> State:
@@ -150,7 +121,11 @@ class _SlurmLaunch(WatchedLaunch):
         if self.done() or not self._follower.has_begun:
             return {}
         request = f"stacks-{next(self._requests)}"
-        self._folder.request(request)
-        with self._answered:
-            self._answered.wait_for(lambda: request in self._stacks or self.done(), _STACKS_S)
-            return self._stacks.pop(request, {})
+        until = time.monotonic() + _STACKS_S
+        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+            self._folder.request(request)
+            while not self.done() and time.monotonic() < until:
+                if (stacks := self._folder.answer_to(request)) is not None:
+                    return stacks
+                time.sleep(_LOOK_S)
+        return {}
