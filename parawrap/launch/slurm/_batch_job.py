@@ -105,10 +105,10 @@ def task_files(folder: Folder, job: str, rank: int) -> Any:
 
 
 def log_ends(folder: Folder, job: str, at_most: int) -> str:
-    """Return the ends of the logs that a job and its tasks wrote."""
-    logs = sorted(
-        path for pattern in (_JOB_LOG.replace("%j", "*"), f"{job}_*_log.*") for path in folder.submitit.glob(pattern)
-    )
+    """Return the ends of what a job and its tasks wrote."""
+    patterns = (_JOB_LOG.replace("%j", "*"), f"{job}_*_log.*")
+    logs = sorted(path for pattern in patterns for path in folder.submitit.glob(pattern))
+    logs += [folder.tasks_log] if folder.tasks_log.exists() else []
     ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
     return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
 
@@ -170,7 +170,8 @@ def _in_child(submission: Callable[[], list[str]], environ: Mapping[str, str]) -
         capture_output=True,
         check=True,
     )
-    return done.stdout.decode().split()
+    numbers: list[str] = done.stdout.decode().split()
+    return numbers
 
 
 def _import_submitit() -> Any:

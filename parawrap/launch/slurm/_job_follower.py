@@ -145,6 +145,7 @@ class JobFollower:
         """Return the ending of the last attempt."""
         while True:
             self._take_output()
+            self.has_begun = self._folder.has_begun(self._start)
             if (result := self._new_result()) is not None and result.ending is not None:
                 if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
                     return self._with_values(result.attempt, result.ending)
@@ -237,14 +238,13 @@ class JobFollower:
         if job.starts > self._start:
             self._start = job.starts
             self._begin_start()
-        self.has_begun = not job.waits and self._folder.has_begun(self._start)
         if self._cancelled.is_set():
             self._cancelled_since = self._cancelled_since or now
             if job.waits or now - self._cancelled_since >= self._platform.grace_s + _LATE_S:
                 queue.cancel_job(self._number)
         if job.is_over:
             self._over_since = self._over_since or now
-            if now - self._over_since >= (_LATE_S if self._folder.has_begun(self._start) else _POLL_S):
+            if now - self._over_since >= (_LATE_S if self.has_begun else _POLL_S):
                 return self._explain_end(job)
         return None
 

@@ -74,6 +74,7 @@ class Folder:
         self.path = path
         self.call = path / "call"
         self.log = path / "log"
+        self.tasks_log = path / "tasks.log"
         self.submitit = path.parent / _SUBMITIT
         self._plan = path / "plan"
         self._sign = path / "sign-of-life"

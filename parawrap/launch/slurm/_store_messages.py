@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.rank._signed_values import SignedStore, Signer
 
 __all__ = ["StoreQueue", "connect", "reachable"]
 
@@ -48,9 +48,7 @@ class StoreQueue:
     """
 
     def __init__(self, store: dist.Store, name: str, signer: Signer) -> None:
-        self._store: Any = store  # accepts bytes, although its stubs declare str
-        self._name = name
-        self._signer = signer
+        self._store = SignedStore(store, name, signer)
         self._received = 0
 
     def send(self, *message: Any) -> None:
@@ -59,8 +57,7 @@ class StoreQueue:
         Raises:
             DistError: If the store is gone.
         """
-        key = f"{self._name}/{self._store.add(f'{self._name}/sent', 1)}"
-        self._store.set(key, self._signer.signed(key, pickle.dumps(message)))
+        self._store.set(str(self._store.add("sent", 1)), pickle.dumps(message))
 
     def receive(self) -> tuple[Any, ...]:
         """Wait for the next message and remove it from the queue.
@@ -70,8 +67,7 @@ class StoreQueue:
             LaunchError: If the message is not signed with the launch's secret.
         """
         self._received += 1
-        key = f"{self._name}/{self._received}"
-        value = self._signer.verified(key, self._store.get(key), "another task of the job")
-        self._store.delete_key(key)
-        message: tuple[Any, ...] = pickle.loads(value)
+        key = str(self._received)
+        message: tuple[Any, ...] = pickle.loads(self._store.get(key, "another task of the job"))
+        self._store.delete(key)
         return message

@@ -106,6 +106,7 @@ class _Task:
         self._alive_at = 0.0
         self._end_at = self._kill_at = _NEVER
         self._is_over = self._has_ended = self._is_finished = self._has_failed = False
+        self._streams = _separate_streams(folder.tasks_log)
         atexit.register(self._leave)  # not earlier: submitit writes the file of the result first
         _take_signals(self._on_signal)
 
@@ -241,7 +242,7 @@ class _Task:
         self._last_output = (self._last_output + data)[-_KEPT:]
         with contextlib.suppress(OSError):  # a full disk
             while data:
-                data = data[os.write(stream, data) :]
+                data = data[os.write(self._streams[stream], data) :]
         self._report_progress()
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
@@ -287,6 +288,22 @@ class _Task:
         until = time.monotonic() + _RESULTS_S
         while time.monotonic() < until and not all(path.exists() for path in self._results):
             time.sleep(_LOOK_S / 10)
+
+
+def _separate_streams(log: Path) -> dict[int, int]:
+    """Return copies of this process's output streams for the rank. Its own output goes into a log from now on."""
+    copies = {number: os.dup(number) for number in (1, 2)}
+    try:
+        own = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError:  # a full disk
+        own = os.open(os.devnull, os.O_WRONLY)
+    for number in copies:
+        os.dup2(own, number)
+    os.close(own)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return copies
 
 
 def _take_signals(act: Callable[[int, Any], None]) -> None:
