@@ -118,9 +118,12 @@ def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int
     parameters = _parameters(platform, folders[0])
     if len(folders) > 1:
         parameters["array_parallelism"] = max_parallel or len(folders)
-    python = f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
     calls = [partial(_run_task, str(folder.path)) for folder in folders]
-    return partial(_submit, str(folders[0].submitit), python, parameters, calls)
+    return partial(_submit, str(folders[0].submitit), _guarded_python(), parameters, calls)
+
+
+def _guarded_python() -> str:
+    return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
 
 
 def _submit(folder: str, python: str, parameters: dict[str, Any], calls: Sequence[Callable[[], Any]]) -> list[str]:

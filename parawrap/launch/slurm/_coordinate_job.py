@@ -110,6 +110,7 @@ class JobCoordinator:
         signer, port = Signer(self._plan.token), self.address.port
         self._reports = StoreQueue(connect(LOOPBACK, port), f"{self._attempt}/reports", signer)
         store = connect(LOOPBACK, port)
+        self._own_report = StoreQueue(store, f"{self._attempt}/reports", signer)
         self._orders = [
             StoreQueue(store, f"{self._attempt}/orders-{rank}", signer) for rank in range(self._platform.world_size)
         ]
@@ -135,6 +136,8 @@ class JobCoordinator:
         for rank, orders in enumerate(self._orders):
             with contextlib.suppress(dist.DistError):
                 orders.send("finish", rank in failed)
+        with contextlib.suppress(dist.DistError):
+            self._own_report.send(0, "end of reports")
 
     def _supervise(self) -> Ending:
         self._await_tasks()
@@ -218,13 +221,15 @@ class JobCoordinator:
 
     def _take_reports(self) -> None:
         with contextlib.suppress(dist.DistError):
-            while not self._ended.is_set():
+            while True:
                 try:
                     rank, word, *body = self._reports.receive()
                 except LaunchError as error:  # another program wrote to the store
                     self._trouble = str(error)
                     self._loop.call_soon(partial(self._fail, str(error)))
                     continue
+                if word == "end of reports":
+                    return
                 if word == "hello":
                     self._hosts[rank] = body[0]
                 elif word == "signal" and body == ["SIGTERM"] and self._run is None:
