@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from parawrap import Platform, wrapper
 from parawrap.launch.clusters._connections import Address, Front, dial
 from parawrap.launch.clusters._remote_node import await_nodes
+from parawrap.launch.slurm._report_journal import Journal, JournalRecord
+
+from parawrap import Platform, wrapper
 from parawrap.launch.coordinator._attempts import Attempts
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._event_loop import Loop
@@ -42,7 +43,6 @@ from parawrap.launch.messages._channel import Channel, Message
 from parawrap.launch.messages._first_rank_failure import Returned
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._rank_assignment import Surroundings
-from parawrap.launch.slurm._report_journal import Journal, JournalRecord
 
 __all__ = ["PER_NODE", "Report", "found"]
 

@@ -19,6 +19,8 @@ class World(NamedTuple):
     Attributes:
         name: The name of that launcher, for messages.
         ranks_per_node: The number of ranks per node; 0 if it is unknown.
+        master_addr: The host of the store. None if it is unknown, and the ranks may run on several machines.
+        master_port: The port of the store. None if the ranks may run on several machines, and could not agree on one.
         hosts_store: True if this rank must open the store. A torchrun agent opens one itself.
     """
 
@@ -29,8 +31,8 @@ class World(NamedTuple):
     world_size: int
     ranks_per_node: int
     restart: int
-    master_addr: str
-    master_port: int
+    master_addr: str | None
+    master_port: int | None
     hosts_store: bool
 
 
@@ -77,17 +79,18 @@ def surrounding_world(environ: Mapping[str, str] = os.environ) -> World | None:
 def _world(table: _Table, environ: Mapping[str, str]) -> World:
     rank, world_size = int(environ[table.global_rank]), int(environ[table.world_size])
     node = None if table.node is None else _number(environ, table.node, 0)
-    per_node = _ranks_on(node or 0, environ.get(table.local_size, ""))
+    per_node = 1 if world_size == 1 else _ranks_on(node or 0, environ.get(table.local_size, ""))
+    one_machine = per_node == world_size
     return World(
         name=table.name,
         global_rank=rank,
         local_rank=_number(environ, table.local_rank, rank),
         node=rank // (per_node or world_size) if node is None else node,
         world_size=world_size,
-        ranks_per_node=1 if world_size == 1 else per_node or 0,
+        ranks_per_node=per_node or 0,
         restart=_number(environ, "TORCHELASTIC_RESTART_COUNT", _number(environ, "SLURM_RESTART_COUNT", 0)),
-        master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or "127.0.0.1",
-        master_port=_number(environ, "MASTER_PORT", _agreed_port(table, environ)),
+        master_addr=environ.get("MASTER_ADDR") or _first_host(environ) or ("127.0.0.1" if one_machine else None),
+        master_port=_number(environ, "MASTER_PORT", 0) or _common_port(table, environ, one_machine=one_machine),
         hosts_store=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
     )
 
@@ -112,10 +115,14 @@ def _first_host(environ: Mapping[str, str]) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def _agreed_port(table: _Table, environ: Mapping[str, str]) -> int:
+def _common_port(table: _Table, environ: Mapping[str, str], *, one_machine: bool) -> int | None:
     """Derive a port from the job's identifier, so that all ranks choose the same one.
 
-    MPICH sets no identifier, so the id of the parent process, which is common to the ranks of a node, takes its place.
+    MPICH sets no identifier. On one machine, the id of the parent process, which its ranks share, takes its place.
     """
-    job = "/".join(environ.get(name, "") for name in table.job) or str(os.getppid())
+    job = "/".join(environ.get(name, "") for name in table.job)
+    if not job.strip("/"):
+        if not one_machine:
+            return None
+        job = str(os.getppid())
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]

@@ -6,6 +6,7 @@ order. The world's store distributes the results, or the first failure, to all o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -29,11 +30,12 @@ from parawrap.launch._seeds import preserved_generators
 from parawrap.launch._world import World, surrounding_world
 from parawrap.launch.coordinator._launch import Launch, ended_launch
 from parawrap.launch.messages._first_rank_failure import Died, Requeued
-from parawrap.launch.rank._exchange_outcomes import Exchange
+from parawrap.launch.rank._exchange_outcomes import Exchange, agree_on_session
 from parawrap.launch.rank._preemption import RequeueRequested, at_signal
 from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._process_groups import leave_groups
 from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.rank._signed_values import SignedStore, Signer
 from parawrap.launch.slurm._commands import requeue_job
 
 __all__ = ["launcher"]
@@ -44,6 +46,7 @@ _log = logging.getLogger("parawrap.launch")
 
 _calls = count()
 _stores: dict[tuple[str, int], dist.Store] = {}
+_sessions: dict[tuple[str, int], str] = {}
 
 
 class _Env:
@@ -52,13 +55,14 @@ class _Env:
     def launch(self, job: Job) -> Launch[Any]:
         world = _world()
         fitted = replace(job, platform=_fitted(job.platform, world))
+        session = _session_of(world, fitted.platform)
         with at_signal(lambda: None):  # ignore a signal that arrives between two calls, or after the last one
-            ending = _run(fitted, world)
+            ending = _run(fitted, world, session)
             while isinstance(ending, Requeued):
-                _requeue_batch_job(world, dist.PrefixStore(f"requeue/{world.restart}/{next(_calls)}", _store_of(world)))
+                _requeue_batch_job(world, _signed(_store_of(world), session, next(_calls)))
                 world = world._replace(restart=world.restart + 1)
-                ending = _run(fitted, world)
-        if isinstance(ending, RankResults):
+                ending = _run(fitted, world, session)
+        if isinstance(ending, RankResults) and world.global_rank == 0:
             fitted.finish()
         return ended_launch(fitted, ending)
 
@@ -78,6 +82,12 @@ def _world() -> World:
         msg = (
             "launcher='env' needs a process that torchrun, srun, or mpirun started, and this process was started without "
             "them: start it with one of them, or leave launcher out"
+        )
+        raise LaunchError(msg)
+    if world.master_addr is None or world.master_port is None:
+        msg = (
+            f"{world.name} started {world.world_size} ranks, maybe on several machines, and did not say where they meet: "
+            "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there, the same in all ranks"
         )
         raise LaunchError(msg)
     return world
@@ -107,7 +117,7 @@ def _fitted(platform: Platform, world: World) -> Platform:
     return fitted
 
 
-def _requeue_batch_job(world: World, store: dist.Store) -> None:
+def _requeue_batch_job(world: World, store: SignedStore) -> None:
     """Requeue the Slurm job and wait for its end. Outside of Slurm, return at once: the caller then runs again in place."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
@@ -116,23 +126,41 @@ def _requeue_batch_job(world: World, store: dist.Store) -> None:
         reason = requeue_job(job)
         if reason is not None:
             _log.warning("Slurm did not requeue job %s: %s; its ranks restart in place", job, reason)
-        store.set("refused", reason or "")
-    if not store.get("refused"):
+        store.set("refused", (reason or "").encode())
+    if not store.get("refused", "rank 0"):
         time.sleep(_REQUEUE_WAIT_S)
+    if store.add("readers", 1) == world.world_size:
+        store.delete("refused", "readers")
 
 
-def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
-    """Call the function as this process's rank. Return the outcome that all ranks agree on."""
-    prefix = f"parawrap/{world.restart}/{next(_calls)}"
-    store = _store_of(world)
-    exchange = Exchange(prefix, store, world, job.platform)
+def _run(job: Job, world: World, session: str) -> RankResults[Any] | Requeued | BaseException:
+    """Call the function as this process's rank, and remove the traces of the call from the store.
+
+    Return the outcome that all ranks agree on.
+    """
+    store, call = _store_of(world), next(_calls)
+    exchange = Exchange(_signed(store, session, call), world, job.platform)
+    agreement = StoreAgreement(
+        lambda: _signed(_connection_to_store(world), session, call), world.global_rank, world.world_size
+    )
+    meeting = dist.PrefixStore(f"parawrap/{session}/{call}/groups", store)
+    ending: RankResults[Any] | Requeued | BaseException | None = None
+    try:
+        ending = _run_rank(job, world, exchange, agreement, meeting)
+    finally:
+        with contextlib.suppress(dist.DistError):  # the world has ended, and this rank has its ending
+            exchange.forget(failed=not isinstance(ending, (RankResults, Requeued)))
+    return ending
+
+
+def _run_rank(
+    job: Job, world: World, exchange: Exchange, agreement: StoreAgreement, meeting: dist.Store
+) -> RankResults[Any] | Requeued | BaseException:
     place = Place(world.global_rank, world.local_rank, world.node, world.world_size, world.ranks_per_node, world.restart)
     os.environ[IN_RANK] = str(os.getpid())
     hook = sys.excepthook  # init_process_group replaces it and does not restore it
     own_group = job.platform.requires_ipc and not dist.is_initialized()
     group = dist.group.WORLD if job.platform.requires_ipc and not own_group else None
-    agreement = StoreAgreement(lambda: dist.PrefixStore(prefix, _line_to_store(world)), world.global_rank, world.world_size)
-    meeting = dist.PrefixStore(f"{prefix}/groups", store) if own_group else None
     hang_up = leave_groups if own_group else _keep_group
     device = rank_device(Device(job.platform.device), world.local_rank)
     try:
@@ -142,10 +170,12 @@ def _run(job: Job, world: World) -> RankResults[Any] | Requeued | BaseException:
             with agreement, at_signal(agreement.request), preserved_generators(device):
                 if job.platform.seed == "script":
                     torch.manual_seed(exchange.shared_seed(torch.initial_seed()))
-                result = _called(
+                result = _call(
                     job,
                     exchange,
-                    replace(set_up(place, job.platform, meeting, group), preemption=agreement.preemption),
+                    replace(
+                        set_up(place, job.platform, meeting if own_group else None, group), preemption=agreement.preemption
+                    ),
                     group,
                 )
             exchange.report_result(result)
@@ -170,7 +200,7 @@ def _keep_group() -> None:
     """Keep a process group that the user created."""
 
 
-def _called(job: Job, exchange: Exchange, rank: Rank, group: dist.ProcessGroup | None) -> Any:
+def _call(job: Job, exchange: Exchange, rank: Rank, group: dist.ProcessGroup | None) -> Any:
     """Call the function as this rank. If the user created `group`, destroy the groups of ``ipc_groups`` afterwards."""
     exchange.report_joined()
     try:
@@ -183,7 +213,7 @@ def _called(job: Job, exchange: Exchange, rank: Rank, group: dist.ProcessGroup |
 
 def _store_of(world: World) -> dist.Store:
     """Return the world's store. It is opened once per process, because its port can be bound only once."""
-    address = (world.master_addr, world.master_port)
+    address = _address_of(world)
     if address not in _stores:
         _stores[address] = dist.TCPStore(
             *address, world.world_size, is_master=world.hosts_store, wait_for_workers=False, multi_tenant=True
@@ -191,6 +221,26 @@ def _store_of(world: World) -> dist.Store:
     return _stores[address]
 
 
-def _line_to_store(world: World) -> dist.Store:
+def _session_of(world: World, platform: Platform) -> str:
+    """Return the name under which this world's values are signed. The ranks agree on it in the first call."""
+    address = _address_of(world)
+    if address not in _sessions:
+        limit_s = None if platform.timeout_min is None else 60 * platform.timeout_min
+        _sessions[address] = agree_on_session(_store_of(world), world, Signer(), limit_s)
+    return _sessions[address]
+
+
+def _signed(store: dist.Store, session: str, call: int) -> SignedStore:
+    """Return the part of the store for one call of a session."""
+    return SignedStore(store, f"parawrap/{session}/{call}", Signer())
+
+
+def _connection_to_store(world: World) -> dist.Store:
     """Open another connection to the same store."""
-    return dist.TCPStore(world.master_addr, world.master_port, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(*_address_of(world), is_master=False, wait_for_workers=False)
+
+
+def _address_of(world: World) -> tuple[str, int]:
+    assert world.master_addr is not None
+    assert world.master_port is not None
+    return world.master_addr, world.master_port

@@ -277,11 +277,38 @@ def ways_to_call():
 
 
 def test_every_way_to_call_works_in_a_world(world):
-    """`submit` returns a finished launch, `upon_finish` is called, `dry_run` shows the world, `inline` runs alone."""
-    for shown, calls, preview, alone in returned(world, "ways_to_call"):
-        assert (shown, calls) == (("finished", True, 2, {}, "IndexError"), ["finished"])
+    """`submit` returns a finished launch, `dry_run` shows the world, `inline` runs alone."""
+    for shown, _, preview, alone in returned(world, "ways_to_call"):
+        assert shown == ("finished", True, 2, {}, "IndexError")
         assert preview == ("env", 2, True)
         assert alone == 10
+
+
+def test_upon_finish_is_called_once(world):
+    """Only the process of rank 0 calls `upon_finish`."""
+    assert [calls for _, calls, *_ in returned(world, "ways_to_call")] == [["finished"], []]
+
+
+@scenario
+def keys_in_the_store():
+    def fail():
+        if current_rank().global_rank == 1:
+            raise KeyError("k")
+
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    wrapper(CPU)(lambda: bytes(9 << 20))()
+    outcome_of(lambda: wrapper(Platform(device="cpu", ipc_groups=None))(fail)())
+    mine, others = Path(sys.argv[1], f"{os.environ['RANK']}-done"), Path(sys.argv[1], f"{1 - int(os.environ['RANK'])}-done")
+    mine.touch()
+    while not others.exists():
+        time.sleep(0.01)
+    time.sleep(0.1)  # the last one deletes the keys after it has announced itself
+    return [key for key in store.list_keys() if "parawrap" in key and "groups" not in key]
+
+
+def test_a_call_leaves_nothing_in_the_store(world):
+    """After a call that returned, and one that failed, the world's store has no key of parawrap's."""
+    assert returned(world, "keys_in_the_store") == [[], []]
 
 
 @scenario

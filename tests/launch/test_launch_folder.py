@@ -1,31 +1,44 @@
-"""The launch folder on a cluster, its journal, and the send queue: all data arrives once and in order."""
+"""The folder of a Slurm launch, the messages between its tasks, and its batch script."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
+import pickle
 import shlex
-import socket
+import signal
+import stat
 import subprocess
 import threading
-from contextlib import closing
 from pathlib import Path
 
 import pytest
-import torch
+import torch.distributed as dist
 
-from parawrap.errors import LaunchError
+from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters._connections import Address
-from parawrap.launch.clusters._send_queue import SendQueue
-from parawrap.launch.messages._channel import Channel, is_readable
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import Parcel
-from parawrap.launch.messages._pickle_values import memory_file, packed
+from parawrap.launch.messages._pickle_values import packed
+from parawrap.launch.messages._private_files import make_private
+from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Surroundings
-from parawrap.launch.slurm import _batch_job, _report_journal
-from parawrap.launch.slurm._launch_folder import Folder, Plan
-from parawrap.launch.slurm._report_journal import Journal, JournalReader, JournalRecord, LogsIntoJournal
+from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm import _batch_job, _coordinate_job
+from parawrap.launch.slurm._coordinate_job import JobCoordinator
+from parawrap.launch.slurm._job_follower import JobFollower
+from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
+from parawrap.launch.slurm._store_messages import StoreQueue
+from parawrap.launch.slurm._task import TaskResult
 from tests.launch.processes import eventually
+
+ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321, 2, StoreAddress("10.0.0.1", 1234))
+
+
+def plan(lease_s=1.0, **fields):
+    return Plan("f", Platform(device="cpu", **fields), Surroundings.here().without_environ(), b"t", lease_s)
 
 
 @pytest.fixture
@@ -35,28 +48,59 @@ def folder(tmp_path, monkeypatch):
     return folder
 
 
+# -- the folder
+
+
 def test_each_launch_has_a_private_folder(folder):
     """Other users cannot enter a launch folder, equal names give different folders, and `remove` removes the folder."""
     (other,) = Folder.new("my job", 1)
     assert other.path != folder.path
     assert folder.path.parent.name.startswith("my-job-")
-    assert folder.path.stat().st_mode & 0o777 == 0o700
-    assert folder.path.parent.stat().st_mode & 0o777 == 0o700
+    for path in (folder.path, folder.path.parent, folder.submitit):
+        assert path.stat().st_mode & 0o777 == 0o700
     folder.request("cancel")
     folder.remove()
     assert list(folder.root.iterdir()) == [other.path.parent]
     assert other.path.exists()
 
 
+@pytest.fixture
+def open_umask():
+    """A umask with which new folders are open to a group, as it is on many clusters."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+def test_all_folders_are_private_whatever_the_umask(tmp_path, monkeypatch, open_umask):
+    """Also the parents that a launch makes are closed to other users, and no umask leaves them open."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("PARAWRAP_LAUNCH_DIR", raising=False)
+    (folder,) = Folder.new("job", 1)
+    made = [tmp_path / ".parawrap", *(path for path in (tmp_path / ".parawrap").rglob("*") if path.is_dir())]
+    assert folder.submitit in made
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}
+
+
+def test_an_open_folder_of_this_user_is_mended(tmp_path):
+    """A folder that others may write to loses their access. A folder that they may only read keeps its mode."""
+    for mode, mended in ((0o775, 0o700), (0o777, 0o700), (0o755, 0o755), (0o700, 0o700)):
+        path = tmp_path / f"{mode:o}"
+        path.mkdir()
+        path.chmod(mode)
+        make_private(path)
+        assert stat.S_IMODE(path.stat().st_mode) == mended
+
+
 def test_the_last_launch_of_an_array_removes_the_shared_logs(folder):
     """Each launch of an array has its own folder; the task logs stay until the last launch is removed."""
     first, second = Folder.new("array", 2)
     assert first.submitit == second.submitit
-    first.submitit.mkdir()
     for number in ("7_1", "7_11"):
         (first.submitit / f"{number}_0_log.err").write_text(f"output of {number}")
+    second.tasks_log.write_text("a warning")
     first.remove()
-    assert _batch_job.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1"
+    assert _batch_job.log_ends(second, "7_1", 100) == "7_1_0_log.err:\noutput of 7_1\ntasks.log:\na warning"
     second.remove()
     assert list(folder.root.iterdir()) == [folder.path.parent]
 
@@ -85,37 +129,49 @@ def test_a_failed_array_leaves_no_folders(folder, monkeypatch):
 
 
 def test_folder_contents_are_read_as_written(folder):
-    """The plan, requests, signs of life, addresses, troubles, and counts have the last written values."""
-    plan = Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0)
-    folder.write_plan(plan)
-    assert folder.read_plan() == plan
-    assert (folder.requests(), folder.rehearsals(), folder.sign_of_life()) == ([], 0, None)
+    """The plan, requests, signs of life, addresses, and so on have the last written values."""
+    given = plan()
+    folder.write_plan(given)
+    assert folder.read_plan() == given
+    assert (folder.requests(), folder.sign_of_life()) == (set(), None)
     folder.request("preempt-0")
     folder.request("cancel")
     folder.write_sign_of_life(7)
-    assert (sorted(folder.requests()), folder.rehearsals(), folder.sign_of_life()) == (["cancel", "preempt-0"], 1, b"7")
-    assert (folder.address(0, b"t"), folder.troubles(0), folder.restarts()) == (None, [], (0, 0, 0))
-    here = Address(("10.0.0.1", "127.0.0.1"), 4321, b"t")
-    folder.write_address(0, here)
-    assert b"t" not in (folder.path / "address-0").read_bytes()
+    assert (folder.requests(), folder.sign_of_life()) == ({"cancel", "preempt-0"}, b"7")
+    assert (folder.address("0-0"), folder.troubles(0), folder.attempts(), folder.has_begun(0)) == (None, [], 0, False)
+    folder.write_address("0-0", ADDRESS)
     folder.write_trouble(0, 1, "node 1 is blind")
-    folder.note_restarts(3, 1, 1)
-    assert (folder.address(0, b"t"), folder.troubles(0), folder.restarts()) == (here, ["node 1 is blind"], (3, 1, 1))
-    assert (folder.address(1, b"t"), folder.troubles(1)) == (None, [])
-    assert not folder.has_journal(0)
-    Journal(folder.journal(0)).close()
-    assert folder.has_journal(0)
+    assert (folder.address("0-0"), folder.troubles(0)) == (ADDRESS, ["node 1 is blind"])
+    assert (folder.address("1-0"), folder.troubles(1)) == (None, [])
+    assert (folder.attempts(), folder.has_begun(0), folder.has_begun(1)) == (1, True, False)
     folder.mark_preempted(0)
-    assert folder.was_preempted(0)
-    assert not folder.was_preempted(1)
+    assert (folder.was_preempted(0), folder.was_preempted(1), folder.preemptions()) == (True, False, 1)
+    assert folder.earlier() == ([], [])
+    folder.note_earlier((["attempt 0 failed"], []))
+    assert folder.earlier() == (["attempt 0 failed"], [])
+    assert folder.answer_to("stacks-0") is None
+    folder.answer("stacks-0", {3: "a stack"})
+    assert folder.answer_to("stacks-0") == {3: "a stack"}
+
+
+def write_result(folder):
+    """Write the result of a task like submitit, and return a function that reads it."""
+    files = _batch_job.task_files(folder, "7", 0)
+    Path(files.result_pickle).write_bytes(pickle.dumps(("success", TaskResult("0-0"))))
+    return JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1))._new_result
+
+
+def transcripts(count):
+    return [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(count)]
 
 
 def unpickling_functions(folder):
     """Return every function that unpickles from a launch folder."""
-    Journal(folder.journal(0)).close()
-    folder.write_plan(Plan("f", Platform(device="cpu"), Surroundings.here().without_environ(), b"t", 1.0))
-    parcel = Parcel(packed(1, "result", "it")).put(folder.parcel(0, 0))
-    return [folder.read_plan, JournalReader(folder.journal(0)).new_entries, parcel.open]
+    folder.write_plan(plan())
+    folder.write_address("0-0", ADDRESS)
+    folder.note_earlier(([], []))
+    parcel = Parcel(packed(1, "result", "it")).put(folder.path / "parcel")
+    return [folder.read_plan, lambda: folder.address("0-0"), folder.earlier, parcel.open]
 
 
 def test_nothing_is_unpickled_from_a_folder_that_others_can_write(folder):
@@ -126,6 +182,12 @@ def test_nothing_is_unpickled_from_a_folder_that_others_can_write(folder):
             with pytest.raises(LaunchError, match=rf"other users may write to .*my-job-.*/0 \(mode {mode:o}\)"):
                 read()
             folder.path.chmod(0o700)
+        read = write_result(folder)
+        folder.submitit.chmod(mode)
+        with pytest.raises(LaunchError, match=rf"other users may write to .*submitit \(mode {mode:o}\)"):
+            read()
+        folder.submitit.chmod(0o700)
+        assert read() == TaskResult("0-0")
 
 
 @pytest.mark.parametrize("replaced_by", ["another user's folder", "a link"])
@@ -146,73 +208,6 @@ def test_nothing_is_unpickled_from_a_replaced_folder(replaced_by, folder, monkey
                     read()
 
 
-def test_submitit_does_not_run_in_a_folder_that_others_can_write(folder):
-    """The job exits before submitit unpickles files from such a folder."""
-    command = [*shlex.split(_batch_job._python()), "-c", "print('ran')", str(folder.submitit)]
-    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
-    folder.submitit.parent.chmod(0o777)
-    refused = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == f"other users may write to {folder.submitit.parent}\n"
-
-
-def test_a_journal_can_be_read_while_it_is_written(tmp_path):
-    """Each entry is read once and in order; after `close`, all entries can be read."""
-    path = tmp_path / "journal"
-    journal, reader = Journal(path), JournalReader(path)
-    for number in range(2000):
-        journal.add("output", number, b"x" * (number % 700))
-    read = []
-    eventually(lambda: read.extend(reader.new_entries()) or read, "the first entries")
-    journal.close()
-    read += reader.new_entries()
-    assert [entry[1] for entry in read] == list(range(2000))
-    assert all(len(entry[2]) == entry[1] % 700 for entry in read)
-
-
-def test_an_incomplete_entry_is_not_read(tmp_path):
-    """A reader returns an entry only once the entry is complete."""
-    journal = Journal(tmp_path / "whole")
-    journal.add("first")
-    journal.add("second", b"y" * 1000)
-    journal.close()
-    data = (tmp_path / "whole").read_bytes()
-    growing, reader = tmp_path / "growing", JournalReader(tmp_path / "growing")
-    seen = []
-    with growing.open("wb", buffering=0) as file:
-        for start in range(0, len(data), 37):
-            file.write(data[start : start + 37])
-            seen += reader.new_entries()
-    assert seen == [("first",), ("second", b"y" * 1000)]
-
-
-def test_a_full_disk_makes_the_journal_raise(tmp_path, monkeypatch):
-    """After a failed write, the next `add` raises LaunchError, and `close` returns."""
-
-    def full(_file):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(_report_journal.os, "fsync", full)
-    journal = Journal(tmp_path / "journal")
-    journal.add("first")
-
-    def error_of_add():
-        try:
-            journal.add("more")
-        except LaunchError as error:
-            return str(error)
-        return None
-
-    assert "cannot be written: [Errno 28]" in eventually(error_of_add, "the error")
-    journal.close()
-
-
-def test_a_journal_in_a_missing_folder_raises(tmp_path):
-    """The constructor raises FileNotFoundError."""
-    with pytest.raises(FileNotFoundError):
-        Journal(tmp_path / "nowhere" / "journal")
-
-
 def test_several_threads_can_write_the_same_request(folder):
     """Four threads that write the same request at once get no errors."""
     threads = [threading.Thread(target=lambda: [folder.request("cancel") for _ in range(100)]) for _ in range(4)]
@@ -226,91 +221,229 @@ def test_several_threads_can_write_the_same_request(folder):
     finally:
         threading.excepthook = hook
     assert not errors
-    assert folder.requests() == ["cancel"]
+    assert folder.requests() == {"cancel"}
 
 
-def test_output_and_log_records_go_into_the_journal(tmp_path):
-    """Entries have the rank, stream, and log level; `last_words` returns the end of the output."""
-    journal = Journal(tmp_path / "journal")
-    record, handler = JournalRecord(journal, 3), LogsIntoJournal(journal)
-    record.write(1, b"one\n")
-    record.write(2, b"two\n")
-    record.record("a traceback")
-    handler.handle(logging.LogRecord("parawrap", logging.WARNING, "", 0, "late: %s", ("0",), None))
-    journal.close()
-    assert record.last_words(5) == "two\n"
-    assert JournalReader(tmp_path / "journal").new_entries() == [
-        ("output", 3, 1, b"one\n"),
-        ("output", 3, 2, b"two\n"),
-        ("record", 3, "a traceback"),
-        ("log", logging.WARNING, "late: 0"),
-    ]
+# -- messages between tasks
 
 
-def test_an_opened_parcel_outlives_its_file(tmp_path):
-    """A value that was read from a parcel stays valid after the file is removed."""
-    parcel = Parcel(packed(torch.ones(1 << 20), "result", "it")).put(tmp_path / "parcel")
-    assert parcel.put(tmp_path / "elsewhere") is parcel
-    value = parcel.open()
-    (tmp_path / "parcel").unlink()
-    assert torch.equal(value, torch.ones(1 << 20))
+def queue(store, name="0-0/reports", secret=b"secret"):
+    return StoreQueue(store, name, Signer(secret))
+
+
+def test_messages_arrive_in_order_and_leave_the_store():
+    """Two writers share a queue; each message is read once, and its key is removed."""
+    store = dist.HashStore()
+    reader, writers = queue(store), [queue(store), queue(store)]
+    for number in range(6):
+        writers[number % 2].send(number, "word", {"at": 1.0})
+    assert [reader.receive() for _ in range(6)] == [(number, "word", {"at": 1.0}) for number in range(6)]
+    assert store.num_keys() == 1  # the counter
+
+
+class Malice:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("kind", ["without a signature", "with another secret", "of another attempt", "sent before"])
+def test_a_message_that_is_not_signed_for_its_place_is_refused(kind, tmp_path):
+    """LaunchError is raised, and the message is not unpickled."""
+    store = dist.HashStore()
+    attack = Malice(tmp_path / "executed")
+    if kind == "without a signature":
+        store.set("0-0/reports/1", pickle.dumps((attack,)))
+    elif kind == "with another secret":
+        queue(store, secret=b"other").send(attack)
+    else:
+        name = "0-1/reports" if kind == "of another attempt" else "0-0/reports"
+        queue(store, name).send("first")
+        queue(store, name).send("second")
+        store.set("0-0/reports/1", store.get(f"{name}/2"))
+    with pytest.raises(LaunchError, match="is not signed with this process's key"):
+        queue(store).receive()
+    assert not (tmp_path / "executed").exists()
+
+
+# -- rank 0's coordinator
+
+
+def own_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("parawrap-")]
 
 
 @pytest.fixture
-def line():
-    ours, theirs = socket.socketpair()
-    with closing(Channel(ours)) as here, closing(Channel(theirs)) as there:
-        yield here, there
+def coordinator(folder, monkeypatch):
+    """A coordinator of two ranks that have not arrived; its threads end with the test."""
+    monkeypatch.setattr(_coordinate_job, "_LOOK_S", 0.01)
+    with contextlib.ExitStack() as cleanup:
+        made = JobCoordinator(folder, plan(lease_s=0.3, n_cpus=2, ipc_groups=None), 0, "0-0", cleanup)
+        made.begin()
+        yield made
+        made._cancel()
+        eventually(lambda: not own_threads(), "the end of the coordinator")
 
 
-def test_the_send_queue_limits_unread_bytes(line):
-    """A message with a size waits for room, later messages wait behind it, and all messages arrive."""
-    here, there = line
-    queue = SendQueue(here)
-    for number in range(40):
-        queue.send("output", (0, 1, bytes([number]) * 16384), 16384)
-    queue.send("end", (0, 0))
-    assert queue.is_full
-    received = []
-    while len(received) < 41:
-        read = 0
-        while is_readable(there, 0):
-            received.append(there.receive())
-            read += 16384
-        assert 0 < read <= 10 * 16384
-        queue.acknowledge(read)
-    assert [message.body[2][0] for message in received[:40]] == list(range(40))
-    assert received[40].word == "end"
-    assert not queue.is_full
+def test_a_full_disk_ends_neither_lease_nor_cancel(coordinator, folder, monkeypatch):
+    """While the folder cannot be read, the coordinator goes on: later it sees the request, or that the lease is over."""
+
+    def broken():
+        failures.append(1)
+        raise OSError(28, "No space left on device")
+
+    failures = []
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "requests", broken)
+        patch.setattr(folder, "sign_of_life", lambda: b"%d" % len(failures))
+        eventually(lambda: len(failures) > 20, "several reads")
+        assert not coordinator.is_forgotten
+    folder.request("cancel")
+    eventually(coordinator._cancelled.is_set, "the cancel")
 
 
-def test_a_file_is_sent_in_pieces_before_the_next_message(line):
-    """Files of any size, including 0, arrive complete before the message that follows them."""
-    here, there = line
-    queue = SendQueue(here)
-    for size in (0, 1, 65536, 300_000):
-        file = memory_file("parcel")
-        os.write(file, os.urandom(size))
-        data = os.pread(file, size, 0)
-        queue.send_file(2, file)
-        queue.send("word", (2, "returned"))
-        got = b""
-        while (message := there.receive()).word == "piece":
-            assert message.body[0] == 2
-            got += message.body[1]
-            queue.acknowledge(len(message.body[1]))
-        assert (got, message.word) == (data, "word")
+def test_a_silent_submitter_ends_the_launch(coordinator):
+    """Without a sign of life for the time of the lease, the launch is cancelled."""
+    eventually(lambda: coordinator.is_forgotten and coordinator._cancelled.is_set(), "the end of the lease")
+    eventually(lambda: coordinator.ending.cancelled, "the ending")
 
 
-def test_a_queue_on_a_closed_connection_drops_messages(line):
-    """The queue is broken, closes its files, and drops later messages."""
-    here, there = line
-    queue = SendQueue(here)
-    there.close()
-    file = memory_file("parcel")
-    queue.send("hello", 0)
-    queue.send_file(0, file)
-    assert queue.is_broken
-    assert not queue.is_full
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(file)
+def test_a_start_after_a_lost_node_is_refused(folder):
+    """An attempt after one that was not preempted is a failure; max_restarts allows as many as it says."""
+    given = plan(ipc_groups=None, max_restarts=1)
+    for attempt in ("0-0", "1-0"):
+        with contextlib.ExitStack() as cleanup:
+            assert JobCoordinator(folder, given, 0, attempt, cleanup).address.restart == int(attempt[0])
+    with contextlib.ExitStack() as cleanup, pytest.raises(LaunchError, match="attempt 2 follows a lost node"):
+        JobCoordinator(folder, given, 2, "2-0", cleanup)
+    folder.mark_preempted(1)
+    with contextlib.ExitStack() as cleanup:
+        assert JobCoordinator(folder, given, 2, "2-0", cleanup).address.restart == 2
+
+
+def test_log_records_of_the_coordinator_are_logged_by_the_submitter(folder, caplog):
+    """A warning keeps its level and text."""
+    with _coordinate_job._LogIntoFile(folder.log):
+        logging.getLogger("parawrap.launch").warning("late: %s", "0")
+    assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]
+    caplog.clear()
+    JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1))._take_output()
+    assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
+
+
+def test_output_is_taken_while_it_grows(folder):
+    """Each byte of both files of a task goes into its rank's transcript once."""
+    given = transcripts(2)
+    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder, given)
+    files = _batch_job.task_files(folder, "7", 1)
+    for text in ("one\n", "two\n"):
+        for path in (files.stdout, files.stderr):
+            with path.open("a") as file:
+                file.write(f"{path.suffix} {text}")
+        follower._take_output()
+        follower._take_output()
+    assert given[0].text() == ""
+    assert given[1].text() == ".out one\n.err one\n.out two\n.err two\n"
+
+
+# -- the batch job
+
+
+def slurm_platform(**fields):
+    return Platform(**{"device": "slurm", "n_nodes": 2, "n_cpus": 4} | fields)
+
+
+def test_the_script_has_one_task_per_rank(folder):
+    """The preview's script requests the platform's resources, names the planned folder, and needs no Slurm."""
+    text = _batch_job.script(slurm_platform(n_gpus=2, ram=1.5), folder)
+    for line in ("--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=4", "--gpus-per-node=2", "--mem=1536M"):
+        assert f"#SBATCH {line}\n" in text
+    assert str(folder.submitit) in text
+    assert "parawrap-preview" not in text
+    assert "--kill-on-bad-exit=1" in text
+
+
+def test_parameters_of_the_user_override(folder):
+    """Options of sbatch and parameters of submitit are passed on; parts of a script come around those of parawrap."""
+    more = {"account": "lab", "slurm_signal_delay_s": 77, "mail_type": "BEGIN", "setup": ["echo before"], "time": 9}
+    text = _batch_job.script(slurm_platform(timeout_min=3, slurm_additional_parameters=more), folder)
+    for line in ("--account=lab", "--signal=USR2@77", "--mail-type=BEGIN", "--time=9"):
+        assert f"#SBATCH {line}\n" in text
+    assert text.index("echo before") < text.index("for PARAWRAP_ATTEMPT")
+
+
+@pytest.mark.parametrize("name", ["nodes", "ntasks_per_node", "slurm_nodes", "use_srun"])
+def test_parameters_that_contradict_the_platform_are_refused(name, folder):
+    """PlatformError names the parameter."""
+    with pytest.raises(PlatformError, match=name.removeprefix("slurm_")):
+        _batch_job.script(slurm_platform(slurm_additional_parameters={name: 1}), folder)
+
+
+def run_loop(folder, platform, codes):
+    """Run the loop of a script with tasks that exit with these codes. Return its exit code and the attempts."""
+    parameters = _batch_job._parameters(platform, folder)
+    lines = ["end_with() { return $1; }", f"codes=({' '.join(map(str, codes))})", *parameters["setup"]]
+    task = ["echo $PARAWRAP_ATTEMPT", "end_with ${codes[$PARAWRAP_ATTEMPT]}"]
+    script = "\n".join([*lines, *task, *parameters["teardown"]])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout.split()
+
+
+def test_the_script_runs_the_tasks_again(folder):
+    """The loop ends at a success, after max_restarts, or once the launch is over."""
+    assert run_loop(folder, slurm_platform(), [1]) == (1, ["0"])
+    assert run_loop(folder, slurm_platform(max_restarts=2), [1, 0, 1]) == (0, ["0", "1"])
+    assert run_loop(folder, slurm_platform(max_restarts=1), [3, 4]) == (4, ["0", "1"])
+    folder.mark_over()
+    assert run_loop(folder, slurm_platform(max_restarts=2), [5, 0, 0]) == (5, ["0"])
+
+
+def test_a_job_is_submitted_from_a_job_without_its_variables(folder, tmp_path, monkeypatch):
+    """The command sbatch does not see the variables of the surrounding job, and this process keeps them."""
+    for name, line in {
+        "sbatch": f"env > {tmp_path}/seen; echo Submitted batch job 7",
+        "srun": "",
+        "scontrol": "",
+        "scancel": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("SLURM_JOB_ID", "SLURM_CPUS_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "here")
+    watched, seen = threading.Event(), set()
+
+    def watch():
+        while not watched.wait(0.001):
+            seen.add(os.environ.get("SLURM_JOB_ID"))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    assert _batch_job.submit(slurm_platform(), [folder]) == ["7"]
+    watched.set()
+    thread.join()
+    assert seen == {"here"}
+    names = {line.partition("=")[0] for line in (tmp_path / "seen").read_text().splitlines()}
+    assert {name for name in names if name.startswith("SLURM_")} == {"SLURM_CONF"}
+
+
+def test_submitit_does_not_run_in_a_folder_that_others_can_write(folder):
+    """The job exits before submitit unpickles files from such a folder."""
+    command = [*shlex.split(_batch_job._guarded_python()), "-c", "print('ran')", str(folder.submitit / "any")]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "ran\n"
+    folder.submitit.chmod(0o777)
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr == f"other users may write to {folder.submitit}\n"
+
+
+def test_signals_stay_pending_until_the_task_handles_them(folder):
+    """Slurm's signals are blocked when submitit starts."""
+    show = "import signal; print(*sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ()))))"
+    command = [*shlex.split(_batch_job._guarded_python()), "-c", show, str(folder.submitit)]
+    blocked = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert {str(int(signal.SIGUSR2)), str(int(signal.SIGTERM))} <= set(blocked)

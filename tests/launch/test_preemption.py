@@ -18,6 +18,7 @@ from parawrap import LaunchCancelledError, Platform, current_rank, wrapper
 from parawrap.launch._rank import Rank
 from parawrap.launch.rank._preemption import Preemption
 from parawrap.launch.rank._preemption_store import StoreAgreement
+from parawrap.launch.rank._signed_values import SignedStore, Signer
 from tests.launch.processes import PATIENCE_S, eventually, failure_of, ranks
 from tests.launch.test_env import torchrun
 
@@ -459,7 +460,7 @@ class Agreements:
     """The agreements of several ranks, all in this process."""
 
     def __init__(self, number):
-        self.store = dist.HashStore()
+        self.store = SignedStore(dist.HashStore(), "test", Signer(b"secret"))
         self.all = [StoreAgreement(lambda: self.store, rank, number) for rank in range(number)]
 
     def call_is_due(self, rank, times):
@@ -500,6 +501,15 @@ def test_a_preempted_rank_can_end_without_an_agreement():
         agreements.all[0].request()
         eventually(lambda: agreements.store.check(["answered/0"]), "the answer of rank 0")
     assert agreements.all[0].preemption._due_from is None
+
+
+def test_a_forged_request_preempts_no_rank(caplog):
+    """A request that is not signed with the ranks' secret is logged, and no rank saves."""
+    store = dist.HashStore()
+    store.set("test/requested", "forged")
+    with StoreAgreement(lambda: SignedStore(store, "test", Signer(b"secret")), 0, 1) as agreement:
+        eventually(lambda: "the ranks cannot agree on when to save" in caplog.text, "the message")
+        assert not any(agreement.preemption.is_due() for _ in range(3))
 
 
 def test_a_pickled_rank_has_no_preemption():

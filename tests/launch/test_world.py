@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from parawrap import LaunchError, Platform, wrapper
 from parawrap.launch._world import World, surrounding_world
 
 # The variables of each launcher in rank 3 of 4, with two nodes of two ranks each.
@@ -31,6 +32,7 @@ OPEN_MPI = {
 MPICH = {
     "PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4", "PMI_FD": "9",
 }  # fmt: skip
+MPICH_ON_TWO_NODES = MPICH | {"MPI_LOCALNRANKS": "2"}
 
 
 def ranks_of(environ: dict[str, str]) -> list[World]:
@@ -104,6 +106,35 @@ def test_a_torchrun_of_one_is_a_world():
 def test_torchrun_within_a_slurm_step_is_torchrun():
     """The innermost launcher determines the world."""
     assert [world.name for world in ranks_of(SRUN | TORCHRUN)] == ["torchrun"] * 4
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, MPICH_ON_TWO_NODES, MPICH | {"MPI_LOCALNRANKS": ""}])
+def test_an_unknown_host_is_not_guessed(environ):
+    """If the ranks may run on several machines and no variable names the first one, the master address is unknown."""
+    assert {world.master_addr for world in ranks_of(environ)} == {None}
+
+
+def test_ranks_of_one_machine_meet_there():
+    """If all ranks run on one machine, they need no variables to meet."""
+    one_machine = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    assert {world.master_addr for world in ranks_of(one_machine) + ranks_of(MPICH)} == {"127.0.0.1"}
+
+
+def test_mpich_on_several_machines_needs_a_port():
+    """MPICH's ranks on several machines share no identifier to derive a port from, unless MASTER_PORT names one."""
+    assert {world.master_port for world in ranks_of(MPICH_ON_TWO_NODES)} == {None}
+    named = MPICH_ON_TWO_NODES | {"MASTER_PORT": "1234"}
+    assert {world.master_port for world in ranks_of(named)} == {1234}
+
+
+def test_a_launch_names_the_missing_variables(monkeypatch):
+    """LaunchError names MASTER_ADDR and MASTER_PORT before any rank waits for another one."""
+    for name, value in MPICH_ON_TWO_NODES.items():
+        monkeypatch.setenv(name, value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(LaunchError, match=r"mpiexec started 4 ranks, .* set MASTER_ADDR .* MASTER_PORT"):
+        wrapper(Platform(device="cpu"))(int)()
 
 
 def test_mpirun_uses_the_first_node_of_its_slurm_allocation():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import stat
@@ -134,22 +135,35 @@ def packed_malice(marker):
     return struct.pack("<QQ", len(pickled), 0) + pickled
 
 
+def keys_of_call(store, number=0):
+    """Wait until a call runs, and return the prefix of its keys. Anyone may list the keys of a store."""
+    while True:
+        for key in store.list_keys():
+            if found := re.search(rf"parawrap/[0-9a-f]{{64}}/{number}(?=/joined$)", key):
+                return found.group()
+        time.sleep(0.01)
+
+
 def forge(header, piece, *, failed=False):
-    """Write a forged outcome of rank 1 into the store, for each of the first calls of the world."""
+    """Replace rank 1's outcome in the store once rank 1 has reported it."""
     store = connect_to_store()
-    for call in range(4):
-        store.set(f"parawrap/0/{call}/1/0", piece)
-        store.set(f"parawrap/0/{call}/1/place", "here")
-        store.set(f"parawrap/0/{call}/1", header)
-        store.add(f"parawrap/0/{call}/readers", 1)
-        if failed:
-            store.set(f"parawrap/0/{call}/failed", "1")
+    prefix = keys_of_call(store)
+    store.wait([f"{prefix}/1"])
+    store.set(f"{prefix}/1/0", piece)
+    store.set(f"{prefix}/1/place", "here")
+    store.set(f"{prefix}/1", header)
+    if failed:
+        store.set(f"{prefix}/failed", "1")
 
 
-def run_attacked(folder, function, **variables):
-    """Run rank 0 with the attacker as rank 1; return its result or error, and whether the attacker's code ran."""
-    (ending,) = run_world(1, function, folder / "home", WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, **variables)
-    return ending | {"executed": (folder / "executed").exists()}
+def run_attacked(folder, attack, **variables):
+    """Run two ranks; rank 0's function attacks. Return rank 0's result or error, and whether the attacker's code ran."""
+
+    def play():
+        return attack(folder) if current_rank().global_rank == 0 else list(range(100))
+
+    endings = run_world(2, lambda: launched(play), folder / "home", **variables)
+    return endings[0] | {"executed": (folder / "executed").exists()}
 
 
 def _forged_result(folder):
@@ -168,40 +182,54 @@ def _forged_failure(folder):
     return 0
 
 
+def _replaced_piece(folder):
+    store = connect_to_store()
+    prefix = keys_of_call(store)
+    store.wait([f"{prefix}/1"])
+    store.set(f"{prefix}/1/0", packed_malice(folder / "executed"))
+    return 0
+
+
 @scenario
 def a_forged_result(folder):
-    return run_attacked(folder, lambda: launched(lambda: _forged_result(folder)))
+    return run_attacked(folder, _forged_result)
 
 
 @scenario
 def a_forged_piece_of_a_result(folder):
-    return run_attacked(folder, lambda: launched(lambda: _forged_piece(folder)))
+    return run_attacked(folder, _forged_piece)
 
 
 @scenario
 def a_forged_failure(folder):
-    return run_attacked(folder, lambda: launched(lambda: _forged_failure(folder)))
+    return run_attacked(folder, _forged_failure)
 
 
 @scenario
 def a_forged_result_with_a_secret(folder):
-    return run_attacked(folder, lambda: launched(lambda: _forged_result(folder)), **{SECRET: "known to this user alone"})
+    return run_attacked(folder, _forged_result, **{SECRET: "known to this user alone"})
 
 
 @scenario
 def a_value_that_is_replaced(folder):
-    """Rank 1 is real; the attacker replaces a part of its value before rank 0 reads the value."""
+    return run_attacked(folder, _replaced_piece)
 
-    def returns():
-        if current_rank().global_rank == 1:
-            return list(range(100))
-        store = connect_to_store()
-        store.wait(["parawrap/0/0/1"])
-        store.set("parawrap/0/0/1/0", packed_malice(folder / "executed"))
-        return 0
 
-    endings = run_world(2, lambda: launched(returns), folder / "home")
-    return endings[0] | {"executed": (folder / "executed").exists()}
+def steal(call):
+    """Return rank 1's signed outcome of a call."""
+    store = connect_to_store()
+    prefix = keys_of_call(store, call)
+    store.wait([f"{prefix}/1"])
+    return {name: store.get(f"{prefix}/{name}") for name in ("1/0", "1")}
+
+
+def replay(stolen, call):
+    """Replace rank 1's outcome of a call by another one."""
+    store = connect_to_store()
+    prefix = keys_of_call(store, call)
+    store.wait([f"{prefix}/1"])
+    for name, value in stolen.items():
+        store.set(f"{prefix}/{name}", value)
 
 
 @scenario
@@ -213,23 +241,35 @@ def a_value_of_an_earlier_call(folder):
 
         def steals():
             if current_rank().global_rank == 0:
-                store = connect_to_store()
-                store.wait(["parawrap/0/0/1"])
-                stolen.update({name: store.get(f"parawrap/0/0/{name}") for name in ("1", "1/0")})
-                return "first"
+                stolen.update(steal(0))
             return "first"
 
         def replays():
-            store = connect_to_store()
             if current_rank().global_rank == 0:
-                store.wait(["parawrap/0/1/1"])
-                for name in ("1/0", "1"):
-                    store.set(f"parawrap/0/1/{name}", stolen[name])
+                replay(stolen, 1)
             return "second"
 
         return [launched(steals), ending_of(lambda: launched(replays))]
 
     return run_world(2, play, folder / "home")[0]["result"]
+
+
+@scenario
+def a_value_of_an_earlier_world(folder):
+    """The attacker replaces rank 1's value by its signed value in the same call of an earlier world."""
+
+    def steals():
+        if current_rank().global_rank == 0:
+            Path(folder, "stolen").write_bytes(pickle.dumps(steal(0)))
+        return "first"
+
+    def replays():
+        if current_rank().global_rank == 0:
+            replay(pickle.loads(Path(folder, "stolen").read_bytes()), 0)
+        return "second"
+
+    first, second = (run_world(2, lambda each=each: launched(each), folder / "home")[0] for each in (steals, replays))
+    return first["result"], second
 
 
 # -- keys
@@ -257,7 +297,7 @@ def the_rank_with_the_store_exits_first(folder):
     def play():
         if os.environ["RANK"] == "1":
             for name in ("add", "check", "delete_key", "get"):
-                setattr(dist.PrefixStore, name, slow(getattr(dist.PrefixStore, name)))
+                setattr(dist.TCPStore, name, slow(getattr(dist.TCPStore, name)))
         return launched(number)
 
     return run_world(2, play, folder / "home", exits_at_once=True)
@@ -314,6 +354,20 @@ def launch_after_chmod(mode):
     return chmod_and_launch
 
 
+@scenario
+def a_folder_that_others_may_write(folder):
+    """The folder of the key is open to a group, as with umask 002, and has a key, or none."""
+    endings = []
+    for has_key in (False, True):
+        home = folder / str(has_key)
+        (home / ".parawrap").mkdir(parents=True)
+        if has_key:
+            run_world(2, lambda: launched(number), home)
+        (home / ".parawrap").chmod(0o775)
+        endings.append({"endings": run_world(2, lambda: launched(number), home), "files": files_below(home)})
+    return endings
+
+
 SCENARIOS |= {
     "a_key_that_others_may_read": launch_after_chmod(0o644),
     "a_key_that_others_may_write": launch_after_chmod(0o622),
@@ -349,7 +403,7 @@ def assert_refused(ending):
     """Check that the error is a LaunchError that names the rank without a valid signature."""
     assert not ending["executed"]
     assert "LaunchError" in ending.get("bases", ()), ending
-    assert "rank 1" in ending["text"]
+    assert re.search(r"rank 1|the rank that failed first", ending["text"])
     assert "signed" in ending["text"]
     assert ending["seconds"] < 20
 
@@ -369,9 +423,10 @@ def test_an_unsigned_value_is_refused(name, results):
     assert_refused(results[name])
 
 
-def test_a_value_of_an_earlier_call_is_refused(results):
-    """A signature is valid for one call and one rank only."""
-    first, second = results["a_value_of_an_earlier_call"]
+@pytest.mark.parametrize("name", ["a_value_of_an_earlier_call", "a_value_of_an_earlier_world"])
+def test_an_earlier_value_is_refused(name, results):
+    """A signature is valid for one world, one call, and one rank only."""
+    first, second = results[name]
     assert first == ["first", "first"]
     assert_refused(second | {"executed": False})
 
@@ -420,6 +475,13 @@ def test_an_unwritable_home_is_replaced_by_the_temporary_folder(results):
     found = results["a_home_that_cannot_be_written"]
     assert found["endings"] == [{"result": [0, 10]}] * 2
     assert_private(found["files"])
+
+
+def test_a_folder_that_others_may_write_is_mended(results):
+    """The user's folder loses the access of others, and the launch works."""
+    for found in results["a_folder_that_others_may_write"]:
+        assert found["endings"] == [{"result": [0, 10]}] * 2
+        assert_private(found["files"])
 
 
 @pytest.mark.parametrize("name", ["a_key_that_others_may_read", "a_key_that_others_may_write"])

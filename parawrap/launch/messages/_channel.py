@@ -1,17 +1,13 @@
 """Messages between the launching process and its ranks, with open files attached.
 
-A channel is one end of a socket. A message consists of a short word and a pickled body. On one machine, large bodies and
-values are sent as attached files, so `send` does not wait for the reader. Any thread may send; one thread receives.
-
-Unpickling can run any code. So a channel over a network has keys, and verifies a message's authentication code before it
-unpickles the message.
+A channel is one end of a socket pair, which only its two processes can access. A message consists of a short word and a
+pickled body. Large bodies and values are sent as attached files, so `send` does not wait for the reader. Any thread may
+send; one thread receives.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hmac
-import logging
 import os
 import pickle
 import select
@@ -26,7 +22,6 @@ from parawrap.launch.messages._pickle_values import memory_file
 
 __all__ = [
     "Channel",
-    "Keys",
     "Message",
     "close_in_forked_children",
     "is_readable",
@@ -37,8 +32,6 @@ __all__ = [
 _HEAD = struct.Struct("<QB?")  # the length of the body, the number of attached files, and if the last one holds the body
 _LARGEST_BODY = 1 << 14  # larger ones are attached: a socket buffers about 200 KiB
 _MOST_FILES = 8
-_CODE_BYTES = 32
-_log = logging.getLogger("parawrap.launch")
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -51,26 +44,12 @@ class Message(NamedTuple):
     files: tuple[int, ...]
 
 
-class Keys(NamedTuple):
-    """The secrets that authenticate messages at one end of a connection, one per direction."""
-
-    sending: bytes
-    receiving: bytes
-
-
 class Channel:
-    """One end of a connection between the launching process and a rank or node.
+    """One end of a connection between the launching process and a rank."""
 
-    Args:
-        sock: The socket.
-        keys: The secrets that authenticate messages. None for a socket pair, which only its two processes can access.
-    """
-
-    def __init__(self, sock: socket.socket, keys: Keys | None = None) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._sending = threading.Lock()
-        self._sent = _Authenticator(None if keys is None else keys.sending)
-        self._received = _Authenticator(None if keys is None else keys.receiving)
 
     def fileno(self) -> int:
         """Return the socket's descriptor for selectors; -1 once closed."""
@@ -79,7 +58,7 @@ class Channel:
     def send(self, word: str, body: Any = None, files: Sequence[int] = ()) -> bool:
         """Send a message. Return False if the other end is closed."""
         data = pickle.dumps((word, body))
-        if self._sent.size or len(data) <= _LARGEST_BODY:
+        if len(data) <= _LARGEST_BODY:
             return self._send(data, files, is_attached=False)
         try:
             file = memory_file("message")
@@ -93,8 +72,6 @@ class Channel:
         with self._sending:
             try:
                 head = _HEAD.pack(len(data), len(files), is_attached)
-                head += self._sent.code_of(head)
-                data += self._sent.code_of(data)
                 if files:
                     socket.send_fds(self._socket, [head], list(files))
                     head = b""
@@ -104,16 +81,15 @@ class Channel:
         return True
 
     def receive(self) -> Message | None:
-        """Wait for the next message. Return None if the other end is closed or a message is not authentic."""
+        """Wait for the next message. Return None if the other end is closed."""
         files: list[int] = []
         try:
-            size = _HEAD.size + self._received.size
-            head, files, _, _ = socket.recv_fds(self._socket, size, _MOST_FILES)
+            head, files, _, _ = socket.recv_fds(self._socket, _HEAD.size, _MOST_FILES)
             if not head:
                 return None
-            head += receive_exactly(self._socket, size - len(head))
-            length, count, is_attached = _HEAD.unpack(self._authenticated(head))
-            data = self._authenticated(receive_exactly(self._socket, length + self._received.size))
+            head += receive_exactly(self._socket, _HEAD.size - len(head))
+            length, count, is_attached = _HEAD.unpack(head)
+            data = receive_exactly(self._socket, length)
             if len(files) != count:  # the kernel dropped descriptors: this process has reached its limit on open files
                 for file in files:
                     os.close(file)
@@ -129,48 +105,9 @@ class Channel:
             return None
         return Message(word, body, tuple(files))
 
-    def _authenticated(self, received: bytes) -> bytes:
-        """Return the bytes without the authentication code at their end.
-
-        Raises:
-            EOFError: If the code is wrong.
-        """
-        size = len(received) - self._received.size
-        data, code = received[:size], received[size:]
-        if not hmac.compare_digest(code, self._received.code_of(data)):
-            _log.error("a message has a wrong authentication code, so it is not from this launch: the connection is closed")
-            raise EOFError
-        return data
-
-    def addresses(self) -> tuple[str, str]:
-        """Return the addresses of this end and of the other end of a network connection."""
-        return self._socket.getsockname()[0], self._socket.getpeername()[0]
-
     def close(self) -> None:
         """Close the connection. The other end receives end of file."""
         self._socket.close()
-
-
-class _Authenticator:
-    """Computes authentication codes for one direction of a connection, in order.
-
-    A code depends on its sequence number, so an old message cannot be replayed.
-
-    Args:
-        key: The secret for this direction. None gives empty codes.
-    """
-
-    def __init__(self, key: bytes | None) -> None:
-        self.size = 0 if key is None else _CODE_BYTES
-        self._key = key
-        self._count = 0
-
-    def code_of(self, data: bytes) -> bytes:
-        """Return the code for the next bytes."""
-        if self._key is None:
-            return b""
-        self._count += 1
-        return hmac.digest(self._key, self._count.to_bytes(8, "little") + data, "sha256")
 
 
 def is_readable(line: Channel | socket.socket | int, timeout_s: float) -> bool:

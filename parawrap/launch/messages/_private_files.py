@@ -1,14 +1,37 @@
-"""Open pickle files safely: only if no other user can have written them."""
+"""Folders that only this user may enter, and pickle files that no other user can have written."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import BinaryIO
 
 from parawrap.errors import LaunchError
 
-__all__ = ["open_private"]
+__all__ = ["make_private", "open_private"]
+
+_OTHERS = 0o077
+_OTHERS_MAY_WRITE = 0o022
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only this user may enter, and its missing parents, whatever the umask is.
+
+    If the folder exists, belongs to this user, and others may write to it, withdraw the access of others.
+
+    Raises:
+        OSError: If the folder cannot be made.
+    """
+    for each in (*reversed(folder.parents), folder):
+        with contextlib.suppress(FileExistsError):
+            if not each.is_dir():  # mkdir in an existing read-only folder fails with another error
+                each.mkdir(mode=0o700)
+    status = folder.stat()
+    if not folder.is_dir():
+        raise NotADirectoryError(20, "not a folder", str(folder))
+    if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_MAY_WRITE:
+        folder.chmod(status.st_mode & ~_OTHERS & 0o777)
 
 
 def open_private(path: Path) -> BinaryIO:
@@ -24,7 +47,7 @@ def open_private(path: Path) -> BinaryIO:
         if status.st_uid != os.geteuid():
             msg = f"{path.parent} belongs to user {status.st_uid}, not to user {os.geteuid()}: {path.name} is not loaded"
             raise LaunchError(msg)
-        if status.st_mode & 0o022:
+        if status.st_mode & _OTHERS_MAY_WRITE:
             msg = f"other users may write to {path.parent} (mode {status.st_mode & 0o777:o}): {path.name} is not loaded"
             raise LaunchError(msg)
         # Open relative to the checked folder, because its path may lead to another folder by now.

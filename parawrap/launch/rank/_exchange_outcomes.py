@@ -1,9 +1,12 @@
-"""Exchange the ranks' outcomes of one call through a world's store. Used by the env launcher, which has no supervisor."""
+"""Exchange the ranks' outcomes of one call through a world's store, where no process watches all ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import pickle
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -28,34 +31,78 @@ from parawrap.launch.messages._first_rank_failure import (
     values_of,
 )
 from parawrap.launch.messages._pickle_values import memory_file, packed
-from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.rank._preemption_store import StoreAgreement
+from parawrap.launch.rank._signed_values import REFUSAL, SignedStore, Signer
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "agree_on_session"]
 
 _PIECE = 1 << 22  # the store drops the connection at values of 16 MiB
 _LOOK_S = 0.01
 _ECHO_WAIT_S = 1.0
 _LINGER_S = 1.0
 _LONGEST_READ_S = 60.0
-_SEED, _FAILED, _REQUEUED, _CLEARED, _JOINED = "seed", "failed", "requeued", "cleared", "joined"
+_NONCE_BYTES = 16
+_SEED, _FAILED, _REQUEUED, _JOINED, _READERS = "seed", "failed", "requeued", "joined", "readers"
+
+
+def agree_on_session(store: dist.Store, world: World, signer: Signer, limit_s: float | None) -> str:
+    """Return a name that this world has, and no earlier one had. All values of the world are signed for it.
+
+    The name depends on a random number of each rank, and rank 0 signs the list of these numbers. A rank that finds its own
+    number in the list knows that the list is not older than this process. So values of earlier worlds are invalid, although
+    all worlds of a user have the same key, and job numbers may repeat.
+
+    Args:
+        store: The world's store.
+        world: This process's place in the world.
+        signer: Signs with the user's key.
+        limit_s: The longest time to wait for the other ranks. None sets no limit.
+
+    Raises:
+        LaunchError: If a rank has another key, or another program wrote to the store.
+        LaunchTimeoutError: If a rank does not arrive in time.
+    """
+    shared = SignedStore(store, f"parawrap/{world.restart}/session", signer)
+    own, rank = secrets.token_bytes(_NONCE_BYTES), world.global_rank
+    until = None if limit_s is None else time.monotonic() + limit_s
+
+    def await_key(key: str, writer: int) -> None:
+        while not shared.check([key]):
+            if until is not None and time.monotonic() >= until:
+                msg = f"rank {writer} of {world.world_size} did not begin the call within the platform's timeout_min"
+                raise LaunchTimeoutError(msg)
+            time.sleep(_LOOK_S)
+
+    shared.set(f"{rank}", own)
+    numbers: dict[int, bytes] = {}
+    if rank == 0:
+        for other in range(world.world_size):
+            await_key(f"{other}", other)
+            with contextlib.suppress(LaunchError):
+                numbers[other] = shared.get(f"{other}", f"rank {other}")
+        shared.set("all", pickle.dumps(numbers))
+    await_key("all", 0)
+    numbers = pickle.loads(shared.get("all", "rank 0"))
+    if shared.add(_READERS, 1) == world.world_size:
+        shared.delete("all", _READERS, *(f"{other}" for other in range(world.world_size)))
+    for other in range(world.world_size):
+        if other not in numbers or (other == rank and numbers[other] != own):
+            msg = f"the value of rank {other} in the world's store is {REFUSAL}"
+            raise LaunchError(msg)
+    return hashlib.sha256(b"".join(number for _, number in sorted(numbers.items()))).hexdigest()
 
 
 class Exchange:
     """One rank's part in the exchange for one call.
 
     Args:
-        prefix: The prefix of the call's keys in the store.
-        store: The world's store.
+        store: The call's part of the world's store.
         world: This process's place in the world.
         platform: The launch's platform.
     """
 
-    def __init__(self, prefix: str, store: dist.Store, world: World, platform: Platform) -> None:
-        self._prefix = (
-            f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{prefix}"  # signed, so values of other worlds are invalid
-        )
-        self._store: Any = dist.PrefixStore(prefix, store)  # accepts bytes, although its stubs declare str
-        self._signer = Signer()
+    def __init__(self, store: SignedStore, world: World, platform: Platform) -> None:
+        self._store = store
         self._world = world
         limit = platform.timeout_min
         self._place = f"node {world.node}, {socket.gethostname()}"
@@ -64,14 +111,10 @@ class Exchange:
     def shared_seed(self, own: int) -> int:
         """Return the seed of rank 0, which gives its own."""
         if self._world.global_rank == 0:
-            self._store.set(_SEED, str(own))
+            self._store.set(_SEED, b"%d" % own)
             return own
         self._wait_for(_SEED, f"rank 0 of {self._world.world_size} did not begin the call")
-        try:
-            return int(self._store.get(_SEED))
-        except ValueError:
-            msg = "the world's store holds an invalid seed: another program wrote to the store"
-            raise LaunchError(msg) from None
+        return int(self._store.get(_SEED, "rank 0"))
 
     def report_joined(self) -> None:
         """Report that this rank has joined the process groups. Until all ranks have, none leaves them after a success."""
@@ -102,9 +145,9 @@ class Exchange:
         file = failures.pack_exception(error)
         try:
             body = {"at": time.time(), "summary": failures.summary_of(error), "traceback": "", "is_echo": is_echo}
-            self._store.set(f"{self._world.global_rank}/place", self._place)
+            self._store.set(f"{self._world.global_rank}/place", self._place.encode())
             self._report("raised", body | {"traceback": failures.traceback_of(error)}, file)
-            first = self._store.compare_set(_FAILED, "", str(self._world.global_rank))
+            first = self._store.set_first(_FAILED, b"%d" % self._world.global_rank, "the rank that failed first")
         finally:
             os.close(file)
         if int(first) != self._world.global_rank:
@@ -119,7 +162,7 @@ class Exchange:
 
     def report_requeue(self) -> None:
         """Request a restart of all ranks."""
-        self._store.set(_REQUEUED, "")
+        self._store.set(_REQUEUED, b"")
         file = packed(None, "result", "nothing")
         try:
             self._report("requeued", {"at": time.time()}, file)
@@ -141,7 +184,6 @@ class Exchange:
             if self._store.check([_FAILED]):
                 raise _FailedElsewhere(self._failure())
             outcomes[rank] = self._outcome_of(rank)
-        self._forget()
         requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
         return requeued[0] if requeued else values_of(outcomes, self._world.world_size)
 
@@ -150,27 +192,20 @@ class Exchange:
         size = os.fstat(file).st_size
         pieces = range(0, size, _PIECE)
         for i, start in enumerate(pieces):
-            self._write(f"{rank}/{i}", os.pread(file, _PIECE, start))
-        self._write(f"{rank}", pickle.dumps((word, body, len(pieces))))
+            self._store.set(f"{rank}/{i}", os.pread(file, _PIECE, start))
+        self._store.set(f"{rank}", pickle.dumps((word, body, len(pieces))))
 
     def _outcome_of(self, rank: int) -> Outcome:
-        word, body, pieces = pickle.loads(self._read(f"{rank}", rank))
+        word, body, pieces = pickle.loads(self._store.get(f"{rank}", f"rank {rank}"))
         file = memory_file("outcome")
         with open(file, "wb", closefd=False) as out:
-            out.writelines(self._read(f"{rank}/{i}", rank) for i in range(pieces))
+            out.writelines(self._store.get(f"{rank}/{i}", f"rank {rank}") for i in range(pieces))
         if word == "requeued":
             os.close(file)
             return Requeued(body["at"])
         if word == "returned":
             return Returned(body["at"], Parcel(file))
         return Raised(body["at"], Parcel(file), body["summary"], body["traceback"], body["is_echo"])
-
-    def _write(self, key: str, value: bytes) -> None:
-        self._store.set(key, self._signer.signed(f"{self._prefix}/{key}", value))
-
-    def _read(self, key: str, rank: int) -> bytes:
-        """Return a value that a rank wrote. Safe to unpickle, because its signature is verified."""
-        return self._signer.verified(f"{self._prefix}/{key}", self._store.get(key), f"rank {rank}")
 
     def _wait_for(self, key: str, missing: str) -> None:
         """Wait for another rank to write a key. `missing` says what is missing without it."""
@@ -214,25 +249,25 @@ class Exchange:
             return failed.error
 
     def _failure(self) -> BaseException:
-        try:
-            rank = int(self._store.get(_FAILED))
-        except ValueError:
-            return LaunchError("the world's store holds an invalid rank number: another program wrote to the store")
-        place = self._store.get(f"{rank}/place").decode()
+        rank = int(self._store.get(_FAILED, "the rank that failed first"))
+        place = self._store.get(f"{rank}/place", f"rank {rank}").decode()
         return error_of(rank, {rank: self._outcome_of(rank)}, self._world.world_size, place)
 
-    def _forget(self) -> None:
-        """Delete the values once all ranks have read them. The rank that hosts the store waits until then."""
+    def forget(self, *, failed: bool) -> None:
+        """Delete all keys of the call once all ranks are done with them. The rank that hosts the store waits until then."""
         world = self._world
-        if self._store.add("readers", 1) == world.world_size:
+        if self._store.add(_READERS, 1) == world.world_size:
             for rank in range(world.world_size):
-                _, _, pieces = pickle.loads(self._read(f"{rank}", rank))
-                for key in (f"{rank}", *(f"{rank}/{i}" for i in range(pieces))):
-                    self._store.delete_key(key)
-            self._store.set(_CLEARED, "")
+                pieces = 0
+                if self._store.check([f"{rank}"]):
+                    with contextlib.suppress(LaunchError):
+                        pieces = pickle.loads(self._store.get(f"{rank}", f"rank {rank}"))[2]
+                self._store.delete(f"{rank}", f"{rank}/place", *(f"{rank}/{i}" for i in range(pieces)))
+            agreement = StoreAgreement.keys(world.world_size)
+            self._store.delete(_SEED, _FAILED, _REQUEUED, _JOINED, *agreement, _READERS)  # the host waits for the last one
         elif world.hosts_store:
-            until = time.monotonic() + _LONGEST_READ_S
-            while not self._store.check([_CLEARED]) and time.monotonic() < until:
+            until = time.monotonic() + (_LINGER_S if failed else _LONGEST_READ_S)
+            while self._store.check([_READERS]) and time.monotonic() < until:
                 time.sleep(_LOOK_S)
 
 

@@ -1,8 +1,9 @@
 """Sign values in stores that other users can write to.
 
-The store of a torchrun, srun, or mpirun world listens on every interface without authentication. A rank signs each value
-that it writes, and verifies the signature before it unpickles a value. The key never goes through the store. It is a file
-in the home folder, which cluster nodes usually share, and only its user can read it.
+A store that ranks of several machines reach listens on every interface without authentication. Processes sign each value
+that they write, and verify the signature before they unpickle a value. The secret never goes through the store. A Slurm
+launch has one in its folder. The ranks of a torchrun, srun, or mpirun world use a file in the home folder, which cluster
+nodes usually share, and which only its user can read.
 """
 
 from __future__ import annotations
@@ -14,27 +15,41 @@ import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from parawrap.errors import LaunchError
+from parawrap.launch.messages._private_files import make_private
 
-__all__ = ["Signer"]
+__all__ = ["REFUSAL", "SignedStore", "Signer"]
 
 _VARIABLE = "PARAWRAP_SECRET"
 _KEY_BYTES = 32
 _DIGEST = "sha256"
 _DIGEST_BYTES = hashlib.new(_DIGEST).digest_size
 
+REFUSAL = (
+    "not signed with this process's key for this use: another program wrote it, or the nodes have different keys. Copy "
+    f"~/.parawrap/key to all nodes, or set {_VARIABLE} to the same secret in all ranks"
+)
+"""What is wrong with a value, for error messages."""
+
 
 class Signer:
-    """Signs and verifies values with this user's key.
+    """Signs and verifies values with a secret.
+
+    Args:
+        secret: The secret. None takes this user's key.
 
     Raises:
-        LaunchError: If a key can neither be read nor created, or other users have access to it.
+        LaunchError: If the key can neither be read nor created, or other users have access to it.
     """
 
-    def __init__(self) -> None:
-        self._key = _key()
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._key = _key() if secret is None else secret
 
     def signed(self, place: str, value: bytes) -> bytes:
         """Return the signature followed by `value`. The signature is valid only for this place in the store."""
@@ -53,16 +68,66 @@ class Signer:
         """
         signature, value = signed[:_DIGEST_BYTES], signed[_DIGEST_BYTES:]
         if not hmac.compare_digest(signature, self._signature(place, value)):
-            msg = (
-                f"the value of {source} in the world's store is not signed with this process's key: another program wrote "
-                f"it, or the nodes have different keys. Copy ~/.parawrap/key to all nodes, or set {_VARIABLE} to the same "
-                "secret in all ranks"
-            )
+            msg = f"the value of {source} in the world's store is {REFUSAL}"
             raise LaunchError(msg)
         return value
 
     def _signature(self, place: str, value: bytes) -> bytes:
         return hmac.digest(self._key, place.encode() + b"\0" + value, _DIGEST)
+
+
+class SignedStore:
+    """The part of a store below a prefix. Its values are signed for their keys. As thread-safe as the store.
+
+    Args:
+        store: The store.
+        prefix: The prefix of all keys. It must differ in each use of the secret, so that old values are invalid.
+        signer: Signs and verifies the values.
+    """
+
+    def __init__(self, store: dist.Store, prefix: str, signer: Signer) -> None:
+        self._store: Any = store  # accepts bytes, although its stubs declare str
+        self._prefix = prefix
+        self._signer = signer
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write a value."""
+        place = self._place(key)
+        self._store.set(place, self._signer.signed(place, value))
+
+    def get(self, key: str, source: str) -> bytes:
+        """Wait for a value and return it. Safe to unpickle. `source` is the expected writer, for the error message.
+
+        Raises:
+            LaunchError: If the signature is wrong.
+        """
+        place = self._place(key)
+        return self._signer.verified(place, self._store.get(place), source)
+
+    def set_first(self, key: str, value: bytes, source: str) -> bytes:
+        """Write a value unless the key has one. Return the key's value.
+
+        Raises:
+            LaunchError: If the signature is wrong.
+        """
+        place = self._place(key)
+        return self._signer.verified(place, self._store.compare_set(place, "", self._signer.signed(place, value)), source)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """True if all keys have values."""
+        return bool(self._store.check([self._place(key) for key in keys]))
+
+    def add(self, key: str, number: int) -> int:
+        """Add to a counter and return its value. Counters are not signed."""
+        return int(self._store.add(self._place(key), number))
+
+    def delete(self, *keys: str) -> None:
+        """Delete keys, as far as they exist."""
+        for key in keys:
+            self._store.delete_key(self._place(key))
+
+    def _place(self, key: str) -> str:
+        return f"{self._prefix}/{key}"
 
 
 def _key() -> bytes:
@@ -84,7 +149,7 @@ def _key() -> bytes:
 
 def _key_in(folder: Path) -> bytes:
     """Read the key in a folder, after creating it if necessary. Ranks that create it at the same time get the same key."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    make_private(folder)
     path = folder / "key"
     if not path.exists():
         made = folder / f".key-{secrets.token_hex(8)}"

@@ -1,28 +1,39 @@
 """The batch job of a launch: its resources and its submission. submitit writes the script and submits it.
 
-The job has one task per node, which starts the node's ranks. So torch is imported once per node, and the task outlives the
-ranks and reports how they ended.
+The job has one task per rank (`_task`). A loop in its script runs the tasks again if ``max_restarts`` allows it.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
+
+import cloudpickle
 
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch._devices import Device
 from parawrap.launch._platform import Platform
-from parawrap.launch.slurm._commands import slurm_missing, submitting_environment
+from parawrap.launch.slurm._commands import slurm_missing
 from parawrap.launch.slurm._launch_folder import Folder
 
-__all__ = ["log_ends", "script", "submit"]
+__all__ = ["log_ends", "script", "submit", "task_files"]
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
+
+_JOB_LOG = "job-%j.log"  # of the batch script and srun; each task has its own files
+
+# Parameters of submitit that are no options of sbatch. The others go to sbatch unchanged.
+_OWN = ("additional_parameters", "array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
+_REFUSED = ("nodes", "ntasks_per_node", "stderr_to_stdout", "use_srun")
 
 # Starts submitit with signals blocked, so that they stay pending until a handler is installed. submitit unpickles the files
 # in its folder, so refuse a folder that another user owns or can write to.
@@ -34,31 +45,24 @@ _GUARDED_PYTHON = (
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
 
-# Run in each task by the node's own Python, which may lack parawrap. Until parawrap is imported, signals are only recorded.
-_TASK = """
-import os, signal, socket, sys
-noted = []
-for number in (signal.SIGUSR2, signal.SIGTERM):
-    signal.signal(number, lambda number, _: noted.append(number))
-signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGUSR2, signal.SIGTERM))
-node, start = int(os.environ.get("SLURM_NODEID", "0")), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-try:
-    from parawrap.launch.slurm._task import serve
-except BaseException as error:
-    reason = f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}"
-    with open(os.path.join(folder, f".trouble-{node}"), "w") as file:
-        file.write(reason)
-    os.rename(file.name, os.path.join(folder, f"trouble-{start}-{node}"))
-    raise
-serve(folder, node, start, noted)
-"""
+_STUBS = {"srun": "", "sbatch": "echo Submitted batch job 0"}
+_IN_CHILD = "import sys, cloudpickle; cloudpickle.load(sys.stdin.buffer)()"
 
 
 def script(platform: Platform, folder: Folder) -> str:
-    """Return the batch script that `submit` would submit. Requires submitit, but not Slurm."""
-    slurm = _submitit().slurm.slurm
-    command = f"{_python()} -u -m submitit.core._submit {shlex.quote(str(folder.submitit))}"
-    return str(slurm._make_sbatch_string(command=command, folder=folder.submitit, **_parameters(platform)))
+    """Return the batch script that `submit` would submit. Requires submitit, but not Slurm.
+
+    submitit shows a script only after a submission. So a child process submits to programs that do nothing.
+    """
+    _import_submitit()
+    with tempfile.TemporaryDirectory(prefix="parawrap-preview-") as place:
+        for name, line in _STUBS.items():
+            Path(place, name).write_text(f"#!/bin/sh\n{line}\n")
+            Path(place, name).chmod(0o700)
+        trial = Folder(Path(place, "launch", folder.path.name))
+        _in_child(_submission(platform, [trial], None), os.environ | {"PATH": f"{place}:{os.environ.get('PATH', '')}"})
+        text = next(trial.submitit.glob("0_submission.sh")).read_text()
+        return text.replace(str(trial.path.parent), str(folder.path.parent))
 
 
 def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | None = None) -> list[str]:
@@ -72,17 +76,18 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
     Raises:
         LaunchError: If submitit or Slurm is missing, or Slurm refuses the job.
     """
-    submitit = _submitit()
+    submitit = _import_submitit()
     if missing := slurm_missing():
         msg = f"{missing} is not installed here: launch from a login node of a Slurm cluster, or set launcher='local'"
         raise LaunchError(msg)
-    executor = submitit.SlurmExecutor(folders[0].submitit, python=_python())
-    executor.update_parameters(**{"array_parallelism": len(folders)} | _parameters(platform))
-    if max_parallel is not None:
-        executor.update_parameters(array_parallelism=max_parallel)
+    submission = _submission(platform, folders, max_parallel)
     try:
-        with submitting_environment(), executor.batch():
-            jobs = [executor.submit(exec, _TASK, {"folder": str(folder.path)}) for folder in folders]
+        if "SLURM_JOB_ID" not in os.environ:
+            return submission()
+        # In a job, sbatch would read the job's variables as options.
+        hidden = ("SLURM_", "SLURMD_", "SRUN_")
+        kept = {name: value for name, value in os.environ.items() if name == "SLURM_CONF" or not name.startswith(hidden)}
+        return _in_child(submission, kept)
     except (submitit.core.utils.FailedJobError, subprocess.CalledProcessError) as error:
         msg = (
             f"Slurm refused the job: {_reason_of(error)}. It requested {platform.n_nodes} node(s) with "
@@ -92,61 +97,151 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
         if len(folders) > 1:
             msg += f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, MaxArraySize"
         raise LaunchError(msg) from error
-    return [str(job.job_id) for job in jobs]
+
+
+def task_files(folder: Folder, job: str, rank: int) -> Any:
+    """Return submitit's paths of a task: its output in ``stdout`` and ``stderr``, its value in ``result_pickle``."""
+    return _import_submitit().core.utils.JobPaths(folder.submitit, job_id=job, task_id=rank)
 
 
 def log_ends(folder: Folder, job: str, at_most: int) -> str:
-    """Return the ends of the logs that a job's tasks wrote. They do not contain the ranks' output."""
-    logs = [*sorted(folder.submitit.glob(f"{job}_*_log.err")), *sorted(folder.submitit.glob(f"{job}_*_log.out"))]
+    """Return the ends of what a job and its tasks wrote."""
+    patterns = (_JOB_LOG.replace("%j", "*"), f"{job}_*_log.*")
+    logs = sorted(path for pattern in patterns for path in folder.submitit.glob(pattern))
+    logs += [folder.tasks_log] if folder.tasks_log.exists() else []
     ends = [(path.name, path.read_text(errors="replace").strip()[-at_most:]) for path in logs]
     return "\n".join(f"{name}:\n{end}" for name, end in ends if end)
 
 
-def _python() -> str:
+def _submission(platform: Platform, folders: Sequence[Folder], max_parallel: int | None) -> Callable[[], list[str]]:
+    """Return a call that submits. Another process can run it without parawrap."""
+    parameters = _parameters(platform, folders[0])
+    if len(folders) > 1:
+        parameters["array_parallelism"] = max_parallel or len(folders)
+    calls = [partial(_run_task, str(folder.path)) for folder in folders]
+    return partial(_submit, str(folders[0].submitit), _guarded_python(), parameters, calls)
+
+
+def _guarded_python() -> str:
     return f"{shlex.quote(sys.executable)} -I -S -c {shlex.quote(_GUARDED_PYTHON)}"
 
 
-def _submitit() -> Any:
+def _submit(folder: str, python: str, parameters: dict[str, Any], calls: Sequence[Callable[[], Any]]) -> list[str]:
+    import submitit
+
+    executor = submitit.SlurmExecutor(folder, python=python)
+    executor.update_parameters(**parameters)
+    with executor.batch():
+        jobs = [executor.submit(call) for call in calls]
+    return [str(job.job_id) for job in jobs]
+
+
+def _run_task(folder: str) -> Any:
+    """Run a task of the job. The node's Python may lack parawrap."""
+    import os
+    import socket
+    import sys
+    from pathlib import Path
+
     try:
-        import submitit.slurm.slurm
+        from parawrap.launch.slurm._task import guard_rank
+    except BaseException as error:
+        node, start = os.environ.get("SLURM_NODEID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        path = Path(folder, f".trouble-{os.getpid()}-{node}")
+        path.write_text(f"node {node} ({socket.gethostname()}): {sys.executable} cannot import parawrap: {error!r}")
+        path.rename(path.with_name(f"trouble-{start}-{node}"))
+        raise
+    return guard_rank(folder)
+
+
+def _print_numbers(submission: Callable[[], list[str]]) -> None:
+    print(*submission())  # noqa: T201
+
+
+for _each in (_submit, _run_task, _print_numbers):  # cloudpickle sends functions of __main__ by value
+    _each.__module__ = "__main__"
+
+
+def _in_child(submission: Callable[[], list[str]], environ: Mapping[str, str]) -> list[str]:
+    """Submit in a child process with another environment, as other threads use this one's. Return the job numbers."""
+    call = partial(_print_numbers, submission)
+    path = os.pathsep.join(each for each in sys.path if each)
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_CHILD],
+        input=cloudpickle.dumps(call),
+        env={**environ, "PYTHONPATH": path, "SUBMITIT_LOG_LEVEL": "CRITICAL"},
+        capture_output=True,
+        check=True,
+    )
+    numbers: list[str] = done.stdout.decode().split()
+    return numbers
+
+
+def _import_submitit() -> Any:
+    try:
+        import submitit.core.utils
     except ImportError as error:
         msg = "launcher='slurm' needs submitit: pip install 'parawrap-torch[slurm]'"
         raise LaunchError(msg) from error
     return submitit
 
 
-def _parameters(platform: Platform) -> dict[str, Any]:
+def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
     """Return the job's resources under submitit's names. ``slurm_additional_parameters`` overrides the others."""
     limit = platform.timeout_min
     has_gpus = platform.device == Device.GPU
-    parameters: dict[str, Any] = {
+    cpus = 1 if platform.device == Device.CPU else platform.n_cpus
+    own, options = _additional(platform.slurm_additional_parameters or {})
+    launch = shlex.quote(str(folder.path.parent))
+    logs = dict.fromkeys(("output", "error"), str(folder.submitit / _JOB_LOG))
+    # Slurm does not pass --cpus-per-task on to the tasks. submitit's script sets a variable for them.
+    srun = [
+        "--kill-on-bad-exit=1",
+        "--export=ALL",
+        "--open-mode=append",
+        f"--cpus-per-task={options.get('cpus-per-task', cpus)}",
+    ]
+    return {
         "job_name": platform.name,
         "partition": platform.partition,
         "nodes": platform.n_nodes,
-        "ntasks_per_node": 1,
-        "cpus_per_task": platform.cpus_per_node,
+        "ntasks_per_node": platform.ranks_per_node,
+        "cpus_per_task": cpus,
         "gpus_per_node": platform.n_gpus if has_gpus else None,
         "mem": None if platform.ram is None else f"{math.ceil(1024 * platform.ram)}M",
         "time": None if limit is None else math.ceil(limit + platform.grace_s / 60 + _SLACK_MIN),
         "signal_delay_s": math.ceil(platform.grace_s),
-        "srun_args": ["--kill-on-bad-exit=1", "--export=ALL"],  # submitit's script sets a variable for the tasks
         "wckey": None,
+        **own,
+        "additional_parameters": logs | options,
+        "srun_args": [*srun, *own.get("srun_args", ())],
+        "setup": [
+            *own.get("setup", ()),
+            "export SUBMITIT_LOG_LEVEL=CRITICAL",
+            f"for PARAWRAP_ATTEMPT in $(seq 0 {platform.max_restarts}); do export PARAWRAP_ATTEMPT",
+        ],
+        "teardown": [
+            "code=$?; [ $code = 0 ] && break",
+            f"ls {launch}/${{SLURM_ARRAY_TASK_ID:-0}} | grep -qx over && break",  # a listing is not cached
+            "done",
+            *own.get("teardown", ()),
+            "exit $code",
+        ],
     }
-    more = _additional(platform.slurm_additional_parameters or {})
-    return parameters | more | {"srun_args": [*parameters["srun_args"], *more.get("srun_args", ())]}
 
 
-def _additional(given: Mapping[str, Any]) -> dict[str, Any]:
+def _additional(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split the parameters into submitit's own, with or without its prefix, and options that go to ``sbatch`` unchanged."""
-    known = set(_submitit().slurm.slurm._get_default_parameters())
     named = {name.removeprefix("slurm_"): value for name, value in given.items()}
-    for name in ("ntasks_per_node", "nodes"):
+    for name in _REFUSED:
         if name in named:
             msg = f"slurm_additional_parameters={dict(given)!r}: leave {name} out, as n_nodes, n_cpus, and n_gpus set it"
             raise PlatformError(msg)
-    others = {name: value for name, value in named.items() if name not in known}
-    taken = {name: value for name, value in named.items() if name in known}
-    return taken | {"additional_parameters": {**others, **taken.get("additional_parameters", {})}}
+    own = {name: value for name, value in named.items() if name in _OWN and name != "additional_parameters"}
+    options = {name: value for name, value in named.items() if name not in _OWN} | dict(
+        named.get("additional_parameters", {})
+    )
+    return own, {name.replace("_", "-"): value for name, value in options.items()}
 
 
 def _reason_of(error: BaseException) -> str:
@@ -154,4 +249,4 @@ def _reason_of(error: BaseException) -> str:
     text = getattr(error, "stderr", None) or str(error)
     text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
     lines = [line.partition("error:")[2].strip() for line in text.splitlines() if "error:" in line]
-    return "; ".join(lines) or text.strip()
+    return "; ".join(dict.fromkeys(lines)) or text.strip()

@@ -1,4 +1,4 @@
-"""Slurm commands. ``scontrol`` reports the state of a job, and ``sacct`` once the controller has forgotten the job.
+"""Slurm commands. ``scontrol`` reports the state of a job, so no accounting is needed.
 
 A job is identified by its number, and an element of a job array by a string such as ``123_4``.
 """
@@ -10,20 +10,16 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 __all__ = [
     "JobState",
     "cancel_job",
+    "hosts_of",
     "is_down",
     "job_state",
     "requeue_job",
-    "send_signal",
     "slurm_missing",
-    "submitting_environment",
 ]
 
 _ENDED = [
@@ -40,8 +36,6 @@ _ENDED = [
 ]
 _WAITING = ["CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "SUSPENDED"]
 _PATIENCE_S = 60.0
-
-_submitting = threading.Lock()
 
 
 class JobState(NamedTuple):
@@ -84,7 +78,7 @@ def job_state(job: str) -> JobState:
     fields = dict(re.findall(r"(\w+)=(\S*)", output.partition(" Command=")[0]))
     if "JobState" not in fields:
         is_unknown = "Invalid job id" in output or f"Job {job} not found" in output  # the latter for an array element
-        return JobState(_state_in_accounts(job) if is_unknown else "UNKNOWN")
+        return JobState("FORGOTTEN" if is_unknown else "UNKNOWN")
     nodes = fields.get("NodeList", "")
     return JobState(
         name=fields["JobState"],
@@ -95,11 +89,9 @@ def job_state(job: str) -> JobState:
     )
 
 
-def _state_in_accounts(job: str) -> str:
-    """Return the state of a job from the accounting database. The controller forgets a job minutes after its end."""
-    code, output = _run("sacct", "--noheader", "--allocations", "--parsable2", "--format=State", "--jobs", job)
-    found = re.match(r"[A-Z_]+", output)
-    return found.group() if found and not code else "FORGOTTEN"  # without accounting, sacct fails with a message
+def hosts_of(nodes: str) -> list[str]:
+    """Return the hostnames in a list of nodes as Slurm writes it."""
+    return _output_of("scontrol", "show", "hostnames", nodes).split() if nodes else []
 
 
 def is_down(host: str) -> bool:
@@ -112,11 +104,6 @@ def is_down(host: str) -> bool:
 def cancel_job(job: str) -> None:
     """Cancel a job. Slurm sends SIGTERM first and SIGKILL later."""
     _run("scancel", job)
-
-
-def send_signal(job: str, name: str) -> None:
-    """Send a signal to all tasks of a running job. Blocks for a minute if the job is a pending array element."""
-    _run("scancel", f"--signal={name}", job)
 
 
 def requeue_job(job: str) -> str | None:
@@ -145,16 +132,3 @@ def _run(*command: str) -> tuple[int, str]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return 1, str(error)
     return done.returncode, done.stdout + done.stderr
-
-
-@contextmanager
-def submitting_environment() -> Iterator[None]:
-    """Hide the variables that Slurm sets in a job, if this process runs in one: ``sbatch`` reads them as options."""
-    with _submitting:  # otherwise two threads restore each other's variables
-        in_a_job = "SLURM_JOB_ID" in os.environ
-        names = [name for name in os.environ if name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != "SLURM_CONF"]
-        hidden = {name: os.environ.pop(name) for name in names if in_a_job}
-        try:
-            yield
-        finally:
-            os.environ.update(hidden)

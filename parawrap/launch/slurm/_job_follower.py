@@ -1,4 +1,4 @@
-"""Follow a batch job to its end, through the journal of its first node and through Slurm.
+"""Follow a batch job to its end, through the files of its tasks and through Slurm.
 
 `follow` returns or raises in bounded time after any end of the job. By then the job has left the queue or is cancelled.
 """
@@ -6,35 +6,43 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
+import pickle
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
 from parawrap.errors import LaunchCancelledError, LaunchError, LaunchTimeoutError
 from parawrap.launch._platform import Platform
 from parawrap.launch.coordinator._ending import Ending
-from parawrap.launch.messages._first_rank_failure import Died, error_of
+from parawrap.launch.coordinator._transcript import Transcript
+from parawrap.launch.messages._first_rank_failure import Died, Outcome, Parcel, Raised, Returned, error_of
+from parawrap.launch.messages._pickle_values import memory_file
+from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.slurm import _commands as queue
-from parawrap.launch.slurm._batch_job import log_ends
+from parawrap.launch.slurm._batch_job import log_ends, task_files
 from parawrap.launch.slurm._launch_folder import Folder
-from parawrap.launch.slurm._report_journal import JournalReader
-from parawrap.launch.slurm._task import ALIVE_S
+from parawrap.launch.slurm._task import TaskResult
 
 __all__ = ["JobFollower"]
 
-_LOOK_S, _LONGEST_LOOK_S = 0.05, 1.0  # pause between two reads of the folder; it grows while the job writes nothing
+_LOOK_S, _LONGEST_LOOK_S = 0.05, 0.5  # pause between two reads of the folder; it grows while the job writes nothing
 _POLL_S, _LONGEST_POLL_S = 1.0, 15.0  # pause between two calls of scontrol; it grows with time, as most failures come early
 _JOBS_PER_POLL = 20  # with more jobs, each is polled less often
 _SIGN_S = 5.0
 _LATE_S = 5.0  # a file written at the job's end may appear this much later on a network file system
 _LEAVING_S = 15.0  # time for the tasks to exit after the ending
-_SILENCE_S = 12 * ALIVE_S  # Slurm itself may notice a lost node minutes later
 _LOG_END = 2000
+_DEATH = re.compile(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (?!Terminated)(.+)")  # a task that could not report anything
 
+_log = logging.getLogger("parawrap.launch")
 _followed: set[JobFollower] = set()
 
 
@@ -46,29 +54,28 @@ class JobFollower:
         name: The function's name.
         platform: The launch's platform.
         folder: The launch's folder.
-        on_entry: Called with the word and body of journal entries, except those that the follower handles itself.
 
     Attributes:
-        has_begun: True if the job has its machines, so that its ranks run or are about to start.
+        has_begun: True if the tasks have met, so that the ranks run.
     """
 
-    def __init__(
-        self, number: str, name: str, platform: Platform, folder: Folder, on_entry: Callable[[str, tuple[Any, ...]], None]
-    ) -> None:
+    def __init__(self, number: str, name: str, platform: Platform, folder: Folder) -> None:
         self._number = number
         self._name = name
         self._platform = platform
         self._folder = folder
-        self._on_entry = on_entry
+        self._transcripts: Sequence[Transcript] = ()
+        self._output: list[tuple[Transcript, int, _Tail]] = []
         self._cancelled = threading.Event()
+        self._files = [task_files(folder, number, rank) for rank in range(platform.world_size)]
+        self._log_lines = _Tail(folder.log)
+        self._seen: tuple[float, ...] | None = None
         self._start = 0
-        self._hosts: list[str] = []
-        self._signal: str | None = None
-        self._note_start()
+        self._begin_start()
 
-    def _note_start(self) -> None:
+    def _begin_start(self) -> None:
         self.has_begun = False
-        self._start_at = self._sign_at = self._poll_at = time.monotonic()
+        self._start_at = self._changed_at = self._poll_at = time.monotonic()
         self._over_since: float | None = None
         self._cancelled_since: float | None = None
 
@@ -78,17 +85,28 @@ class JobFollower:
         with contextlib.suppress(OSError):
             self._folder.request("cancel")
 
-    def follow(self) -> Ending:
-        """Wait for the job's end and return the launch's ending.
+    def follow(self, transcripts: Sequence[Transcript]) -> Ending:
+        """Wait for the job's end and return the launch's ending, with the values of the ranks.
+
+        Args:
+            transcripts: One per rank, for the output of its task.
 
         Raises:
             LaunchError: If the job ended before its ranks reported an ending, or the folder cannot be used.
         """
+        self._transcripts = transcripts
+        self._output = [
+            (transcript, stream, _Tail(Path(path)))
+            for transcript, files in zip(transcripts, self._files, strict=True)
+            for stream, path in ((1, files.stdout), (2, files.stderr))
+        ]
         try:
             _followed.add(self)
             with self._signs_of_life():
-                ending = self._follow_starts()
-            job = self._await_exit(ending)
+                ending = self._follow_job()
+                job = self._await_exit(ending)
+            self._take_output()
+            return self._complete(ending, job)
         except OSError as error:
             queue.cancel_job(self._number)
             raise self._unusable(error) from error
@@ -97,9 +115,6 @@ class JobFollower:
             raise
         finally:
             _followed.discard(self)
-        if ending.requeued:
-            return Ending({}, cancelled=True)
-        return self._completed(ending, job)
 
     @contextmanager
     def _signs_of_life(self) -> Iterator[None]:
@@ -126,33 +141,88 @@ class JobFollower:
             return self._folder.unusable(error)
         return LaunchError(f"Slurm job {self._number} ended itself, because this process gave no sign of life for too long")
 
-    # -- one start of the job
+    # -- the job's attempts
 
-    def _follow_starts(self) -> Ending:
-        """Return the ending of the job's last start."""
-        ending = self._follow_start()
-        while ending.requeued and not self._cancelled.is_set():
-            self._start += 1
-            self._note_start()
-            times = ending.times
-            ending = self._follow_start()
-            ending = replace(ending, times=[*times, *ending.times])
-        return ending
-
-    def _follow_start(self) -> Ending:
-        """Return the ending of this start of the job."""
-        journal = JournalReader(self._folder.journal(self._start))
+    def _follow_job(self) -> Ending:
+        """Return the ending of the last attempt."""
         while True:
-            for word, *body in journal.new_entries() if self._folder.has_journal(self._start) else ():
-                if word == "ending":
-                    return body[0]  # type: ignore[no-any-return]
-                self._handle(word, tuple(body))
-                self._sign_at = time.monotonic()  # after showing the ranks' output, which may take long
+            self._take_output()
+            self.has_begun = self._folder.has_begun(self._start)
+            if (result := self._new_result()) is not None and result.ending is not None:
+                if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
+                    return self._with_values(result.attempt, result.ending)
+                self._record_tracebacks(result.ending)
             if troubles := self._folder.troubles(self._start):
                 raise LaunchError("; ".join(troubles))
             if time.monotonic() >= self._poll_at + self._poll_pause_s() and (ending := self._poll_slurm()) is not None:
                 return ending
-            time.sleep(min(_LOOK_S + (time.monotonic() - self._sign_at) / 20, _LONGEST_LOOK_S))
+            time.sleep(min(_LOOK_S + (time.monotonic() - self._changed_at) / 20, _LONGEST_LOOK_S))
+
+    def _take_output(self) -> None:
+        """Add the new output of the tasks to the transcripts, and log the new messages of the coordinator."""
+        names = {path.name for path in self._folder.submitit.iterdir()}
+        for transcript, stream, tail in self._output:
+            if tail.path.name in names and (data := tail.new_bytes()):
+                transcript.write(stream, data)
+                self._changed_at = time.monotonic()
+        if self._log_lines.path.exists():
+            for line in self._log_lines.new_lines():
+                _log.log(*json.loads(line))
+
+    def _new_result(self) -> TaskResult | None:
+        """Return the result of rank 0's task if it is a new one."""
+        path = Path(self._files[0].result_pickle)
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            return None
+        seen = (status.st_ino, status.st_mtime_ns)
+        if seen == self._seen:
+            return None
+        result = self._result_of(0)
+        self._seen = seen
+        return result
+
+    def _result_of(self, rank: int) -> TaskResult | None:
+        """Return the value that a task returned. None if there is none yet, or the task raised."""
+        try:
+            with open_private(Path(self._files[rank].result_pickle)) as file:
+                word, value = pickle.load(file)
+        except FileNotFoundError:
+            return None
+        return value if word == "success" else None
+
+    def _with_values(self, attempt: str, ending: Ending) -> Ending:
+        """Return an ending with the values and exceptions of the ranks, from the results of their tasks."""
+        outcomes: dict[int, Outcome] = dict(ending.outcomes)
+        until = time.monotonic() + _LATE_S + _LEAVING_S
+        for rank, outcome in ending.outcomes.items():
+            if isinstance(outcome, (Returned, Raised)):
+                while (result := self._result_of(rank)) is None or result.attempt != attempt:
+                    if time.monotonic() > until:
+                        return replace(ending, outcomes={}, broken=self._missing(rank))
+                    time.sleep(_LOOK_S)
+                file = memory_file("parcel")
+                with open(file, "wb", closefd=False) as copy:
+                    copy.write(result.value)
+                parcel = Parcel(file)
+                if isinstance(outcome, Returned):
+                    outcomes[rank] = replace(outcome, value=parcel)
+                else:
+                    outcomes[rank] = replace(outcome, error=parcel)
+        ending = replace(ending, outcomes=outcomes)
+        self._record_tracebacks(ending)
+        return ending
+
+    def _missing(self, rank: int) -> str:
+        logs = log_ends(self._folder, self._number, _LOG_END)
+        return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
+
+    def _record_tracebacks(self, ending: Ending) -> None:
+        self._take_output()
+        for rank, outcome in ending.outcomes.items():
+            if isinstance(outcome, Raised):
+                self._transcripts[rank].record(outcome.traceback)
 
     def _poll_pause_s(self) -> float:
         """Return the pause between two polls. It grows with time and with the number of jobs, and is short near the end."""
@@ -161,60 +231,46 @@ class JobFollower:
         pause_s = min(max(_POLL_S, (time.monotonic() - self._start_at) / 5), _LONGEST_POLL_S)
         return pause_s * max(1.0, len(_followed) / _JOBS_PER_POLL)
 
-    def _handle(self, word: str, body: tuple[Any, ...]) -> None:
-        self.has_begun = True
-        if word == "hosts":
-            (self._hosts,) = body
-        elif word == "signal":
-            (self._signal,) = body
-        else:
-            self._on_entry(word, body)
-
     def _poll_slurm(self) -> Ending | None:
         """Return the launch's ending if Slurm's state of the job determines it."""
+        job = queue.job_state(self._number)
         self._poll_at = now = time.monotonic()  # scontrol may take long
-        job, has_journal = queue.job_state(self._number), self._folder.has_journal(self._start)
-        if job.waits:
-            self._sign_at = now
-            self.has_begun = False
+        if job.starts > self._start and not (self._folder.was_preempted(self._start) or self._platform.max_restarts):
+            self._raise_lost(job)
+        if job.starts > self._start:
+            self._start = job.starts
+            self._begin_start()
         if self._cancelled.is_set():
             self._cancelled_since = self._cancelled_since or now
             if job.waits or now - self._cancelled_since >= self._platform.grace_s + _LATE_S:
                 queue.cancel_job(self._number)
-        if job.starts > self._start and not (self._folder.was_preempted(self._start) or self._platform.max_restarts):
-            self._raise_lost(job)
-        if job.starts > self._start and self._folder.has_journal(self._start + 1):
-            return Ending({}, requeued=True)
-        if job.name == "RUNNING" and job.starts == self._start and has_journal and now - self._sign_at > _SILENCE_S:
-            self._raise_lost(job)
         if job.is_over:
             self._over_since = self._over_since or now
-            if now - self._over_since >= (_LATE_S if has_journal else _POLL_S):
-                return self._ended_by_slurm(job)
+            if now - self._over_since >= (_LATE_S if self.has_begun else _POLL_S):
+                return self._explain_end(job)
         return None
 
     def _await_exit(self, ending: Ending) -> queue.JobState:
         """Wait until the job has left its machines, because its tasks use the folder. Return its state."""
-        if ending.requeued:  # and cancelled in the meantime
+        if ending.requeued or ending.cancelled:  # a requeued job was cancelled in the meantime
             queue.cancel_job(self._number)
-        if any(isinstance(outcome, Died) and outcome.lost_with for outcome in ending.outcomes.values()):
-            queue.cancel_job(self._number)  # the task of a lost node never exits
-            return queue.JobState("NODE_FAIL")
         until = time.monotonic() + _LEAVING_S
         while not (job := queue.job_state(self._number)).is_over and time.monotonic() < until:
-            time.sleep(5 * _LOOK_S)
+            time.sleep(_LOOK_S)
         if not job.is_over:
             queue.cancel_job(self._number)
         return job
 
     # -- from a job's state to an ending
 
-    def _completed(self, ending: Ending, job: queue.JobState) -> Ending:
+    def _complete(self, ending: Ending, job: queue.JobState) -> Ending:
         """Return the ranks' ending, completed with details from Slurm."""
+        if ending.requeued:
+            return Ending({}, cancelled=True)
         if ending.is_success or ending.cancelled:
             return ending
         if job.name == "CANCELLED" and not self._cancelled.is_set():
-            return self._ended_by_slurm(job)
+            return self._explain_end(job)
         if job.name == "OUT_OF_MEMORY":
             note = (
                 f"Slurm reports that job {self._number} ran out of memory; it had reserved ram={self._platform.ram} GB per "
@@ -223,7 +279,7 @@ class JobFollower:
             return replace(ending, history=[*ending.history, note])
         return ending
 
-    def _ended_by_slurm(self, job: queue.JobState) -> Ending:
+    def _explain_end(self, job: queue.JobState) -> Ending:
         """Return or raise the ending of a job that ended before its ranks reported one."""
         name, slurm_job = self._name, f"Slurm job {self._number}"
         if self._cancelled.is_set():
@@ -231,7 +287,7 @@ class JobFollower:
         if job.name == "NODE_FAIL":
             self._raise_lost(job)
         # Slurm forgets an array element that is cancelled before it starts.
-        if job.name == "CANCELLED" or (job.name == "FORGOTTEN" and not self._folder.has_journal(0)):
+        if job.name == "CANCELLED" or (job.name == "FORGOTTEN" and not self._folder.has_begun(0)):
             msg = f"the launch of {name} was cancelled by another process: {slurm_job} was removed from the queue"
             raise LaunchCancelledError(msg)
         if job.name in ("TIMEOUT", "DEADLINE"):
@@ -243,9 +299,15 @@ class JobFollower:
         if job.name == "PREEMPTED":
             msg = f"{name} was preempted, and the cluster does not requeue {slurm_job}"
             raise LaunchError(msg)
+        logs = log_ends(self._folder, self._number, _LOG_END)
+        if death := _DEATH.search(logs):
+            rank, how = int(death[1]), death[2].strip()
+            died = Died(time.time(), 0, lost_with=f"its task in {slurm_job}: {how}", last_words=logs)
+            node = rank // self._platform.ranks_per_node
+            raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {job.nodes}")
         msg = f"{slurm_job}, which ran {name}, ended as {job.name} ({job.reason}) before its ranks could report anything"
         error = LaunchError(msg)
-        if logs := log_ends(self._folder, self._number, _LOG_END):
+        if logs:
             error.add_note(f"its tasks wrote:\n{logs}")
         else:
             where = f"{self._folder.root} is on a file system that all nodes share"
@@ -257,17 +319,32 @@ class JobFollower:
 
         Raises:
             RankDiedError: For the first rank of the lost node.
-            LaunchError: If the job received a signal and no node is down.
         """
-        hosts = self._hosts or [job.nodes] * self._platform.n_nodes
+        hosts = queue.hosts_of(job.nodes) or [job.nodes] * self._platform.n_nodes
         down = [node for node, host in enumerate(hosts) if queue.is_down(host)]
-        if self._signal is not None and not down:
-            msg = (
-                f"Slurm ended job {self._number}, which ran {self._name}, with {self._signal} and started it again: a node "
-                "was lost, or the job was preempted without SIGUSR2; set max_restarts to allow this"
-            )
-            raise LaunchError(msg)
         node = down[0] if down else 0
         rank = node * self._platform.ranks_per_node
         died = Died(time.time(), 0, lost_with=f"its node, in Slurm job {self._number}")
         raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {hosts[node]}")
+
+
+class _Tail:
+    """Reads a file while it grows. The file is opened for each read, because network file systems then show what is new."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._position = 0
+        self._begun = b""
+
+    def new_bytes(self) -> bytes:
+        """Return the bytes since the last call."""
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+        self._position += len(data)
+        return data
+
+    def new_lines(self) -> list[bytes]:
+        """Return the complete lines since the last call."""
+        *lines, self._begun = (self._begun + self.new_bytes()).split(b"\n")
+        return lines

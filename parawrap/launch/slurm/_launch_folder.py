@@ -1,7 +1,7 @@
-"""The folder through which the submitting process and the nodes of a launch communicate.
+"""The folder through which the submitting process and the tasks of a launch communicate.
 
-It is on a shared file system, and only its user may enter it. Each file has one writer. A file appears only once it is
-complete, except for journals, which grow.
+It is on a shared file system, and only its user may enter it. Each file has one writer, and appears once it is complete.
+submitit's own folder is next to it: it holds the batch script, the output of the tasks, and the values that they return.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ import pickle
 import secrets
 import shutil
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from parawrap.errors import LaunchError
 from parawrap.launch._platform import Platform
-from parawrap.launch.clusters._connections import Address
-from parawrap.launch.messages._private_files import open_private
+from parawrap.launch.messages._private_files import make_private, open_private
+from parawrap.launch.rank._process_groups import StoreAddress
 from parawrap.launch.rank._rank_assignment import Surroundings
 
-__all__ = ["Folder", "Plan"]
+__all__ = ["Address", "Folder", "Plan"]
 
 _ROOT = "PARAWRAP_LAUNCH_DIR"
 _SUBMITIT = "submitit"
+_OVER = "over"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A launch's settings for its nodes, except for the call.
+    """A launch's settings for its tasks, except for the call.
 
     Attributes:
         name: The function's name.
@@ -47,15 +50,35 @@ class Plan:
     lease_s: float
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where the tasks of one attempt meet.
+
+    Attributes:
+        hosts: The addresses of rank 0's machine. Each task may reach a different one.
+        port: The port of the store for the tasks' messages.
+        restart: The number of earlier attempts.
+        meeting: The store of the ranks' process groups.
+    """
+
+    hosts: Sequence[str]
+    port: int
+    restart: int
+    meeting: StoreAddress | None
+
+
 class Folder:
     """The folder of one launch. Stateless. Its parent folder is shared by submitit and all launches of an array."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.call = path / "call"
+        self.log = path / "log"
+        self.tasks_log = path / "tasks.log"
         self.submitit = path.parent / _SUBMITIT
         self._plan = path / "plan"
         self._sign = path / "sign-of-life"
+        self._earlier = path / "earlier"
 
     @classmethod
     def planned(cls, name: str) -> Folder:
@@ -72,15 +95,15 @@ class Folder:
         """
         planned = cls.planned(name)
         try:
-            planned.root.mkdir(parents=True, exist_ok=True)
+            make_private(planned.root)
             array = Path(tempfile.mkdtemp(prefix=f"{planned.path.parent.name}-", dir=planned.root))  # mode 0700
         except OSError as error:
             msg = f"{planned.root} cannot be written to: {error}; set {_ROOT} to a folder that all nodes share"
             raise LaunchError(msg) from error
         folders: list[Folder] = [cls(array / str(number)) for number in range(count)]
         try:
-            for folder in folders:
-                folder.path.mkdir(mode=0o700)
+            for path in (folders[0].submitit, *(folder.path for folder in folders)):
+                path.mkdir(mode=0o700)
         except OSError as error:
             shutil.rmtree(array, ignore_errors=True)
             raise folders[0].unusable(error) from error
@@ -91,11 +114,6 @@ class Folder:
         """The folder that contains all launches."""
         return self.path.parent.parent
 
-    def _names(self) -> list[str]:
-        """List the folder. Network file systems cache the absence of a single file for a while, but not a listing."""
-        with os.scandir(self.path) as entries:
-            return [entry.name for entry in entries]
-
     def remove(self) -> None:
         """Remove the folder. The last launch of an array also removes the shared parent folder."""
         shutil.rmtree(self.path, ignore_errors=True)
@@ -103,7 +121,11 @@ class Folder:
             if {path.name for path in self.path.parent.iterdir()} <= {_SUBMITIT}:
                 shutil.rmtree(self.path.parent, ignore_errors=True)
 
-    # -- from the submitting process to the nodes
+    def unusable(self, error: OSError) -> LaunchError:
+        """Return the exception for a folder that cannot be read or written."""
+        return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
+
+    # -- from the submitting process to the tasks
 
     def write_plan(self, plan: Plan) -> None:
         _write(self._plan, pickle.dumps(plan))
@@ -114,16 +136,12 @@ class Folder:
         return plan
 
     def request(self, word: str) -> None:
-        """Send a request to the nodes: ``cancel``, ``stacks-N``, or ``preempt-N`` with a number N."""
+        """Send a request to rank 0's task: ``cancel``, ``preempt-N``, or ``stacks-N`` with a number N."""
         _write(self.path / f"request-{word}")
 
-    def requests(self) -> list[str]:
+    def requests(self) -> set[str]:
         """Return all requests so far."""
-        return [name.removeprefix("request-") for name in self._names() if name.startswith("request-")]
-
-    def rehearsals(self) -> int:
-        """Return the number of requested preemptions."""
-        return sum(request.startswith("preempt-") for request in self.requests())
+        return {name.removeprefix("request-") for name in self._names() if name.startswith("request-")}
 
     def write_sign_of_life(self, number: int) -> None:
         """Write a sign of life: the submitting process still waits for the results."""
@@ -135,40 +153,41 @@ class Folder:
             return self._sign.read_bytes()
         return None
 
-    # -- from the nodes, at each start of the job; `start` counts from 0
+    # -- from the tasks; an attempt is named by the job's start and the turn of the loop in its script: "0-0"
 
-    def journal(self, start: int) -> Path:
-        """Return the path of the first node's journal."""
-        return self.path / f"journal-{start}"
+    def write_address(self, attempt: str, address: Address) -> None:
+        """Publish where the tasks of an attempt meet."""
+        _write(self.path / f"address-{attempt}", pickle.dumps(address))
 
-    def has_journal(self, start: int) -> bool:
-        """True if the journal exists."""
-        return f"journal-{start}" in self._names()
-
-    def parcel(self, start: int, rank: int) -> Path:
-        """Return the path for a rank's result or exception."""
-        return self.path / f"parcel-{start}-{rank}"
-
-    def write_address(self, start: int, address: Address) -> None:
-        """Publish where the first node listens."""
-        _write(self.path / f"address-{start}", json.dumps([address.hosts, address.port]).encode())
-
-    def address(self, start: int, token: bytes) -> Address | None:
-        """Return where the first node listens. Return None before the address is published."""
-        path = self.path / f"address-{start}"
+    def address(self, attempt: str) -> Address | None:
+        """Return where the tasks of an attempt meet. Return None before it is published."""
+        path = self.path / f"address-{attempt}"
         if path.name not in self._names():
             return None
-        hosts, port = json.loads(path.read_bytes())
-        return Address(tuple(hosts), port, token)
+        with open_private(path) as file:
+            address: Address = pickle.load(file)
+        return address
+
+    def has_begun(self, start: int) -> bool:
+        """True if an attempt of this start of the job has begun."""
+        return self._count(f"address-{start}-") > 0
+
+    def write_trouble(self, start: int, node: int, reason: str) -> None:
+        """Report the reason why a node cannot take part."""
+        _write(self.path / f"trouble-{start}-{node}", reason.encode())
 
     def troubles(self, start: int) -> list[str]:
         """Return the reasons why nodes cannot take part, one per node."""
         names = sorted(name for name in self._names() if name.startswith(f"trouble-{start}-"))
         return [(self.path / name).read_text() for name in names]
 
-    def write_trouble(self, start: int, node: int, reason: str) -> None:
-        """Report the reason why this node cannot take part."""
-        _write(self.path / f"trouble-{start}-{node}", reason.encode())
+    def attempts(self) -> int:
+        """Return the number of attempts that have begun."""
+        return self._count("address-")
+
+    def preemptions(self) -> int:
+        """Return the number of starts of the job that ended by a preemption or by `requeue`."""
+        return self._count("preempted-")
 
     def mark_preempted(self, start: int) -> None:
         """Mark this start as preempted: another start of the job follows, and this one does not count as a failure."""
@@ -178,20 +197,40 @@ class Folder:
         """True if this start was marked as preempted."""
         return f"preempted-{start}" in self._names()
 
-    def note_restarts(self, count: int, failures: int, rehearsals: int) -> None:
-        """Store the numbers of restarts, failures, and requested preemptions for the job's next start."""
-        _write(self.path / "restarts", json.dumps([count, failures, rehearsals]).encode())
+    def mark_over(self) -> None:
+        """Mark the launch as over. The loop in the batch script then ends."""
+        _write(self.path / _OVER)
 
-    def restarts(self) -> tuple[int, int, int]:
-        """Return the numbers that `note_restarts` stored, or zeros."""
-        if "restarts" not in self._names():
-            return 0, 0, 0
-        count, failures, rehearsals = json.loads((self.path / "restarts").read_bytes())
-        return count, failures, rehearsals
+    def note_earlier(self, earlier: tuple[list[str], list[Any]]) -> None:
+        """Store how the attempts so far ended, and when their phases began, for the next attempt."""
+        _write(self._earlier, pickle.dumps(earlier))
 
-    def unusable(self, error: OSError) -> LaunchError:
-        """Return the exception for a folder that cannot be read or written."""
-        return LaunchError(f"{self.path} cannot be used: {error}; free some space there, or set {_ROOT} to another folder")
+    def earlier(self) -> tuple[list[str], list[Any]]:
+        """Return what `note_earlier` stored."""
+        if self._earlier.name not in self._names():
+            return [], []
+        with open_private(self._earlier) as file:
+            earlier: tuple[list[str], list[Any]] = pickle.load(file)
+        return earlier
+
+    def answer(self, request: str, stacks: dict[int, str]) -> None:
+        """Answer a request for stacks."""
+        _write(self.path / f"answer-{request}", json.dumps(stacks).encode())
+
+    def answer_to(self, request: str) -> dict[int, str] | None:
+        """Return the answer to a request for stacks, or None if there is none yet."""
+        path = self.path / f"answer-{request}"
+        if path.name not in self._names():
+            return None
+        return {int(rank): text for rank, text in json.loads(path.read_bytes()).items()}
+
+    def _names(self) -> list[str]:
+        """List the folder. Network file systems cache the absence of a single file for a while, but not a listing."""
+        with os.scandir(self.path) as entries:
+            return [entry.name for entry in entries]
+
+    def _count(self, prefix: str) -> int:
+        return sum(name.startswith(prefix) for name in self._names())
 
 
 def _write(path: Path, data: bytes = b"") -> None:

@@ -1,15 +1,14 @@
-"""The Slurm launcher: ranks run in a batch job that submitit submits.
+"""The Slurm launcher: ranks run in the tasks of a batch job, one each. submitit writes the job and submits it.
 
-The job and this process communicate through a folder. It holds the pickled call, a journal that the first node writes, and
-the requests of this process. Signals, requeueing, and the end of the job go through Slurm.
+Slurm starts and ends the tasks. Files carry the rest: the pickled call, requests of this process, and the tasks' output and
+values. Rank 0's task coordinates the others.
 """
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import secrets
-import threading
-import weakref
+import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -21,16 +20,15 @@ from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.messages._first_rank_failure import Parcel
 from parawrap.launch.rank._rank_assignment import Surroundings
 from parawrap.launch.slurm._batch_job import script, submit
-from parawrap.launch.slurm._commands import cancel_job, job_state, send_signal
+from parawrap.launch.slurm._commands import cancel_job, job_state
 from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Folder, Plan
 
 __all__ = ["launcher"]
 
-_log = logging.getLogger("parawrap.launch")
-
-_LEASE_S = 120.0  # the nodes end the launch if this process is silent for this long
+_LEASE_S = 120.0  # the tasks end the launch if this process is silent for this long
 _STACKS_S = 5.0
+_LOOK_S = 0.05
 
 
 class _Slurm:
@@ -62,7 +60,7 @@ class _Slurm:
             raise
         try:
             for launch, backend, number in zip(launches, backends, numbers, strict=True):
-                backend.follow(number)
+                backend.note_number(number)
                 start(launch)
         except BaseException:
             cancel_job(numbers[0].partition("_")[0])
@@ -80,16 +78,13 @@ launcher = _Slurm()
 
 
 class _SlurmBackend:
-    """One batch job and its folder. The folder is removed once the results were read or the launch is garbage-collected."""
+    """One batch job and its folder, which is removed at the end of the launch."""
 
     def __init__(self, job: Job, folder: Folder) -> None:
         self._job = job
         self._folder = folder
-        self._remove_folder = weakref.finalize(self, folder.remove)
-        self._answered = threading.Condition()
-        self._stacks: dict[str, dict[int, str]] = {}
+        self._ended = False
         self._requests = count()
-        self._transcripts: Sequence[Transcript] = ()
         surroundings = Surroundings.here().without_environ()
         plan = Plan(job.name, job.sent_platform, surroundings, secrets.token_bytes(32), _LEASE_S)
         try:
@@ -98,36 +93,22 @@ class _SlurmBackend:
         except OSError as error:
             raise folder.unusable(error) from error
 
-    def follow(self, number: str) -> None:
-        """Note the number of the submitted job. Called before `supervise`."""
+    def note_number(self, number: str) -> None:
+        """Store the number of the submitted job, before `supervise`."""
         self._number = number
-        self._follower = JobFollower(number, self._job.name, self._job.platform, self._folder, self._handle)
+        self._follower = JobFollower(number, self._job.name, self._job.platform, self._folder)
 
     @property
     def has_begun(self) -> bool:
         return self._follower.has_begun
 
     def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        self._transcripts = transcripts
-        ending = self._follower.follow()
-        if ending.cancelled:
-            self._remove_folder()  # a cancelled launch has no results
-        return ending
-
-    def _handle(self, word: str, body: tuple[Any, ...]) -> None:
-        if word == "output":
-            rank, stream, data = body
-            self._transcripts[rank].write(stream, data)
-        elif word == "record":
-            rank, text = body
-            self._transcripts[rank].record(text)
-        elif word == "log":
-            _log.log(*body)
-        elif word == "stacks":
-            request, stacks = body
-            with self._answered:
-                self._stacks[request] = stacks
-                self._answered.notify_all()
+        """Follow the job. `on_begin` is not called, because `Launch` does not wait for the ranks of a job."""
+        try:
+            return self._follower.follow(transcripts)  # with all values, so the folder is not needed any more
+        finally:
+            self._ended = True
+            self._folder.remove()
 
     def cancel(self) -> None:
         self._follower.cancel()
@@ -135,16 +116,20 @@ class _SlurmBackend:
     def preempt(self) -> None:
         if not job_state(self._number).waits:
             self._folder.request(f"preempt-{next(self._requests)}")
-            send_signal(self._number, "USR2")
 
     def state_of(self, rank: int) -> str:
+        """Return "running": the tasks do not report the states of single ranks."""
         return "running"
 
     def stacks(self) -> dict[int, str]:
         if not self._follower.has_begun:
             return {}
         request = f"stacks-{next(self._requests)}"
-        self._folder.request(request)
-        with self._answered:
-            self._answered.wait_for(lambda: request in self._stacks, _STACKS_S)
-            return self._stacks.pop(request, {})
+        until = time.monotonic() + _STACKS_S
+        with contextlib.suppress(OSError):  # the launch ends, and removes its folder
+            self._folder.request(request)
+            while not self._ended and time.monotonic() < until:
+                if (stacks := self._folder.answer_to(request)) is not None:
+                    return stacks
+                time.sleep(_LOOK_S)
+        return {}

@@ -1,271 +1,336 @@
-"""The tasks of a launch's batch job: the first node's task supervises all ranks, and each other task runs a node agent.
+"""A task of a launch's batch job: the guard of one rank.
 
-The job ends if the submitting process gives no sign of life for `Plan.lease_s`.
+submitit calls `guard_rank` in each task, and stores its return value in a file. The task forks its rank from itself, as
+torch is imported here already, and outlives it. So it sees the rank's exit code, ends the processes that the rank leaves
+behind, and returns the rank's value. If the rank failed, the task exits with code 1 once the file exists, so that Slurm
+ends the other tasks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import logging
 import os
-import resource
 import signal
 import socket
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from typing import Any, NoReturn
+
+import submitit
+import submitit.core.utils
+import torch.distributed as dist
 
 from parawrap.errors import LaunchError
-from parawrap.launch._platform import Platform
-from parawrap.launch.clusters._connections import Front, dial, interface_of, own_addresses
-from parawrap.launch.clusters._node_agent import NodeAgent
-from parawrap.launch.clusters._remote_node import ARRIVAL_S, await_nodes
-from parawrap.launch.coordinator._attempts import Attempts
+from parawrap.launch._network import interface_of
 from parawrap.launch.coordinator._attempts_backend import assignments_of
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.coordinator._store_host import open_store_host
-from parawrap.launch.guard._guard import Guard, LocalGuard
-from parawrap.launch.guard._start_methods import Starter, starter_named
-from parawrap.launch.messages._first_rank_failure import Outcome, Raised, Returned
+from parawrap.launch.coordinator._transcript import end_of
+from parawrap.launch.guard._guard import LocalGuard
+from parawrap.launch.guard._start_methods import starter_named
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
-from parawrap.launch.rank._process_groups import LOOPBACK, StoreAddress
-from parawrap.launch.slurm._commands import requeue_job
-from parawrap.launch.slurm._launch_folder import Folder, Plan
-from parawrap.launch.slurm._report_journal import Journal, JournalRecord, LogsIntoJournal
+from parawrap.launch.rank._rank_assignment import Assignment
+from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm._coordinate_job import ARRIVAL_S, JobCoordinator
+from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
+from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
 
-__all__ = ["ALIVE_S", "serve"]
+__all__ = ["TaskResult", "guard_rank"]
 
-ALIVE_S = 5.0
-"""Seconds between two signs of life of the first node."""
+_LOOK_S = 0.1
+_TASKS_PER_LOOK = 100  # with more tasks, each reads the shared folder less often
+_ALIVE_S = 0.5  # between two reports of output or progress
+_KEPT = 1 << 16  # the end of the rank's output, which may have a crash report
+_LAST_WORDS = 2500
+_RESULTS_S = 5.0  # time for other tasks to write their files
+_REQUEUE_S = 60.0  # Slurm ends the tasks of a requeued job well before this
+_NEVER = float("inf")
 
-_LOOK_S = 0.2
-_NODES_PER_LOOK = 50  # with more nodes, each reads the shared folder less often
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The value that a task returns.
+
+    Attributes:
+        attempt: The attempt's name.
+        value: The rank's pickled result or exception; empty without one.
+        ending: How all ranks ended, without their values. Only in rank 0's result.
+        is_final: True if no other attempt follows.
+    """
+
+    attempt: str
+    value: bytes = b""
+    ending: Ending | None = None
+    is_final: bool = False
 
 
-def serve(path: str, node: int, start: int, noted: list[int]) -> None:
-    """Run this node's task until the launch, or this start of the job, ends.
+def guard_rank(path: str) -> TaskResult:
+    """Run this task's rank until the attempt ends.
 
     Args:
         path: The launch's folder.
-        node: This node's number in the job.
-        start: The number of earlier starts of the job.
-        noted: Signals that this process received before parawrap was imported.
     """
-    folder = Folder(Path(path))
-    plan = folder.read_plan()
-    _allow_open_files()
-    starter = starter_named(plan.platform.spawn_method, not_for_children)
-    with open_private(folder.call) as call:
-        if node == 0:
-            _Head(folder, plan, start, noted).run(starter, call.fileno())
-        else:
-            _run_agent(folder, plan, node, start, starter, call.fileno())
+    return _Task(Folder(Path(path))).run()
 
 
-def _allow_open_files() -> None:
-    """Raise the limit on open files to the maximum: the first node has several per node and rank."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+class _Task:
+    """One task. Its main thread watches the rank; another one waits for orders of the coordinator."""
 
-
-def _run_agent(folder: Folder, plan: Plan, node: int, start: int, starter: Starter, payload: int) -> None:
-    """Connect to the first node and run this node's ranks for it.
-
-    Raises:
-        LaunchError: If the first node cannot be reached.
-    """
-    until = time.monotonic() + ARRIVAL_S
-    while (address := folder.address(start, plan.token)) is None and time.monotonic() < until:
-        time.sleep(_LOOK_S * max(1.0, plan.platform.n_nodes / _NODES_PER_LOOK))
-    wire = None if address is None else dial(address, until - time.monotonic())
-    if wire is None:
-        tried = "it published no address" if address is None else f"tried {', '.join(address.hosts)}, port {address.port}"
-        msg = f"node {node} ({socket.gethostname()}) cannot reach node 0: {tried}"
-        folder.write_trouble(start, node, msg)
-        raise LaunchError(msg)
-    NodeAgent(wire, node, starter, payload, plan.platform.grace_s, partial(folder.parcel, start)).run()
-
-
-class _Head:
-    """The first node's task. Its main thread supervises the ranks; a second thread reads requests from the folder."""
-
-    def __init__(self, folder: Folder, plan: Plan, start: int, noted: list[int]) -> None:
+    def __init__(self, folder: Folder) -> None:
+        task = submitit.JobEnvironment()
         self._folder = folder
-        self._plan = plan
-        self._platform = plan.platform
-        self._start = start
-        self._journal = Journal(folder.journal(start))
-        logging.getLogger("parawrap.launch").addHandler(LogsIntoJournal(self._journal))
-        self._run: Attempts | None = None
-        self._ended = threading.Event()
-        self._cancelled = threading.Event()
-        self._signal: str | None = None
-        self._preempted = False
-        self._rehearsals = 0
-        self._is_forgotten = False
-        for number in FROM_CLUSTER:
-            signal.signal(number, self._on_signal)
-        for early in noted:
-            self._on_signal(early, None)
+        self._rank = task.global_rank
+        self._node = task.node
+        self._results = [_result_file(task, rank) for rank in range(task.num_tasks)]
+        own = self._results[self._rank]
+        for left in (own, own.with_suffix(f"{own.suffix}.save_tmp")):
+            left.unlink(missing_ok=True)  # of an earlier attempt
+        self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self._attempt = f"{self._start}-{os.environ.get('PARAWRAP_ATTEMPT', '0')}"
+        self._loop = Loop()
+        self._guard: LocalGuard | None = None
+        self._coordinator: JobCoordinator | None = None
+        self._send: Callable[..., None] = lambda *_: None
+        self._signals: list[str] = []
+        self._grace_s = 0.0
+        self._value = b""
+        self._last_output = b""
+        self._alive_at = 0.0
+        self._end_at = self._kill_at = _NEVER
+        self._is_over = self._has_ended = self._is_finished = self._has_failed = False
+        self._streams = _separate_streams(folder.tasks_log)
+        atexit.register(self._leave)  # not earlier: submitit writes the file of the result first
+        _take_signals(self._on_signal)
 
-    def run(self, starter: Starter, payload: int) -> None:
-        """Run the ranks and write the ending to the journal. Requeue the job if the ranks called ``requeue()``."""
-        listener = threading.Thread(target=self._handle_requests, name="parawrap-requests", daemon=True)
-        listener.start()
-        try:
-            with ExitStack() as cleanup:
-                ending = self._watched(starter, payload, cleanup)
-        except (LaunchError, OSError) as error:
-            ending = Ending({}, cancelled=self._cancelled.is_set(), broken=str(error))
-        if ending.requeued:
-            ending = self._requeued(ending)
-        self._report(self._with_parcels_in_files(ending))
-        self._ended.set()
-        listener.join()
-        self._journal.close()
-        if self._is_forgotten:
-            self._folder.remove()
+    def run(self) -> TaskResult:
+        plan = self._folder.read_plan()
+        self._grace_s = plan.platform.grace_s
+        with ExitStack() as cleanup, open_private(self._folder.call) as call:
+            if self._rank == 0:
+                self._coordinator = JobCoordinator(self._folder, plan, self._start, self._attempt, cleanup)
+            address = self._await_address(plan)
+            host, own = self._reached(address)
+            self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
+            guard.start(_assignment(self._rank, plan, address, host, own), self)  # before this process has threads
+            self._connect(plan, address, host)
+            self._watch(guard)
+            guard.close()
+        self._loop.close()
+        result = TaskResult(self._attempt, self._value)
+        if self._coordinator is None:
+            return result
+        return replace(result, ending=self._coordinator.ending, is_final=self._coordinator.is_final)
 
-    def _watched(self, starter: Starter, payload: int, cleanup: ExitStack) -> Ending:
-        platform = self._platform
-        restart, failures, self._rehearsals = self._folder.restarts()
-        if self._start and not self._folder.was_preempted(self._start - 1):
-            restart, failures = restart + 1, failures + 1
-        if failures > platform.max_restarts:
-            msg = "a node was lost, and Slurm started the job again; set max_restarts to allow this"
+    def _await_address(self, plan: Plan) -> Address:
+        until = time.monotonic() + ARRIVAL_S
+        look_s = _LOOK_S * max(1.0, plan.platform.world_size / _TASKS_PER_LOOK)
+        while (address := self._folder.address(self._attempt)) is None:
+            if "SIGTERM" in self._signals:
+                msg = "Slurm ended the job before rank 0 was there"
+                raise LaunchError(msg)
+            if time.monotonic() > until:
+                msg = f"rank 0 did not publish its address within {ARRIVAL_S:g} seconds"
+                raise LaunchError(msg)
+            time.sleep(look_s)
+        return address
+
+    def _reached(self, address: Address) -> tuple[str, str]:
+        """Return the address at which this task reaches rank 0's machine, and its own address of that connection."""
+        found = reachable(address.hosts, address.port)
+        if found is None:
+            tried = f"tried {', '.join(address.hosts)}, port {address.port}"
+            msg = f"node {self._node} ({socket.gethostname()}) cannot reach node 0: {tried}"
+            self._folder.write_trouble(self._start, self._node, msg)
             raise LaunchError(msg)
-        hosts = own_addresses() if platform.n_nodes > 1 else [LOOPBACK]
-        hosts = hosts if platform.master_addr is None else [platform.master_addr]
-        meeting = cleanup.enter_context(open_store_host(platform, hosts[0], self._folder.path / f"store-{self._start}"))
-        loop = Loop()
-        nodes: list[Guard] = [LocalGuard(loop, starter, payload), *self._others(loop, hosts)]
-        self._journal.add("hosts", [node.host for node in nodes])
-        run = Attempts(
-            self._plan.name,
-            platform,
-            loop,
-            nodes,
-            assignments_of(platform, meeting, self._plan.surroundings, interface=_interface(platform, meeting)),
-            [JournalRecord(self._journal, rank) for rank in range(platform.world_size)],
-            restart=max(restart, self._start),
-            failures=failures,
-            requeues=True,
+        return found
+
+    def _connect(self, plan: Plan, address: Address, host: str) -> None:
+        signer = Signer(plan.token)
+        reports, orders = (
+            StoreQueue(connect(host, address.port), f"{self._attempt}/{name}", signer)
+            for name in ("reports", f"orders-{self._rank}")
         )
-        run.begin()
-        self._run = run
-        if self._cancelled.is_set():
-            run.cancel()
-        if self._preempted:
-            run.preempt(ends_late=self._is_rehearsal())
-        ending = run.run()
-        self._folder.note_restarts(run.restart + 1, run.failures, self._rehearsals)
-        return ending
 
-    def _others(self, loop: Loop, hosts: Sequence[str]) -> Sequence[Guard]:
-        """Wait for the other nodes and return them."""
-        front = Front(hosts, self._plan.token)
-        try:
-            self._folder.write_address(self._start, front.address)
-            return await_nodes(front, loop, range(1, self._platform.n_nodes), self._check_arrival)
-        finally:
-            front.close()
+        def send(*report: Any) -> None:
+            try:
+                reports.send(self._rank, *report)
+            except dist.DistError:
+                self._on_lost()
 
-    def _check_arrival(self) -> None:
-        if self._cancelled.is_set():
-            msg = "cancelled while nodes were connecting"
-            raise LaunchError(msg)
-        if troubles := self._folder.troubles(self._start):
-            raise LaunchError("; ".join(troubles))
+        def take_orders() -> None:
+            try:
+                while True:
+                    self._loop.call_soon(partial(self._obey, *orders.receive()))
+            except (dist.DistError, LaunchError):
+                self._loop.call_soon(self._on_lost)
 
-    def _report(self, ending: Ending) -> None:
-        try:
-            self._journal.add("ending", ending)
-        except LaunchError as error:
-            self._folder.write_trouble(self._start, 0, str(error))
+        self._send = send
+        send("hello", socket.gethostname())
+        threading.Thread(target=take_orders, name="parawrap-orders", daemon=True).start()
+        if self._coordinator is not None:
+            self._coordinator.begin()
+        for name in self._signals:
+            send("signal", name)
 
-    def _with_parcels_in_files(self, ending: Ending) -> Ending:
-        """Write results and exceptions to files in the folder. Return the ending with their paths."""
-        path_of = partial(self._folder.parcel, self._start)
-        try:
-            outcomes = {rank: _put(outcome, path_of(rank)) for rank, outcome in ending.outcomes.items()}
-        except OSError as error:
-            return replace(ending, outcomes={}, requeued=False, broken=str(self._folder.unusable(error)))
-        return replace(ending, outcomes=outcomes)
+    def _watch(self, guard: LocalGuard) -> None:
+        """Watch the rank until it is over and the coordinator has ended the attempt."""
+        while not (self._is_finished and guard.is_over):
+            self._loop.turn(min(self._end_at, self._kill_at) - time.monotonic())
+            now = time.monotonic()
+            if now >= self._end_at:
+                self._end_at, self._kill_at = _NEVER, now + self._grace_s
+                guard.send(self._rank, "end")
+            if now >= self._kill_at:
+                self._kill_at = _NEVER
+                guard.kill(self._rank)
+            if guard.is_over and not self._is_over:
+                self._is_over = True
+                self._send("over")
 
-    def _requeued(self, ending: Ending) -> Ending:
-        self._folder.mark_preempted(self._start)
-        reason = requeue_job(os.environ["SLURM_JOB_ID"])
-        broken = replace(ending, requeued=False, broken=f"Slurm refused to requeue the job: {reason}")
-        return ending if reason is None else broken
+    # -- orders, signals, and the end of the connection
 
-    # -- signals and requests
+    def _obey(self, word: str, *body: Any) -> None:
+        assert self._guard is not None
+        if word == "send":
+            self._guard.send(self._rank, *body)
+        elif word == "kill":
+            self._guard.kill(self._rank)
+        else:
+            (self._has_failed,) = body
+            self._finish()
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Preempt the ranks: Slurm is about to end the job, or `preempt` simulates it. A lost node also causes SIGTERM."""
-        self._signal = signal.Signals(number).name  # the other thread writes it to the journal: a handler must not block
-        self._preempted = True
-        with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
-            if number == signal.SIGUSR2:
+    def _finish(self) -> None:
+        self._is_finished = True
+        if not self._has_ended:
+            self._end_at = time.monotonic()
+
+    def _on_lost(self) -> None:
+        """Handle the loss of the store: rank 0's task or its machine has ended."""
+        self._send = lambda *_: None
+        if not self._is_finished:
+            self._has_failed = True
+            self._finish()
+
+    def _on_signal(self, number: int, _frame: object) -> None:
+        """Handle a signal of Slurm: it is about to end the job. SIGUSR2 comes early enough to save."""
+        name = signal.Signals(number).name
+        if number == signal.SIGUSR2 and self._rank == 0:
+            with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
                 self._folder.mark_preempted(self._start)
-        if self._run is not None:
-            self._run.preempt(ends_late=self._is_rehearsal())
+        self._signals.append(name)
+        self._loop.call_soon(partial(self._pass_on, name))
 
-    def _is_rehearsal(self) -> bool:
-        """True if `preempt` requested the signal. After any other signal, Slurm itself ends the job."""
-        before = self._rehearsals
-        with contextlib.suppress(OSError):
-            self._rehearsals = self._folder.rehearsals()
-        return self._rehearsals > before
+    def _pass_on(self, name: str) -> None:
+        self._send("signal", name)
+        if name == "SIGTERM" and self._guard is not None:  # ranks that do not save may clean up
+            self._end_at = min(self._end_at, time.monotonic() + self._grace_s)
 
-    def _handle_requests(self) -> None:
-        seen: set[str] = set()
-        sign, signed_at, reported_at = None, time.monotonic(), time.monotonic()
-        while not self._ended.wait(_LOOK_S):
-            if self._signal is not None:
-                self._journal.add("signal", self._signal)
-                self._signal = None
-            if time.monotonic() - reported_at > ALIVE_S:
-                reported_at = time.monotonic()
-                self._journal.add("alive")
-            now = sign
-            with contextlib.suppress(OSError):  # the lease ends if the file system fails for long
-                for request in set(self._folder.requests()) - seen:
-                    seen.add(request)
-                    self._handle(request)
-                now = self._folder.sign_of_life()
-            if now != sign:
-                sign, signed_at = now, time.monotonic()
-            elif time.monotonic() - signed_at > self._plan.lease_s:
-                self._is_forgotten = True
-                self._cancel()
+    # -- reports on the rank. Implements `Watcher`
 
-    def _handle(self, request: str) -> None:
-        if request == "cancel":
-            self._cancel()
-        elif request.startswith("stacks-") and self._run is not None:
-            self._journal.add("stacks", request, self._run.stacks())
+    def on_start(self, rank: int, pid: int) -> None:
+        self._send("started", pid)
 
-    def _cancel(self) -> None:
-        self._cancelled.set()
-        if self._run is not None:
-            self._run.cancel()
+    def on_output(self, rank: int, stream: int, data: bytes) -> None:
+        self._last_output = (self._last_output + data)[-_KEPT:]
+        with contextlib.suppress(OSError):  # a full disk
+            while data:
+                data = data[os.write(self._streams[stream], data) :]
+        self._report_progress()
+
+    def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
+        if isinstance(file, int):
+            self._value = _content(file)
+        if word == "alive":
+            self._report_progress()
+        else:
+            self._send("word", word, body)
+
+    def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
+        self._has_ended = True
+        self._end_at = self._kill_at = _NEVER
+        self._send("end", code, lost_with, end_of(self._last_output.decode(errors="replace"), _LAST_WORDS))
+
+    def on_trouble(self, what: str) -> None:
+        self._send("trouble", what)
+
+    def _report_progress(self) -> None:
+        if time.monotonic() - self._alive_at > _ALIVE_S:
+            self._alive_at = time.monotonic()
+            self._send("word", "alive", None)
+
+    # -- the end of the task
+
+    def _leave(self) -> NoReturn:
+        """Exit without unloading torch, with a code that makes Slurm end the other tasks if this rank failed."""
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        coordinator = self._coordinator
+        if coordinator is not None and coordinator.ending.requeued:
+            time.sleep(_REQUEUE_S)
+        if self._has_failed or (coordinator is not None and coordinator.is_forgotten):
+            self._await_results()
+        if coordinator is not None and coordinator.is_forgotten:
+            self._folder.remove()
+            os._exit(1)
+        os._exit(int(self._has_failed or not self._results[self._rank].exists()))
+
+    def _await_results(self) -> None:
+        """Wait until all tasks have written their results."""
+        until = time.monotonic() + _RESULTS_S
+        while time.monotonic() < until and not all(path.exists() for path in self._results):
+            time.sleep(_LOOK_S / 10)
 
 
-def _put(outcome: Outcome, path: Path) -> Outcome:
-    if isinstance(outcome, Returned):
-        return replace(outcome, value=outcome.value.put(path))
-    if isinstance(outcome, Raised):
-        return replace(outcome, error=outcome.error.put(path))
-    return outcome
+def _separate_streams(log: Path) -> dict[int, int]:
+    """Return copies of this process's output streams for the rank. Its own output goes into a log from now on."""
+    copies = {number: os.dup(number) for number in (1, 2)}
+    try:
+        own = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    except OSError:  # a full disk
+        own = os.open(os.devnull, os.O_WRONLY)
+    for number in copies:
+        os.dup2(own, number)
+    os.close(own)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    return copies
 
 
-def _interface(platform: Platform, meeting: StoreAddress | None) -> str | None:
-    """Return the network interface for connections to other nodes. None leaves the choice to torch.distributed."""
-    return None if platform.n_nodes == 1 or meeting is None or meeting.host is None else interface_of(meeting.host)
+def _take_signals(act: Callable[[int, Any], None]) -> None:
+    """Handle the signals of Slurm. They are blocked until now."""
+    for number in FROM_CLUSTER:
+        signal.signal(number, act)
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would log it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_CLUSTER)
+
+
+def _result_file(task: submitit.JobEnvironment, rank: int) -> Path:
+    """Return the file with the value of a task."""
+    paths = submitit.core.utils.JobPaths(task.paths.folder, job_id=task.job_id, task_id=rank)
+    return Path(paths.result_pickle)
+
+
+def _assignment(rank: int, plan: Plan, address: Address, host: str, own: str) -> Assignment:
+    """Return the assignment of a rank. The ranks' store has the address at which this task reaches rank 0's machine."""
+    meeting, several = address.meeting, plan.platform.n_nodes > 1
+    if several and meeting is not None and meeting.host is not None:
+        meeting = replace(meeting, host=host)
+    interface = interface_of(own) if several else None
+    return assignments_of(plan.platform, meeting, plan.surroundings, interface=interface)(rank, address.restart)
+
+
+def _content(file: int) -> bytes:
+    """Return the content of an open file, and close it."""
+    with open(file, "rb") as source:
+        source.seek(0)
+        return source.read()
