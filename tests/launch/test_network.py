@@ -1,6 +1,7 @@
 """The network interfaces of this machine."""
 
 from parawrap.launch._network import interface_of, own_addresses
+from parawrap.launch.rank._process_groups import LOOPBACK
 
 
 def test_own_addresses_are_those_of_interfaces():
