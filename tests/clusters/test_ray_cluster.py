@@ -30,6 +30,7 @@ def _ray(ray_cluster):
     """The ray module, with this process joined to the cluster as a driver."""
     import ray
 
+    ray.shutdown()  # tests of other files stay in the cluster
     ray.init(log_to_driver=False, logging_level="ERROR")
     yield ray
     ray.shutdown()

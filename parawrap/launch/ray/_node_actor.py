@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -21,8 +22,10 @@ __all__ = ["CONCURRENCY", "NodeActor", "address_of_node"]
 CONCURRENCY = {"events": 1, "acknowledgements": 1}
 """Ray runs the methods of each group, and the other methods, in a thread of their own and in order of arrival."""
 
-_PIECE = 1 << 20
-_UNREAD_PIECES = 8  # so at most 8 MiB of a node wait in the object store
+_PIECE = 2 << 20
+_UNREAD_PIECES = 4  # so at most 8 MiB of a node wait in the object store
+_MUCH = 1 << 16  # if so many bytes arrive at once, more will follow soon, and one object for all of them is cheaper
+_SOON_S = 0.002
 
 # The guard's interpreter. It reports a failed import as a message of `_node_messages`. Garbage collection is off during the
 # imports, because it would take a sixth of the time to import torch. The guard turns it on.
@@ -74,7 +77,16 @@ class NodeActor:
     def events(self) -> Iterator[bytes]:
         """Return the bytes from the guard, until it ends. Wait while the launching process has not read the last ones."""
         while self._unread.acquire() and (data := self._line.recv(_PIECE)):
-            yield data
+            pieces = [data]
+            while len(data) >= _MUCH and (room := _PIECE - sum(map(len, pieces))) and self._is_readable_soon():
+                data = self._line.recv(room)
+                pieces.append(data)
+            yield b"".join(pieces)
+
+    def _is_readable_soon(self) -> bool:
+        poll = select.poll()  # select() is limited to descriptors below 1024
+        poll.register(self._line, select.POLLIN)
+        return bool(poll.poll(1000 * _SOON_S))
 
     def acknowledge(self) -> None:
         """Note that the launching process has read a piece of `events`."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 __all__ = ["Inbox", "pack_message"]
@@ -27,13 +26,16 @@ class Inbox:
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def take(self, data: bytes) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    def take(self, data: bytes) -> list[tuple[str, tuple[Any, ...]]]:
         """Add the next bytes of the stream. Return the messages that are complete now."""
         self._received += data
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            message = bytes(self._received[_LENGTH.size : end])
-            del self._received[:end]
-            yield pickle.loads(message)
+        messages, start = [], 0
+        with memoryview(self._received) as received:
+            while len(received) - start >= _LENGTH.size:
+                end = start + _LENGTH.size + _LENGTH.unpack_from(received, start)[0]
+                if end > len(received):
+                    break
+                messages.append(pickle.loads(received[start + _LENGTH.size : end]))
+                start = end
+        del self._received[:start]
+        return messages

@@ -222,8 +222,7 @@ def _read(ray: Any, events: Any, loop: Loop, report: Callable[[list[Any], str | 
     inbox = Inbox()
     try:
         for reference in events:
-            messages = list(inbox.take(ray.get(reference)))
-            loop.call_soon(partial(report, messages, None))
+            loop.call_soon(partial(report, inbox.take(ray.get(reference)), None))
         failure = "its guard process ended"
     except BaseException as error:  # noqa: BLE001 (Ray raises many types: also SystemExit, after a shutdown)
         failure = f"its actor died: {error}"
