@@ -14,6 +14,7 @@ from parawrap.functional._collectives import group_size
 from parawrap.functional._fsdp import fully_sharded
 from parawrap.functional._private_names import BatchNorm
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
+from parawrap.tree import flatten, unflatten
 
 __all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
 
@@ -49,22 +50,13 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
     >>> optimiser.state[model.weight]["exp_avg"].device, optimiser.state[model.weight]["step"].device
     (device(type='meta'), device(type='cpu'))
     """
-    capturable = any(group.get("capturable") or group.get("fused") for group in optimiser.param_groups)
-    for state in optimiser.state.values():
+    groups = [group for group in optimiser.param_groups if group.get("capturable") or group.get("fused")]
+    with_step_on_device = {parameter for group in groups for parameter in group["params"]}
+    for parameter, state in optimiser.state.items():
         for name, value in state.items():
-            if name != "step" or capturable:
-                state[name] = _moved(value, device)
-
-
-def _moved(value: Any, device: torch.device | str | int) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+            if name != "step" or parameter in with_step_on_device:
+                leaves, spec = flatten(value)
+                state[name] = unflatten(spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def has_batch_norm(module: nn.Module) -> bool:
