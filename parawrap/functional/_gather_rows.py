@@ -22,13 +22,14 @@ __all__ = ["gather_rows"]
 T = TypeVar("T")
 
 _PLAIN = (str, bool, int, float)  # JSON keeps these, and None
+_ITEM = "an item of a list"
 
 
 class _Column(NamedTuple):
     """One leaf of a rank's tree.
 
     Attributes:
-        kind: The dtype and shape of a row of a tensor, or the kind of an item of a list. The same on every rank with rows.
+        kind: The dtype and shape of a row of a tensor, or the type of an item of a list. The same on every rank with rows.
         described: All of the leaf but the elements of its tensors, as JSON; see `_describe`.
         data: The elements of its tensors, as bytes.
     """
@@ -45,8 +46,8 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
 
     Args:
         tree: This rank's results: a tensor with the rows on dim 0, a list with one item per row, or a tuple, dict, or
-            dataclass of these. An item of a list is a string, a number, or a tensor of any length; or a dict, tuple, or
-            list of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors and
+            dataclass of these. An item of a list is a string, a number, a tensor of any shape, or None; or a dict, tuple,
+            or list of these. The rows are in the order of this rank's sampler. A rank without rows gives empty tensors and
             lists, of any dtype and shape.
         sampler: The sampler that gave this rank its rows: from `get_dataset_sampler`, torch's DistributedSampler, or a
             loader from `shard_loader`. Call `gather_rows` before the loader's next epoch begins. With None, which
@@ -57,8 +58,9 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
         graph.
 
     Raises:
-        GatherError: If the row count of a tensor or list differs from that of the sampler, rows or ranks differ in
-            structure or dtype, rows of a tensor differ in shape, or a row is missing on all ranks.
+        GatherError: If the row count of a tensor or list differs from that of the sampler, ranks differ in structure or
+            dtype, rows of a tensor differ in shape, items of a list differ in type, dtype, or dims, or a row is missing on
+            all ranks.
         TypeError: If a value is neither a dense tensor, a string, nor a number, or `sampler` does not show the rows of the
             other ranks.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
@@ -81,13 +83,12 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     leaves, spec = flatten(replace_nodes(tree, _is_list_of_rows, Opaque))
     places = addresses(spec, ("tree",))
     columns = [_make_column(leaf, place, len(indices)) for leaf, place in zip(leaves, places, strict=True)]
-    reports = exchange_json(
-        {
-            "rows": indices,
-            "places": places,
-            "columns": [(column.kind, column.described, column.data.numel()) for column in columns],
-        }
-    )
+    report: Any = {
+        "rows": indices,
+        "places": places,
+        "columns": [(column.kind, column.described, column.data.numel()) for column in columns],
+    }
+    reports = exchange_json(report)
     if difference := find_difference([report["places"] for report in reports]):
         rank, here, there = difference
         msg = f"gather_rows: rank 0 has {here}, but rank {rank} has {there}. Give all ranks the same structure."
@@ -97,7 +98,7 @@ def gather_rows(tree: T, sampler: Sampler[Any] | DataLoader[Any] | None) -> T:
     for leaf, place, column, *others in zip(
         leaves, places, columns, *(report["columns"] for report in reports), strict=True
     ):
-        _check_kinds(place, [(rank, other[0]) for rank, other in enumerate(others) if reports[rank]["rows"]])
+        _check_kinds(place, {rank: kind for rank, (kind, *_) in enumerate(others) if reports[rank]["rows"]})
         parts = [column.data] if ranks == 1 else exchange(column.data, [size for _, _, size in others])
         rows = [
             _rebuild(described, part, _device_of(leaf))
@@ -201,39 +202,38 @@ def _make_column_of_items(items: Sequence[Any], place: str, rows: int) -> _Colum
         )
         raise GatherError(msg)
     tensors: list[Tensor] = []
-    described, first = [], ""
-    for i, item in enumerate(items):
-        description, kind = _describe(item, f"{place}[{i}]", tensors)
-        described.append(description)
-        first = first or kind
-        if kind != first:
-            msg = f"{place}[0] is {first}, but {place}[{i}] is {kind}. Give all rows the same structure and dtype."
+    described = [_describe(item, f"{place}[{i}]", tensors) for i, item in enumerate(items)]
+    kinds = {i: _kind_of(item) for i, item in enumerate(items) if item is not None}
+    first = next(iter(kinds), 0)
+    for i, kind in kinds.items():
+        if kind != kinds[first]:
+            msg = f"{place}[{first}] is {kinds[first]}, but {place}[{i}] is {kind}. Give all rows the same type and dtype."
             raise GatherError(msg)
-    return _Column(f"an item of a list: {first}", {"list": described}, _bytes_of(tensors))
+    kind = f"{_ITEM}: {kinds[first]}" if kinds else _ITEM
+    return _Column(kind, {"list": described}, _bytes_of(tensors))
 
 
-def _describe(value: Any, place: str, tensors: list[Tensor]) -> tuple[Any, str]:
-    """Return a value as JSON, and its kind. Append its tensors to a list.
+def _kind_of(item: Any) -> str:
+    return f"{item.dtype} with {item.dim()} dim(s)" if isinstance(item, Tensor) else type(item).__qualname__
+
+
+def _describe(value: Any, place: str, tensors: list[Tensor]) -> Any:
+    """Return a value as JSON, and append its tensors to a list.
 
     JSON shows strings, numbers, and None as themselves, and other values by their type: ``{"tensor": [dtype, shape]}``,
-    ``{"dict": [[key, value], ...]}``. A list may have any length and content, so its kind is only "list".
+    ``{"dict": [[key, value], ...]}``.
     """
     if value is None or type(value) in _PLAIN:
-        return value, type(value).__qualname__
+        return value
     if type(value) is dict:
-        items = [
-            (_describe(key, f"a key of {place}", tensors)[0], *_describe(item, f"{place}[{key!r}]", tensors))
-            for key, item in value.items()
-        ]
-        kinds = ", ".join(sorted(f"{key!r}: {kind}" for key, (_, _, kind) in zip(value, items, strict=True)))
-        return {"dict": [(key, description) for key, description, _ in items]}, f"{{{kinds}}}"
+        keys = [_describe(key, f"a key of {place}", tensors) for key in value]
+        items = [_describe(item, f"{place}[{key!r}]", tensors) for key, item in value.items()]
+        return {"dict": list(zip(keys, items, strict=True))}
     if type(value) in (list, tuple):
-        parts = [_describe(part, f"{place}[{i}]", tensors) for i, part in enumerate(value)]
-        kind = "list" if type(value) is list else f"({', '.join(kind for _, kind in parts)})"
-        return {type(value).__qualname__: [description for description, _ in parts]}, kind
+        return {type(value).__qualname__: [_describe(item, f"{place}[{i}]", tensors) for i, item in enumerate(value)]}
     tensor = _require_dense(value, place)
     tensors.append(tensor)
-    return {"tensor": [str(tensor.dtype), list(tensor.shape)]}, f"{tensor.dtype} with {tensor.dim()} dim(s)"
+    return {"tensor": [str(tensor.dtype), list(tensor.shape)]}
 
 
 def _require_dense(value: Any, place: str) -> Tensor:
@@ -250,7 +250,8 @@ def _require_dense(value: Any, place: str) -> Tensor:
             "a dense tensor, a string, a number, or a dict, tuple, or list of these."
         )
         raise TypeError(msg)
-    return value
+    tensor: Tensor = value
+    return tensor
 
 
 def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
@@ -259,13 +260,13 @@ def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts]) if parts else nothing
 
 
-def _check_kinds(place: str, kinds: list[tuple[int, str]]) -> None:
-    """Raise if ranks with rows have rows of different kinds."""
-    for rank, kind in kinds:
-        first, expected = kinds[0]
-        if kind != expected:
+def _check_kinds(place: str, kinds: dict[int, str]) -> None:
+    """Raise if ranks with rows have rows of different kinds. A list of None agrees with every list."""
+    first = max(kinds, key=lambda rank: len(kinds[rank]), default=0)
+    for rank, kind in kinds.items():
+        if not kinds[first].startswith(kind):
             msg = (
-                f"{place}: a row is {expected} on rank {first}, but {kind} on rank {rank}. Give all ranks the same "
+                f"{place}: a row is {kinds[first]} on rank {first}, but {kind} on rank {rank}. Give all ranks the same "
                 "structure and dtype. If rows differ in shape, give a list with one item per row, such as list(tensor)."
             )
             raise GatherError(msg)

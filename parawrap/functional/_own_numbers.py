@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
@@ -17,8 +17,6 @@ from parawrap.functional._collectives import place
 from parawrap.launch import current_rank, inside_a_rank, seed_all
 
 __all__ = ["SEEDS", "SeededItem", "new_loader", "reseed", "share_of"]
-
-L = TypeVar("L", bound="DataLoader[Any]")
 
 SEEDS = 2**62  # a seed below it, plus an epoch or the number of a worker, is a seed of torch
 
@@ -100,10 +98,10 @@ class _OwnNumbers:
         return new_loader, (type(self).__bases__[1],), vars(self)  # a class that is made here has no importable name
 
 
-def new_loader(kind: type[L]) -> L:
+def new_loader(kind: Any) -> Any:
     """Return a loader without attributes of a class of sharded loaders, which is derived from this class of loaders."""
     made = _class_with_own_numbers(kind)
-    return made.__new__(made)  # type: ignore[no-any-return]
+    return made.__new__(made)
 
 
 def share_of(loader: DataLoader[Any]) -> Any:
@@ -127,13 +125,15 @@ class _Batches:
     """
 
     _running: ClassVar[list[_Batches]] = []  # of all loaders, the oldest first
+    _loader: weakref.ref[DataLoader[Any]]
+    _script_seed: int
 
     def __init__(self, loader: DataLoader[Any], iterate: Callable[[], Iterator[Any]]) -> None:
         for each in list(self._running):
             if each._loader() is loader:
                 each._end()
         self._loader = weakref.ref(loader)
-        self._script_seed: int = self._running[0]._script_seed if self._running else torch.initial_seed()
+        self._script_seed = self._running[0]._script_seed if self._running else torch.initial_seed()
         share: Any = share_of(loader)
         generators = [] if loader.generator is None else [loader.generator]
         others = [generator.initial_seed() for generator in generators]

@@ -169,7 +169,7 @@ def _loader_with(loader: L, options: Mapping[str, Any], share: Any) -> L:
     A subclass's own ``__init__`` is not called, because it may take other arguments. Its attributes are copied.
     """
     names = [name for name in inspect.signature(DataLoader).parameters if name not in _OF_THE_SAMPLER]
-    sharded = new_loader(type(loader))
+    sharded: L = new_loader(type(loader))
     DataLoader.__init__(sharded, loader.dataset, **{name: getattr(loader, name) for name in names}, **options)
     for name, value in vars(loader).items():
         if name not in vars(sharded):
