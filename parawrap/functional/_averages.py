@@ -97,13 +97,8 @@ def _average(tensors: list[Tensor]) -> None:
 
 
 def _average_one(tensor: Tensor) -> None:
-    ranks = group_size()
-    if tensor.dtype is torch.float16:  # the sum of two finite numbers may be infinite
-        tensor.div_(ranks)
-        dist.all_reduce(tensor)
-    else:  # the mean of equal numbers is the same number
-        dist.all_reduce(tensor)
-        tensor.div_(ranks)
+    tensor.div_(group_size())  # before the sum, which may be too large for float16
+    dist.all_reduce(tensor)
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

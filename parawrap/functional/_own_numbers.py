@@ -118,33 +118,15 @@ def _class_with_own_numbers(kind: type) -> Any:
 
 
 class _Batches:
-    """One iteration of a sharded loader. Until it ends, the process draws numbers of this rank and epoch.
+    """One iteration of a sharded loader. It ends with its last batch, or when it is deleted.
 
-    It ends with its last batch, when it is deleted, or when the loader's next iteration begins. Iterations may be nested
-    and may end in any order. Like torch's iterator, it belongs to one thread.
+    Like torch's iterator, it belongs to one thread.
     """
 
-    _running: ClassVar[list[_Batches]] = []  # of all loaders, the oldest first
-    _loader: weakref.ref[DataLoader[Any]]
-    _script_seed: int
-
     def __init__(self, loader: DataLoader[Any], iterate: Callable[[], Iterator[Any]]) -> None:
-        for each in list(self._running):
-            if each._loader() is loader:
-                each._end()
-        self._loader = weakref.ref(loader)
-        self._script_seed = self._running[0]._script_seed if self._running else torch.initial_seed()
-        share: Any = share_of(loader)
-        generators = [] if loader.generator is None else [loader.generator]
-        others = [generator.initial_seed() for generator in generators]
-        # The number of outer loops gives two loaders that are read together different numbers.
-        seed = _hash(self._script_seed, *others, place()[0], share.next_epoch, len(self._running))
-        share.worker_seed = seed if loader.persistent_workers else None
-        device = current_rank().device if inside_a_rank() else None
-        self._restore = reseed(seed, generators, device)
-        self._running.append(self)
+        self._stream = _Stream(loader)
         self._batches = iterate()
-        reseed(seed, generators, device)  # new workers have drawn a seed, persistent ones have not
+        self._stream.start()  # again: new workers have drawn a seed, persistent ones have not
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -153,25 +135,53 @@ class _Batches:
         try:
             return next(self._batches)
         except StopIteration:
-            self._end()
+            self._stream.end()
             raise
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # torch's iterator has a length
 
     def __del__(self) -> None:
-        self._end()
+        self._stream.end()
 
-    def _end(self) -> None:
-        """Restore the generators. If an inner loop is still running, it restores them when it ends."""
-        if self not in self._running:
-            return
-        position = self._running.index(self)
-        del self._running[position]
-        if position < len(self._running):
-            self._running[position]._restore = self._restore
-        else:
-            self._restore()
+
+class _Stream:
+    """The random numbers of this rank during one iteration of a loader.
+
+    A loader's next iteration ends its previous one. Streams of several loaders may be nested and may end in any order; the
+    newest one is in effect.
+    """
+
+    _open: ClassVar[list[_Stream]] = []  # the oldest first
+    _loader: weakref.ref[DataLoader[Any]]
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        for each in [stream for stream in self._open if stream._loader() is loader]:
+            each.end()
+        self._loader = weakref.ref(loader)
+        self._script_seed: int = self._open[0]._script_seed if self._open else torch.initial_seed()
+        self._generators = [] if loader.generator is None else [loader.generator]
+        seeds = [self._script_seed, *(generator.initial_seed() for generator in self._generators)]
+        share: Any = share_of(loader)
+        # The number of outer loops gives two loaders that are read together different numbers.
+        self._seed = _hash(*seeds, place()[0], share.next_epoch, len(self._open))
+        share.worker_seed = self._seed if loader.persistent_workers else None
+        self._restore = self.start()
+        self._open.append(self)
+
+    def start(self) -> Callable[[], None]:
+        """Put the stream into effect, from its start. Return a function that restores the previous numbers."""
+        return reseed(self._seed, self._generators, current_rank().device if inside_a_rank() else None)
+
+    def end(self) -> None:
+        """Restore the previous numbers. A newer stream that is still open restores them when it ends."""
+        if self in self._open:
+            position = self._open.index(self)
+            del self._open[position]
+            if position < len(self._open):
+                self._open[position]._restore = self._restore
+            else:
+                self._restore()
 
 
 def _hash(*numbers: int) -> int:

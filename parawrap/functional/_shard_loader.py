@@ -37,7 +37,7 @@ _OF_THE_SAMPLER = {"dataset", "shuffle", "sampler", "batch_sampler", "batch_size
 def shard_loader(loader: L, *, pad: bool = True) -> L:
     """Return a loader of the same class and options that reads this rank's share of the rows.
 
-    Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
+    Its class is a subclass of the loader's. Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
     same number of times on every rank. To resume training, choose the next epoch with ``loader.sampler.set_epoch(epoch)``.
 
     ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size * world_size`` rows. For
@@ -48,6 +48,10 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     - Any other sampler runs on every rank from the same seed, and rank r takes items r, r + world_size, ... of its order.
       A sampler with a different order on some rank is refused. A batch sampler's batches are distributed the same way.
 
+    During an iteration, Python, numpy, and torch draw this rank's own random numbers, in the process and in each worker. They
+    follow from the rank's seed, the rank, and the epoch, so that augmentations and dropout differ between ranks and are
+    reproducible. After the iteration, all ranks continue with the numbers from before it.
+
     Args:
         loader: A loader over a dataset with a length, not sharded yet. Call `shard_loader` on every rank.
         pad: True gives all ranks the same number of rows, as training with collectives requires. Some rows are then
@@ -55,8 +59,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
             ranks' row counts may then differ by one.
 
     Raises:
-        TypeError: If the dataset is a stream, the loader is sharded already, the sampler has no length or a different order
-            on some rank, or a subclass of DataLoader cannot be rebuilt.
+        TypeError: If the dataset is a stream, the loader is sharded already, or the sampler has no length or a different
+            order on some rank.
         ValueError: If ``pad=False`` is combined with ``drop_last=True``, or a sampler yields more items than its length.
         PlatformError: If ranks must agree on a seed or an order, but ``ipc_groups=None`` forms no process group.
 
@@ -99,7 +103,8 @@ def _check(loader: Any) -> None:
     if isinstance(loader.dataset, IterableDataset):
         msg = (
             f"{name} is a stream, so it has no sampler to shard. Yield this rank's rows in its __iter__: "
-            "itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size)."
+            "itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size). "
+            "With several workers, split them again by torch.utils.data.get_worker_info()."
         )
         raise TypeError(msg)
     sampler: Any = loader.sampler if loader.batch_size is not None or loader.batch_sampler is None else loader.batch_sampler
