@@ -37,8 +37,9 @@ _OF_THE_SAMPLER = {"dataset", "shuffle", "sampler", "batch_sampler", "batch_size
 def shard_loader(loader: L, *, pad: bool = True) -> L:
     """Return a loader of the same class and options that reads this rank's share of the rows.
 
-    Its class is a subclass of the loader's. Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
+    Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
     same number of times on every rank. To resume training, choose the next epoch with ``loader.sampler.set_epoch(epoch)``.
+    The class of the new loader is derived from that of the loader.
 
     ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size * world_size`` rows. For
     the same steps as in one process, divide ``batch_size`` by the world size.
@@ -48,8 +49,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     - Any other sampler runs on every rank from the same seed, and rank r takes items r, r + world_size, ... of its order.
       A sampler with a different order on some rank is refused. A batch sampler's batches are distributed the same way.
 
-    During an iteration, Python, numpy, and torch draw this rank's own random numbers, in the process and in each worker. They
-    follow from the rank's seed, the rank, and the epoch, so that augmentations and dropout differ between ranks and are
+    During an iteration, Python, numpy, and torch draw this rank's own random numbers, in the process and in each worker.
+    They follow from the seed, the rank, and the epoch, so that augmentations and dropout differ between ranks and are
     reproducible. After the iteration, all ranks continue with the numbers from before it.
 
     Args:
