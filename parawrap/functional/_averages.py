@@ -29,7 +29,7 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
         grads: Average the gradients.
 
     Raises:
-        TypeError: If the module is sharded by ``fully_shard``, whose gradients are averaged already.
+        TypeError: If the module is sharded by ``fully_shard``, which averages gradients itself.
 
     Example:
         >>> import torch

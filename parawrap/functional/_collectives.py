@@ -96,8 +96,8 @@ def find_difference(lists: Sequence[Sequence[str]]) -> tuple[int, str, str] | No
     """Compare the ranks' lists with that of rank 0.
 
     Returns:
-        The first rank whose list differs, an item that only rank 0 has, and one that only this rank has. None without a
-        difference.
+        The first rank with another list, an item that only rank 0 has, and an item that only this rank has. None without
+        a difference.
     """
     first = lists[0]
     for rank, other in enumerate(lists):

@@ -288,7 +288,7 @@ def _rebuild(described: Any, data: Tensor, device: torch.device) -> Any:
             case {"tensor": [name, shape]}:
                 dtype = getattr(torch, name.removeprefix("torch."))
                 size = math.prod(shape) * dtype.itemsize
-                part = data[position : position + size].clone()  # aligned, and with memory of its own
+                part = data[position : position + size].clone()  # aligned, and not a view
                 position += size
                 return part.view(dtype).reshape(shape).to(device)
         return description

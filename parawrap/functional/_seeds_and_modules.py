@@ -200,7 +200,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         >>> train(), train.inline()
         (RankResults(['weight'], ['weight']), RankResults(['weight']))
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and no module is one of its own before
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if no module uses it
     wrappers = (DistributedDataParallel, nn.DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
     inner: Any = module
     while isinstance(inner, wrappers) or hasattr(inner, COMPILED):

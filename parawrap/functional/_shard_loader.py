@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from parawrap.functional._collectives import exchange_json, place, require_group
-from parawrap.functional._own_numbers import SEEDS, new_loader
+from parawrap.functional._own_numbers import SEEDS, new_loader, share_of
 from parawrap.functional._rank_samplers import (
     ContiguousShare,
     EachEpoch,
@@ -108,7 +108,7 @@ def _check(loader: Any) -> None:
             "With several workers, split them again by torch.utils.data.get_worker_info()."
         )
         raise TypeError(msg)
-    sampler: Any = loader.sampler if loader.batch_size is not None or loader.batch_sampler is None else loader.batch_sampler
+    sampler = share_of(loader)
     while sampler is not None:
         if isinstance(sampler, (DistributedSampler, EpochSampler, EachEpoch)) or hasattr(sampler, "num_replicas"):
             msg = (
