@@ -46,7 +46,8 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         GatherError: If the ranks' structures, shapes, or `op` differ. The message names the first difference.
         TypeError: If a value is not a real number, or is an integer tensor with op="mean".
         ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
-        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer.
+        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer, or if its numbers are so
+            large (from 2**53 / the number of ranks on) that their sum in float64 may not be exact.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
