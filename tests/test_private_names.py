@@ -298,6 +298,7 @@ def test_a_compiled_module_is_compiled_again():
     compiled = torch.compile(model, backend="eager")
     assert of_replicas.compiler() is sys.modules["torch._dynamo"]
     assert of_replicas.is_compiled_module(type(compiled))
+    assert getattr(compiled, of_functional.COMPILED) is model
     copy = type(compiled).__new__(type(compiled))
     replica = Linear(2, 2)
     of_replicas.recompiled(copy, compiled, {model: replica}.__getitem__)

@@ -14,6 +14,7 @@ from parawrap.functional._seeds_and_modules import (
     seed_generators,
     set_default_device,
     to,
+    unwrap,
 )
 from parawrap.functional._shard_loader import shard_loader
 
@@ -29,4 +30,5 @@ __all__ = [
     "set_default_device",
     "shard_loader",
     "to",
+    "unwrap",
 ]

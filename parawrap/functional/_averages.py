@@ -28,6 +28,9 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
         params: Average the parameters.
         grads: Average the gradients.
 
+    Raises:
+        TypeError: If the module is sharded by ``fully_shard``, which averages gradients itself.
+
     Example:
         >>> import torch
         >>> from parawrap import Platform, current_rank, functional, wrapper
@@ -43,13 +46,17 @@ def average_params_grads(module: nn.Module, params: bool = False, grads: bool = 
     if group_size() == 1:
         return
     parameters = list(module.parameters())
+    if any(hasattr(parameter, "full_tensor") for parameter in parameters):
+        msg = (
+            "average_params_grads takes whole parameters, but fully_shard has sharded this module. Leave the call out: "
+            "fully_shard averages gradients over the ranks itself."
+        )
+        raise TypeError(msg)
     if grads:
         _give_missing_gradients(parameters)
         _average([parameter.grad for parameter in parameters if parameter.grad is not None])
     if params:
-        _average(
-            [parameter.detach() for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
-        )
+        _average([each.detach() for each in parameters if each.is_floating_point() or each.is_complex()])
 
 
 def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
@@ -59,26 +66,18 @@ def _give_missing_gradients(parameters: list[nn.Parameter]) -> None:
     """
     if not parameters:
         return
-    flags = torch.tensor(
-        [_has_dense_and_sparse(each) for each in parameters], dtype=torch.uint8, device=parameters[0].device
-    )
-    dist.all_reduce(flags, dist.ReduceOp.MAX)
-    for parameter, (dense, sparse) in zip(parameters, flags.tolist(), strict=True):
-        if parameter.grad is None and (dense or sparse):
-            parameter.grad = torch.zeros_like(parameter) if dense else _no_rows_of(parameter)
-        elif dense and parameter.grad is not None and parameter.grad.layout is not torch.strided:
+    layouts = [None if parameter.grad is None else parameter.grad.layout for parameter in parameters]
+    flags = [(layout is torch.strided, layout not in (None, torch.strided)) for layout in layouts]
+    agreed = torch.tensor(flags, dtype=torch.uint8, device=parameters[0].device)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    for parameter, (is_dense, is_sparse) in zip(parameters, agreed.tolist(), strict=True):
+        if parameter.grad is None and (is_dense or is_sparse):
+            parameter.grad = torch.zeros_like(parameter) if is_dense else _empty_sparse_gradient(parameter)
+        elif is_dense and parameter.grad is not None and parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
 
 
-def _has_dense_and_sparse(parameter: nn.Parameter) -> tuple[bool, bool]:
-    if parameter.grad is None:
-        return False, False
-    is_dense = parameter.grad.layout is torch.strided
-    return is_dense, not is_dense
-
-
-def _no_rows_of(parameter: nn.Parameter) -> Tensor:
-    """Return an empty gradient of a sparse embedding."""
+def _empty_sparse_gradient(parameter: nn.Parameter) -> Tensor:
     rows = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(
         rows, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
@@ -87,17 +86,19 @@ def _no_rows_of(parameter: nn.Parameter) -> Tensor:
 
 def _average(tensors: list[Tensor]) -> None:
     """Replace tensors by their mean over ranks, in place."""
-    ranks = group_size()
     for bucket in buckets([tensor for tensor in tensors if tensor.layout is torch.strided]):
         flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(flat)
-        flat /= ranks
+        _average_one(flat)
         for tensor, mean in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(mean.view_as(tensor))
     for tensor in tensors:
         if tensor.layout is not torch.strided:  # an embedding's sparse gradient has a different size on each rank
-            dist.all_reduce(tensor)
-            tensor.div_(ranks)
+            _average_one(tensor)
+
+
+def _average_one(tensor: Tensor) -> None:
+    tensor.div_(group_size())  # before the sum, which may be too large for float16
+    dist.all_reduce(tensor)
 
 
 def buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

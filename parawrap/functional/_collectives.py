@@ -1,23 +1,35 @@
-"""The size of the process group, the device of its collectives, and an exchange of bytes without pickles."""
+"""The place of this process in the process group, the device of its collectives, and exchanges without pickles."""
 
 from __future__ import annotations
 
-import ctypes
+import json
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parawrap.errors import PlatformError
-from parawrap.launch import current_rank, inside_a_rank
+from parawrap.launch import Platform, current_rank, inside_a_rank
 
-__all__ = ["collective_device", "exchange", "exchange_texts", "group_size", "require_group", "text_of", "to_bytes"]
+__all__ = ["collective_device", "exchange", "exchange_json", "find_difference", "group_size", "place", "require_group"]
+
+T = TypeVar("T")
 
 
 def group_size() -> int:
     """Return the number of ranks in the process group; 1 without a group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
+    """Return the global rank and the number of ranks; by default those of this rank."""
+    here = current_rank() if inside_a_rank() else None
+    world_size = platform.world_size if platform else here.world_size if here else group_size()
+    if global_rank is None:
+        global_rank = here.global_rank if here else dist.get_rank() if world_size > 1 and dist.is_initialized() else 0
+    return global_rank, world_size
 
 
 def require_group(helper: str) -> int:
@@ -63,19 +75,34 @@ def exchange(data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [part[:size].cpu() for part, size in zip(parts, sizes, strict=True)]
 
 
-def exchange_texts(text: str) -> list[str]:
-    """Return every rank's text, in rank order. The texts are sent as bytes."""
-    data = to_bytes(text)
-    lengths = exchange(torch.tensor([data.numel()], device="cpu"), [1] * group_size())
-    return [text_of(part) for part in exchange(data, [int(length) for length in lengths])]
+def exchange_json(value: T) -> list[T]:
+    """Return every rank's JSON value, in rank order. Nothing is unpickled. Strings may have lone surrogates."""
+    text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    texts = [text] if group_size() == 1 else _exchange_bytes(text)
+    return [json.loads(each.decode("utf-8", "surrogatepass")) for each in texts]
 
 
-def to_bytes(text: str) -> Tensor:
-    """Return the UTF-8 bytes of any string as a uint8 tensor."""
-    data = text.encode("utf-8", "surrogatepass")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8, device="cpu")
+def _exchange_bytes(data: bytes) -> list[bytearray]:
+    sizes = [int(size) for size in exchange(torch.tensor([len(data)], device="cpu"), [1] * group_size())]
+    found = []
+    for part in exchange(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
+        memory = bytearray(part.numel())
+        torch.frombuffer(memory, dtype=torch.uint8).copy_(part)
+        found.append(memory)
+    return found
 
 
-def text_of(data: Tensor) -> str:
-    """Return the string of a contiguous uint8 tensor on the CPU."""
-    return ctypes.string_at(data.data_ptr(), data.numel()).decode("utf-8", "surrogatepass") if data.numel() else ""
+def find_difference(lists: Sequence[Sequence[str]]) -> tuple[int, str, str] | None:
+    """Compare the ranks' lists with that of rank 0.
+
+    Returns:
+        The first rank with another list, an item that only rank 0 has, and an item that only this rank has. None without
+        a difference.
+    """
+    first = lists[0]
+    for rank, other in enumerate(lists):
+        if other != first:
+            here = next((item for item in first if item not in other), "nothing else")
+            there = next((item for item in other if item not in first), "nothing else")
+            return rank, here, there
+    return None

@@ -1,4 +1,4 @@
-"""The private name of torch that helpers of ranks use. CONTRIBUTING.md lists it."""
+"""The private names of torch that helpers of ranks use. CONTRIBUTING.md lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 from parawrap._private_name import private_name
 
-__all__ = ["BatchNorm"]
+__all__ = ["COMPILED", "BatchNorm"]
 
 # The base class of all batch norms, also of a user's own
 BatchNorm: Any = private_name("torch.nn.modules.batchnorm._BatchNorm", "checks for batch norm")
+# The attribute of a module from torch.compile that holds the user's module
+COMPILED = "_orig_mod"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset, Sampler
 
 from parawrap.errors import PlatformError
-from parawrap.functional._collectives import group_size
-from parawrap.launch import Platform, current_rank, inside_a_rank
+from parawrap.functional._collectives import place
+from parawrap.functional._own_numbers import SeededItem, reseed
+from parawrap.launch import Platform
 
 __all__ = [
     "ContiguousShare",
@@ -25,7 +22,6 @@ __all__ = [
     "PaddedShare",
     "generators_of",
     "get_dataset_sampler",
-    "place",
 ]
 
 
@@ -68,20 +64,17 @@ def get_dataset_sampler(
     return ContiguousShare(len(dataset), rank, world_size)
 
 
-def place(global_rank: int | None = None, platform: Platform | None = None) -> tuple[int, int]:
-    """Return the global rank and the number of ranks; by default those of this rank."""
-    here = current_rank() if inside_a_rank() else None
-    world_size = platform.world_size if platform else here.world_size if here else group_size()
-    if global_rank is None:
-        global_rank = here.global_rank if here else dist.get_rank() if world_size > 1 and dist.is_initialized() else 0
-    return global_rank, world_size
-
-
 class EpochSampler:
     """A base for samplers with epochs. `begin_epoch` starts the epoch that `set_epoch` chose, else the next one."""
 
     epoch = 0
+    worker_seed: int | None = None  # of this epoch, for persistent workers
     _is_used = False
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next iteration."""
+        return self.epoch + self._is_used
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
@@ -90,7 +83,7 @@ class EpochSampler:
 
     def begin_epoch(self) -> None:
         """Start the next epoch if an iteration has used the current one."""
-        self.epoch += self._is_used
+        self.epoch = self.next_epoch
         self._is_used = True
 
 
@@ -134,8 +127,11 @@ class OrderedShare(EpochSampler, Sampler[Any]):
     def order(self) -> list[Any]:
         """The items of all ranks in this epoch, without padding."""
         if self._drawn is None or self._drawn[0] != self.epoch:
-            with _seeded(self._seed + self.epoch, generators_of(self.source)):
+            restore = reseed(self._seed + self.epoch, generators_of(self.source))
+            try:
                 self._drawn = self.epoch, _all_items(self.source)
+            finally:
+                restore()
         return self._drawn[1]
 
     def __iter__(self) -> Iterator[Any]:
@@ -162,7 +158,9 @@ class EachEpoch(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # a generator: the epoch starts when the first item is read
         self.share.begin_epoch()
-        yield from self.share
+        seed = self.share.worker_seed
+        for item in self.share:
+            yield item if seed is None else SeededItem(item, seed)
 
     def __len__(self) -> int:
         return len(self.share)
@@ -190,25 +188,3 @@ def _all_items(source: Iterable[Any]) -> list[Any]:
         msg = f"{type(source).__qualname__} yields more items than its length, {length}. Correct its __len__."
         raise ValueError(msg)
     return items
-
-
-@contextmanager
-def _seeded(seed: int, generators: list[torch.Generator]) -> Iterator[None]:
-    """Seed these generators, and those of Python, numpy, and torch on the CPU. Restore all of them at the end."""
-    numpys = sys.modules["numpy"].random if "numpy" in sys.modules else None
-    pythons, numpy_state = random.getstate(), numpys.get_state() if numpys else None
-    states = [generator.get_state() for generator in generators]
-    with torch.random.fork_rng([]):
-        try:
-            for generator in (torch.default_generator, *generators):
-                generator.manual_seed(seed)
-            random.seed(seed)
-            if numpys:
-                numpys.seed(seed % 2**32)
-            yield
-        finally:
-            random.setstate(pythons)
-            if numpys:
-                numpys.set_state(numpy_state)
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)

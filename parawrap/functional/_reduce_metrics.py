@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parawrap.errors import GatherError
-from parawrap.functional._collectives import collective_device, exchange_texts, require_group
+from parawrap.functional._collectives import collective_device, exchange_json, find_difference, group_size, require_group
 from parawrap.tree import addresses, flatten, unflatten
 
 __all__ = ["reduce_metrics"]
@@ -46,7 +46,8 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
         GatherError: If the ranks' structures, shapes, or `op` differ. The message names the first difference.
         TypeError: If a value is not a real number, or is an integer tensor with op="mean".
         ValueError: If `op` is not a known value, a weight is negative or not finite, or all weights are 0 in a mean.
-        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer.
+        OverflowError: If the sum of an integer tensor does not fit its dtype or is not an integer, or if its numbers are so
+            large (from 2**53 / the number of ranks on) that their sum in float64 may not be exact.
         PlatformError: If there are several ranks, but ``ipc_groups=None`` forms no process group.
 
     Example:
@@ -62,29 +63,31 @@ def reduce_metrics(values: T, weight: float | Tensor = 1.0, *, op: Literal["mean
     if op not in ("mean", "sum"):
         msg = f"op={op!r} is not a known value. Use 'mean' or 'sum'"
         raise ValueError(msg)
-    share = _checked_weight(weight)
+    share = _check_weight(weight)
     leaves, spec = flatten(values)
     places = addresses(spec, ("values",))
-    parts = [_numbers(leaf, place, op) for leaf, place in zip(leaves, places, strict=True)]
+    parts = [_take_numbers(leaf, place, op, share) for leaf, place in zip(leaves, places, strict=True)]
     mine = torch.cat([torch.empty(0, dtype=torch.float64, device="cpu"), *parts])
-    if require_group("reduce_metrics") == 1:
-        total, totals = share, mine if op == "mean" else mine * share
+    weighted = mine * share if share else torch.zeros_like(mine)
+    ranks = require_group("reduce_metrics")
+    if ranks == 1:
+        total, totals = share, weighted
     else:
         shapes = [f"{place} {tuple(getattr(leaf, 'shape', ()))}" for leaf, place in zip(leaves, places, strict=True)]
-        weighted = mine * share if share else torch.zeros_like(mine)
-        total, totals = _summed(share, weighted, [op, *shapes])
-        if op == "mean" and total:
-            totals = totals / total
-    if op == "mean" and not total:
-        msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. Leave the call out, or give op='sum'."
-        raise ValueError(msg)
+        total, totals = _sum_over_ranks(share, weighted, [f"op={op!r}", *shapes])
+    if op == "mean":
+        if not total:
+            msg = "reduce_metrics: weight is 0 on every rank, so the mean is not defined. "
+            msg += "Leave the call out, or give op='sum'."
+            raise ValueError(msg)
+        totals = mine if ranks == 1 else totals / total
     found = totals.split([part.numel() for part in parts])
     return unflatten(  # type: ignore[no-any-return]
-        spec, [_restored(numbers, leaf, place) for numbers, leaf, place in zip(found, leaves, places, strict=True)]
+        spec, [_restore(numbers, leaf, place) for numbers, leaf, place in zip(found, leaves, places, strict=True)]
     )
 
 
-def _checked_weight(weight: float | Tensor) -> float:
+def _check_weight(weight: float | Tensor) -> float:
     number = float(weight)
     if not math.isfinite(number) or number < 0:
         msg = f"weight={weight!r} is not a weight. Use a finite number of at least 0"
@@ -92,7 +95,7 @@ def _checked_weight(weight: float | Tensor) -> float:
     return number
 
 
-def _numbers(leaf: Any, place: str, op: str) -> Tensor:
+def _take_numbers(leaf: Any, place: str, op: str, share: float) -> Tensor:
     """Return the numbers of a leaf as a 1-d float64 tensor on the CPU. MPS does not support float64."""
     if isinstance(leaf, Real):
         return torch.tensor([float(leaf)], dtype=torch.float64, device="cpu")
@@ -111,10 +114,13 @@ def _numbers(leaf: Any, place: str, op: str) -> Tensor:
     if op == "mean" and not leaf.is_floating_point():
         msg = f"{place} is a tensor of {leaf.dtype}, which cannot hold a mean. Give its .double(), or op='sum'."
         raise TypeError(msg)
-    return leaf.detach().to("cpu").to(torch.float64).reshape(-1)
+    numbers = leaf.detach().to("cpu").to(torch.float64).reshape(-1)
+    if not leaf.is_floating_point():
+        numbers[numbers.abs() * max(share, 1) >= _EXACT / group_size()] = math.nan  # their sum may not be exact
+    return numbers
 
 
-def _summed(share: float, weighted: Tensor, signature: list[str]) -> tuple[float, Tensor]:
+def _sum_over_ranks(share: float, weighted: Tensor, signature: list[str]) -> tuple[float, Tensor]:
     """Return the sums over ranks of the weights and of the weighted numbers."""
     digest = hashlib.blake2b(json.dumps(signature).encode(), digest_size=_PIECES).digest()
     pieces = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(torch.float64)
@@ -124,34 +130,35 @@ def _summed(share: float, weighted: Tensor, signature: list[str]) -> tuple[float
     found = flat[:_FIRST].cpu()
     # By Cauchy and Schwarz, n * (a² + b² + ...) equals (a + b + ...)² only if all n numbers are equal.
     if not torch.equal(found[:_PIECES] ** 2, found[_PIECES : 2 * _PIECES] * dist.get_world_size()):
-        raise GatherError(_difference(signature))
+        raise GatherError(_describe_difference(signature))
     if flat.numel() > _FIRST:
         dist.all_reduce(flat[_FIRST:])
     numbers = flat.cpu()[2 * _PIECES : 2 * _PIECES + 1 + weighted.numel()]
     return float(numbers[0]), numbers[1:]
 
 
-def _difference(signature: list[str]) -> str:
+def _describe_difference(signature: list[str]) -> str:
     """Return the message about the first rank with a structure that differs from rank 0's."""
-    first, *others = [json.loads(text) for text in exchange_texts(json.dumps(signature))]
-    rank, other = next((rank, other) for rank, other in enumerate(others, 1) if other != first)
-    if first[0] != other[0]:
-        return f"reduce_metrics: rank 0 has op={first[0]!r}, rank {rank} has op={other[0]!r}. Use the same op on all ranks."
-    here = next((text for text in first if text not in other), "nothing else")
-    there = next((text for text in other if text not in first), "nothing else")
+    difference = find_difference(exchange_json(signature))
+    if difference is None:
+        return "reduce_metrics: the ranks' values differ in structure or shape. Give all ranks the same structure."
+    rank, here, there = difference
+    if here.startswith("op="):
+        return f"reduce_metrics: rank 0 has {here}, rank {rank} has {there}. Use the same op on all ranks."
     return (
         f"reduce_metrics: the ranks' values differ in structure or shape: rank 0 has {here}, rank {rank} has {there}. "
         "Give all ranks the same structure. A rank with weight=0 does not count."
     )
 
 
-def _restored(numbers: Tensor, leaf: Any, place: str) -> Any:
+def _restore(numbers: Tensor, leaf: Any, place: str) -> Any:
     """Return the numbers as a value like `leaf`."""
     if not isinstance(leaf, Tensor):
         return float(numbers)
     if not leaf.is_floating_point():
-        limit = min(torch.iinfo(leaf.dtype).max, _EXACT)
-        if bool(((numbers.abs() > limit) | (numbers != numbers.round())).any()):
-            msg = f"{place}: the sum over ranks does not fit a tensor of {leaf.dtype}. Give its .double()."
+        limits = torch.iinfo(leaf.dtype)
+        fits = (limits.min <= numbers) & (numbers <= min(limits.max, _EXACT)) & (numbers == numbers.round())
+        if not bool(fits.all()):
+            msg = f"{place}: the sum over ranks does not fit a tensor of {leaf.dtype} exactly. Give its .double()."
             raise OverflowError(msg)
     return numbers.reshape(leaf.shape).to(leaf.dtype).to(leaf.device)

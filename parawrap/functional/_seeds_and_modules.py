@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -12,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from parawrap.functional._collectives import group_size
 from parawrap.functional._fsdp import fully_sharded
-from parawrap.functional._private_names import BatchNorm
+from parawrap.functional._private_names import COMPILED, BatchNorm
 from parawrap.launch import Device, Platform, current_rank, inside_a_rank, make_current, rank_device, seed_all
+from parawrap.tree import flatten, unflatten
 
-__all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to"]
+__all__ = ["device", "has_batch_norm", "optimiser_to", "seed_generators", "set_default_device", "to", "unwrap"]
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -49,22 +51,13 @@ def optimiser_to(optimiser: torch.optim.Optimizer, device: torch.device | str | 
     >>> optimiser.state[model.weight]["exp_avg"].device, optimiser.state[model.weight]["step"].device
     (device(type='meta'), device(type='cpu'))
     """
-    capturable = any(group.get("capturable") or group.get("fused") for group in optimiser.param_groups)
-    for state in optimiser.state.values():
+    groups = [group for group in optimiser.param_groups if group.get("capturable") or group.get("fused")]
+    with_step_on_device = {parameter for group in groups for parameter in group["params"]}
+    for parameter, state in optimiser.state.items():
         for name, value in state.items():
-            if name != "step" or capturable:
-                state[name] = _moved(value, device)
-
-
-def _moved(value: Any, device: torch.device | str | int) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_moved(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+            if name != "step" or parameter in with_step_on_device:
+                leaves, spec = flatten(value)
+                state[name] = unflatten(spec, [leaf.to(device) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
 
 
 def has_batch_norm(module: nn.Module) -> bool:
@@ -189,6 +182,30 @@ def to(
         return module
     ids = [target] if target.type == "cuda" else None
     return DistributedDataParallel(module, **{"device_ids": ids, **options})
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the user's module inside a module from `to`: the same module in ranks, inline, and with one rank.
+
+    The wrappers of DistributedDataParallel, FullyShardedDataParallel, DataParallel, and torch.compile are removed, also
+    nested ones. ``fully_shard`` changes a module in place, so the module itself is returned.
+
+    Example:
+        >>> import torch
+        >>> from parawrap import Platform, functional, wrapper
+        >>> @wrapper(Platform(device="cpu", n_cpus=2))
+        ... def train():
+        ...     model = functional.to(torch.nn.Linear(2, 2, bias=False))
+        ...     return list(functional.unwrap(model).state_dict())
+        >>> train(), train.inline()
+        (RankResults(['weight'], ['weight']), RankResults(['weight']))
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # slow to import, and not loaded if no module uses it
+    wrappers = (DistributedDataParallel, nn.DataParallel, *([fsdp.FullyShardedDataParallel] if fsdp else []))
+    inner: Any = module
+    while isinstance(inner, wrappers) or hasattr(inner, COMPILED):
+        inner = inner.module if isinstance(inner, wrappers) else getattr(inner, COMPILED)
+    return inner  # type: ignore[no-any-return]
 
 
 def _target(local_rank: int | None, device: Device | torch.device | str | int | None) -> torch.device:

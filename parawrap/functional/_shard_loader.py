@@ -16,7 +16,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from parawrap.functional._collectives import exchange_texts, require_group
+from parawrap.functional._collectives import exchange_json, place, require_group
+from parawrap.functional._own_numbers import SEEDS, new_loader, share_of
 from parawrap.functional._rank_samplers import (
     ContiguousShare,
     EachEpoch,
@@ -24,16 +25,13 @@ from parawrap.functional._rank_samplers import (
     OrderedShare,
     PaddedShare,
     generators_of,
-    place,
 )
 
-__all__ = ["shard_loader", "share_of"]
+__all__ = ["shard_loader"]
 
 L = TypeVar("L", bound="DataLoader[Any]")
 
 _OF_THE_SAMPLER = {"dataset", "shuffle", "sampler", "batch_sampler", "batch_size", "drop_last"}
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-_SEEDS = 2**62  # seed + epoch stays within the range of torch's seeds
 
 
 def shard_loader(loader: L, *, pad: bool = True) -> L:
@@ -41,6 +39,7 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
 
     Each iteration is a new epoch. A shuffled loader has a new order in each epoch, the same on all ranks, so iterate it the
     same number of times on every rank. To resume training, choose the next epoch with ``loader.sampler.set_epoch(epoch)``.
+    The class of the new loader is derived from that of the loader.
 
     ``batch_size`` is per rank, as with torch's DistributedSampler, and a step reads ``batch_size * world_size`` rows. For
     the same steps as in one process, divide ``batch_size`` by the world size.
@@ -50,6 +49,10 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
     - Any other sampler runs on every rank from the same seed, and rank r takes items r, r + world_size, ... of its order.
       A sampler with a different order on some rank is refused. A batch sampler's batches are distributed the same way.
 
+    During an iteration, Python, numpy, and torch draw this rank's own random numbers, in the process and in each worker.
+    They follow from the seed, the rank, and the epoch, so that augmentations and dropout differ between ranks and are
+    reproducible. After the iteration, all ranks continue with the numbers from before it.
+
     Args:
         loader: A loader over a dataset with a length, not sharded yet. Call `shard_loader` on every rank.
         pad: True gives all ranks the same number of rows, as training with collectives requires. Some rows are then
@@ -57,8 +60,8 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
             ranks' row counts may then differ by one.
 
     Raises:
-        TypeError: If the dataset is a stream, the loader is sharded already, the sampler has no length or a different order
-            on some rank, or a subclass of DataLoader cannot be rebuilt.
+        TypeError: If the dataset is a stream, the loader is sharded already, or the sampler has no length or a different
+            order on some rank.
         ValueError: If ``pad=False`` is combined with ``drop_last=True``, or a sampler yields more items than its length.
         PlatformError: If ranks must agree on a seed or an order, but ``ipc_groups=None`` forms no process group.
 
@@ -73,28 +76,24 @@ def shard_loader(loader: L, *, pad: bool = True) -> L:
         RankResults([[0, 2], [4]], [[1, 3], [5]])
     """
     _check(loader)
+    batches = loader.batch_sampler
     options: dict[str, Any]
-    if loader.batch_sampler is None:  # batch_size=None: the dataset yields batches
-        options = {"batch_size": None, "sampler": EachEpoch(_share(loader, loader.sampler, False, pad))}
-        return _rebuilt(loader, options)
+    if batches is None:  # batch_size=None: the dataset yields batches
+        share = _make_share(loader.sampler, False, pad)
+        return _loader_with(loader, {"batch_size": None, "sampler": EachEpoch(share)}, share)
     if loader.batch_size is not None:
-        share = _share(loader, loader.sampler, loader.drop_last, pad)
+        share = _make_share(loader.sampler, loader.drop_last, pad)
         options = {"batch_size": loader.batch_size, "drop_last": loader.drop_last, "sampler": share}
-        sharded = _rebuilt(loader, options)
-        sharded.batch_sampler.sampler = EachEpoch(share)  # type: ignore[union-attr]  # checked in _rebuilt
+        sharded = _loader_with(loader, options, share)
+        sharded.batch_sampler.sampler = EachEpoch(share)  # type: ignore[union-attr]  # torch's BatchSampler
         return sharded
-    batches = loader.batch_sampler
     if type(batches) is BatchSampler:
-        rows = EachEpoch(_share(loader, batches.sampler, batches.drop_last, pad))
-        return _rebuilt(loader, {"batch_sampler": BatchSampler(rows, batches.batch_size, batches.drop_last)})
-    return _rebuilt(loader, {"batch_sampler": EachEpoch(_share(loader, batches, False, pad))})
-
-
-def share_of(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that shards a loader: its sampler of rows, or its batch sampler."""
-    batches = loader.batch_sampler
-    sampler = loader.sampler if batches is None or loader.batch_size is not None else getattr(batches, "sampler", batches)
-    return sampler.share if isinstance(sampler, EachEpoch) else sampler
+        share = _make_share(batches.sampler, batches.drop_last, pad)
+        options = {"batch_sampler": BatchSampler(EachEpoch(share), batches.batch_size, batches.drop_last)}
+    else:
+        share = _make_share(batches, False, pad)
+        options = {"batch_sampler": EachEpoch(share)}
+    return _loader_with(loader, options, share)
 
 
 def _check(loader: Any) -> None:
@@ -105,10 +104,11 @@ def _check(loader: Any) -> None:
     if isinstance(loader.dataset, IterableDataset):
         msg = (
             f"{name} is a stream, so it has no sampler to shard. Yield this rank's rows in its __iter__: "
-            "itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size)."
+            "itertools.islice(rows, current_rank().global_rank, None, current_rank().world_size). "
+            "With several workers, split them again by torch.utils.data.get_worker_info()."
         )
         raise TypeError(msg)
-    sampler: Any = loader.sampler if loader.batch_size is not None or loader.batch_sampler is None else loader.batch_sampler
+    sampler = share_of(loader)
     while sampler is not None:
         if isinstance(sampler, (DistributedSampler, EpochSampler, EachEpoch)) or hasattr(sampler, "num_replicas"):
             msg = (
@@ -119,7 +119,7 @@ def _check(loader: Any) -> None:
         sampler = getattr(sampler, "sampler", None)
 
 
-def _share(loader: DataLoader[Any], sampler: Any, drop_last: bool, pad: bool) -> Any:
+def _make_share(sampler: Any, drop_last: bool, pad: bool) -> Any:
     """Return this rank's share of the items of a sampler."""
     if drop_last and not pad:
         msg = "pad=False keeps every row, but the loader has drop_last=True. Use drop_last=False or pad=True."
@@ -129,7 +129,7 @@ def _share(loader: DataLoader[Any], sampler: Any, drop_last: bool, pad: bool) ->
     if type(sampler) is SequentialSampler and not pad:
         return ContiguousShare(len(sampler), rank, world_size)
     if (whole and pad) or type(sampler) is SequentialSampler:
-        seed = _agreed_seed(sampler, world_size)
+        seed = _agree_on_seed(sampler, world_size)
         data: Any = sampler.data_source
         return PaddedShare(data, world_size, rank, shuffle=whole, seed=seed, drop_last=drop_last)
     if not hasattr(sampler, "__len__"):
@@ -138,19 +138,19 @@ def _share(loader: DataLoader[Any], sampler: Any, drop_last: bool, pad: bool) ->
             "Give it one, or pass DataLoader a list of indices."
         )
         raise TypeError(msg)
-    share = OrderedShare(sampler, rank, world_size, pad=pad, drop_last=drop_last, seed=_agreed_seed(sampler, world_size))
+    share = OrderedShare(sampler, rank, world_size, pad=pad, drop_last=drop_last, seed=_agree_on_seed(sampler, world_size))
     _check_order(share, world_size)
     return share
 
 
-def _agreed_seed(sampler: Any, world_size: int) -> int:
+def _agree_on_seed(sampler: Any, world_size: int) -> int:
     """Return rank 0's seed of a sampler's generator; 0 without a generator."""
     found = generators_of(sampler)
-    seed = found[0].initial_seed() % _SEEDS if found else 0
+    seed = found[0].initial_seed() % SEEDS if found else 0
     if not found or world_size == 1:
         return seed
     require_group("shard_loader with a generator")
-    return int(exchange_texts(str(seed))[0])
+    return exchange_json(seed)[0]
 
 
 def _check_order(share: OrderedShare, world_size: int) -> None:
@@ -160,7 +160,7 @@ def _check_order(share: OrderedShare, world_size: int) -> None:
         return
     name = type(share.source).__qualname__
     require_group(f"shard_loader with a {name}")
-    digests = exchange_texts(digest)
+    digests = exchange_json(digest)
     if other := next((rank for rank, each in enumerate(digests) if each != digests[0]), 0):
         msg = (
             f"the loader's sampler, {name}, has a different order on rank {other} than on rank 0. "
@@ -169,63 +169,18 @@ def _check_order(share: OrderedShare, world_size: int) -> None:
         raise TypeError(msg)
 
 
-def _rebuilt(loader: L, options: Mapping[str, Any]) -> L:
-    """Return a loader of the same class and options as `loader`, except for the given options of the sampler."""
-    kind = type(loader)
-    taken = inspect.signature(kind).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    every = {**inspect.signature(DataLoader).parameters, **taken}
-    names = [name for name, parameter in every.items() if parameter.kind not in _VARIADIC and name not in _OF_THE_SAMPLER]
-    missing = [name for name in names if not hasattr(loader, name)]
-    if missing:
-        raise TypeError(_cannot_rebuild(kind, f"the loader has no attribute with the value of its argument {missing[0]!r}"))
-    arguments = {name: getattr(loader, name) for name in names if takes_any or name in taken}
-    try:
-        rebuilt = kind(dataset=loader.dataset, **arguments, **options)
-    except Exception as error:
-        raise TypeError(_cannot_rebuild(kind, f"{type(error).__name__}: {error}")) from error
-    kept = ("dataset", "batch_size", "drop_last", *names)
-    lost = [name for name in kept if not _is_alike(getattr(rebuilt, name, None), getattr(loader, name))]
-    lost += [
-        name for name in ("sampler", "batch_sampler") if name in options and getattr(rebuilt, name) is not options[name]
-    ]
-    if lost or ("batch_size" in options and not _batches_of(rebuilt)):
-        lost = lost or ["batch_sampler"]
-        raise TypeError(_cannot_rebuild(kind, f"its __init__ changes {lost[0]!r}"))
+def _loader_with(loader: L, options: Mapping[str, Any], share: Any) -> L:
+    """Return a loader like `loader`, except for the options of its sampler.
+
+    A subclass's own ``__init__`` is not called, because it may take other arguments. Its attributes are copied.
+    """
+    names = [name for name in inspect.signature(DataLoader).parameters if name not in _OF_THE_SAMPLER]
+    sharded: L = new_loader(type(loader))
+    DataLoader.__init__(sharded, loader.dataset, **{name: getattr(loader, name) for name in names}, **options)
     for name, value in vars(loader).items():
-        if name not in vars(rebuilt):
-            setattr(rebuilt, name, value)
-    return rebuilt
-
-
-def _cannot_rebuild(kind: type, reason: str) -> str:
-    name = kind.__qualname__
-    return (
-        f"shard_loader cannot rebuild a {name} with another sampler: {reason}. "
-        f"Give {name} the sampler functional.get_dataset_sampler(dataset) yourself."
-    )
-
-
-def _batches_of(rebuilt: DataLoader[Any]) -> bool:
-    """True if a loader makes its batches from its sampler."""
-    batches: Any = rebuilt.batch_sampler
-    return batches is None or (type(batches) is BatchSampler and batches.sampler is rebuilt.sampler)
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    """True if both are one object, are equal, or are of one class with equal attributes."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    attributes, others = getattr(one, "__dict__", {}), getattr(other, "__dict__", {})
-    if attributes and attributes.keys() == others.keys():
-        return all(value is others[name] or _is_equal(value, others[name]) for name, value in attributes.items())
-    return _is_equal(one, other)
-
-
-def _is_equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):  # arrays and tensors compare by element
-        return False
+        if name not in vars(sharded):
+            setattr(sharded, name, value)
+    vars(sharded)["rank_share"] = share
+    if "batch_sampler" in options:
+        vars(sharded)["sampler"] = share  # torch sets a SequentialSampler, which has no set_epoch and is never read
+    return sharded

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 
 import numpy as np
 import pytest
@@ -338,6 +338,28 @@ def test_many_parameters_need_one_collective_per_dtype():
     assert on(2, average) == (3, 3)
 
 
+def test_half_gradients_do_not_overflow():
+    """The mean of two large numbers in float16 is finite, although their sum is not."""
+
+    def average():
+        module = with_gradients(Parameters(torch.zeros(1, dtype=torch.float16)), torch.tensor([40000.0]).half())
+        functional.average_params_grads(module)
+        return module.p0.grad.item()
+
+    assert on(2, average) == (40000.0, 40000.0)
+
+
+def test_sharded_modules_are_not_averaged():
+    """A module that fully_shard has sharded is refused, because its gradients are averaged already."""
+
+    def average():
+        model = functional.to(nn.Linear(2, 2), strategy="fsdp2")
+        with pytest.raises(TypeError, match="fully_shard averages gradients over the ranks itself"):
+            functional.average_params_grads(model)
+
+    on(2, average)
+
+
 def test_averaging_keeps_no_graph():
     """Gradients from a backward with create_graph are averaged like others."""
 
@@ -509,6 +531,34 @@ def test_nested_state_moves():
     assert set(devices_of(optimiser).values()) == {"meta"}
 
 
+def test_containers_of_state_keep_their_type():
+    """Ordered dicts, default dicts, and deques of tensors are moved and keep their type."""
+    model, optimiser = stepped(torch.optim.SGD, lr=0.1, momentum=0.9)
+    kept = {
+        "ordered": OrderedDict(a=torch.zeros(1)),
+        "default": defaultdict(list, a=torch.zeros(1)),
+        "deque": deque([torch.zeros(1)]),
+    }
+    optimiser.state[model.weight].update(kept)
+    functional.optimiser_to(optimiser, "meta")
+    moved = optimiser.state[model.weight]
+    assert all(type(moved[name]) is type(value) for name, value in kept.items())
+    assert [moved["ordered"]["a"].device.type, moved["default"]["a"].device.type, moved["deque"][0].device.type] == [
+        "meta"
+    ] * 3
+
+
+def test_step_counters_move_by_group():
+    """In one optimiser, the step counters of a capturable group move, and those of another group do not."""
+    layers = nn.Linear(2, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimiser = torch.optim.Adam([{"params": layer.parameters()} for layer in layers])
+    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
+    optimiser.step()
+    optimiser.param_groups[1]["capturable"] = True
+    functional.optimiser_to(optimiser, "meta")
+    assert [optimiser.state[layer.weight]["step"].device.type for layer in layers] == ["cpu", "meta"]
+
+
 def test_an_optimiser_without_state_is_not_changed():
     """Before the first step, there is no state to move."""
     optimiser = torch.optim.Adam(nn.Linear(1, 1).parameters())
@@ -630,6 +680,56 @@ def test_an_unknown_device_is_refused():
     """The error names the unknown device."""
     with pytest.raises((ValueError, RuntimeError), match="banana"):
         functional.to(nn.Linear(1, 1), device="banana")
+
+
+# --- unwrap ---
+
+
+def test_unwrap_returns_the_users_module_in_ranks_and_inline():
+    """After `to`, unwrap returns the module itself in two ranks, inline, and with fully_shard."""
+
+    def unwrap():
+        modules = [nn.Linear(2, 2) for _ in range(3)]
+        moved = [
+            functional.to(modules[0]),
+            functional.to(modules[1], sync_modules=False),
+            functional.to(modules[2], strategy="fsdp2"),
+        ]
+        return [functional.unwrap(model) is module for model, module in zip(moved, modules, strict=True)]
+
+    assert on(2, unwrap) == ([True] * 3,) * 2
+    assert wrapper(Platform(device="cpu", n_cpus=2))(unwrap).inline() == ([True] * 3,)
+
+
+def test_unwrap_removes_nested_wrappers():
+    """Wrappers of torch.compile, DistributedDataParallel, and DataParallel are removed in any order."""
+
+    def unwrap():
+        module = nn.Linear(2, 2)
+        compiled = functional.to(torch.compile(module, backend="eager"))
+        around = torch.compile(functional.to(module), backend="eager")
+        return [functional.unwrap(each) is module for each in (compiled, around, nn.DataParallel(around))]
+
+    assert on(2, unwrap) == ([True] * 3,) * 2
+
+
+def test_unwrap_removes_the_wrapper_of_fsdp():
+    """The wrapper FullyShardedDataParallel is removed, with a module of its own inside."""
+
+    def unwrap():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        model = FullyShardedDataParallel(nn.Linear(2, 2), device_id=torch.device("cpu"))
+        return type(functional.unwrap(model)) is nn.Linear
+
+    assert on(2, unwrap) == (True, True)
+
+
+def test_unwrap_keeps_other_modules():
+    """A module with an attribute `module`, which is none of torch's wrappers, is the user's own."""
+    own = nn.Sequential()
+    own.module = nn.Linear(1, 1)
+    assert functional.unwrap(own) is own
 
 
 # --- get_dataset_sampler ---

@@ -153,6 +153,24 @@ def test_integer_sums_that_do_not_fit_are_refused():
     assert all("values: the sum over ranks does not fit" in text for _, text in found)
 
 
+def test_integer_sums_are_exact_or_refused():
+    """A sum whose parts float64 cannot hold is refused, also with one rank, and the least integer of a dtype fits."""
+    large = [torch.tensor([2**53 + 1]), torch.tensor([-(2**53)])], [1, 1], {"op": "sum"}
+    weighted = [torch.tensor([2**50 + 1]), torch.tensor([-(2**50)])], [8, 8], {"op": "sum"}
+    least = [torch.tensor([-100], dtype=torch.int8), torch.tensor([-28], dtype=torch.int8)], [1, 1], {"op": "sum"}
+    unused = [torch.tensor([7]), torch.tensor([2**60])], [1, 0], {"op": "sum"}
+    found, _ = reduced(large, weighted, least, unused)
+    assert [kind for kind, _ in found[:2]] == ["OverflowError"] * 2
+    assert (found[2][0].tolist(), found[3][0].tolist()) == ([-128], [7])
+    with pytest.raises(OverflowError, match=r"does not fit a tensor of torch\.int64 exactly"):
+        functional.reduce_metrics(torch.tensor(2**53 + 1), op="sum")
+
+
+def test_one_rank_with_weight_0_has_no_sum():
+    """With one rank too, a sum with weight 0 is 0, also of NaN."""
+    assert functional.reduce_metrics(NAN, weight=0, op="sum") == 0.0
+
+
 @pytest.mark.parametrize(
     ("values", "options", "error", "message"),
     [

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
 from parawrap.launch.rank._set_up_rank import Place, set_up
@@ -41,6 +42,19 @@ def test_the_default_device_is_also_the_current_device():
         return str(torch.empty(1).device), str(torch.empty(1, device="neuron").device)
 
     assert list(where()) == [("neuron:2", "neuron:2")]
+
+
+def test_a_sharded_loader_is_iterated_on_a_device():
+    """A loop over a sharded loader draws this rank's numbers, and restores the generators, also with a device."""
+
+    @wrapper(Platform(device="neuron", n_gpus=2, verbose=False, seed=3))
+    def draw():
+        loader = functional.shard_loader(DataLoader(range(4)))
+        return [torch.rand(()).item() for _ in loader], torch.rand(()).item()
+
+    (one, after), (other, other_after) = draw()
+    assert not set(one) & set(other)
+    assert after == other_after
 
 
 def test_there_is_one_rank_per_device():
