@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
 import gc
 import logging
@@ -19,6 +20,7 @@ import torch
 
 from parawrap.backends import neuron_is_device
 from parawrap.backends.cpu_backend import usable_cores
+from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device, core_of
 from parawrap.launch._packed_call import Job, unpacked_call
 from parawrap.launch._platform import Platform
@@ -42,6 +44,8 @@ _LINGER_S = 1.0
 _SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
 _SUCCEEDED = 0
 _FAILED = 1
+
+_CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 
 _RISK = ". Any program that can connect to it can disturb it"
 
@@ -81,8 +85,17 @@ def _own_session() -> None:
 
 
 def _streams() -> tuple[int, int]:
-    """Redirect standard output and error into pipes. Return the ends that the launching process reads."""
+    """Redirect standard output and error into pipes. Return the ends that the launching process reads.
+
+    Standard input is empty: with ``spawn_method="fork"``, it would be that of the launching process.
+    """
     ends = []
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null != 0:
+        os.dup2(null, 0)
+        os.close(null)
+    _kept.append(sys.stdin)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     for name, number in (("stdout", 1), ("stderr", 2)):
         reader, writer = os.pipe()
         os.dup2(writer, number)
@@ -137,6 +150,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
+    _refuse_prompts(job.name)
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
@@ -154,6 +168,33 @@ def _unpacked(payload: int) -> Job:
         raise
     finally:
         os.close(payload)
+
+
+def _refuse_prompts(name: str) -> None:
+    """Have breakpoints and `input` raise an error that names ``inline``, because a rank has no terminal.
+
+    Debuggers with a connection of their own, and those of PYTHONBREAKPOINT, still work.
+    """
+    short = name.rpartition("<locals>.")[2]
+    msg = f"a rank has no terminal. Call {short}.inline(...) instead: it runs the function in this process, for a debugger"
+
+    def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+        raise LaunchError(msg)
+
+    def read_or_refuse(prompt: object = "", /) -> str:
+        print(prompt, end="", flush=True)
+        if line := sys.stdin.readline():  # the function may have replaced it
+            return line.removesuffix("\n")
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] in _CONSOLES:  # they take EOFError for the end of the session
+            raise LaunchError(msg)
+        error = EOFError("EOF when reading a line")
+        error.add_note(msg)
+        raise error
+
+    builtins.input = read_or_refuse
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = refuse_breakpoint
 
 
 def _set_up_process(assignment: Assignment, platform: Platform, control: Control) -> Rank:
