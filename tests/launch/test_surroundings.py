@@ -7,10 +7,12 @@ import json
 import multiprocessing
 import os
 import pdb
+import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -224,3 +226,60 @@ def test_ranks_have_the_settings_of_the_compiler_of_the_launch(monkeypatch):
         monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", value)
         launchable = wrapper(ranks(1))(read)
         assert launchable() == launchable() == (value == "1",)
+
+
+# -- signals and threads
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_children_of_ranks_heed_sigint(method):
+    """SIGINT ends a subprocess of a rank, and raises KeyboardInterrupt in a forked child. The rank ignores it."""
+
+    def interrupt_children():
+        code = "import time; print(flush=True); time.sleep(60)"
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
+            child.stdout.readline()
+            child.send_signal(signal.SIGINT)
+        reader, writer = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                os.write(writer, b"1")
+                time.sleep(60)
+            except KeyboardInterrupt:
+                os._exit(7)
+        os.read(reader, 1)
+        os.kill(pid, signal.SIGINT)
+        _, status = os.waitpid(pid, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        return child.returncode, os.waitstatus_to_exitcode(status)
+
+    assert wrapper(ranks(spawn_method=method))(interrupt_children)() == ((-signal.SIGINT, 7),) * 2
+
+
+def count_threads():
+    """Return the number of threads of torch, of each BLAS, and of a subprocess."""
+    import scipy.linalg  # noqa: F401 (it has its own BLAS)
+    import threadpoolctl
+
+    blas = {each["num_threads"] for each in threadpoolctl.threadpool_info() if each["user_api"] == "blas"}
+    code = "import os; print(os.environ['OMP_NUM_THREADS'])"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return torch.get_num_threads(), *blas, int(child)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_blas_and_subprocesses_of_ranks_share_the_cores(method, monkeypatch):
+    """numpy, scipy, and subprocesses get the threads that torch gets, also if the warm process has loaded numpy."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    np.ones((200, 200)) @ np.ones((200, 200))  # starts the BLAS threads of this process
+    for count in 1, 2 * cores:
+        share = 1 if method == "fork" else max(1, cores // count)
+        assert set(wrapper(ranks(count, spawn_method=method))(count_threads)()) == {(share,) * 3}
+
+
+def test_blas_and_subprocesses_keep_omp_num_threads(monkeypatch):
+    """The user's OMP_NUM_THREADS holds everywhere."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert wrapper(ranks(3))(count_threads)() == ((2, 2, 2),) * 3

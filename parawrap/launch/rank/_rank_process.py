@@ -14,12 +14,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from parawrap.backends import neuron_is_device
-from parawrap.backends.cpu_backend import usable_cores
 from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device, core_of
 from parawrap.launch._packed_call import Job, unpacked_call
@@ -37,6 +37,7 @@ from parawrap.launch.rank._preemption import RequeueRequested
 from parawrap.launch.rank._process_groups import StoreAddress, open_store
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.rank._share_cores import share_cores
 
 __all__ = ["run_rank"]
 
@@ -77,11 +78,25 @@ def run_rank(sock: socket.socket) -> NoReturn:
 
 
 def _own_session() -> None:
-    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed."""
+    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed.
+
+    The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
+    """
     heed_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _ignore)
+    signal.siginterrupt(signal.SIGINT, False)
+    os.register_at_fork(after_in_child=_heed_sigint)
     if os.getpid() != os.getsid(0):
         os.setsid()
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+def _heed_sigint() -> None:
+    if signal.getsignal(signal.SIGINT) is _ignore:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _streams() -> tuple[int, int]:
@@ -203,7 +218,7 @@ def _set_up_process(assignment: Assignment, platform: Platform, control: Control
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
     if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
         os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
-    torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
+    share_cores(platform, place.ranks_per_node)
     os.environ |= _variables(place, assignment.meeting)
     if assignment.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
@@ -238,17 +253,6 @@ def _variables(place: Place, meeting: StoreAddress | None) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": has_store,
         }
     return variables
-
-
-def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
-    """Return the number of torch threads: the user's setting, or an equal share of the cores."""
-    if platform.spawn_method == "fork":  # OpenMP's threads do not survive a fork; waiting for them would block forever
-        return 1
-    if platform.device != Device.CPU and platform.n_cpus > 1:
-        return platform.n_cpus
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, usable_cores() // ranks_per_node)
 
 
 def _leave(code: int) -> NoReturn:
