@@ -133,8 +133,9 @@ def open_stdin(monkeypatch):
     """Make standard input a pipe that stays open, like a terminal."""
     saved, (reader, writer) = os.dup(0), os.pipe()
     os.dup2(reader, 0)
-    monkeypatch.setattr(sys, "stdin", open(0, closefd=False))
-    yield
+    with open(0, closefd=False) as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        yield
     os.dup2(saved, 0)
     for file in saved, reader, writer:
         os.close(file)

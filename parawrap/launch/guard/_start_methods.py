@@ -35,8 +35,8 @@ __all__ = ["Starter", "starter_named", "stop_server"]
 
 # Prefixes of variables that libraries read at import. A warm process that started with other values is not reused.
 _READ_AT_LOAD = (
-    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "ATEN_", "TORCH", "PYTORCH_", "INDUCTOR_", "AOT",
-    "MALLOC_", "GLIBC_", "LD_", "DYLD_", "PYTHON",
+    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "ATEN_", "TORCH", "PYTORCH_", "INDUCTOR_",
+    "AOT", "MALLOC_", "GLIBC_", "LD_", "DYLD_", "PYTHON",
 )  # fmt: skip
 # Attributes of sys.flags, and the command line options that set them. `sys._xoptions` has the options of -X.
 _FLAGS = {
@@ -231,7 +231,9 @@ def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
         "from parawrap.launch.guard._forkserver import serve_standard_input; serve_standard_input()"
     )
     command = [sys.executable, *_interpreter_options(), "-P", "-c", script]
-    return subprocess.Popen(command, stdin=requests.fileno(), start_new_session=True, cwd="/")
+    # Most ranks have one thread, and to lower the number after a fork would start the threads first. Ranks can raise it.
+    environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
+    return subprocess.Popen(command, stdin=requests.fileno(), start_new_session=True, cwd="/", env=environ)
 
 
 def _interpreter_options() -> list[str]:
@@ -314,7 +316,8 @@ _starting = threading.Lock()
 def _warm_server(around: _Around) -> _Server:
     """Return the warm server.
 
-    Start it on first use, and again if an option of the interpreter or a variable that libraries read at import has changed.
+    Start it on first use, and again if an option of the interpreter or a variable that libraries read at import has
+    changed.
     """
     global _server
     variables = sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))

@@ -88,6 +88,7 @@ class Surroundings:
             main.__file__ = self.main_file
         if self.main_module is not None:
             main.__spec__ = ModuleSpec(self.main_module, None, origin=self.main_file)
+            main.__package__ = main.__spec__.parent
 
     def without_environ(self) -> Surroundings:
         """Return the part to send to other machines. Secrets stay here: environment variables and multiprocessing's key."""

@@ -169,7 +169,12 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
-        result = job.call(*line)
+        try:
+            result = job.call(*line)
+        except Exception as error:
+            if job.names is not None:
+                job.names.explain(error)
+            raise
         join_threads()
         _free(spare)
         return packed(result, "result", "the result")
@@ -197,7 +202,8 @@ def _refuse_prompts(name: str) -> None:
         raise LaunchError(msg)
 
     def read_or_refuse(prompt: object = "", /) -> str:
-        print(prompt, end="", flush=True)
+        sys.stdout.write(str(prompt))
+        sys.stdout.flush()
         if line := sys.stdin.readline():  # the function may have replaced it
             return line.removesuffix("\n")
         caller = str(sys._getframe(1).f_globals.get("__name__"))

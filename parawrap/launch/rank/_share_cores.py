@@ -16,13 +16,13 @@ from parawrap.launch._platform import Platform
 __all__ = ["share_cores"]
 
 _MAPPED = Path("/proc/self/maps")
-# Functions that set the number of threads. numpy and scipy rename those of OpenBLAS.
-_SETTERS = (
-    "scipy_openblas_set_num_threads64_",
-    "scipy_openblas_set_num_threads",
-    "openblas_set_num_threads64_",
-    "openblas_set_num_threads",
-    "MKL_Set_Num_Threads",
+# Functions that read and set the number of threads. numpy and scipy rename those of OpenBLAS.
+_READ_AND_SET = (
+    ("scipy_openblas_get_num_threads64_", "scipy_openblas_set_num_threads64_"),
+    ("scipy_openblas_get_num_threads", "scipy_openblas_set_num_threads"),
+    ("openblas_get_num_threads64_", "openblas_set_num_threads64_"),
+    ("openblas_get_num_threads", "openblas_set_num_threads"),
+    ("MKL_Get_Max_Threads", "MKL_Set_Num_Threads"),
 )
 
 
@@ -58,7 +58,8 @@ def _loaded_blas() -> set[str]:
 def _limit_library(path: str, threads: int) -> None:
     with contextlib.suppress(OSError):  # the file was replaced, or its name has a space
         library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-        for name in _SETTERS:
-            if hasattr(library, name):
-                getattr(library, name)(threads)
+        for read, write in _READ_AND_SET:
+            if hasattr(library, read) and hasattr(library, write):
+                if getattr(library, read)() != threads:  # OpenBLAS would start its threads, which wait actively at first
+                    getattr(library, write)(threads)
                 return
