@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import linecache
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -16,7 +18,8 @@ from parawrap._public import public
 from parawrap.displays import Table
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._platform import Platform
-from parawrap.launch.messages._pickle_values import MainObjects, SourceLines, packed, unpack
+from parawrap.launch.messages._pickle_values import ScriptNotes, packed_with_script, unpack_with_script
+from parawrap.launch.messages._rank_errors import add_note
 from parawrap.launch.rank._process_groups import planned_store
 
 __all__ = ["Job", "Preview", "preview", "unpacked_call"]
@@ -31,6 +34,7 @@ class Job:
     Attributes:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
+        names: In a rank, further names of the script.
         line: A socket for a function that serves requests. The rank gets its descriptor as the first argument, and may be
             idle for long. Local launches of one rank only.
         number: The number of the launch among those of `map`. It stands in front of the output, and in the trace's name.
@@ -44,6 +48,7 @@ class Job:
     bound_to: tuple[Any, ...] = ()
     line: int | None = None
     number: int | None = None
+    names: _ScriptNames | None = None
 
     @property
     def name(self) -> str:
@@ -76,10 +81,9 @@ class Job:
             "the object": self.bound_to,
             "args": self.args,
             "kwargs": self.kwargs or {},
-            "main objects": MainObjects(),
-            "sources": SourceLines(),
+            "script": ScriptNotes(),
         }
-        return packed(call, "call", "")
+        return packed_with_script(call, "call")
 
     def finish(self) -> None:
         """Call ``upon_finish`` after all ranks have returned. Log its exception, so that the results are not lost."""
@@ -96,10 +100,60 @@ def unpacked_call(file: int) -> Job:
     Functions and classes of the user's script are added to this process's ``__main__``. torch.save, all_gather_object, and
     other code that pickles by name finds them there.
     """
-    call = unpack(file)
-    vars(sys.modules["__main__"]).update(call["main objects"])
-    linecache.cache.update((name, (0, None, lines, name)) for name, lines in call["sources"].items())
-    return Job(call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"])
+    call, load_names = unpack_with_script(file)
+    script = call["script"]
+    main = vars(sys.modules["__main__"])
+    main |= script["objects"] | main  # a name may stand for a decorated function
+    linecache.cache.update((name, (0, None, lines, name)) for name, lines in script["sources"].items())
+    names = _ScriptNames(load_names)
+    if script["reads_names"]:
+        names.load()
+    main["__getattr__"] = names.find
+    return Job(
+        call["the platform"], call["the function"], call["args"], call["kwargs"], bound_to=call["the object"], names=names
+    )
+
+
+class _ScriptNames:
+    """Further names of the script, in a rank. They are loaded when one of them is used."""
+
+    def __init__(self, load: Callable[[], tuple[dict[str, Any], dict[str, str]]]) -> None:
+        self._load: Callable[[], tuple[dict[str, Any], dict[str, str]]] | None = load
+        self._unsent: dict[str, str] = {}
+        self._loading = threading.RLock()
+
+    def load(self) -> None:
+        """Add the names to this process's ``__main__``. Names that it has keep their values."""
+        with self._loading:
+            load, self._load = self._load, None
+            if load is not None:
+                main = vars(sys.modules["__main__"])
+                before = dict(main)
+                names, self._unsent = load()
+                main |= names | before
+
+    def find(self, name: str) -> Any:
+        """Return the value of a name that ``__main__`` lacks. Called as its ``__getattr__``."""
+        main = sys.modules["__main__"]
+        if not name.startswith("_"):
+            self.load()
+        if name in vars(main):
+            return vars(main)[name]
+        msg = f"module {main.__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg, name=name, obj=main)
+
+    def explain(self, error: BaseException) -> None:
+        """Add a note to an exception that reports one of the names as missing."""
+        if not isinstance(error, (NameError, LookupError, AttributeError)):
+            return
+        with contextlib.suppress(Exception):
+            self.load()
+            for name in sorted(each for each in self._unsent if f"'{each}'" in str(error)):
+                msg = (
+                    f"the rank lacks the name {name!r} of the script, because {self._unsent[name]}: use the name "
+                    "itself in the function, pass the value as an argument, or put the definition into a module"
+                )
+                add_note(error, msg)
 
 
 @public

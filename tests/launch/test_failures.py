@@ -75,6 +75,12 @@ class OwnOSError(OSError):
         self.table = "users"
 
 
+class OfTwoBases(ValueError, OSError):
+    def __init__(self, *, table: str) -> None:
+        OSError.__init__(self, 2, "No such table")
+        self.table = table
+
+
 class OwnDecodeError(UnicodeDecodeError):
     def __init__(self, data: bytes) -> None:
         super().__init__("utf-8", data, 0, 1, "invalid start byte")
@@ -112,6 +118,7 @@ ALL = [
     OSError(2, "No such file", "data.csv"),
     PermissionError(13, "denied", "a", None, "b"),
     OwnOSError("data.csv"),
+    OfTwoBases(table="users"),
     UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"),
     OwnDecodeError(b"\xff"),
     ImportError("no", name="numpie", path="/lib"),
@@ -157,6 +164,7 @@ def test_the_args_and_text_of_an_exception_arrive(error):
         (OSError(2, "No such file", "data.csv"), ["errno", "strerror", "filename"]),
         (PermissionError(13, "denied", "a", None, "b"), ["errno", "filename", "filename2"]),
         (OwnOSError("data.csv"), ["errno", "strerror", "filename", "table"]),
+        (OfTwoBases(table="users"), ["errno", "strerror", "table"]),
         (OwnDecodeError(b"\xff"), ["encoding", "object", "start", "end", "reason"]),
         (SystemExit(3), ["code"]),
         (OwnExit(code=4), ["code"]),
@@ -206,6 +214,30 @@ def test_the_members_of_an_exception_group_keep_their_types():
     assert isinstance(group, ExceptionGroup)
     assert [type(each) for each in group.exceptions] == [WithLock, ExceptionGroup]
     assert group.subgroup(KeywordOnly) is not None
+
+
+class NamedGroup(ExceptionGroup):
+    """A group that only its own reduction can rebuild, because its arguments are not those of its base class."""
+
+    def __init__(self, name, exceptions):
+        self.args = (name,)
+
+    def __reduce__(self):
+        return NamedGroup, (self.message, self.exceptions)
+
+
+def test_an_exception_that_only_its_own_reduction_rebuilds_arrives():
+    """Such an exception keeps its type, its text, and its state."""
+    got = sent(NamedGroup("several", [KeyError("a")]))
+    assert (type(got), str(got), repr(got.exceptions)) == (NamedGroup, "several (1 sub-exception)", "(KeyError('a'),)")
+
+
+def test_a_validation_error_of_pydantic_arrives():
+    """Its state is in C, and its class refuses to be made by ValueError."""
+    core = pytest.importorskip("pydantic_core")
+    error = core.ValidationError.from_exception_data("Config", [{"type": "int_parsing", "loc": ("lr",), "input": "x"}])
+    got = sent(error)
+    assert (type(got), str(got), got.errors()) == (type(error), str(error), error.errors())
 
 
 def test_an_exception_with_a_tensor_arrives_with_it():

@@ -25,6 +25,7 @@ from torch import nn
 
 from parawrap.errors import LaunchError, UnsendableError
 from parawrap.launch.messages._pickle_values import _bytes_of, memory_file, pack, unpack
+from tests.launch.processes import run_script
 
 LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped
@@ -755,3 +756,123 @@ def test_memory_keeps_its_storage():
     assert sys.getrefcount(storage) == references + 1
     del memory
     assert sys.getrefcount(storage) == references
+
+
+# -- what decorators make of the script's functions
+
+SCRIPT = """
+import functools, typing, torch
+from parawrap import Platform, UnsendableError, wrapper
+import operators
+
+@functools.cache
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+@functools.lru_cache(maxsize=3, typed=True)
+def square(n):
+    return n * n
+
+class Table:
+    @functools.cached_property
+    def rows(self):
+        return [1]
+
+    @functools.singledispatchmethod
+    def kind(self, value):
+        return "object"
+
+    @kind.register
+    def _(self, value: int):
+        return "integer"
+
+@functools.singledispatch
+def describe(value):
+    return "object"
+
+@describe.register
+def _(value: int):
+    return "integer"
+
+@describe.register
+def _(value: list):
+    return [describe(each) for each in value]
+
+UserId = typing.NewType("UserId", int)
+P = typing.ParamSpec("P")
+twice = functools.partial(square, 2)
+
+@torch.compile
+def compiled(x):
+    return x + 1
+
+@torch.library.custom_op("of_script::increment", mutates_args=())
+def operator(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+@torch.jit.script
+def scripted(x: torch.Tensor):
+    return x + 1
+
+def use_all():
+    table = Table()
+    texts = describe([1, "a"]), P.__name__, UserId.__supertype__.__name__
+    same = describe.__module__ == square.__module__ == "__main__"
+    numbers = fibonacci(30), square.cache_parameters()["maxsize"], square(3), twice(), UserId(4)
+    rows = table.rows, table.rows is table.rows
+    return *texts, table.kind(1), same, *numbers, *rows, operators.increment(torch.ones(1)).item()
+
+def use_imported():
+    from_module = operator_of_module, jitted_of_module
+    return [each(torch.ones(1)).item() for each in from_module]
+
+from operators import increment as operator_of_module, jitted as jitted_of_module
+
+if __name__ == "__main__":
+    launched = [wrapper(Platform(device="cpu", verbose=False))(each) for each in (use_all, use_imported)]
+    for each in launched:
+        print(each()[0])
+    for each in (compiled, operator, scripted):
+        try:
+            wrapper(Platform(device="cpu", verbose=False))(lambda: each)()
+        except UnsendableError as error:
+            print(error)
+"""
+OPERATORS = """
+import torch
+
+@torch.library.custom_op("of_module::increment", mutates_args=())
+def increment(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+@torch.jit.script
+def jitted(x: torch.Tensor):
+    return x + 1
+"""
+
+
+@pytest.fixture(scope="module")
+def decorated(tmp_path_factory):
+    """The lines that the script prints."""
+    folder = tmp_path_factory.mktemp("decorated")
+    (folder / "operators.py").write_text(OPERATORS)
+    return run_script(folder, SCRIPT).splitlines()
+
+
+def test_decorated_functions_of_the_script_arrive(decorated):
+    """Caches, cached properties, dispatching functions, and types work in ranks as in the script."""
+    numbers = 832040, 3, 9, 4, 4
+    assert decorated[0] == str((["integer", "object"], "P", "int", "integer", True, *numbers, [1], True, 2.0))
+
+
+def test_operators_of_modules_arrive(decorated):
+    """Custom operators and scripted functions that a module defines are sent by name."""
+    assert decorated[1] == "[2.0, 2.0]"
+
+
+def test_functions_that_cannot_be_sent_name_the_cure(decorated):
+    """Compiled functions, custom operators, and scripted functions of the script belong into a module."""
+    assert len(decorated) == 5
+    for line in decorated[2:]:
+        assert line.startswith("the global 'each' used by the function cannot be sent")
+        assert "define it in a module, and import it from there" in line

@@ -64,7 +64,8 @@ def serve_standard_input() -> NoReturn:
 def serve(requests: socket.socket) -> None:
     """Serve requests until the launching process closes the connection and the last rank has ended."""
     with requests:
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns about forks if a BLAS has threads
+        # Python warns about forks if a BLAS has threads. Ranks inherit this filter: it must not hide other warnings.
+        warnings.filterwarnings("ignore", ".* is multi-threaded, use of fork", DeprecationWarning)
         heed_signals()
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
         _Server(requests).run()

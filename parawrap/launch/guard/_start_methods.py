@@ -35,9 +35,14 @@ __all__ = ["Starter", "starter_named", "stop_server"]
 
 # Prefixes of variables that libraries read at import. A warm process that started with other values is not reused.
 _READ_AT_LOAD = (
-    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "ATEN_", "TORCH_", "PYTORCH_", "MALLOC_", "GLIBC_", "LD_",
-    "DYLD_", "PYTHON",
+    "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "BLIS_", "NPY_", "NUMPY_", "ATEN_", "TORCH", "PYTORCH_", "INDUCTOR_",
+    "AOT", "MALLOC_", "GLIBC_", "LD_", "DYLD_", "PYTHON",
 )  # fmt: skip
+# Attributes of sys.flags, and the command line options that set them. `sys._xoptions` has the options of -X.
+_FLAGS = {
+    "optimize": "O", "bytes_warning": "b", "dont_write_bytecode": "B", "debug": "d", "verbose": "v", "no_site": "S",
+    "no_user_site": "s", "ignore_environment": "E", "isolated": "I",
+}  # fmt: skip
 
 _Around = Callable[[], AbstractContextManager[None]]
 
@@ -216,7 +221,7 @@ class _Server:
 
 
 def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
-    """Start an interpreter with this one's import path, but without the user's main file.
+    """Start an interpreter with this one's options and import path, but without the user's main file.
 
     It runs in the root folder, because imports fail in a deleted working folder. The server turns garbage collection on
     after its imports, because collection would take a sixth of the time to import torch.
@@ -225,8 +230,17 @@ def _fresh_server(requests: socket.socket) -> subprocess.Popen[bytes]:
         f"import gc, sys; gc.disable(); sys.path[:] = {_import_path()!r}; "
         "from parawrap.launch.guard._forkserver import serve_standard_input; serve_standard_input()"
     )
-    command = [sys.executable, "-P", "-c", script]
-    return subprocess.Popen(command, stdin=requests.fileno(), start_new_session=True, cwd="/")
+    command = [sys.executable, *_interpreter_options(), "-P", "-c", script]
+    # Most ranks have one thread, and to lower the number after a fork would start the threads first. Ranks can raise it.
+    environ = {"OPENBLAS_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} | os.environ
+    return subprocess.Popen(command, stdin=requests.fileno(), start_new_session=True, cwd="/", env=environ)
+
+
+def _interpreter_options() -> list[str]:
+    """Return the command line options that give an interpreter the flags and warning filters of this one."""
+    flags = [f"-{letter}" for name, letter in _FLAGS.items() for _ in range(getattr(sys.flags, name))]
+    extra = [name if value is True else f"{name}={value}" for name, value in sys._xoptions.items()]
+    return [*flags, *(f"-W{each}" for each in sys.warnoptions), *(f"-X{each}" for each in extra)]
 
 
 def _import_path() -> list[str]:
@@ -300,9 +314,14 @@ _starting = threading.Lock()
 
 
 def _warm_server(around: _Around) -> _Server:
-    """Return the warm server. Start it on first use, and again if a variable that libraries read at import has changed."""
+    """Return the warm server.
+
+    Start it on first use, and again if an option of the interpreter or a variable that libraries read at import has
+    changed.
+    """
     global _server
-    kind = (sys.executable, tuple(sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))))
+    variables = sorted(each for each in os.environ.items() if each[0].startswith(_READ_AT_LOAD))
+    kind = (sys.executable, _interpreter_options(), variables)
     with _starting:
         if _server is not None and not (_server.is_usable() and _server.kind == kind):
             _retired.append(_server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import pickle
 import reprlib
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -11,13 +12,21 @@ from typing import Any
 
 from parawrap.launch._private_names import REGISTERED_BY_MODULES
 
-__all__ = ["find_unpicklable"]
+__all__ = ["RefusedError", "find_unpicklable"]
 
 _MOST_STEPS = 50
 _ATOMS = (str, bytes, int, float, complex, bool, type(None))
 _PLACES = ("the result", "the function")
 
 Part = tuple[Any, str]
+
+
+class RefusedError(pickle.PicklingError):
+    """Raised for an object that must not be sent as a whole, so that its parts do not matter."""
+
+    def __init__(self, value: object, why: str) -> None:
+        super().__init__(why)
+        self.place = id(value)  # not the value: its memory would stay as long as the exception
 
 
 def find_unpicklable(
@@ -33,8 +42,11 @@ def find_unpicklable(
     >>> place
     "args[0]['steps'][1]"
     """
-    reason, seen = None, {id(value)}
+    reason: Exception | None = None
+    seen = {id(value)}
     for _ in range(_MOST_STEPS):
+        if isinstance(reason, RefusedError) and reason.place == id(value):
+            break
         for part, place in _parts(value, address):
             if id(part) not in seen and not isinstance(part, _ATOMS) and (found := refusal(part)) is not None:
                 value, address, reason = part, place, found

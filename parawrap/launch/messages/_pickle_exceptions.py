@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 __all__ = ["reduced_exception"]
 
 
-def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> tuple[Any, ...]:
+def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) -> Any:
     """Return the pickle reduction of an exception: the state of its builtin base class, its attributes, and its cause.
 
     The user's ``__init__``, ``__new__``, ``__reduce__``, and ``__setattr__`` often fail, so they are not called. Arguments
     and attributes that cannot be pickled are replaced by their ``repr``.
+
+    A class in C with a state of its own, such as pydantic's ValidationError, can be made only by its own reduction.
     """
 
     def sendable(value: Any) -> Any:
         return value if is_sendable(value) else repr(value)
 
-    base = _builtin_base(type(error))
-    reduction = base.__reduce__(error)
-    assert isinstance(reduction, tuple)
-    _, made_from, *known = reduction
+    _, made_from, *known = _builtin_base(type(error)).__reduce__(error)
+    try:
+        _new(type(error), made_from)
+    except TypeError:
+        return error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     cause = error.__cause__
     state = {**dict(_slots(error)), **(known[0] if known and isinstance(known[0], dict) else {}), **error.__dict__}
     return _rebuilt, (
@@ -33,8 +37,20 @@ def reduced_exception(error: BaseException, is_sendable: Callable[[Any], bool]) 
     )
 
 
-def _builtin_base(cls: type[BaseException]) -> type[BaseException]:
-    return next(base for base in cls.__mro__ if base.__module__ == "builtins" and issubclass(base, BaseException))
+def _new(cls: type[BaseException], made_from: tuple[Any, ...]) -> BaseException:
+    """Return an exception with the state of its builtin base class only."""
+    base = _builtin_base(cls)
+    error: BaseException = base.__new__(cls, *made_from)
+    base.__init__(error, *made_from)
+    return error
+
+
+def _builtin_base(cls: type[BaseException]) -> Any:
+    """Return the builtin class that makes the instances. With ``class E(ValueError, OSError)``, it is OSError."""
+    base: Any = cls
+    while base.__module__ != "builtins":
+        base = base.__base__
+    return base
 
 
 def _slots(error: BaseException) -> Iterator[tuple[str, Any]]:
@@ -53,9 +69,7 @@ def _rebuilt(
     state: dict[str, Any],
     cause: BaseException | None,
 ) -> BaseException:
-    base = _builtin_base(cls)
-    error: BaseException = base.__new__(cls, *made_from)
-    base.__init__(error, *made_from)
+    error = _new(cls, made_from)
     BaseException.args.__set__(error, args)  # type: ignore[attr-defined]
     for name, value in state.items():
         object.__setattr__(error, name, value)

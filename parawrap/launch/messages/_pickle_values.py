@@ -9,6 +9,7 @@ would send their content as text.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import io
 import linecache
@@ -19,7 +20,7 @@ import struct
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -28,10 +29,22 @@ import cloudpickle
 import torch
 
 from parawrap.errors import UnsendableError
-from parawrap.launch.messages._find_unpicklable import find_unpicklable
+from parawrap.launch.messages._find_unpicklable import RefusedError, find_unpicklable
+from parawrap.launch.messages._pickle_definitions import reduced_definition
 from parawrap.launch.messages._pickle_exceptions import reduced_exception
+from parawrap.launch.messages._script_names import may_read_names, names_of_script
 
-__all__ = ["MainObjects", "SourceLines", "memory_file", "pack", "packed", "pickled_apart", "unpack", "unpack_from"]
+__all__ = [
+    "ScriptNotes",
+    "memory_file",
+    "pack",
+    "packed",
+    "packed_with_script",
+    "pickled_apart",
+    "unpack",
+    "unpack_from",
+    "unpack_with_script",
+]
 
 _HEAD = struct.Struct("<QQ")  # the pickle's length, the number of buffers
 _SPAN = struct.Struct("<QQ")  # a buffer's offset and length
@@ -64,15 +77,49 @@ def packed(value: Any, name: str, address: str, sent: list[types.FunctionType | 
     return file
 
 
+def packed_with_script(value: Any, name: str) -> int:
+    """Pack a value for a rank into a new file, and behind it further names of the script. Return the file.
+
+    The functions of ``__main__`` have the rank's ``__main__`` as their globals. The last value of a dict may be
+    `ScriptNotes`.
+
+    Raises:
+        UnsendableError: If the value cannot be pickled.
+    """
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, buffers, in_main=True)
+    with _explained(value, "", buffers):
+        pickler.dump(value)
+    end, count = stream.tell(), len(buffers)
+    names, unsent = names_of_script()
+    try:
+        pickler.dump((names, unsent))
+    except Exception as error:  # noqa: BLE001 (classes may raise anything)
+        stream.truncate(end)
+        stream.seek(end)
+        del buffers[count:]
+        reasons = dict.fromkeys(names, f"the script's names cannot be pickled ({error})") | unsent
+        stream.write(pickle.dumps(pickle.dumps(({}, reasons))))  # bytes, because the reader's memo lacks what failed
+    file = memory_file(name)
+    try:
+        _write(file, stream.getbuffer(), buffers)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 def pack(value: Any, file: int, address: str, sent: list[types.FunctionType | type] | None = None) -> None:
     """Write a value to the start of an open file.
-
-    The last values of a dict may be a `MainObjects` and a `SourceLines`. They are replaced by the objects they stand for.
 
     Raises:
         UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
     """
-    pickled, buffers = pickled_apart(value, address, sent)
+    _write(file, *pickled_apart(value, address, sent))
+
+
+def _write(file: int, pickled: memoryview, buffers: list[memoryview]) -> None:
     head, spans = _layout(len(pickled), [each.nbytes for each in buffers])
     with open(file, "wb", closefd=False) as out:
         out.write(head)
@@ -94,8 +141,16 @@ def pickled_apart(
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    try:
+    with _explained(value, address, buffers):
         _Pickler(stream, buffers, sent).dump(value)
+    return stream.getbuffer(), buffers
+
+
+@contextlib.contextmanager
+def _explained(value: Any, address: str, buffers: list[memoryview]) -> Iterator[None]:
+    """Turn an exception from pickling a value into an UnsendableError."""
+    try:
+        yield
     except Exception as error:
         buffers.clear()  # the frames of the traceback hold them
         place, found, reason = find_unpicklable(value, address, _refusal)
@@ -103,7 +158,6 @@ def pickled_apart(
         msg = f"{place} cannot be sent to another process: {type(found).__qualname__}: {why}"
         del found, reason  # the context of `reason` is `error`, whose traceback holds this frame
         raise UnsendableError(msg) from error
-    return stream.getbuffer(), buffers
 
 
 def unpack(file: int) -> Any:
@@ -113,11 +167,29 @@ def unpack(file: int) -> Any:
 
 def unpack_from(memory: memoryview) -> Any:
     """Return the value that `pack` wrote, given the bytes of the file. Its tensors lie in this memory."""
+    return _unpickler_of(memory).load()
+
+
+def unpack_with_script(file: int) -> tuple[Any, Callable[[], Any]]:
+    """Return the value that `packed_with_script` wrote, and a function to call once.
+
+    It returns the further names of the script: those that were sent, with their values, and the others, with the reason.
+    """
+    unpickler = _unpickler_of(_memory_of(file))
+
+    def load_names() -> Any:
+        names = unpickler.load()
+        return pickle.loads(names) if isinstance(names, bytes) else names
+
+    return unpickler.load(), load_names
+
+
+def _unpickler_of(memory: memoryview) -> pickle.Unpickler:
     length, count = _HEAD.unpack_from(memory)
     spans = [_SPAN.unpack_from(memory, _HEAD.size + i * _SPAN.size) for i in range(count)]
     start = _HEAD.size + count * _SPAN.size
     buffers = [memory[offset : offset + size] for offset, size in spans]
-    return pickle.loads(memory[start : start + length], buffers=buffers)
+    return pickle.Unpickler(io.BytesIO(memory[start : start + length]), buffers=buffers)
 
 
 def _layout(pickled: int, sizes: list[int]) -> tuple[bytes, list[tuple[int, int]]]:
@@ -151,28 +223,41 @@ def _refusal(value: Any) -> Exception | None:
     return None
 
 
-class MainObjects:
-    """Placeholder for a dict of the functions and classes of ``__main__`` that were pickled before it, by name."""
+class ScriptNotes:
+    """Placeholder for a dict of what the pickler has noticed about the functions and classes before it.
 
-
-class SourceLines:
-    """Placeholder for a dict of source lines, by filename, of the functions that were pickled before it.
-
-    It has only filenames that do not exist on disk, so that tracebacks show the source of notebook cells.
+    ``objects`` has those of ``__main__``, by name. ``sources`` has the source lines of files that do not exist, by name, so
+    that tracebacks show notebook cells. ``reads_names`` is True if one of them may use any name of the script.
     """
 
 
+class _MainGlobals(dict[str, Any]):
+    """Placeholder for the globals of ``__main__`` in the rank."""
+
+
+def _main_globals() -> dict[str, Any]:
+    return vars(sys.modules["__main__"])
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle pickler that keeps tensor memory out of the pickle. Each instance pickles one value."""
+    """A cloudpickle pickler that keeps tensor memory out of the pickle."""
 
     def __init__(
-        self, stream: io.BytesIO, buffers: list[memoryview], sent: list[types.FunctionType | type] | None = None
+        self,
+        stream: io.BytesIO,
+        buffers: list[memoryview],
+        sent: list[types.FunctionType | type] | None = None,
+        *,
+        in_main: bool = False,
     ) -> None:
         super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
         self._sent = [] if sent is None else sent
         self._storages: dict[object, torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
+        self._reads_names = False
+        if in_main:
+            self.globals_ref[id(vars(sys.modules["__main__"]))] = _MainGlobals(__name__="__main__")
         self._files = {__file__}  # of `_tensor` and `_storage`, which every reader can import
 
     def reducer_override(self, obj: Any) -> Any:
@@ -180,18 +265,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._reduced_tensor(obj)
         if (name := _name_of_module(obj)) is not None:  # before isinstance, which would load a lazy module
             return resolve_name, (name,)
-        if isinstance(obj, MainObjects):
-            return dict, (self._main_objects,)
-        if isinstance(obj, SourceLines):
-            return dict, (self._sources,)
+        if isinstance(obj, ScriptNotes):
+            notes = {"objects": self._main_objects, "sources": self._sources, "reads_names": self._reads_names}
+            return dict, (notes,)
+        if isinstance(obj, _MainGlobals):
+            return _main_globals, ()
         if isinstance(obj, types.FunctionType):
             self._note_source(obj.__code__.co_filename)
         if type(obj) in _FILES and obj is not sys.stdout and obj is not sys.stderr:
             msg = "an open file belongs to its process: send the path, and open the file there"
-            raise pickle.PicklingError(msg)
+            raise RefusedError(obj, msg)
         if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
             msg = "DistributedDataParallel belongs to the process group of its rank: send model.module instead"
-            raise pickle.PicklingError(msg)
+            raise RefusedError(obj, msg)
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier():
             self._main_objects[obj.__qualname__] = obj
         if isinstance(obj, BaseException):
@@ -200,9 +286,13 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve_name, (name,)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
+        if (definition := reduced_definition(obj)) is not None:
+            return definition
         reduced = super().reducer_override(obj)
         if isinstance(obj, (types.FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
+            if isinstance(obj, types.FunctionType) and may_read_names(obj.__code__):
+                self._reads_names = True
         return reduced
 
     def _note_source(self, filename: str) -> None:

@@ -7,8 +7,9 @@ import logging
 import multiprocessing.process
 import os
 import sys
+import time
 import types
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ class Surroundings:
 
     Attributes:
         environ: The environment variables. None: ranks on other machines keep their own.
+        authkey: The key of multiprocessing. Processes need it to use a manager's objects. None on other machines.
         start_folder: The working folder at the start of the script. multiprocessing resolves relative import paths with it.
         main_file: The script's file.
         main_module: The script's module if it was started with ``python -m``. With both, multiprocessing makes the script's
@@ -42,6 +44,7 @@ class Surroundings:
     main_file: str | None
     main_module: str | None
     settings: TorchSettings
+    authkey: bytes | None = field(default=None, repr=False)
 
     @classmethod
     def here(cls) -> Surroundings:
@@ -62,6 +65,7 @@ class Surroundings:
             main_file=None if file == "<stdin>" else file,  # multiprocessing would open it
             main_module=getattr(getattr(main, "__spec__", None), "name", None),
             settings=TorchSettings.here(),
+            authkey=bytes(multiprocessing.process.current_process().authkey),
         )
 
     def take_over(self) -> None:
@@ -74,6 +78,8 @@ class Surroundings:
                 with contextlib.suppress(FileNotFoundError):  # deleted in the meantime
                     os.chdir(self.cwd)
             sys.path[:] = self.path
+        if self.authkey is not None:
+            multiprocessing.process.current_process().authkey = self.authkey
         sys.argv[:] = self.argv
         self.settings.take_over()
         _process_module().ORIGINAL_DIR = self.start_folder
@@ -82,10 +88,11 @@ class Surroundings:
             main.__file__ = self.main_file
         if self.main_module is not None:
             main.__spec__ = ModuleSpec(self.main_module, None, origin=self.main_file)
+            main.__package__ = main.__spec__.parent
 
     def without_environ(self) -> Surroundings:
-        """Return the part to send to other machines. Environment variables stay here: they may hold secrets."""
-        return replace(self, environ=None)
+        """Return the part to send to other machines. Secrets stay here: environment variables and multiprocessing's key."""
+        return replace(self, environ=None, authkey=None)
 
     def _take_over_elsewhere(self) -> None:
         """Apply the folder and import path on another machine, as far as they exist there."""
@@ -120,7 +127,8 @@ def _process_module() -> Any:
 
 
 def _become(environ: dict[str, str]) -> None:
-    """Replace this process's environment. Change only variables that differ."""
+    """Replace this process's environment, and apply its time zone. Change only variables that differ."""
     for name in set(os.environ) - set(environ):
         del os.environ[name]
     os.environ.update({name: value for name, value in environ.items() if os.environ.get(name) != value})
+    time.tzset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
 import gc
 import logging
@@ -13,12 +14,13 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 
 from parawrap.backends import neuron_is_device
-from parawrap.backends.cpu_backend import usable_cores
+from parawrap.errors import LaunchError
 from parawrap.launch._devices import Device, core_of
 from parawrap.launch._packed_call import Job, unpacked_call
 from parawrap.launch._platform import Platform
@@ -35,6 +37,7 @@ from parawrap.launch.rank._preemption import RequeueRequested
 from parawrap.launch.rank._process_groups import StoreAddress, open_store
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._set_up_rank import Place, set_up
+from parawrap.launch.rank._share_cores import share_cores
 
 __all__ = ["run_rank"]
 
@@ -42,6 +45,8 @@ _LINGER_S = 1.0
 _SPARE_FILES = 4  # descriptors reserved for the report of a function that has used up all others
 _SUCCEEDED = 0
 _FAILED = 1
+
+_CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 
 _RISK = ". Any program that can connect to it can disturb it"
 
@@ -73,16 +78,39 @@ def run_rank(sock: socket.socket) -> NoReturn:
 
 
 def _own_session() -> None:
-    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed."""
+    """Start a new session: Ctrl-C in the terminal then does not reach the rank, and its process group can be killed.
+
+    The rank ignores SIGINT, but processes that it starts do not: with SIG_IGN they would.
+    """
     heed_signals()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, _ignore)
+    signal.siginterrupt(signal.SIGINT, False)
+    os.register_at_fork(after_in_child=_heed_sigint)
     if os.getpid() != os.getsid(0):
         os.setsid()
 
 
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal by doing nothing."""
+
+
+def _heed_sigint() -> None:
+    if signal.getsignal(signal.SIGINT) is _ignore:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _streams() -> tuple[int, int]:
-    """Redirect standard output and error into pipes. Return the ends that the launching process reads."""
+    """Redirect standard output and error into pipes. Return the ends that the launching process reads.
+
+    Standard input is empty: with ``spawn_method="fork"``, it would be that of the launching process.
+    """
     ends = []
+    null = os.open(os.devnull, os.O_RDONLY)
+    if null != 0:
+        os.dup2(null, 0)
+        os.close(null)
+    _kept.append(sys.stdin)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     for name, number in (("stdout", 1), ("stderr", 2)):
         reader, writer = os.pipe()
         os.dup2(writer, number)
@@ -137,10 +165,16 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
+    _refuse_prompts(job.name)
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
-        result = job.call(*line)
+        try:
+            result = job.call(*line)
+        except Exception as error:
+            if job.names is not None:
+                job.names.explain(error)
+            raise
         join_threads()
         _free(spare)
         return packed(result, "result", "the result")
@@ -156,13 +190,41 @@ def _unpacked(payload: int) -> Job:
         os.close(payload)
 
 
+def _refuse_prompts(name: str) -> None:
+    """Have breakpoints and `input` raise an error that names ``inline``, because a rank has no terminal.
+
+    Debuggers with a connection of their own, and those of PYTHONBREAKPOINT, still work.
+    """
+    short = name.rpartition("<locals>.")[2]
+    msg = f"a rank has no terminal. Call {short}.inline(...) instead: it runs the function in this process, for a debugger"
+
+    def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
+        raise LaunchError(msg)
+
+    def read_or_refuse(prompt: object = "", /) -> str:
+        sys.stdout.write(str(prompt))
+        sys.stdout.flush()
+        if line := sys.stdin.readline():  # the function may have replaced it
+            return line.removesuffix("\n")
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.partition(".")[0] in _CONSOLES:  # they take EOFError for the end of the session
+            raise LaunchError(msg)
+        error = EOFError("EOF when reading a line")
+        error.add_note(msg)
+        raise error
+
+    builtins.input = read_or_refuse
+    if os.environ.get("PYTHONBREAKPOINT", "") in ("", "pdb.set_trace") and sys.breakpointhook is sys.__breakpointhook__:
+        sys.breakpointhook = refuse_breakpoint
+
+
 def _set_up_process(assignment: Assignment, platform: Platform, control: Control) -> Rank:
     """Set up logging, threads, and environment variables of this process, then the rank itself (`set_up`)."""
     place = assignment.place
     logging.basicConfig(level=logging.INFO if place.global_rank == 0 else logging.WARNING)
     if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
         os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
-    torch.set_num_threads(_threads_per_rank(platform, place.ranks_per_node))
+    share_cores(platform, place.ranks_per_node)
     os.environ |= _variables(place, assignment.meeting)
     if assignment.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
@@ -197,17 +259,6 @@ def _variables(place: Place, meeting: StoreAddress | None) -> dict[str, str]:
             "TORCHELASTIC_USE_AGENT_STORE": has_store,
         }
     return variables
-
-
-def _threads_per_rank(platform: Platform, ranks_per_node: int) -> int:
-    """Return the number of torch threads: the user's setting, or an equal share of the cores."""
-    if platform.spawn_method == "fork":  # OpenMP's threads do not survive a fork; waiting for them would block forever
-        return 1
-    if platform.device != Device.CPU and platform.n_cpus > 1:
-        return platform.n_cpus
-    if os.environ.get("OMP_NUM_THREADS", "").isdecimal():
-        return int(os.environ["OMP_NUM_THREADS"])
-    return max(1, usable_cores() // ranks_per_node)
 
 
 def _leave(code: int) -> NoReturn:

@@ -1,0 +1,102 @@
+"""Pickle what decorators make of the script's functions by value. pickle would send them by name, or not at all.
+
+Ranks do not run the script, so they do not find its definitions by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+
+from parawrap.launch.messages._find_unpicklable import RefusedError
+
+__all__ = ["is_found_by_name", "reduced_definition"]
+
+_CACHED = type(functools.cache(len))
+_DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
+_COMPILED = "compile_wrapper"  # the name of the function that torch.compile returns
+_TYPE_PARAMETERS = (typing.ParamSpec, *([typing.TypeVarTuple] if hasattr(typing, "TypeVarTuple") else []))
+_CURE = "define it in a module, and import it from there, or make it inside the function that is launched"
+
+
+def is_found_by_name(value: Any) -> bool:
+    """True if other processes find this definition under its name in a module."""
+    name = getattr(value, "__module__", None)
+    if name is None or name == "__main__":
+        return False
+    found: Any = sys.modules.get(name)
+    for part in str(getattr(value, "__qualname__", None) or getattr(value, "__name__", None)).split("."):
+        found = getattr(found, part, None)
+    return found is value
+
+
+def reduced_definition(value: Any) -> Any:
+    """Return the pickle reduction of a decorated function or a type alias by value. None for any other object.
+
+    Raises:
+        RefusedError: If it can be made only by running its module.
+    """
+    if isinstance(value, functools.cached_property):
+        state = {name: part for name, part in vars(value).items() if name != "lock"}
+        return _cached_property, (type(value),), state
+    if not isinstance(value, _KINDS) or is_found_by_name(value):
+        return None
+    if type(value) is _CACHED:
+        return _cached, (value.__wrapped__, value.cache_parameters())
+    if isinstance(value, typing.NewType):
+        return typing.NewType, (value.__name__, value.__supertype__), dict(vars(value))
+    if isinstance(value, _TYPE_PARAMETERS):
+        return type(value), (value.__name__,)
+    if isinstance(value, types.FunctionType):
+        if value.__code__ is _DISPATCHING:
+            return _dispatching, (value.__wrapped__, dict(value.registry))  # type: ignore[attr-defined]
+        if value.__code__.co_name != _COMPILED or "_dynamo" not in value.__code__.co_filename:
+            return None
+    elif (name := _name_in_modules(value)) is not None:  # objects that do not have their name
+        return resolve_name, (name,)
+    msg = f"torch has made it for this process only: {_CURE}"
+    raise RefusedError(value, msg)
+
+
+_KINDS = (
+    _CACHED,
+    typing.NewType,
+    *_TYPE_PARAMETERS,
+    types.FunctionType,
+    torch.library.CustomOpDef,
+    torch.jit.ScriptFunction,
+)
+
+
+def _name_in_modules(value: Any) -> str | None:
+    """Return the name under which a module has this object. None if only the script has it."""
+    for module in list(sys.modules.values()):
+        if type(module) is types.ModuleType and module.__name__ != "__main__":
+            for name, found in list(vars(module).items()):
+                if found is value:
+                    return f"{module.__name__}:{name}"
+    return None
+
+
+def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
+    made = cls.__new__(cls)
+    functools.cached_property.__init__(made, _cached)  # makes a lock; the state replaces the function
+    return made
+
+
+def _dispatching(function: Callable[..., Any], registry: dict[type, Callable[..., Any]]) -> Any:
+    made = functools.singledispatch(function)
+    for cls, implementation in registry.items():
+        made.register(cls, implementation)
+    return made
