@@ -27,15 +27,15 @@ _log = logging.getLogger("parawrap.launch")
 
 
 class Attempts:
-    """Runs the attempts of a launch on its nodes, then closes the nodes.
+    """Runs the attempts of a launch, one after the other, then closes its guards.
 
     Any thread may call `cancel`, `preempt`, and `stacks`.
 
     Args:
         name: The function's name.
         platform: The launch's platform.
-        loop: The loop of the nodes; closed with the run.
-        nodes: The machines, each with ``platform.ranks_per_node`` ranks.
+        loop: The loop of the guards; closed with the attempts.
+        guards: The guards of the machines, each with ``platform.ranks_per_node`` ranks.
         assignments: Returns the assignment for a rank and a restart number.
         transcripts: One per rank; all attempts write to it.
         restart: The number of attempts before this run.
@@ -52,7 +52,7 @@ class Attempts:
         name: str,
         platform: Platform,
         loop: Loop,
-        nodes: Sequence[Guard],
+        guards: Sequence[Guard],
         assignments: Callable[[int, int], Assignment],
         transcripts: Sequence[Record],
         *,
@@ -63,7 +63,7 @@ class Attempts:
         self._name = name
         self._platform = platform
         self._loop = loop
-        self._nodes = nodes
+        self._guards = guards
         self._assignments = assignments
         self._transcripts = transcripts
         self.restart = restart
@@ -132,15 +132,15 @@ class Attempts:
             self.close()
 
     def close(self) -> None:
-        """Close the nodes and the loop. Running ranks are killed."""
-        for node in self._nodes:
-            node.close()
+        """Close the guards and the loop. Running ranks are killed."""
+        for guard in self._guards:
+            guard.close()
         self._loop.close()
 
     def _next_attempt(self) -> Coordinator:
         per_node = self._platform.ranks_per_node
         states = [
-            RankState(rank, self._nodes[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
+            RankState(rank, self._guards[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
         ]
         return Coordinator(self._platform, self._loop, states, self._up_at)
 
@@ -157,7 +157,7 @@ class Attempts:
         return has_nodes and self.failures < self._platform.max_restarts
 
     def _has_lost_a_node(self) -> bool:
-        return any(node.is_lost for node in self._nodes)
+        return any(guard.is_lost for guard in self._guards)
 
     def _wants_more(self) -> bool:
         """True if ranks requested a restart, or were ended because they did not exit in time after a preemption."""
@@ -199,7 +199,7 @@ class Attempts:
         attempt = self._attempt
         return Ending(
             outcomes=attempt.outcomes(),
-            hosts=[node.host for node in self._nodes],
+            hosts=[guard.host for guard in self._guards],
             history=self._history,
             stacks=attempt.stacks(),
             cancelled=attempt.cancelled or cancelled,

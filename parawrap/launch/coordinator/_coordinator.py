@@ -38,7 +38,7 @@ __all__ = ["Coordinator"]
 _ECHO_WAIT_S = 1.0  # time for the original failure to arrive after an echo of it
 _STACKS_WAIT_S = 1.0
 _WATCHING_S = 1.0  # a longer delay of the loop means that this process itself was stopped
-_GIVE_UP_S = 20.0  # time for nodes to report the end of killed ranks and their leftovers
+_GIVE_UP_S = 20.0  # time for guards to report the end of killed ranks and their leftovers
 _LAST_WORDS = 2500
 _NEVER = float("inf")
 _NO_ANSWER = "no answer within a second: the rank is stopped, or runs code that holds the GIL"
@@ -50,7 +50,7 @@ class Coordinator:
 
     Args:
         platform: The launch's platform.
-        loop: The loop of the ranks' nodes.
+        loop: The loop of the guards.
         states: The states of all ranks, by rank.
         up_at: The end of ``timeout_min``, by the monotonic clock.
 
@@ -66,7 +66,7 @@ class Coordinator:
         self._platform = platform
         self._loop = loop
         self._states = states
-        self._nodes = list({id(state.node): state.node for state in states}.values())
+        self._guards = list({id(state.guard): state.guard for state in states}.values())
         self._standstill = Standstill(states, report_interval_s(platform))
         self._changed = threading.Condition()
         self._outcomes: dict[int, Outcome] = {}
@@ -116,7 +116,7 @@ class Coordinator:
     def times(self, restart: int) -> list[RankTimes]:
         """Return when the phases of each started rank began, in the attempt after `restart` others."""
         return [
-            RankTimes(state.rank, restart, state.node.host, state.began, _failure_in(state.outcome))
+            RankTimes(state.rank, restart, state.guard.host, state.began, _failure_in(state.outcome))
             for state in self._states
             if state.began
         ]
@@ -133,7 +133,7 @@ class Coordinator:
         try:
             for state in self._states:
                 state.began["start"] = time.time()
-                state.node.start(assignment_of(state.rank), self)
+                state.guard.start(assignment_of(state.rank), self)
         except BaseException:
             self.end()
             self.run()
@@ -183,7 +183,7 @@ class Coordinator:
         running = [state for state in self._states if state.is_running]
         self._unanswered = {state.rank for state in running}
         for state in running:
-            state.node.send(state.rank, "preempt")
+            state.guard.send(state.rank, "preempt")
 
     def _agree_on_checkpoint(self, rank: int) -> None:
         """Note that this rank has answered or exited. Once all have, send them the call that returns True."""
@@ -191,11 +191,11 @@ class Coordinator:
             due_from = max((state.answered for state in self._states if state.answered is not None), default=0)
             for state in self._states:
                 if state.is_running:
-                    state.node.send(state.rank, "checkpoint", due_from)
+                    state.guard.send(state.rank, "checkpoint", due_from)
         self._unanswered.discard(rank)
 
     def _is_over(self) -> bool:
-        return all(node.is_over for node in self._nodes)
+        return all(guard.is_over for guard in self._guards)
 
     def _living(self) -> list[RankState]:
         return [state for state in self._states if state.is_alive]
@@ -243,11 +243,11 @@ class Coordinator:
         self._end_at = time.monotonic() + _STACKS_WAIT_S
 
     def _end_by_force(self) -> None:
-        """Kill the ranks. On the second call, give up nodes that have not reported the end of their ranks."""
+        """Kill the ranks. On the second call, give up guards that have not reported the end of their ranks."""
         if self._has_killed:
             self._kill_at = _NEVER
-            for node in self._nodes:
-                node.give_up()
+            for guard in self._guards:
+                guard.give_up()
         else:
             self._has_killed = True
             self._kill_at = time.monotonic() + _GIVE_UP_S
@@ -261,7 +261,7 @@ class Coordinator:
         for state in self._living():
             state.request_stacks()
 
-    # -- reports from nodes
+    # -- reports from guards
 
     def on_start(self, rank: int, pid: int) -> None:
         self._states[rank].pid = pid
@@ -357,7 +357,7 @@ class Coordinator:
         if all("run" in state.began or not state.is_running for state in self._states):
             for state in self._living():
                 if not state.is_running:
-                    state.node.send(state.rank, "met")
+                    state.guard.send(state.rank, "met")
 
     def _end_deadlock(self) -> None:
         """End the attempt if all running ranks wait for ranks that have exited. It counts as stuck unless they restart."""

@@ -30,7 +30,7 @@ class RankState:
     """
 
     rank: int
-    node: Guard
+    guard: Guard
     transcript: Record
     pid: int = 0
     is_alive: bool = True
@@ -53,14 +53,14 @@ class RankState:
         """Request the rank's stacks, unless a request is pending: a stopped process never answers."""
         if not self.owes_stacks:
             self.owes_stacks = True
-            self.node.send(self.rank, "stacks")
+            self.guard.send(self.rank, "stacks")
 
     def order_to_end(self) -> None:
         """Order a running rank to end. Dismiss a rank that has returned and waits for the others."""
         self.ordered_to_end = self.is_running
-        self.node.send(self.rank, "end" if self.is_running else "bye")
+        self.guard.send(self.rank, "end" if self.is_running else "bye")
 
     def kill(self) -> None:
         """Kill the rank and its process group."""
         self.killed = True
-        self.node.kill(self.rank)
+        self.guard.kill(self.rank)

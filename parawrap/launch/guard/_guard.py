@@ -101,7 +101,7 @@ class _Process:
         streams: The pipes of standard output (1) and standard error (2).
     """
 
-    wire: Channel
+    channel: Channel
     watcher: Watcher
     status: int
     pid: int = 0
@@ -147,21 +147,21 @@ class LocalGuard:
             msg = f"the process of rank {rank} cannot be started: {explained(error)}"
             raise LaunchError(msg) from error
         self._processes[rank] = process
-        self._loop.watch(process.wire, partial(self._on_message, rank, process))
+        self._loop.watch(process.channel, partial(self._on_message, rank, process))
         self._loop.watch(process.status, partial(self._on_status, rank, process))
-        process.wire.send("assignment", assignment, self._files)
+        process.channel.send("assignment", assignment, self._files)
 
     def _started(self, grace_s: float, watcher: Watcher) -> _Process:
         ours, its = socket.socketpair()
         ours.settimeout(_LINE_TIMEOUT_S)
-        wire = Channel(ours)
-        close_in_forked_children(wire)  # before the start, which may fork this process
+        channel = Channel(ours)
+        close_in_forked_children(channel)  # before the start, which may fork this process
         try:
             with its:
                 close_in_forked_children(its)
-                return _Process(wire, watcher, self._starter.start(its, grace_s))
+                return _Process(channel, watcher, self._starter.start(its, grace_s))
         except BaseException:
-            wire.close()
+            channel.close()
             raise
 
     def send(self, rank: int, word: str, body: Any = None) -> None:
@@ -172,7 +172,7 @@ class LocalGuard:
             process.is_cancelled = True
             self._starter.wake()
         else:
-            process.wire.send(word, body)
+            process.channel.send(word, body)
 
     def kill(self, rank: int) -> None:
         """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
@@ -215,9 +215,9 @@ class LocalGuard:
     # -- reports
 
     def _on_message(self, rank: int, process: _Process) -> None:
-        message = process.wire.receive()
+        message = process.channel.receive()
         if message is None:
-            self._close_wire(process)
+            self._close_channel(process)
         elif message.word == "files lost":
             process.watcher.on_trouble(f"a message of rank {rank} arrived without its attached files: {open_files_limit()}")
         elif message.word == "hello":
@@ -274,7 +274,7 @@ class LocalGuard:
     def _end(self, rank: int, process: _Process, code: int | None, lost_with: str = "") -> None:
         """Report the end of a process, after its pending messages and output."""
         process.has_ended = True
-        while process.wire.fileno() >= 0 and is_readable(process.wire, 0):
+        while process.channel.fileno() >= 0 and is_readable(process.channel, 0):
             self._on_message(rank, process)
         self._drain(rank, process)
         self._disconnect(process)
@@ -297,7 +297,7 @@ class LocalGuard:
     def _disconnect(self, process: _Process) -> None:
         for number in list(process.streams):
             self._stop_listening(process, number)
-        self._close_wire(process)
+        self._close_channel(process)
 
     def _stop_listening(self, process: _Process, number: int) -> None:
         file = process.streams.pop(number)
@@ -305,7 +305,7 @@ class LocalGuard:
             self._loop.forget(file)
         os.close(file)
 
-    def _close_wire(self, process: _Process) -> None:
-        if process.wire.fileno() >= 0:
-            self._loop.forget(process.wire)
-            process.wire.close()
+    def _close_channel(self, process: _Process) -> None:
+        if process.channel.fileno() >= 0:
+            self._loop.forget(process.channel)
+            process.channel.close()

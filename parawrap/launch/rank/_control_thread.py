@@ -73,9 +73,9 @@ class Control:
         preemption: The rank's part in the agreement on when to save.
     """
 
-    def __init__(self, wire: Channel, assignment: Assignment) -> None:
+    def __init__(self, channel: Channel, assignment: Assignment) -> None:
         self.preemption = Preemption()
-        self._wire = wire
+        self._channel = channel
         self._assignment = assignment
         self._to_report = [name for name in PRELOADABLE if name not in sys.modules]
         self._report_at = time.monotonic()
@@ -91,7 +91,7 @@ class Control:
     def start(self) -> None:
         """Install the SIGTERM handler and start the thread."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
-        close_in_forked_children(self._wire)  # processes that the function forks are not ranks
+        close_in_forked_children(self._channel)  # processes that the function forks are not ranks
         os.register_at_fork(after_in_child=self._restore_sigterm)
         threading.Thread(target=self._serve, name="parawrap-rank-control", daemon=True).start()
 
@@ -101,7 +101,7 @@ class Control:
 
     def note_phase(self, name: str) -> None:
         """Report the begin of a phase. From "run" on, other ranks may end: this one has joined the process groups."""
-        self._wire.send("reached", (name, time.time()))
+        self._channel.send("reached", (name, time.time()))
 
     def function_ended(self) -> None:
         """Stop interrupting the main thread: from now on it only reports and exits."""
@@ -130,8 +130,8 @@ class Control:
 
     def _serve(self) -> None:
         while True:
-            if is_readable(self._wire, _LOOK_S):
-                message = self._wire.receive()
+            if is_readable(self._channel, _LOOK_S):
+                message = self._channel.receive()
                 if message is None or message.word == "end":
                     break
                 self._on_message(message.word, message.body)
@@ -147,9 +147,9 @@ class Control:
         elif word == "met":
             self._met.set()
         elif word == "stacks":
-            self._wire.send("stacks", stacks())
+            self._channel.send("stacks", stacks())
         elif word == "preempt":
-            self._wire.send("answered", self.preemption.hold_back())
+            self._channel.send("answered", self.preemption.hold_back())
         elif word == "checkpoint":
             self.preemption.decide(body)
 
@@ -177,12 +177,12 @@ class Control:
         """Report modules that the warm process can import for later ranks, and regularly the main thread's state."""
         if loaded := [name for name in self._to_report if name in sys.modules]:
             self._to_report = [name for name in self._to_report if name not in loaded]
-            self._wire.send("imports", loaded)
+            self._channel.send("imports", loaded)
         self._main_thread.look()
         now = time.monotonic()
         if now >= self._report_at:
             self._report_at = now + self._assignment.report_s
-            self._wire.send("status", self._main_thread.status())
+            self._channel.send("status", self._main_thread.status())
 
 
 class _MainThread:
