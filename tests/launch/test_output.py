@@ -402,3 +402,16 @@ def test_a_slow_reader_gets_all_output_at_the_exit():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
         assert script.stderr.read(4) == b"done"
         assert script.stdout.read().count(b"\n") == 6000
+
+
+def test_output_is_printed_without_another_thread(monkeypatch, capsys):
+    """At the limit on threads, the calling thread prints."""
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    transcript = a_transcript()
+    transcript.write(OUT, b"one\ntwo")
+    transcript.finish()
+    assert capsys.readouterr().out == f"{PREFIX}one\n{PREFIX}two\n"

@@ -43,10 +43,19 @@ class Printer:
         with self._changed:
             self._pending.append(show)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="parawrap-launch-printer", daemon=True)
-                _printing.add(self)
-                self._thread.start()
+                self._start()
             self._changed.notify_all()
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="parawrap-launch-printer", daemon=True)
+        _printing.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the limit on threads: print here, where a reader may block supervision
+            self._thread = None
+            _printing.discard(self)
+            while self._pending:
+                self._pending.popleft()()
 
     def write(self, stream: str, text: str) -> None:
         """Write to ``sys.stdout`` or ``sys.stderr``. Called in the thread."""
