@@ -113,13 +113,15 @@ def test_the_ranks_of_a_killed_actor_end_and_restart(ray, tmp_path):
     assert_no_survivors(tmp_path, 2)
 
 
-def test_the_error_of_a_killed_actor_says_that_its_node_was_lost(ray, tmp_path):
-    """Without a restart, the launch raises RankDiedError, and no process of the ranks survives."""
+def test_the_error_of_a_killed_actor_says_that_its_node_was_lost(ray, tmp_path, caplog):
+    """Without a restart, the launch raises RankDiedError, logs Ray's reason, and no process of the ranks survives."""
     launch = on_ray(leave_daemon).submit(tmp_path)
     pids = pids_of(tmp_path)
     kill_an_actor()
     with pytest.raises(RankDiedError, match="was lost with its node, which no longer answers"):
         launch.results(PATIENCE_S)
+    (message,) = caplog.messages
+    assert " of a launch is lost: its actor died: " in message
     assert_gone(pids)
 
 

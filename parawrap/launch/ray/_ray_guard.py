@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.ray._node_messages import Inbox, pack_message
 
 __all__ = ["RayGuard"]
+
+_log = logging.getLogger("parawrap.launch")
 
 _LOST = "its node, which no longer answers"
 _MOST_TRIES = 3  # Ray may place an actor on a lost node, because it notices a loss only after some seconds
@@ -141,6 +144,7 @@ class RayGuard:
         if failure is not None and not self.has_started and self._tries < _MOST_TRIES and self._ray.is_initialized():
             self._begin()
         elif failure is not None:
+            _log.warning("node %d (%s) of a launch is lost: %s", self._number, self.host, failure)
             self._lose(failure)
         elif self.failure is None and self._ray.is_initialized():
             actor.acknowledge.remote()
