@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -48,10 +49,18 @@ _FAILED = 1
 
 _CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 
-_TWICE = (
-    "parawrap has made the default process group before the function: leave out init_process_group, or give "
-    "Platform(ipc_groups=None) to make it in the function"
+_GUARD = (
+    "a worker that is spawned, or started by multiprocessing's forkserver, runs the main script again: put the script's "
+    'actions under `if __name__ == "__main__":`, and put what a notebook or `python -c` defines into a module'
 )
+_REMEDIES = {  # parts of messages, and notes for them
+    "initialize the default process group twice": (
+        "parawrap has made the default process group before the function: leave out init_process_group, or give "
+        "Platform(ipc_groups=None) to make it in the function"
+    ),
+    "DataLoader worker (pid": _GUARD,
+    "A process in the process pool was terminated abruptly": _GUARD,
+}
 _RISK = ". Any program that can connect to it can disturb it"
 
 _kept: list[Any] = []  # until the process exits
@@ -178,12 +187,18 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
         except Exception as error:
             if job.names is not None:
                 job.names.explain(error)
-            if "initialize the default process group twice" in str(error):
-                error.add_note(_TWICE)
+            _add_remedies(error)
             raise
         join_threads()
         _free(spare)
         return packed(result, "result", "the result")
+
+
+def _add_remedies(error: Exception) -> None:
+    with contextlib.suppress(Exception):  # classes may raise anything
+        for part, remedy in _REMEDIES.items():
+            if part in str(error):
+                failures.add_note(error, remedy)
 
 
 def _unpacked(payload: int) -> Job:
@@ -191,6 +206,8 @@ def _unpacked(payload: int) -> Job:
         return unpacked_call(payload)
     except BaseException as error:
         error.add_note("raised while the rank unpickled the function and its arguments, before the call")
+        if isinstance(error, ModuleNotFoundError):
+            error.add_note(f"ranks import from sys.path, and have no import hooks of the script. It is {sys.path}")
         raise
     finally:
         os.close(payload)
