@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import multiprocessing
 import os
 import pdb
@@ -327,3 +328,35 @@ def test_a_second_default_group_names_the_remedy():
     error, _ = failure_of(init_group)
     assert type(error) is ValueError
     assert "Platform(ipc_groups=None)" in notes_of(error)
+
+
+# -- logging
+
+
+def configure_basically():
+    level = logging.DEBUG if current_rank().global_rank == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="own %(levelname)s %(message)s", force=True)
+
+
+def configure_by_dict():
+    from logging import config
+
+    handlers = {"stream": {"class": "logging.StreamHandler", "formatter": "own", "stream": "ext://sys.stdout"}}
+    formatters = {"own": {"format": "own %(levelname)s %(message)s"}}
+    root = {"handlers": ["stream"], "level": "DEBUG" if current_rank().global_rank == 0 else "ERROR"}
+    config.dictConfig({"version": 1, "formatters": formatters, "handlers": handlers, "root": root})
+
+
+@pytest.mark.parametrize("configure", [configure_basically, configure_by_dict])
+def test_a_function_can_configure_logging(configure, capfd):
+    """Lines appear once, in the format and with the levels that the function chose."""
+
+    def log():
+        configure()
+        logging.getLogger("train").debug("detail")
+        logging.getLogger("train").error("fault")
+
+    wrapper(ranks(verbose=True))(log)()
+    out, err = capfd.readouterr()
+    lines = ["[rank 0] own DEBUG detail", "[rank 0] own ERROR fault", "[rank 1] own ERROR fault"]
+    assert sorted([*out.splitlines(), *err.splitlines()]) == lines
