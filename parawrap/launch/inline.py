@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from parawrap.errors import PlatformError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._packed_call import Job
 from parawrap.launch._platform import Platform
@@ -26,9 +27,18 @@ def run_inline(job: Job) -> RankResults[Any]:
     """Call the function in this process. Afterwards restore random states, current device, and process group.
 
     Nothing is pickled, and exceptions propagate unchanged.
+
+    Raises:
+        PlatformError: If this machine lacks the device.
     """
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        msg = (
+            f"device={str(platform.device)!r}, launcher={platform.launcher!r}: its ranks use GPUs, and this machine has none "
+            f"to run {job.name} inline: give Platform(device='cpu')"
+        )
+        raise PlatformError(msg)
     restart, result = 0, None
     with at_signal(lambda: None):  # ignore a signal that arrives between two attempts
         while True:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchError, Platform, RankResults, current_rank, wrapper
+from parawrap import LaunchError, Platform, PlatformError, RankResults, current_rank, wrapper
 from parawrap.launch import inside_a_rank
 
 
@@ -261,3 +261,11 @@ def test_torch_modes_of_the_caller_apply():
     """`no_grad` and autocast around the call apply in the function."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert inline(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))) == (False, True)
+
+
+@pytest.mark.parametrize("device", ["slurm", "ray"])
+def test_a_platform_of_gpus_without_a_gpu_raises(device, monkeypatch):
+    """PlatformError names the launcher and says to use the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(PlatformError, match=rf"launcher='{device}'.*this machine has none.*Platform\(device='cpu'\)"):
+        wrapper(Platform(device=device, n_gpus=2))(len).inline([])

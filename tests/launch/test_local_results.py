@@ -779,6 +779,33 @@ def test_a_rank_can_spawn_loader_workers(start, tmp_path):
     assert ended.stderr.count("script __main__") == 1  # ranks and workers do not run the guarded part again
 
 
+UNGUARDED = """
+import sys
+from torch.utils.data import DataLoader
+from parawrap import Platform, wrapper
+
+class Own(list):
+    pass
+
+@wrapper(Platform(device="cpu", verbose=False))
+def loads(method):
+    options = {"num_workers": 1, "multiprocessing_context": method}
+    return list(DataLoader(Own([1.0, 2.0]), **options))
+
+try:
+    loads(sys.argv[1])
+except RuntimeError as error:
+    print(error.__notes__[0])
+"""
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_spawned_workers_of_an_unguarded_script_name_the_guard(method, tmp_path):
+    """The error of the loader has a note that says to guard the main script."""
+    note = run_script(tmp_path, UNGUARDED, method, fresh=True)
+    assert 'put the script\'s actions under `if __name__ == "__main__":`' in note
+
+
 def test_spawned_workers_lack_a_dataset_of_a_command(tmp_path):
     """A dataset that ``python -c`` defines fails in a rank with the messages of plain Python."""
     ended = run_start("-c own", tmp_path)

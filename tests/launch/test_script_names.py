@@ -96,7 +96,7 @@ def outcomes(tmp_path_factory):
 
 
 def test_definitions_of_the_script_are_found_by_name(outcomes):
-    """``globals()``, `eval`, ``__subclasses__``, torch.load, and object collectives find what the function does not name."""
+    """``globals()``, `eval`, ``__subclasses__``, torch.load, and object collectives find names that no code uses."""
     assert outcomes[:6] == ["second", 5, "First", ["First", "Second"], "Net", ["first", "first"]]
 
 

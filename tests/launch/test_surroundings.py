@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import multiprocessing
 import os
 import pdb
@@ -284,3 +285,78 @@ def test_blas_and_subprocesses_keep_omp_num_threads(monkeypatch):
     """The user's OMP_NUM_THREADS holds everywhere."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     assert wrapper(ranks(3))(count_threads)() == ((2, 2, 2),) * 3
+
+
+# -- process groups that the function makes
+
+
+def init_group():
+    """Make the default process group with the variables of torchrun, and return the sum of the ranks."""
+    dist.init_process_group("gloo")
+    total = torch.tensor(current_rank().global_rank)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
+
+
+def init_mesh():
+    mesh = dist.device_mesh.init_device_mesh("cpu", (3,))
+    total = torch.tensor(current_rank().global_rank)
+    dist.all_reduce(total, group=mesh.get_group())
+    return total.item()
+
+
+def init_rpc():
+    from torch.distributed import rpc
+
+    rank = current_rank()
+    rpc.init_rpc(f"rank{rank.global_rank}", rank=rank.global_rank, world_size=rank.world_size)
+    total = rpc.rpc_sync("rank0", sum, ([1, 2],))
+    rpc.shutdown()
+    return total
+
+
+@pytest.mark.parametrize("function", [init_group, init_mesh, init_rpc])
+def test_without_ipc_groups_the_function_can_make_its_own(function):
+    """The variables of torchrun lead to a free port of the loopback interface, also for launches at the same time."""
+    launches = [wrapper(ranks(3, ipc_groups=None))(function).submit() for _ in range(2)]
+    assert [launch.results(PATIENCE_S) for launch in launches] == [(3, 3, 3)] * 2
+
+
+def test_a_second_default_group_names_the_remedy():
+    """The error of a function that makes the default group again says to give ``ipc_groups=None``."""
+    error, _ = failure_of(init_group)
+    assert type(error) is ValueError
+    assert "Platform(ipc_groups=None)" in notes_of(error)
+
+
+# -- logging
+
+
+def configure_basically():
+    level = logging.DEBUG if current_rank().global_rank == 0 else logging.ERROR
+    logging.basicConfig(level=level, format="own %(levelname)s %(message)s", force=True)
+
+
+def configure_by_dict():
+    from logging import config
+
+    handlers = {"stream": {"class": "logging.StreamHandler", "formatter": "own", "stream": "ext://sys.stdout"}}
+    formatters = {"own": {"format": "own %(levelname)s %(message)s"}}
+    root = {"handlers": ["stream"], "level": "DEBUG" if current_rank().global_rank == 0 else "ERROR"}
+    config.dictConfig({"version": 1, "formatters": formatters, "handlers": handlers, "root": root})
+
+
+@pytest.mark.parametrize("configure", [configure_basically, configure_by_dict])
+def test_a_function_can_configure_logging(configure, capfd):
+    """Lines appear once, in the format and with the levels that the function chose."""
+
+    def log():
+        configure()
+        logging.getLogger("train").debug("detail")
+        logging.getLogger("train").error("fault")
+
+    wrapper(ranks(verbose=True))(log)()
+    out, err = capfd.readouterr()
+    lines = ["[rank 0] own DEBUG detail", "[rank 0] own ERROR fault", "[rank 1] own ERROR fault"]
+    assert sorted([*out.splitlines(), *err.splitlines()]) == lines

@@ -33,7 +33,7 @@ _EVERYWHERE = "0.0.0.0"
 
 @contextmanager
 def open_store_host(platform: Platform, host: str | None = None, path: Path | None = None) -> Iterator[StoreAddress | None]:
-    """Keep a store open for the ranks of a launch.
+    """Keep a store open for the ranks of a launch. Without process groups, only reserve an address, if all ranks run here.
 
     Args:
         platform: The launch's platform.
@@ -45,8 +45,11 @@ def open_store_host(platform: Platform, host: str | None = None, path: Path | No
         LaunchError: If the store cannot listen on the platform's address.
     """
     planned = planned_store(platform, host)
-    if planned is None:
+    if planned is None and host is not None:
         yield None
+    elif planned is None:  # no store, but an address for user code
+        with _reserved_port() as port:
+            yield StoreAddress(platform.master_addr or LOOPBACK, platform.master_port or port)
     elif planned.path is None:
         store, port = _listening_store(planned, platform)
         yield StoreAddress(planned.host, port)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from parawrap.launch.messages._find_unpicklable import RefusedError
+from parawrap.launch.messages._importable_modules import is_importable
 
 __all__ = ["is_found_by_name", "reduced_definition"]
 
@@ -29,9 +30,9 @@ _CURE = "define it in a module, and import it from there, or make it inside the 
 def is_found_by_name(value: Any) -> bool:
     """True if other processes find this definition under its name in a module."""
     name = getattr(value, "__module__", None)
-    if name is None or name == "__main__":
+    found: Any = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
+    if found is None or not is_importable(name):
         return False
-    found: Any = sys.modules.get(name)
     for part in str(getattr(value, "__qualname__", None) or getattr(value, "__name__", None)).split("."):
         found = getattr(found, part, None)
     return found is value
@@ -46,7 +47,12 @@ def reduced_definition(value: Any) -> Any:
     if isinstance(value, functools.cached_property):
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return _cached_property, (type(value),), state
-    if not isinstance(value, _KINDS) or is_found_by_name(value):
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        is_plain = code is not _DISPATCHING and not (code.co_name == _COMPILED and "_dynamo" in code.co_filename)
+    else:
+        is_plain = not isinstance(value, _KINDS)
+    if is_plain or is_found_by_name(value):
         return None
     if type(value) is _CACHED:
         return _cached, (value.__wrapped__, value.cache_parameters())
@@ -54,12 +60,9 @@ def reduced_definition(value: Any) -> Any:
         return typing.NewType, (value.__name__, value.__supertype__), dict(vars(value))
     if isinstance(value, _TYPE_PARAMETERS):
         return type(value), (value.__name__,)
-    if isinstance(value, types.FunctionType):
-        if value.__code__ is _DISPATCHING:
-            return _dispatching, (value.__wrapped__, dict(value.registry))  # type: ignore[attr-defined]
-        if value.__code__.co_name != _COMPILED or "_dynamo" not in value.__code__.co_filename:
-            return None
-    elif (name := _name_in_modules(value)) is not None:  # objects that do not have their name
+    if isinstance(value, types.FunctionType) and value.__code__ is _DISPATCHING:
+        return _dispatching, (value.__wrapped__, dict(value.registry))  # type: ignore[attr-defined]
+    if (name := _name_in_modules(value)) is not None:
         return resolve_name, (name,)
     msg = f"torch has made it for this process only: {_CURE}"
     raise RefusedError(value, msg)
@@ -69,18 +72,17 @@ _KINDS = (
     _CACHED,
     typing.NewType,
     *_TYPE_PARAMETERS,
-    types.FunctionType,
     torch.library.CustomOpDef,
     torch.jit.ScriptFunction,
 )
 
 
 def _name_in_modules(value: Any) -> str | None:
-    """Return the name under which a module has this object. None if only the script has it."""
+    """Return the name under which a module has an object that does not have its name. None if only the script has it."""
     for module in list(sys.modules.values()):
         if type(module) is types.ModuleType and module.__name__ != "__main__":
             for name, found in list(vars(module).items()):
-                if found is value:
+                if found is value and is_importable(module.__name__):
                     return f"{module.__name__}:{name}"
     return None
 

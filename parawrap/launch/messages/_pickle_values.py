@@ -30,6 +30,7 @@ import torch
 
 from parawrap.errors import UnsendableError
 from parawrap.launch.messages._find_unpicklable import RefusedError, find_unpicklable
+from parawrap.launch.messages._importable_modules import is_importable
 from parawrap.launch.messages._pickle_definitions import reduced_definition
 from parawrap.launch.messages._pickle_exceptions import reduced_exception
 from parawrap.launch.messages._script_names import may_read_names, names_of_script
@@ -256,6 +257,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._main_objects: dict[str, Any] = {}
         self._sources: dict[str, list[str]] = {}
         self._reads_names = False
+        self._importable = {"__main__": True}  # cloudpickle sends what it defines by value
         if in_main:
             self.globals_ref[id(vars(sys.modules["__main__"]))] = _MainGlobals(__name__="__main__")
         self._files = {__file__}  # of `_tensor` and `_storage`, which every reader can import
@@ -286,6 +288,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return resolve_name, (name,)
         if isinstance(obj, torch.UntypedStorage) and obj.device.type == "cpu":
             return _storage, (pickle.PickleBuffer(_bytes_of(obj)),)
+        if isinstance(obj, (type, types.FunctionType, types.ModuleType)):
+            self._check_module(obj.__name__ if isinstance(obj, types.ModuleType) else obj.__module__)
         if (definition := reduced_definition(obj)) is not None:
             return definition
         reduced = super().reducer_override(obj)
@@ -294,6 +298,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, types.FunctionType) and may_read_names(obj.__code__):
                 self._reads_names = True
         return reduced
+
+    def _check_module(self, name: str) -> None:
+        """Have cloudpickle send the content of a module by value if ranks cannot import it."""
+        if name not in self._importable:
+            module = sys.modules.get(name)
+            self._importable[name] = module is None or is_importable(name)
+            if module is not None and not self._importable[name]:
+                cloudpickle.register_pickle_by_value(module)
 
     def _note_source(self, filename: str) -> None:
         if filename not in self._files:

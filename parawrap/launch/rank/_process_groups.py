@@ -23,6 +23,7 @@ __all__ = [
     "open_store",
     "own_group",
     "planned_store",
+    "stay_on_loopback",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -95,7 +96,7 @@ def enter_groups(
     Return the rank's group. Return None if ``ipc_groups`` does not contain this rank.
     """
     if one_machine:
-        _stay_on_loopback()
+        stay_on_loopback()
     try:
         dist.init_process_group(
             platform.process_group_backend,
@@ -140,7 +141,7 @@ def leave_groups() -> None:
         dist.destroy_process_group()
 
 
-def _stay_on_loopback() -> None:
+def stay_on_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user set their variables."""
     (loopback,) = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")][:1] or ["lo"]
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -34,7 +35,7 @@ from parawrap.launch.rank._cluster_signals import heed_signals
 from parawrap.launch.rank._control_thread import Control, EndOrdered
 from parawrap.launch.rank._flush_files import flush_files
 from parawrap.launch.rank._preemption import RequeueRequested
-from parawrap.launch.rank._process_groups import StoreAddress, open_store
+from parawrap.launch.rank._process_groups import StoreAddress, open_store, stay_on_loopback
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._set_up_rank import Place, set_up
 from parawrap.launch.rank._share_cores import share_cores
@@ -48,6 +49,18 @@ _FAILED = 1
 
 _CONSOLES = ("cmd", "code", "IPython")  # packages whose prompts call `input`; pdb's is in the module cmd
 
+_GUARD = (
+    "a worker that is spawned, or started by multiprocessing's forkserver, runs the main script again: put the script's "
+    'actions under `if __name__ == "__main__":`, and put what a notebook or `python -c` defines into a module'
+)
+_REMEDIES = {  # parts of messages, and notes for them
+    "initialize the default process group twice": (
+        "parawrap has made the default process group before the function: leave out init_process_group, or give "
+        "Platform(ipc_groups=None) to make it in the function"
+    ),
+    "DataLoader worker (pid": _GUARD,
+    "A process in the process pool was terminated abruptly": _GUARD,
+}
 _RISK = ". Any program that can connect to it can disturb it"
 
 _kept: list[Any] = []  # until the process exits
@@ -174,10 +187,18 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
         except Exception as error:
             if job.names is not None:
                 job.names.explain(error)
+            _add_remedies(error)
             raise
         join_threads()
         _free(spare)
         return packed(result, "result", "the result")
+
+
+def _add_remedies(error: Exception) -> None:
+    with contextlib.suppress(Exception):  # classes may raise anything
+        for part, remedy in _REMEDIES.items():
+            if part in str(error):
+                failures.add_note(error, remedy)
 
 
 def _unpacked(payload: int) -> Job:
@@ -185,6 +206,8 @@ def _unpacked(payload: int) -> Job:
         return unpacked_call(payload)
     except BaseException as error:
         error.add_note("raised while the rank unpickled the function and its arguments, before the call")
+        if isinstance(error, ModuleNotFoundError):
+            error.add_note(f"ranks import from sys.path, and have no import hooks of the script. It is {sys.path}")
         raise
     finally:
         os.close(payload)
@@ -225,11 +248,13 @@ def _set_up_process(assignment: Assignment, platform: Platform, control: Control
     if platform.device == Device.NEURON and not neuron_is_device():  # a torch device is chosen by its index
         os.environ["NEURON_RT_VISIBLE_CORES"] = core_of(place.local_rank)
     share_cores(platform, place.ranks_per_node)
-    os.environ |= _variables(place, assignment.meeting)
+    os.environ |= _variables(place, assignment.meeting, has_store=platform.requires_ipc)
     if assignment.interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", assignment.interface)
     meeting = assignment.meeting
-    if meeting is None:
+    if meeting is None or not platform.requires_ipc:
+        if place.ranks_per_node == place.world_size:
+            stay_on_loopback()
         return set_up(place, platform, None)
     control.note_phase("meeting")
     store = torch.distributed.PrefixStore(f"{place.restart}", open_store(meeting, place.world_size))
@@ -240,7 +265,7 @@ def _set_up_process(assignment: Assignment, platform: Platform, control: Control
         raise
 
 
-def _variables(place: Place, meeting: StoreAddress | None) -> dict[str, str]:
+def _variables(place: Place, meeting: StoreAddress | None, *, has_store: bool) -> dict[str, str]:
     """Return the environment variables that torchrun sets, because libraries read them."""
     variables = {
         "TORCHELASTIC_RESTART_COUNT": str(place.restart),
@@ -252,11 +277,10 @@ def _variables(place: Place, meeting: StoreAddress | None) -> dict[str, str]:
         IN_RANK: str(os.getpid()),
     }
     if meeting is not None and meeting.host is not None:
-        has_store = str(meeting.path is None)
         variables |= {
             "MASTER_ADDR": meeting.host,
             "MASTER_PORT": str(meeting.port),
-            "TORCHELASTIC_USE_AGENT_STORE": has_store,
+            "TORCHELASTIC_USE_AGENT_STORE": str(has_store and meeting.path is None),
         }
     return variables
 
