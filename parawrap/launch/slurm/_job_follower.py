@@ -103,7 +103,7 @@ class JobFollower:
             with self._signs_of_life():
                 ending = self._follow_job()
                 job = self._await_exit(ending)
-            self._take_output()
+            self.take_output()
             return self._complete(ending, job)
         except OSError as error:
             queue.cancel_job(self._number)
@@ -144,9 +144,9 @@ class JobFollower:
     def _follow_job(self) -> Ending:
         """Return the ending of the last attempt."""
         while True:
-            self._take_output()
+            self.take_output()
             self.has_begun = self._folder.has_begun(self._start)
-            if (result := self._new_result()) is not None and result.ending is not None:
+            if (result := self.new_result()) is not None and result.ending is not None:
                 if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
                     return self._with_values(result.attempt, result.ending)
                 self._record_tracebacks(result.ending)
@@ -156,7 +156,7 @@ class JobFollower:
                 return ending
             time.sleep(min(_LOOK_S + (time.monotonic() - self._changed_at) / 20, _LONGEST_LOOK_S))
 
-    def _take_output(self) -> None:
+    def take_output(self) -> None:
         """Add the new output of the tasks to the transcripts, and log the new messages of the coordinator."""
         names = {path.name for path in self._folder.submitit.iterdir()}
         for transcript, stream, tail in self._output:
@@ -167,7 +167,7 @@ class JobFollower:
             for line in self._log_lines.new_lines():
                 _log.log(*json.loads(line))
 
-    def _new_result(self) -> TaskResult | None:
+    def new_result(self) -> TaskResult | None:
         """Return the result of rank 0's task if it is a new one."""
         path = Path(self._files[0].result_pickle)
         try:
@@ -177,11 +177,11 @@ class JobFollower:
         seen = (status.st_ino, status.st_mtime_ns)
         if seen == self._seen:
             return None
-        result = self._result_of(0)
+        result = self.result_of(0)
         self._seen = seen
         return result
 
-    def _result_of(self, rank: int) -> TaskResult | None:
+    def result_of(self, rank: int) -> TaskResult | None:
         """Return the value that a task returned. None if there is none yet, or the task raised."""
         try:
             with open_private(Path(self._files[rank].result_pickle)) as file:
@@ -196,7 +196,7 @@ class JobFollower:
         until = time.monotonic() + _LATE_S + _LEAVING_S
         for rank, outcome in ending.outcomes.items():
             if isinstance(outcome, (Returned, Raised)):
-                while (result := self._result_of(rank)) is None or result.attempt != attempt:
+                while (result := self.result_of(rank)) is None or result.attempt != attempt:
                     if time.monotonic() > until:
                         return replace(ending, outcomes={}, broken=self._missing(rank))
                     time.sleep(_LOOK_S)
@@ -217,7 +217,7 @@ class JobFollower:
         return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
 
     def _record_tracebacks(self, ending: Ending) -> None:
-        self._take_output()
+        self.take_output()
         for rank, outcome in ending.outcomes.items():
             if isinstance(outcome, Raised):
                 self._transcripts[rank].record(outcome.traceback)
