@@ -202,6 +202,7 @@ def _parameters(platform: Platform, folder: Folder) -> dict[str, Any]:
         "--kill-on-bad-exit=1",
         "--export=ALL",
         "--open-mode=append",
+        "--distribution=block",
         f"--cpus-per-task={options.get('cpus-per-task', cpus)}",
     ]
     return {

@@ -252,9 +252,10 @@ class JobFollower:
         """Wait until the job has left its machines, because its tasks use the folder. Return its state."""
         if ending.requeued or ending.cancelled:  # a requeued job was cancelled in the meantime
             queue.cancel_job(self._number)
-        until = time.monotonic() + _LEAVING_S
+        until, pause_s = time.monotonic() + _LEAVING_S, _LOOK_S
         while not (job := queue.job_state(self._number)).is_over and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_S)
         if not job.is_over:
             queue.cancel_job(self._number)
         return job
