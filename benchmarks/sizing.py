@@ -81,7 +81,7 @@ def watch(report: Report) -> Row:
         )
     }
     return _row(
-        "watching a launch over one connection per node",
+        "watching a launch through a store",
         _arms(runs, "watch_s"),
         [
             Result("processor time, per rank", 1e6 * a, "us"),

@@ -11,38 +11,35 @@ import datetime as dt
 import json
 import logging
 import os
+import pickle
 import resource
-import selectors
-import shutil
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from parawrap.launch.clusters._connections import Address, Front, dial
-from parawrap.launch.clusters._remote_node import await_nodes
-from parawrap.launch.slurm._report_journal import Journal, JournalRecord
 
 from parawrap import Platform, wrapper
-from parawrap.launch.coordinator._attempts import Attempts
-from parawrap.launch.coordinator._attempts_backend import assignments_of
-from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._store_host import open_store_host
+from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.guard._start_methods import starter_named, stop_server
-from parawrap.launch.messages._channel import Channel, Message
-from parawrap.launch.messages._first_rank_failure import Returned
-from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._rank_assignment import Surroundings
+from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm._batch_job import task_files
+from parawrap.launch.slurm._coordinate_job import JobCoordinator
+from parawrap.launch.slurm._job_follower import JobFollower
+from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
+from parawrap.launch.slurm._store_messages import StoreQueue, connect
+from parawrap.launch.slurm._task import TaskResult
 
 __all__ = ["PER_NODE", "Report", "found"]
 
@@ -55,6 +52,8 @@ _MESHES = {8: 3, 16: 3, 32: 2, 64: 1}  # size: repetitions; closing many connect
 _CONNECTIONS_TO_STORE = 100
 _LINES, _LINE = 200, b"x" * 79 + b"\n"
 _RESULT_MB = 4
+_ATTEMPT = "0-0"
+_CONNECTIONS_PER_RANK = 2  # of its guard to the coordinator's store: for reports, and for orders
 _ROUNDS = 3
 _FORK_WARNING = "ignore::DeprecationWarning"  # probes fork while other threads run
 # torch resolves the name of every address that it connects to, and warns if no resolver answers.
@@ -168,128 +167,114 @@ def _forks() -> list[float]:
 # -- watching a launch
 
 
-@dataclass(frozen=True)
-class _Load:
-    """The work of each rank of a launch."""
-
-    n_ranks: int
-    lines: int = 0
-    result_mb: int = 0
-
-    @property
-    def n_nodes(self) -> int:
-        return self.n_ranks // PER_NODE
-
-
 def watching() -> Report:
-    """Watch launches of several sizes, a launch with output, and a launch with large results."""
+    """Coordinate launches of several sizes, and read the output and the results of tasks."""
     _may_open_many()
-    sizes = [size for size in _WATCHED if 2 * size < resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
-    runs = [_alone(lambda size=size: _watched(_Load(size))) for size in sizes for _ in range(_ROUNDS)]
-    some = 8 * PER_NODE
-    quiet, lines, large = (
-        [_alone(lambda load=load: _watched(load)) for _ in range(_ROUNDS)]
-        for load in (_Load(some), _Load(some, lines=_LINES), _Load(some, result_mb=_RESULT_MB))
+    sizes = [size for size in _WATCHED if 5 * size < resource.getrlimit(resource.RLIMIT_NOFILE)[0]]
+    return {
+        "runs": [_alone(lambda size=size: coordinate(size)) for size in sizes for _ in range(_ROUNDS)],
+        "line_s": [_in_folder(_read_lines) for _ in range(_ROUNDS)],
+        "mb_s": [_in_folder(_read_results) for _ in range(_ROUNDS)],
+        "mb_put_s": [_in_folder(_write_results) for _ in range(_ROUNDS)],
+    }
+
+
+def coordinate(n_ranks: int) -> Report:
+    """Coordinate a launch like rank 0's task of a batch job. One other process reports for all guards."""
+    platform = Platform(
+        device="cpu", n_cpus=PER_NODE, n_nodes=n_ranks // PER_NODE, launcher="slurm", ipc_groups=None, verbose=False
     )
+    plan = Plan("sizing", platform, Surroundings.here().without_environ(), os.urandom(32), float("inf"))
 
-    def more(loud: Sequence[Report], word: str, units: int) -> list[float]:
-        return [(each[word] - statistics.median(other[word] for other in quiet)) / units for each in loud]
+    def run(folder: Folder) -> Report:
+        with contextlib.ExitStack() as cleanup:
+            coordinator = JobCoordinator(folder, plan, 0, _ATTEMPT, cleanup)
+            pid = _forked(lambda: _report_for_guards(n_ranks, coordinator.address, plan.token))
+            memory, files = _resident(), _files()
+            began = time.process_time(), time.perf_counter()
+            coordinator.begin()
+            os.waitpid(pid, 0)
+            ended = time.process_time(), time.perf_counter()
+            assert len(coordinator.ending.outcomes) == n_ranks
+            used = _resident() - memory
+        watch_s, wall_s = (end - start for start, end in zip(began, ended, strict=True))
+        return {
+            "n_ranks": n_ranks,
+            "watch_s": watch_s,
+            "wall_s": wall_s,
+            "files_per_node": 0,
+            "files_per_rank": _CONNECTIONS_PER_RANK + (_files() - files) / n_ranks,
+            "memory_kb_per_rank": used / 1e3 / n_ranks,
+        }
 
-    return {
-        "runs": runs,
-        "line_s": more(lines, "watch_s", some * _LINES),
-        "mb_s": more(large, "watch_s", some * _RESULT_MB),
-        "mb_put_s": more(large, "put_s", some * _RESULT_MB),
-    }
-
-
-def _watched(load: _Load) -> Report:
-    """Watch a launch like the first node of a batch job. One other process answers for all nodes."""
-    token, loop = os.urandom(32), Loop()
-    front, folder = Front(["127.0.0.1"], token), Path(tempfile.mkdtemp(prefix="parawrap-sizing-"))
-    pid = _forked(lambda: _answer(load, front.address))
-    try:
-        platform = Platform(
-            device="cpu", n_cpus=PER_NODE, n_nodes=load.n_nodes, launcher="slurm", ipc_groups=None, verbose=False
-        )
-        before = _files()
-        nodes = await_nodes(front, loop, range(load.n_nodes), lambda: None)
-        files_per_node = (_files() - before) / load.n_nodes
-        journal, memory, before = Journal(folder / "journal"), _resident(), _files()
-        records = [JournalRecord(journal, rank) for rank in range(load.n_ranks)]
-        orders = assignments_of(platform, None, Surroundings.here().without_environ())
-        began = time.process_time(), time.perf_counter()
-        run = Attempts("sizing", platform, loop, nodes, orders, records)
-        run.begin()
-        outcomes = run.run().outcomes
-        ended = time.process_time(), time.perf_counter()
-        kept = {"files_per_rank": (_files() - before + load.n_nodes) / load.n_ranks}
-        kept["memory_kb_per_rank"] = (_resident() - memory) / 1e3 / load.n_ranks
-        parcels = {rank: each.value for rank, each in outcomes.items() if isinstance(each, Returned)}
-        assert len(parcels) == load.n_ranks
-        put_at = time.process_time()
-        parcels = {rank: each.put(folder / f"parcel-{rank}") for rank, each in parcels.items()}
-        opened_at = time.process_time()
-        for each in parcels.values():
-            each.open()
-        times = {"put_s": opened_at - put_at, "open_s": time.process_time() - opened_at}
-        journal.close()
-    finally:
-        front.close()
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        shutil.rmtree(folder)
-    watch_s, wall_s = (end - start for start, end in zip(began, ended, strict=True))
-    return {
-        "n_ranks": load.n_ranks,
-        "watch_s": watch_s,
-        "wall_s": wall_s,
-        "files_per_node": files_per_node,
-        **kept,
-        **times,
-    }
+    return _in_folder(run)
 
 
-def _answer(load: _Load, address: Address) -> None:
-    """Answer for all nodes: report each rank as started, and then send its output and its result."""
-    result = packed(b"x" * int(load.result_mb * _MB), "result", "the result")
-    size = os.fstat(result).st_size
-    pieces = [os.pread(result, 1 << 16, start) for start in range(0, size, 1 << 16)]
-    wires, selector = [], selectors.DefaultSelector()
-    for number in range(load.n_nodes):
-        wire = dial(address)
-        assert wire is not None
-        wire.send("hello", (number, "node"))
-        selector.register(wire, selectors.EVENT_READ, wire)
-        wires.append(wire)
-    waiting = load.n_ranks
-    left = {id(wire): PER_NODE for wire in wires}
-    while True:
-        for key, _ in selector.select():
-            message: Message | None = key.data.receive()
-            if message is None:
-                os._exit(0)
-            if message.word == "start":
-                rank = message.body.place.global_rank
-                key.data.send("started", (rank, 1))
-                waiting -= 1
-                if waiting == 0:
-                    _return_all(load, wires, pieces)
-            elif message.word == "tell" and message.body[1] == "bye":
-                key.data.send("end", (message.body[0], 0))
-                left[id(key.data)] -= 1
-                if left[id(key.data)] == 0:
-                    key.data.send("over", PER_NODE)
+def _report_for_guards(n_ranks: int, address: Address, token: bytes) -> None:
+    """Report for all guards that their ranks start and return, and wait for the order to finish."""
+    signer = Signer(token)
+
+    def queue(name: str) -> StoreQueue:
+        return StoreQueue(connect("127.0.0.1", address.port), f"{_ATTEMPT}/{name}", signer)
+
+    reports, orders = ([queue(name) for name in names] for names in (["reports"] * n_ranks, _order_queues(n_ranks)))
+    for rank, report in enumerate(reports):
+        report.send(rank, "hello", "node")
+    for rank, report in enumerate(reports):
+        report.send(rank, "started", 1)
+        report.send(rank, "word", "reached", ("run", 0.0))
+        report.send(rank, "word", "returned", {"at": 0.0})
+        report.send(rank, "end", 0, "", "")
+        report.send(rank, "over")
+    for order in orders:
+        while order.receive()[0] != "finish":
+            pass
+    os._exit(0)
 
 
-def _return_all(load: _Load, wires: Sequence[Channel], pieces: Sequence[bytes]) -> None:
-    for number, wire in enumerate(wires):
-        for rank in range(number * PER_NODE, (number + 1) * PER_NODE):
-            for _ in range(load.lines):
-                wire.send("output", (rank, 1, _LINE))
-            for piece in pieces:
-                wire.send("piece", (rank, piece))
-            wire.send("word", (rank, "returned", {"at": 0.0}, None))
+def _order_queues(n_ranks: int) -> list[str]:
+    return [f"orders-{rank}" for rank in range(n_ranks)]
+
+
+def _in_folder(measure: Callable[[Folder], Any]) -> Any:
+    """Call `measure` with a new launch folder, and remove the folder."""
+    with tempfile.TemporaryDirectory(prefix="parawrap-sizing-") as place:
+        folder = Folder(Path(place, "0"))
+        folder.path.mkdir()
+        folder.submitit.mkdir()
+        return measure(folder)
+
+
+def _follower(folder: Folder) -> JobFollower:
+    transcripts = [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(PER_NODE)]
+    return JobFollower("1", "sizing", replace(_ALONE, n_cpus=PER_NODE), folder, transcripts)
+
+
+def _read_lines(folder: Folder) -> float:
+    """Return the processor time per line to read the output of tasks."""
+    follower = _follower(folder)
+    for rank in range(PER_NODE):
+        Path(task_files(folder, "1", rank).stdout).write_bytes(_LINE * _LINES)
+    began = time.process_time()
+    follower.take_output()
+    return (time.process_time() - began) / (PER_NODE * _LINES)
+
+
+def _write_results(folder: Folder) -> float:
+    """Return the processor time per megabyte to write the result of a task."""
+    value = TaskResult(_ATTEMPT, bytes(int(_RESULT_MB * _MB)))
+    began = time.process_time()
+    Path(task_files(folder, "1", 0).result_pickle).write_bytes(pickle.dumps(("success", value)))
+    return (time.process_time() - began) / _RESULT_MB
+
+
+def _read_results(folder: Folder) -> float:
+    """Return the processor time per megabyte to read the result of a task."""
+    _write_results(folder)
+    follower = _follower(folder)
+    began = time.process_time()
+    follower.result_of(0)
+    return (time.process_time() - began) / _RESULT_MB
 
 
 # -- the store and gloo

@@ -152,7 +152,7 @@ def test_a_shutdown_of_ray_ends_every_launch(ray, tmp_path):
     launch = on_ray(leave_daemon, n_cpus=1, max_restarts=2).submit(tmp_path)
     pids = pids_of(tmp_path)
     pending = on_ray(leave_daemon, n_cpus=4).submit(tmp_path)
-    eventually(lambda: pending._reservation._group is not None, "the request")
+    eventually(lambda: pending._backend._reservation._group is not None, "the request")
     assert pending.state == "pending"
     ray.shutdown()
     with pytest.raises(RankDiedError, match="was lost with its node"):
@@ -184,7 +184,7 @@ def test_a_cancelled_pending_launch_releases_the_resources(ray, tmp_path):
     launch = on_ray(scenarios.wait_for_ever, n_cpus=4).submit(tmp_path)
     wait_for_reports(tmp_path, "begun", 8)
     pending = on_ray(os.getpid).submit()
-    group = eventually(lambda: pending._reservation._group, "the request")
+    group = eventually(lambda: pending._backend._reservation._group, "the request")
     assert pending.state == "pending"
     pending.cancel()
     assert pending.state == "cancelled"

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from parawrap import Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch.coordinator import _watched_launch
+from tests.contract import scenarios
 from tests.contract.harness import assert_no_survivors, wait_for_reports
 from tests.launch.processes import eventually
 
@@ -173,3 +174,15 @@ def test_sigterm_ends_ranks_that_do_not_save(cluster, tmp_path):
     cluster.run("scancel", "--signal=TERM", number)
     with pytest.raises(RankDiedError, match="was killed by SIGTERM"):
         launch.results(PATIENCE_S)
+
+
+def test_an_urgent_job_preempts_a_launch_at_one_step(cluster, tmp_path):
+    """Slurm's signal makes all ranks save at the same step; the job is requeued, and continues from that step."""
+    launch = submit(
+        scenarios.count_until_preempted, tmp_path, 5, grace_s=20, slurm_additional_parameters={"exclusive": True}
+    )
+    wait_for_reports(tmp_path, "counting0", 2)
+    cluster.run("sbatch", "--partition", "urgent", "--exclusive", "--nodes", "2", "--output", "/dev/null", "--wrap", "true")
+    eventually(lambda: cluster.hasten() or launch.done(), "the end", PATIENCE_S)
+    (due,) = {int(step) for step in wait_for_reports(tmp_path, "due", 2)}
+    assert list(launch.results()) == [(due, due + 5, 1)] * 2

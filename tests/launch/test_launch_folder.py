@@ -158,7 +158,7 @@ def write_result(folder):
     """Write the result of a task like submitit, and return a function that reads it."""
     files = _batch_job.task_files(folder, "7", 0)
     Path(files.result_pickle).write_bytes(pickle.dumps(("success", TaskResult("0-0"))))
-    return JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1))._new_result
+    return JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1)).new_result
 
 
 def transcripts(count):
@@ -331,7 +331,7 @@ def test_log_records_of_the_coordinator_are_logged_by_the_submitter(folder, capl
         logging.getLogger("parawrap.launch").warning("late: %s", "0")
     assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]
     caplog.clear()
-    JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1))._take_output()
+    JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1)).take_output()
     assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
 
 
@@ -344,8 +344,8 @@ def test_output_is_taken_while_it_grows(folder):
         for path in (files.stdout, files.stderr):
             with path.open("a") as file:
                 file.write(f"{path.suffix} {text}")
-        follower._take_output()
-        follower._take_output()
+        follower.take_output()
+        follower.take_output()
     assert given[0].text() == ""
     assert given[1].text() == ".out one\n.err one\n.out two\n.err two\n"
 

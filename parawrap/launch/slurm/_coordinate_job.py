@@ -122,11 +122,13 @@ class JobCoordinator:
     def _coordinate(self) -> None:
         with _LogIntoFile(self._folder.log):
             try:
-                self.ending = self._supervise()
+                self.ending = self._conclude(self._supervise())
             except Exception as error:  # noqa: BLE001 (the tasks must end in any case)
-                broken = str(error) if isinstance(error, (LaunchError, OSError)) else f"the coordinator failed: {error!r}"
+                broken = str(self._folder.unusable(error)) if isinstance(error, OSError) else str(error) or repr(error)
                 self.ending = Ending({}, cancelled=self._cancelled.is_set(), broken=broken)
-            self._conclude()
+                self.is_final = True
+                with contextlib.suppress(OSError):
+                    self._folder.mark_over()
         self._ended.set()
         failed = {
             rank
@@ -181,9 +183,12 @@ class JobCoordinator:
                 raise LaunchError(msg)
             time.sleep(_LOOK_S / 10)
 
-    def _conclude(self) -> None:
-        """Requeue the job if its ranks requested it, and store the ending for another attempt."""
-        ending = self.ending
+    def _conclude(self, ending: Ending) -> Ending:
+        """Requeue the job if its ranks requested it, and store the ending for another attempt.
+
+        Raises:
+            OSError: If the folder cannot be written.
+        """
         history, times = self._folder.earlier()
         ending = replace(ending, history=[*history, *ending.history], times=[*times, *ending.times])
         if ending.requeued and not self._cancelled.is_set():
@@ -192,15 +197,11 @@ class JobCoordinator:
         given_up = ending.cancelled or ending.stuck or ending.timed_out or ending.broken
         restarts = failed is not None and not given_up and self._failures < self._platform.max_restarts
         self.is_final = not (restarts or ending.requeued)
-        try:
-            if self.is_final:
-                self._folder.mark_over()
-            else:
-                self._folder.note_earlier((self._with_failure(ending, failed), list(ending.times)))
-        except OSError as error:
-            ending = replace(ending, outcomes={}, requeued=False, broken=str(self._folder.unusable(error)))
-            self.is_final = True
-        self.ending = ending
+        if self.is_final:
+            self._folder.mark_over()
+        else:
+            self._folder.note_earlier((self._with_failure(ending, failed), list(ending.times)))
+        return ending
 
     def _with_failure(self, ending: Ending, failed: int | None) -> list[str]:
         if failed is None or ending.requeued:

@@ -105,7 +105,7 @@ class JobFollower:
             with self._signs_of_life():
                 ending = self._follow_job()
                 job = self._await_exit(ending)
-            self._take_output()
+            self.take_output()
             return self._complete(ending, job)
         except OSError as error:
             queue.cancel_job(self._number)
@@ -146,9 +146,9 @@ class JobFollower:
     def _follow_job(self) -> Ending:
         """Return the ending of the last attempt."""
         while True:
-            self._take_output()
+            self.take_output()
             self.has_begun = self._folder.has_begun(self._start)
-            if (result := self._new_result()) is not None and result.ending is not None:
+            if (result := self.new_result()) is not None and result.ending is not None:
                 if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
                     return self._with_values(result.attempt, result.ending)
                 self._record_tracebacks(result.ending)
@@ -158,7 +158,7 @@ class JobFollower:
                 return ending
             time.sleep(min(_LOOK_S + (time.monotonic() - self._changed_at) / 20, _LONGEST_LOOK_S))
 
-    def _take_output(self) -> None:
+    def take_output(self) -> None:
         """Add the new output of the tasks to the transcripts, and log the new messages of the coordinator."""
         names = {path.name for path in self._folder.submitit.iterdir()}
         for transcript, stream, tail in self._output:
@@ -169,7 +169,7 @@ class JobFollower:
             for line in self._log_lines.new_lines():
                 _log.log(*json.loads(line))
 
-    def _new_result(self) -> TaskResult | None:
+    def new_result(self) -> TaskResult | None:
         """Return the result of rank 0's task if it is a new one."""
         path = Path(self._files[0].result_pickle)
         try:
@@ -179,11 +179,11 @@ class JobFollower:
         seen = (status.st_ino, status.st_mtime_ns)
         if seen == self._seen:
             return None
-        result = self._result_of(0)
+        result = self.result_of(0)
         self._seen = seen
         return result
 
-    def _result_of(self, rank: int) -> TaskResult | None:
+    def result_of(self, rank: int) -> TaskResult | None:
         """Return the value that a task returned. None if there is none yet, or the task raised."""
         try:
             with open_private(Path(self._files[rank].result_pickle)) as file:
@@ -198,7 +198,7 @@ class JobFollower:
         until = time.monotonic() + _LATE_S + _LEAVING_S
         for rank, outcome in ending.outcomes.items():
             if isinstance(outcome, (Returned, Raised)):
-                while (result := self._result_of(rank)) is None or result.attempt != attempt:
+                while (result := self.result_of(rank)) is None or result.attempt != attempt:
                     if time.monotonic() > until:
                         return replace(ending, outcomes={}, broken=self._missing(rank))
                     time.sleep(_LOOK_S)
@@ -219,7 +219,7 @@ class JobFollower:
         return f"the result of rank {rank} of {self._name} is missing in {self._folder.submitit}; its tasks wrote:\n{logs}"
 
     def _record_tracebacks(self, ending: Ending) -> None:
-        self._take_output()
+        self.take_output()
         for rank, outcome in ending.outcomes.items():
             if isinstance(outcome, Raised):
                 self._transcripts[rank].record(outcome.traceback)
@@ -254,9 +254,10 @@ class JobFollower:
         """Wait until the job has left its machines, because its tasks use the folder. Return its state."""
         if ending.requeued or ending.cancelled:  # a requeued job was cancelled in the meantime
             queue.cancel_job(self._number)
-        until = time.monotonic() + _LEAVING_S
+        until, pause_s = time.monotonic() + _LEAVING_S, _LOOK_S
         while not (job := queue.job_state(self._number)).is_over and time.monotonic() < until:
-            time.sleep(_LOOK_S)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _POLL_S)
         if not job.is_over:
             queue.cancel_job(self._number)
         return job

@@ -47,6 +47,7 @@ __all__ = ["TaskResult", "guard_rank"]
 
 _LOOK_S = 0.1
 _TASKS_PER_LOOK = 100  # with more tasks, each reads the shared folder less often
+_REACH_S = 30.0  # rank 0 listens before it publishes its address, so only a broken network takes longer
 _ALIVE_S = 0.5  # between two reports of output or progress
 _KEPT = 1 << 16  # the end of the rank's output, which may have a crash report
 _LAST_WORDS = 2500
@@ -78,23 +79,35 @@ def guard_rank(path: str) -> TaskResult:
     Args:
         path: The launch's folder.
     """
-    return _Task(Folder(Path(path))).run()
+    folder = Folder(Path(path))
+    task = _Task(folder)
+    try:
+        return task.run()
+    except (LaunchError, OSError) as error:
+        with contextlib.suppress(OSError):
+            folder.write_trouble(task.start, task.node, f"node {task.node} ({socket.gethostname()}): {error}")
+        raise
 
 
 class _Task:
-    """One task. Its main thread watches the rank; another one waits for orders of the coordinator."""
+    """One task. Its main thread watches the rank; another one waits for orders of the coordinator.
+
+    Attributes:
+        node: The number of the task's node.
+        start: The number of earlier starts of the job.
+    """
 
     def __init__(self, folder: Folder) -> None:
         task = submitit.JobEnvironment()
         self._folder = folder
         self._rank = task.global_rank
-        self._node = task.node
+        self.node = task.node
         self._results = [_result_file(task, rank) for rank in range(task.num_tasks)]
         own = self._results[self._rank]
         for left in (own, own.with_suffix(f"{own.suffix}.save_tmp")):
             left.unlink(missing_ok=True)  # of an earlier attempt
-        self._start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        self._attempt = f"{self._start}-{os.environ.get('PARAWRAP_ATTEMPT', '0')}"
+        self.start = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        self._attempt = f"{self.start}-{os.environ.get('PARAWRAP_ATTEMPT', '0')}"
         self._loop = Loop()
         self._guard: LocalGuard | None = None
         self._coordinator: JobCoordinator | None = None
@@ -115,7 +128,7 @@ class _Task:
         self._grace_s = plan.platform.grace_s
         with ExitStack() as cleanup, open_private(self._folder.call) as call:
             if self._rank == 0:
-                self._coordinator = JobCoordinator(self._folder, plan, self._start, self._attempt, cleanup)
+                self._coordinator = JobCoordinator(self._folder, plan, self.start, self._attempt, cleanup)
             address = self._await_address(plan)
             host, own = self._reached(address)
             self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
@@ -134,8 +147,7 @@ class _Task:
         look_s = _LOOK_S * max(1.0, plan.platform.world_size / _TASKS_PER_LOOK)
         while (address := self._folder.address(self._attempt)) is None:
             if "SIGTERM" in self._signals:
-                msg = "Slurm ended the job before rank 0 was there"
-                raise LaunchError(msg)
+                sys.exit("Slurm ended the job before rank 0 had published its address")
             if time.monotonic() > until:
                 msg = f"rank 0 did not publish its address within {ARRIVAL_S:g} seconds"
                 raise LaunchError(msg)
@@ -144,12 +156,12 @@ class _Task:
 
     def _reached(self, address: Address) -> tuple[str, str]:
         """Return the address at which this task reaches rank 0's machine, and its own address of that connection."""
-        found = reachable(address.hosts, address.port)
-        if found is None:
-            tried = f"tried {', '.join(address.hosts)}, port {address.port}"
-            msg = f"node {self._node} ({socket.gethostname()}) cannot reach node 0: {tried}"
-            self._folder.write_trouble(self._start, self._node, msg)
-            raise LaunchError(msg)
+        until = time.monotonic() + _REACH_S
+        while (found := reachable(address.hosts, address.port)) is None:
+            if time.monotonic() > until:
+                msg = f"cannot reach node 0: tried {', '.join(address.hosts)}, port {address.port}"
+                raise LaunchError(msg)
+            time.sleep(_LOOK_S)
         return found
 
     def _connect(self, plan: Plan, address: Address, host: str) -> None:
@@ -224,7 +236,7 @@ class _Task:
         name = signal.Signals(number).name
         if number == signal.SIGUSR2 and self._rank == 0:
             with contextlib.suppress(OSError):  # ranks must be able to save even if the folder is full
-                self._folder.mark_preempted(self._start)
+                self._folder.mark_preempted(self.start)
         self._signals.append(name)
         self._loop.call_soon(partial(self._pass_on, name))
 
