@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import Platform, RankDiedError, current_rank, wrapper
-from parawrap.launch.coordinator import _watched_launch
+from parawrap.launch.coordinator import _launch
 from tests.contract import scenarios
 from tests.contract.harness import assert_no_survivors, wait_for_reports
 from tests.launch.processes import eventually
@@ -149,7 +149,7 @@ def test_an_interrupted_results_call_keeps_the_results(cluster, folders, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_watched_launch, "results_or_error", interrupt)
+        patch.setattr(_launch, "results_or_error", interrupt)
         with pytest.raises(KeyboardInterrupt):
             launch.results()
     assert list(folders.iterdir()) == []
