@@ -20,19 +20,20 @@ from parawrap.launch.messages._importable_modules import is_importable
 
 __all__ = ["is_found_by_name", "reduced_definition"]
 
-_CACHED = type(functools.cache(len))
+_CACHED: Any = type(functools.cache(len))
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _COMPILED = "compile_wrapper"  # the name of the function that torch.compile returns
-_TYPE_PARAMETERS = (typing.ParamSpec, *([typing.TypeVarTuple] if hasattr(typing, "TypeVarTuple") else []))
+_TYPE_PARAMETERS: Any = (typing.ParamSpec, typing.TypeVarTuple)
+_OPERATOR = resolve_name("torch.library:CustomOpDef")  # the class lacks type stubs
 _CURE = "define it in a module, and import it from there, or make it inside the function that is launched"
 
 
 def is_found_by_name(value: Any) -> bool:
     """True if other processes find this definition under its name in a module."""
     name = getattr(value, "__module__", None)
-    found: Any = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
-    if found is None or not is_importable(name):
+    if not isinstance(name, str) or name == "__main__" or name not in sys.modules or not is_importable(name):
         return False
+    found: Any = sys.modules[name]
     for part in str(getattr(value, "__qualname__", None) or getattr(value, "__name__", None)).split("."):
         found = getattr(found, part, None)
     return found is value
@@ -72,7 +73,7 @@ _KINDS = (
     _CACHED,
     typing.NewType,
     *_TYPE_PARAMETERS,
-    torch.library.CustomOpDef,
+    _OPERATOR,
     torch.jit.ScriptFunction,
 )
 
@@ -93,7 +94,7 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 def _cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
     made = cls.__new__(cls)
-    functools.cached_property.__init__(made, _cached)  # makes a lock; the state replaces the function
+    functools.cached_property.__init__(made, len)  # makes a lock; the state replaces the function
     return made
 
 
