@@ -48,12 +48,7 @@ def reduced_definition(value: Any) -> Any:
     if isinstance(value, functools.cached_property):
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return _cached_property, (type(value),), state
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        is_plain = code is not _DISPATCHING and not (code.co_name == _COMPILED and "_dynamo" in code.co_filename)
-    else:
-        is_plain = not isinstance(value, _KINDS)
-    if is_plain or is_found_by_name(value):
+    if not _is_decorated(value) or is_found_by_name(value):
         return None
     if type(value) is _CACHED:
         return _cached, (value.__wrapped__, value.cache_parameters())
@@ -67,6 +62,13 @@ def reduced_definition(value: Any) -> Any:
         return resolve_name, (name,)
     msg = f"torch has made it for this process only: {_CURE}"
     raise RefusedError(value, msg)
+
+
+def _is_decorated(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        return code is _DISPATCHING or (code.co_name == _COMPILED and "_dynamo" in code.co_filename)
+    return isinstance(value, _KINDS)
 
 
 _KINDS = (
