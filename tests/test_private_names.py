@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tempfile
 from fractions import Fraction
 from pathlib import Path
 
@@ -355,6 +356,31 @@ weakref.finalize(owned, print, "owned")
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     assert found.stdout.split() == ["owned"]
+
+
+@canary("_registry", "_registered_with_atexit")
+def test_finalizers_of_the_parent_are_forgotten_in_a_fork():
+    """A forked rank runs its own finalizers at exit, and not those of the user's process."""
+    script = """
+import weakref
+from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers, run_exit_handlers
+class Owner: pass
+first, second = Owner(), Owner()
+weakref.finalize(first, print, "forgotten")
+forget_exit_handlers()
+forget_finalizers()
+weakref.finalize(second, print, "once")
+run_exit_handlers()
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["once"]
+
+
+@canary("_TemporaryFileWrapper")
+def test_temporary_files_have_a_class_of_their_own():
+    """A rank finds open temporary files by their class, and removes them."""
+    with tempfile.NamedTemporaryFile() as file:
+        assert type(file) is of_launch.TEMPORARY_FILE
 
 
 @canary("_shutdown")

@@ -9,7 +9,9 @@ from parawrap._private_name import private_name
 
 __all__ = [
     "REGISTERED_BY_MODULES",
+    "TEMPORARY_FILE",
     "forget_exit_handlers",
+    "forget_finalizers",
     "join_threads",
     "keep_finalizers_from_exits",
     "run_exit_handlers",
@@ -25,6 +27,7 @@ REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")  # attributes of
 forget_exit_handlers = _name("atexit._clear")
 run_exit_handlers = _name("atexit._run_exitfuncs")
 join_threads = _name("threading._shutdown")  # waits for non-daemon threads, and ends idle workers of thread pools
+TEMPORARY_FILE = _name("tempfile._TemporaryFileWrapper")  # the class of tempfile.NamedTemporaryFile's results
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 
 
@@ -32,3 +35,9 @@ def keep_finalizers_from_exits() -> None:
     """Do not run the finalizers that exist now at the exit of this process and of its forks."""
     for finalizer in list(_finalizers):
         finalizer.atexit = False
+
+
+def forget_finalizers() -> None:
+    """Drop the finalizers that weakref.finalize runs at exit, such as those of tempfile.TemporaryDirectory."""
+    _name("weakref.finalize._registry").clear()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # pyright: ignore

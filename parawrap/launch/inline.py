@@ -34,10 +34,8 @@ def run_inline(job: Job) -> RankResults[Any]:
     platform = job.platform
     device = rank_device(Device(platform.device), 0)
     if device.type == "cuda" and not torch.cuda.is_available():
-        msg = (
-            f"device={str(platform.device)!r}, launcher={platform.launcher!r}: its ranks use GPUs, and this machine has none "
-            f"to run {job.name} inline: give Platform(device='cpu')"
-        )
+        place = f"device={str(platform.device)!r}, launcher={platform.launcher!r}"
+        msg = f"{place}: {job.name} needs a GPU to run inline, and this machine has none: give Platform(device='cpu')"
         raise PlatformError(msg)
     restart, result = 0, None
     with at_signal(lambda: None):  # ignore a signal that arrives between two attempts

@@ -267,5 +267,5 @@ def test_torch_modes_of_the_caller_apply():
 def test_a_platform_of_gpus_without_a_gpu_raises(device, monkeypatch):
     """PlatformError names the launcher and says to use the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(PlatformError, match=rf"launcher='{device}'.*this machine has none.*Platform\(device='cpu'\)"):
+    with pytest.raises(PlatformError, match=rf"launcher='{device}'.*this machine has none: give Platform\(device='cpu'\)"):
         wrapper(Platform(device=device, n_gpus=2))(len).inline([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import json
 import logging
@@ -11,7 +12,10 @@ import pdb
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -360,3 +364,52 @@ def test_a_function_can_configure_logging(configure, capfd):
     out, err = capfd.readouterr()
     lines = ["[rank 0] own DEBUG detail", "[rank 0] own ERROR fault", "[rank 1] own ERROR fault"]
     assert sorted([*out.splitlines(), *err.splitlines()]) == lines
+
+
+# -- exit handlers and temporary files
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_exit_handlers_run_and_temporary_files_are_removed(method, tmp_path):
+    """A rank runs its exit handlers and finalizers, and removes the temporary files that its function left open."""
+    of_parent = tempfile.TemporaryDirectory()
+    kept = []
+
+    def leave_open(folder):
+        owner = type("Owner", (), {})()
+        files = [tempfile.TemporaryDirectory(), *map(tempfile.NamedTemporaryFile, ("wb", "w"))]
+        kept.extend([*files, owner])
+        current_rank.kept = kept  # in a module, like the globals of a script
+        files[2].write("text")
+        weakref.finalize(owner, Path(folder, "finalized").touch)
+        atexit.register(Path(folder, "exited").touch)
+        return [each.name for each in files]
+
+    (names,) = wrapper(ranks(1, spawn_method=method))(leave_open)(tmp_path)
+    assert {each.name for each in tmp_path.iterdir()} == {"finalized", "exited"}
+    assert [Path(name).exists() for name in names] == [False] * 3
+    assert Path(of_parent.name).exists()
+    of_parent.cleanup()
+
+
+# -- memory
+
+
+def test_ranks_share_the_memory_of_arguments():
+    """Reading a tensor of 64 MiB costs a rank less than 8 MiB of private memory, and writing it costs its size."""
+
+    def measure(rows):
+        def private_bytes():
+            lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+        before = private_bytes()
+        rows.sum()
+        dist.barrier()
+        read = private_bytes()
+        rows.add_(1)
+        return read - before, private_bytes() - read
+
+    for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
+        assert read < 1 << 23
+        assert written > 15 << 22

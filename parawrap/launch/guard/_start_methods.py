@@ -24,7 +24,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from parawrap.errors import LaunchError, PlatformError
-from parawrap.launch._private_names import forget_exit_handlers
+from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
 from parawrap.launch._system_limits import explained
 from parawrap.launch.guard._forkserver import FORK, LOAD, REQUEST, serve
 from parawrap.launch.messages._channel import close_in_forked_children
@@ -299,6 +299,7 @@ def _serve_in_fork(requests: socket.socket) -> NoReturn:
     """Serve one launch in a fork of the user's process. Never return, so that the user's program does not continue here."""
     try:
         forget_exit_handlers()  # exit handlers belong to the process that registered them
+        forget_finalizers()
         os.setsid()
         torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; waiting for them would block forever
         serve(requests)

@@ -20,19 +20,20 @@ from parawrap.launch.messages._importable_modules import is_importable
 
 __all__ = ["is_found_by_name", "reduced_definition"]
 
-_CACHED = type(functools.cache(len))
+_CACHED: Any = type(functools.cache(len))
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _COMPILED = "compile_wrapper"  # the name of the function that torch.compile returns
-_TYPE_PARAMETERS = (typing.ParamSpec, *([typing.TypeVarTuple] if hasattr(typing, "TypeVarTuple") else []))
+_TYPE_PARAMETERS: Any = (typing.ParamSpec, typing.TypeVarTuple)
+_OPERATOR = resolve_name("torch.library:CustomOpDef")  # the class lacks type stubs
 _CURE = "define it in a module, and import it from there, or make it inside the function that is launched"
 
 
 def is_found_by_name(value: Any) -> bool:
     """True if other processes find this definition under its name in a module."""
     name = getattr(value, "__module__", None)
-    found: Any = sys.modules.get(name) if isinstance(name, str) and name != "__main__" else None
-    if found is None or not is_importable(name):
+    if not isinstance(name, str) or name == "__main__" or name not in sys.modules or not is_importable(name):
         return False
+    found: Any = sys.modules[name]
     for part in str(getattr(value, "__qualname__", None) or getattr(value, "__name__", None)).split("."):
         found = getattr(found, part, None)
     return found is value
@@ -47,12 +48,7 @@ def reduced_definition(value: Any) -> Any:
     if isinstance(value, functools.cached_property):
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return _cached_property, (type(value),), state
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        is_plain = code is not _DISPATCHING and not (code.co_name == _COMPILED and "_dynamo" in code.co_filename)
-    else:
-        is_plain = not isinstance(value, _KINDS)
-    if is_plain or is_found_by_name(value):
+    if not _is_decorated(value) or is_found_by_name(value):
         return None
     if type(value) is _CACHED:
         return _cached, (value.__wrapped__, value.cache_parameters())
@@ -68,11 +64,18 @@ def reduced_definition(value: Any) -> Any:
     raise RefusedError(value, msg)
 
 
+def _is_decorated(value: Any) -> bool:
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        return code is _DISPATCHING or (code.co_name == _COMPILED and "_dynamo" in code.co_filename)
+    return isinstance(value, _KINDS)
+
+
 _KINDS = (
     _CACHED,
     typing.NewType,
     *_TYPE_PARAMETERS,
-    torch.library.CustomOpDef,
+    _OPERATOR,
     torch.jit.ScriptFunction,
 )
 
@@ -93,7 +96,7 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 
 def _cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
     made = cls.__new__(cls)
-    functools.cached_property.__init__(made, _cached)  # makes a lock; the state replaces the function
+    functools.cached_property.__init__(made, len)  # makes a lock; the state replaces the function
     return made
 
 

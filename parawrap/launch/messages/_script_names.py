@@ -35,7 +35,7 @@ _SHARED = (types.ModuleType, logging.Logger, re.Pattern, PurePath, types.Builtin
 _SLOTS = (types.WrapperDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType)
 _LIGHT = (*_ATOMS, *_SHARED, *_SLOTS)
 _OF_TYPES = ("typing", "types", "dataclasses")
-_CACHED = type(functools.cache(len))
+_CACHED: Any = type(functools.cache(len))
 
 
 def names_of_script() -> tuple[dict[str, Any], dict[str, str]]:

@@ -15,6 +15,8 @@ import threading
 import zipfile
 from typing import Any
 
+from parawrap.launch._private_names import TEMPORARY_FILE
+
 __all__ = ["flush_files"]
 
 WAIT_S = 10.0  # a pipe that no process reads blocks for ever
@@ -31,7 +33,7 @@ def flush_files() -> None:
     the garbage collector does not list frozen objects.
     """
     flushed = {id(each) for stream in (sys.stdout, sys.stderr) for each in (stream, getattr(stream, "buffer", None))}
-    files = [each for each in gc.get_objects() if issubclass(type(each), (_FILE, zipfile.ZipFile))]
+    files = [each for each in gc.get_objects() if issubclass(type(each), (_FILE, zipfile.ZipFile, TEMPORARY_FILE))]
     pending = [each for each in files if not issubclass(type(each), _WITHOUT_BUFFER) and id(each) not in flushed]
     if not pending:
         return
@@ -82,7 +84,7 @@ def _write_one(file: Any) -> None:
     if _distance_from_disk(file) in (0, 3):
         file.flush()
     else:
-        file.close()  # compressed files end with a checksum
+        file.close()  # compressed files end with a checksum, and temporary files are removed
 
 
 def _report(file: Any, why: str, reported: set[str]) -> None:
