@@ -143,13 +143,14 @@ def _run(job: Job, world: World, session: str) -> RankResults[Any] | Requeued | 
         lambda: _signed(_connection_to_store(world), session, call), world.global_rank, world.world_size
     )
     meeting = dist.PrefixStore(f"parawrap/{session}/{call}/groups", store)
-    ending: RankResults[Any] | Requeued | BaseException | None = None
+    has_failed = True
     try:
         ending = _run_rank(job, world, exchange, agreement, meeting)
+        has_failed = not isinstance(ending, (RankResults, Requeued))
+        return ending
     finally:
         with contextlib.suppress(dist.DistError):  # the world has ended, and this rank has its ending
-            exchange.forget(failed=not isinstance(ending, (RankResults, Requeued)))
-    return ending
+            exchange.forget(failed=has_failed)
 
 
 def _run_rank(

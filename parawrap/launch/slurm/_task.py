@@ -118,7 +118,8 @@ class _Task:
         self._last_output = b""
         self._alive_at = 0.0
         self._end_at = self._kill_at = _NEVER
-        self._is_over = self._has_ended = self._is_finished = self._has_failed = False
+        self._is_over = self._has_ended = self._is_finished = False
+        self._has_failed = True  # until the coordinator has ended the attempt
         self._streams = _separate_streams(folder.tasks_log)
         atexit.register(self._leave)  # not earlier: submitit writes the file of the result first
         _take_signals(self._on_signal)
@@ -189,8 +190,6 @@ class _Task:
         threading.Thread(target=take_orders, name="parawrap-orders", daemon=True).start()
         if self._coordinator is not None:
             self._coordinator.begin()
-        for name in self._signals:
-            send("signal", name)
 
     def _watch(self, guard: LocalGuard) -> None:
         """Watch the rank until it is over and the coordinator has ended the attempt."""
@@ -228,7 +227,6 @@ class _Task:
         """Handle the loss of the store: rank 0's task or its machine has ended."""
         self._send = lambda *_: None
         if not self._is_finished:
-            self._has_failed = True
             self._finish()
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -288,9 +286,10 @@ class _Task:
         coordinator = self._coordinator
         if coordinator is not None and coordinator.ending.requeued:
             time.sleep(_REQUEUE_S)
-        if self._has_failed or (coordinator is not None and coordinator.is_forgotten):
+        is_forgotten = coordinator is not None and coordinator.is_forgotten
+        if (self._has_failed and self._is_finished) or is_forgotten:
             self._await_results()
-        if coordinator is not None and coordinator.is_forgotten:
+        if is_forgotten:
             self._folder.remove()
             os._exit(1)
         os._exit(int(self._has_failed or not self._results[self._rank].exists()))
