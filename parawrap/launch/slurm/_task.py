@@ -116,7 +116,7 @@ class _Task:
         self._grace_s = 0.0
         self._value = b""
         self._last_output = b""
-        self._alive_at = 0.0
+        self._alive_at = self._began = 0.0
         self._end_at = self._kill_at = _NEVER
         self._is_over = self._has_ended = self._is_finished = False
         self._has_failed = True  # until the coordinator has ended the attempt
@@ -133,6 +133,7 @@ class _Task:
             address = self._await_address(plan)
             host, own = self._reached(address)
             self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
+            self._began = time.time()
             guard.start(_assignment(self._rank, plan, address, host, own), self)  # before this process has threads
             self._connect(plan, address, host)
             self._watch(guard)
@@ -247,6 +248,7 @@ class _Task:
 
     def on_start(self, rank: int, pid: int) -> None:
         self._send("started", pid)
+        self._send("word", "reached", ("start", self._began))  # the coordinator began later
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
         self._last_output = (self._last_output + data)[-_KEPT:]
