@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import submitit
-import submitit.core.utils
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
@@ -39,6 +37,7 @@ from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm._batch_job import task_files
 from parawrap.launch.slurm._coordinate_job import ARRIVAL_S, JobCoordinator
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
@@ -98,11 +97,13 @@ class _Task:
     """
 
     def __init__(self, folder: Folder) -> None:
+        import submitit  # the submitting process imports this module too, and may lack the package
+
         task = submitit.JobEnvironment()
         self._folder = folder
         self._rank = task.global_rank
         self.node = task.node
-        self._results = [_result_file(task, rank) for rank in range(task.num_tasks)]
+        self._results = [Path(task_files(folder, task.job_id, rank).result_pickle) for rank in range(task.num_tasks)]
         own = self._results[self._rank]
         for left in (own, own.with_suffix(f"{own.suffix}.save_tmp")):
             left.unlink(missing_ok=True)  # of an earlier attempt
@@ -325,12 +326,6 @@ def _take_signals(act: Callable[[int, Any], None]) -> None:
         signal.signal(number, act)
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would log it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_CLUSTER)
-
-
-def _result_file(task: submitit.JobEnvironment, rank: int) -> Path:
-    """Return the file with the value of a task."""
-    paths = submitit.core.utils.JobPaths(task.paths.folder, job_id=task.job_id, task_id=rank)
-    return Path(paths.result_pickle)
 
 
 def _assignment(rank: int, plan: Plan, address: Address, host: str, own: str) -> Assignment:
