@@ -186,3 +186,19 @@ def test_an_urgent_job_preempts_a_launch_at_one_step(cluster, tmp_path):
     eventually(lambda: cluster.hasten() or launch.done(), "the end", PATIENCE_S)
     (due,) = {int(step) for step in wait_for_reports(tmp_path, "due", 2)}
     assert list(launch.results()) == [(due, due + 5, 1)] * 2
+
+
+def test_a_lost_node_wins_over_its_consequences(cluster, tmp_path):
+    """Ranks that wait for the lost node in a collective fail too; RankDiedError names the node that Slurm lost."""
+    launch = submit(wait_for_each_other, tmp_path)
+    wait_for_reports(tmp_path, "begun", 2)
+    cluster.kill_node("node1")
+    cluster.declare_down("node1")
+    with pytest.raises(RankDiedError, match=r"rank 1 of 2 was lost with its node, in Slurm job \d+ \(node 1, node1\)"):
+        launch.results(PATIENCE_S)
+
+
+def wait_for_each_other(folder):
+    scenarios.report(folder, "begun")
+    while True:
+        dist.barrier()

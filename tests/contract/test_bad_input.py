@@ -102,7 +102,7 @@ STATES = [
     (
         "NODE_FAIL",
         RankDiedError,
-        "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node[0-1])",
+        "rank 0 of 1 was lost with its node, in Slurm job 1 (node 0, node0)",
     ),
     ("PREEMPTED", LaunchError, "was preempted, and the cluster does not requeue Slurm job 1"),
     ("CANCELLED", LaunchCancelledError, "was cancelled by another process: Slurm job 1 was removed from the queue"),
@@ -115,7 +115,8 @@ def test_each_final_state_of_a_job_has_its_own_error(state, kind, text, folders,
     """The error explains the final state of the job. Scripts replace the Slurm commands."""
     monkeypatch.setattr("parawrap.launch.slurm._job_follower._POLL_S", 0.1)
     shown = f"JobId=1 JobState={state} Reason=NonZeroExitCode Restarts=0 TimeLimit=01:00:00 NodeList=node[0-1] Command=no"
-    programs = {"sbatch": "echo Submitted batch job 1", "scontrol": f"echo '{shown}'", "scancel": ":", "srun": ":"}
+    answer = f"case $* in *hostnames*) echo node0 node1;; *) echo '{shown}';; esac"
+    programs = {"sbatch": "echo Submitted batch job 1", "scontrol": answer, "scancel": ":", "srun": ":"}
     for name, line in programs.items():
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\n{line}\n")

@@ -1,11 +1,17 @@
-"""`surrounding_world` reads the world of another launcher from its environment variables."""
+"""The world of another launcher: its ranks read it from variables, and agree on a session in its store."""
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 
-from parawrap import LaunchError, Platform, wrapper
+import pytest
+import torch.distributed as dist
+
+from parawrap import LaunchError, LaunchTimeoutError, Platform, wrapper
 from parawrap.launch._world import World, surrounding_world
+from parawrap.launch.rank._exchange_outcomes import agree_on_session
+from parawrap.launch.rank._signed_values import SignedStore, Signer
 
 # The variables of each launcher in rank 3 of 4, with two nodes of two ranks each.
 TORCHRUN = {
@@ -242,3 +248,30 @@ def test_the_current_environment_is_read(monkeypatch):
     world = surrounding_world()
     assert world is not None
     assert world.global_rank == 1
+
+
+def test_a_session_depends_on_a_fresh_number_of_each_rank():
+    """All ranks of a world agree on its session, the next world has another one, and the store is left empty."""
+    store, signer = dist.HashStore(), Signer(b"secret")
+    worlds = ranks_of(SRUN)
+    with ThreadPoolExecutor(4) as pool:
+        first, second = (
+            set(pool.map(lambda world: agree_on_session(store, world, signer, 30.0), worlds)) for _ in range(2)
+        )
+    assert len(first | second) == 2
+    assert store.num_keys() == 0
+
+
+def test_the_list_of_an_earlier_world_is_refused():
+    """A rank that does not find its own number in the signed list raises LaunchError."""
+    store, signer = dist.HashStore(), Signer(b"secret")
+    numbers = {rank: bytes(16) for rank in range(4)}
+    SignedStore(store, "parawrap/1/session", signer).set("all", pickle.dumps(numbers))
+    with pytest.raises(LaunchError, match=r"the value of rank 3 .* is not signed"):
+        agree_on_session(store, ranks_of(SRUN)[3], signer, 30.0)
+
+
+def test_a_rank_that_does_not_arrive_is_named():
+    """LaunchTimeoutError names the first missing rank after timeout_min."""
+    with pytest.raises(LaunchTimeoutError, match="rank 1 of 4 did not begin the call"):
+        agree_on_session(dist.HashStore(), ranks_of(SRUN)[0], Signer(b"secret"), 0.05)

@@ -254,7 +254,7 @@ class Exchange:
         return error_of(rank, {rank: self._outcome_of(rank)}, self._world.world_size, place)
 
     def forget(self, *, failed: bool) -> None:
-        """Delete all keys of the call once all ranks are done with them. The rank that hosts the store waits until then."""
+        """Delete all keys of the call after the last rank has read them. The rank that hosts the store waits for that."""
         world = self._world
         if self._store.add(_READERS, 1) == world.world_size:
             for rank in range(world.world_size):

@@ -31,7 +31,7 @@ _SLACK_MIN = 2.0
 
 _JOB_LOG = "job-%j.log"  # of the batch script and srun; each task has its own files
 
-# Parameters of submitit that are no options of sbatch. The others go to sbatch unchanged.
+# Submitit handles these parameters itself. All others go to sbatch unchanged.
 _OWN = ("additional_parameters", "array_parallelism", "setup", "signal_delay_s", "srun_args", "teardown")
 _REFUSED = ("nodes", "ntasks_per_node", "stderr_to_stdout", "use_srun")
 

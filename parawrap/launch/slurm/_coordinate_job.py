@@ -1,7 +1,7 @@
 """The coordinator of one attempt. It runs in two threads of rank 0's task.
 
-Each task's guard reports on its rank through a queue in the attempt's store, and takes orders from a queue of its own. The
-submitting process asks through the launch folder.
+Each guard reports on its rank through a common queue in the attempt's store, and takes orders from a second queue. Requests
+of the submitting process come through the launch folder.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class _Node:
         """Do nothing: the order to finish follows."""
 
     def fail(self, reason: str) -> None:
-        """End the attempt for a reason that is no rank's."""
+        """End the attempt, although no rank has failed."""
         for watcher in self._watchers.values():
             watcher.on_trouble(reason)
 

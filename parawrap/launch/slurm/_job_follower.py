@@ -70,10 +70,15 @@ class JobFollower:
         self._files = [task_files(folder, number, rank) for rank in range(platform.world_size)]
         self._log_lines = _Tail(folder.log)
         self._seen: tuple[float, ...] | None = None
-        self._start = 0
-        self._begin_start()
+        self._nodes = ""
+        self._start = -1
+        self._note_start(0)
 
-    def _begin_start(self) -> None:
+    def _note_start(self, start: int) -> None:
+        """Note that this start of the job, counted from 0, has begun."""
+        if start <= self._start:
+            return
+        self._start = start
         self.has_begun = False
         self._start_at = self._changed_at = self._poll_at = time.monotonic()
         self._over_since: float | None = None
@@ -149,6 +154,7 @@ class JobFollower:
             self.take_output()
             self.has_begun = self._folder.has_begun(self._start)
             if (result := self.new_result()) is not None and result.ending is not None:
+                self._note_start(int(result.attempt.partition("-")[0]))
                 if result.is_final or (result.ending.requeued and self._cancelled.is_set()):
                     return self._with_values(result.attempt, result.ending)
                 self._record_tracebacks(result.ending)
@@ -236,10 +242,9 @@ class JobFollower:
         job = queue.job_state(self._number)
         self._poll_at = now = time.monotonic()  # scontrol may take long
         if job.starts > self._start and not (self._folder.was_preempted(self._start) or self._platform.max_restarts):
-            self._raise_lost(job)
-        if job.starts > self._start:
-            self._start = job.starts
-            self._begin_start()
+            self._raise_lost(queue.hosts_of(self._nodes))
+        self._note_start(job.starts)
+        self._nodes = job.nodes or self._nodes  # a requeued job has none
         if self._cancelled.is_set():
             self._cancelled_since = self._cancelled_since or now
             if job.waits or now - self._cancelled_since >= self._platform.grace_s + _LATE_S:
@@ -256,6 +261,8 @@ class JobFollower:
             queue.cancel_job(self._number)
         until, pause_s = time.monotonic() + _LEAVING_S, _LOOK_S
         while not (job := queue.job_state(self._number)).is_over and time.monotonic() < until:
+            if job.starts > self._start:  # Slurm has requeued it
+                break
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, _POLL_S)
         if not job.is_over:
@@ -270,6 +277,8 @@ class JobFollower:
             return Ending({}, cancelled=True)
         if ending.is_success or ending.cancelled:
             return ending
+        if job.starts > self._start or job.name == "NODE_FAIL":  # the failure of the ranks is a consequence
+            self._raise_lost(ending.hosts)
         if job.name == "CANCELLED" and not self._cancelled.is_set():
             return self._explain_end(job)
         if job.name == "OUT_OF_MEMORY":
@@ -286,7 +295,7 @@ class JobFollower:
         if self._cancelled.is_set():
             return Ending({}, cancelled=True)
         if job.name == "NODE_FAIL":
-            self._raise_lost(job)
+            self._raise_lost(queue.hosts_of(job.nodes or self._nodes) or [job.nodes])
         # Slurm forgets an array element that is cancelled before it starts.
         if job.name == "CANCELLED" or (job.name == "FORGOTTEN" and not self._folder.has_begun(0)):
             msg = f"the launch of {name} was cancelled by another process: {slurm_job} was removed from the queue"
@@ -315,18 +324,18 @@ class JobFollower:
             error.add_note(f"its tasks wrote nothing: check that {where}, or set PARAWRAP_LAUNCH_DIR to another folder")
         raise error
 
-    def _raise_lost(self, job: queue.JobState) -> NoReturn:
-        """Raise the error for a lost node.
+    def _raise_lost(self, hosts: Sequence[str]) -> NoReturn:
+        """Raise the error for a lost node. `hosts` has the hostnames of the nodes, as far as they are known.
 
         Raises:
             RankDiedError: For the first rank of the lost node.
         """
-        hosts = queue.hosts_of(job.nodes) or [job.nodes] * self._platform.n_nodes
         down = [node for node, host in enumerate(hosts) if queue.is_down(host)]
         node = down[0] if down else 0
         rank = node * self._platform.ranks_per_node
         died = Died(time.time(), 0, lost_with=f"its node, in Slurm job {self._number}")
-        raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {hosts[node]}")
+        host = hosts[node] if node < len(hosts) else "unknown host"
+        raise error_of(rank, {rank: died}, self._platform.world_size, f"node {node}, {host}")
 
 
 class _Tail:

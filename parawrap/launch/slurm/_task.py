@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import submitit
-import submitit.core.utils
 import torch.distributed as dist
 
 from parawrap.errors import LaunchError
@@ -39,6 +37,7 @@ from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
+from parawrap.launch.slurm._batch_job import task_files
 from parawrap.launch.slurm._coordinate_job import ARRIVAL_S, JobCoordinator
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
@@ -98,11 +97,13 @@ class _Task:
     """
 
     def __init__(self, folder: Folder) -> None:
+        import submitit  # the submitting process imports this module too, and may lack the package
+
         task = submitit.JobEnvironment()
         self._folder = folder
         self._rank = task.global_rank
         self.node = task.node
-        self._results = [_result_file(task, rank) for rank in range(task.num_tasks)]
+        self._results = [Path(task_files(folder, task.job_id, rank).result_pickle) for rank in range(task.num_tasks)]
         own = self._results[self._rank]
         for left in (own, own.with_suffix(f"{own.suffix}.save_tmp")):
             left.unlink(missing_ok=True)  # of an earlier attempt
@@ -116,9 +117,10 @@ class _Task:
         self._grace_s = 0.0
         self._value = b""
         self._last_output = b""
-        self._alive_at = 0.0
+        self._alive_at = self._began = 0.0
         self._end_at = self._kill_at = _NEVER
-        self._is_over = self._has_ended = self._is_finished = self._has_failed = False
+        self._is_over = self._has_ended = self._is_finished = False
+        self._has_failed = True  # until the coordinator has ended the attempt
         self._streams = _separate_streams(folder.tasks_log)
         atexit.register(self._leave)  # not earlier: submitit writes the file of the result first
         _take_signals(self._on_signal)
@@ -132,6 +134,7 @@ class _Task:
             address = self._await_address(plan)
             host, own = self._reached(address)
             self._guard = guard = LocalGuard(self._loop, starter_named("fork", not_for_children), call.fileno())
+            self._began = time.time()
             guard.start(_assignment(self._rank, plan, address, host, own), self)  # before this process has threads
             self._connect(plan, address, host)
             self._watch(guard)
@@ -189,8 +192,6 @@ class _Task:
         threading.Thread(target=take_orders, name="parawrap-orders", daemon=True).start()
         if self._coordinator is not None:
             self._coordinator.begin()
-        for name in self._signals:
-            send("signal", name)
 
     def _watch(self, guard: LocalGuard) -> None:
         """Watch the rank until it is over and the coordinator has ended the attempt."""
@@ -228,7 +229,6 @@ class _Task:
         """Handle the loss of the store: rank 0's task or its machine has ended."""
         self._send = lambda *_: None
         if not self._is_finished:
-            self._has_failed = True
             self._finish()
 
     def _on_signal(self, number: int, _frame: object) -> None:
@@ -249,6 +249,7 @@ class _Task:
 
     def on_start(self, rank: int, pid: int) -> None:
         self._send("started", pid)
+        self._send("word", "reached", ("start", self._began))  # the coordinator began later
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
         self._last_output = (self._last_output + data)[-_KEPT:]
@@ -288,9 +289,10 @@ class _Task:
         coordinator = self._coordinator
         if coordinator is not None and coordinator.ending.requeued:
             time.sleep(_REQUEUE_S)
-        if self._has_failed or (coordinator is not None and coordinator.is_forgotten):
+        is_forgotten = coordinator is not None and coordinator.is_forgotten
+        if (self._has_failed and self._is_finished) or is_forgotten:
             self._await_results()
-        if coordinator is not None and coordinator.is_forgotten:
+        if is_forgotten:
             self._folder.remove()
             os._exit(1)
         os._exit(int(self._has_failed or not self._results[self._rank].exists()))
@@ -324,12 +326,6 @@ def _take_signals(act: Callable[[int, Any], None]) -> None:
         signal.signal(number, act)
     signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would log it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FROM_CLUSTER)
-
-
-def _result_file(task: submitit.JobEnvironment, rank: int) -> Path:
-    """Return the file with the value of a task."""
-    paths = submitit.core.utils.JobPaths(task.paths.folder, job_id=task.job_id, task_id=rank)
-    return Path(paths.result_pickle)
 
 
 def _assignment(rank: int, plan: Plan, address: Address, host: str, own: str) -> Assignment:
