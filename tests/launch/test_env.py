@@ -298,12 +298,25 @@ def keys_in_the_store():
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     wrapper(CPU)(lambda: bytes(9 << 20))()
     outcome_of(lambda: wrapper(Platform(device="cpu", ipc_groups=None))(fail)())
-    mine, others = Path(sys.argv[1], f"{os.environ['RANK']}-done"), Path(sys.argv[1], f"{1 - int(os.environ['RANK'])}-done")
+
+    def left():
+        return [key for key in store.list_keys() if "parawrap" in key and "groups" not in key]
+
+    meet("called")
+    deadline = time.monotonic() + 20
+    while left() and time.monotonic() < deadline:  # the last rank deletes the keys, maybe after the other has returned
+        time.sleep(0.01)
+    found = left()
+    meet("looked")
+    return found
+
+
+def meet(name):
+    """Wait until the other rank has called this too."""
+    mine, others = (Path(sys.argv[1], f"{rank}-{name}") for rank in (int(os.environ["RANK"]), 1 - int(os.environ["RANK"])))
     mine.touch()
     while not others.exists():
         time.sleep(0.01)
-    time.sleep(0.1)  # the last one deletes the keys after it has announced itself
-    return [key for key in store.list_keys() if "parawrap" in key and "groups" not in key]
 
 
 def test_a_call_leaves_nothing_in_the_store(world):

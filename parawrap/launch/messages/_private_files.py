@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -27,9 +28,9 @@ def make_private(folder: Path) -> None:
         with contextlib.suppress(FileExistsError):
             if not each.is_dir():  # mkdir in an existing read-only folder fails with another error
                 each.mkdir(mode=0o700)
-    status = folder.stat()
     if not folder.is_dir():
-        raise NotADirectoryError(20, "not a folder", str(folder))
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+    status = folder.stat()
     if status.st_uid == os.geteuid() and status.st_mode & _OTHERS_MAY_WRITE:
         folder.chmod(status.st_mode & ~_OTHERS & 0o777)
 
