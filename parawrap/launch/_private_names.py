@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import weakref
 from typing import Any
 
@@ -27,7 +28,8 @@ REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")  # attributes of
 forget_exit_handlers = _name("atexit._clear")
 run_exit_handlers = _name("atexit._run_exitfuncs")
 join_threads = _name("threading._shutdown")  # waits for non-daemon threads, and ends idle workers of thread pools
-TEMPORARY_FILE = _name("tempfile._TemporaryFileWrapper")  # the class of tempfile.NamedTemporaryFile's results
+# The class of the files of tempfile.NamedTemporaryFile. Without it, such files of ranks stay.
+TEMPORARY_FILE: Any = getattr(tempfile, "_TemporaryFileWrapper", ())
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
 
 

@@ -24,7 +24,7 @@ _CACHED: Any = type(functools.cache(len))
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _COMPILED = "compile_wrapper"  # the name of the function that torch.compile returns
 _TYPE_PARAMETERS: Any = (typing.ParamSpec, typing.TypeVarTuple)
-_OPERATOR = resolve_name("torch.library:CustomOpDef")  # the class lacks type stubs
+_OPERATOR: Any = vars(torch.library)["CustomOpDef"]  # its stubs lack the class
 _CURE = "define it in a module, and import it from there, or make it inside the function that is launched"
 
 
