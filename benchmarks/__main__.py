@@ -33,7 +33,6 @@ class Suite(NamedTuple):
     time_unit: str = "us"  # of the times on the page
     on_every_core: bool = False  # torch's own threads are an arm
     needs_gpu: bool = False
-    page: str = ""  # the module that writes a page of docs/ from the results
 
 
 SUITES = {
@@ -42,7 +41,6 @@ SUITES = {
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
     ),
     "launching": Suite("Launching on one machine", ("launching", "relaunching"), time_unit="ms"),
-    "sizing": Suite("Cost of a launch by size", ("sizing",), time_unit="ms", page="sizing_page"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite(
         "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True
@@ -141,8 +139,6 @@ def _show(suite: str, rows: list[Row], *, keep: bool, others: float | None = Non
     if keep:
         (RESULTS / f"{suite}.json").write_text(json.dumps(document, indent=1) + "\n")
         summary.write_suite(RESULTS, suite, title, unit)
-        if SUITES[suite].page:
-            importlib.import_module(f"benchmarks.{SUITES[suite].page}").write()
         summary.write(RESULTS, {name: each.title for name, each in SUITES.items()})
 
 

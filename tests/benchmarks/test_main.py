@@ -52,7 +52,7 @@ def test_without_a_gpu_the_other_suites_are_measured(monkeypatch, capsys, starte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert command.main([]) == 0
     assert "cuda is skipped: no GPU is available" in capsys.readouterr().out
-    assert [suite for suite, _, _ in started] == ["engine", "launching", "sizing", "neuron", "cpu_lanes", "workers"]
+    assert [suite for suite, _, _ in started] == ["engine", "launching", "neuron", "cpu_lanes", "workers"]
 
 
 def test_with_a_gpu_the_cuda_suite_includes_lanes_on_the_host(monkeypatch, started):

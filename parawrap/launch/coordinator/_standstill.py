@@ -18,13 +18,18 @@ STUCK_S = 20.0
 """Seconds that the remaining ranks may wait for other ranks after some have exited."""
 
 _REPORT_S = 1.0
+_REPORTS_PER_S = 1000  # a guess: the coordinator handles one report in less than 0.1 ms
 _MISSED = 3  # intervals without a report until a rank counts as one that does not answer
 _log = logging.getLogger("parawrap.launch")
 
 
 def report_interval_s(platform: Platform) -> float:
-    """Return the seconds between two reports of a rank: a quarter of the shortest time that the reports must show."""
-    return min(_REPORT_S, STILL_S / 4, STUCK_S / 4, (platform.hang_timeout_s or STILL_S) / 4)
+    """Return the seconds between two reports of a rank: a quarter of the shortest time that the reports must show.
+
+    The ranks of large launches report less often, so that all of them together send at most `_REPORTS_PER_S`.
+    """
+    shortest_s = min(_REPORT_S, STILL_S / 4, STUCK_S / 4, (platform.hang_timeout_s or STILL_S) / 4)
+    return max(shortest_s, platform.world_size / _REPORTS_PER_S)
 
 
 class Standstill:

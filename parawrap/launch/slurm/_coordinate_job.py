@@ -349,6 +349,8 @@ class _Node:
             watcher.on_start(rank, *body)
         elif word == "word":
             watcher.on_word(rank, body[0], body[1], _NO_VALUE)
+        elif word == "output":  # it is in the task's files; here it only shows that the rank is not silent
+            watcher.on_output(rank, 1, b"")
         elif word == "trouble":
             watcher.on_trouble(f"on {self.host}, {body[0]}")
         elif word == "over":

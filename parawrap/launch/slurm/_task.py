@@ -261,10 +261,7 @@ class _Task:
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
         if isinstance(file, int):
             self._value = _content(file)
-        if word == "alive":
-            self._report_progress()
-        else:
-            self._send("word", word, body)
+        self._send("word", word, body)
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         self._has_ended = True
@@ -277,7 +274,7 @@ class _Task:
     def _report_progress(self) -> None:
         if time.monotonic() - self._alive_at > _ALIVE_S:
             self._alive_at = time.monotonic()
-            self._send("word", "alive", None)
+            self._send("output")
 
     # -- the end of the task
 
