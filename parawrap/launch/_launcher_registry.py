@@ -7,6 +7,6 @@ __all__ = ["LAUNCHERS"]
 LAUNCHERS = {
     "env": "parawrap.launch.env",
     "local": "parawrap.launch.local",
-    "ray": "parawrap.launch.ray._launcher",
-    "slurm": "parawrap.launch.slurm._launcher",
+    "ray": "parawrap.launch.ray._ray_launcher",
+    "slurm": "parawrap.launch.slurm._slurm_launcher",
 }

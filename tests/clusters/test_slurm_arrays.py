@@ -10,7 +10,7 @@ import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, Platform
 from parawrap.launch._packed_call import Job
-from parawrap.launch.slurm._launcher import launcher
+from parawrap.launch.slurm._slurm_launcher import launcher
 from tests.launch.processes import eventually
 
 pytestmark = pytest.mark.slurm

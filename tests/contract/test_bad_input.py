@@ -202,11 +202,11 @@ def test_concurrent_launches_read_only_their_own_results(slurm_launcher):
 KILLED_SUBMITTER = """
 import os, pathlib, signal, sys, time
 from parawrap import Platform, wrapper
-from parawrap.launch.slurm import _launcher
+from parawrap.launch.slurm import _slurm_launcher
 from tests.contract import scenarios
 
 
-_launcher._LEASE_S = 8.0  # longer than the interval between signs of life
+_slurm_launcher._LEASE_S = 8.0  # longer than the interval between signs of life
 folder = pathlib.Path(sys.argv[1])
 wrapper(Platform(device="slurm", verbose=False, ipc_groups=None))(scenarios.wait_for_ever).submit(folder)
 while not (folder / "begun-0").exists():

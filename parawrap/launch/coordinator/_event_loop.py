@@ -48,9 +48,9 @@ class Loop:
     def close(self) -> None:
         """Close the loop. It does not close the watched files."""
         with self._closing:
+            waker, self._waker = self._waker, -1  # first: a signal handler may call `call_soon` in between
             os.close(self._woken)
-            os.close(self._waker)
-            self._waker = -1
+            os.close(waker)
         self._selector.close()
 
     def _run_calls(self) -> None:

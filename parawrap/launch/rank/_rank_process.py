@@ -72,18 +72,18 @@ def run_rank(sock: socket.socket) -> NoReturn:
     """Run as the rank at this end of a connection, then exit. Never returns."""
     gc.enable()
     spare = [os.open(os.devnull, os.O_RDONLY) for _ in range(_SPARE_FILES)]
-    wire = Channel(sock)
+    channel = Channel(sock)
     _own_session()
     streams = _streams()
-    wire.send("hello", None, streams)
+    channel.send("hello", None, streams)
     for stream in streams:
         os.close(stream)
-    message = wire.receive()
+    message = channel.receive()
     if message is None:  # the launching process died, or ended the launch before its start
         os._exit(_FAILED)
-    control = Control(wire, message.body)
+    control = Control(channel, message.body)
     word, body, file = _report(message.body, message.files, control, spare)
-    wire.send(word, body, () if file is None else (file,))
+    channel.send(word, body, () if file is None else (file,))
     has_succeeded = word in ("returned", "requeued")
     if has_succeeded:
         control.linger(_LINGER_S)
