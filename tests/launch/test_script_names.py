@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 import pytest
 
+from parawrap.launch.messages import _script_names
+from parawrap.launch.messages._script_names import names_of_script
 from tests.launch.processes import run_script
 
 SCRIPT = """
@@ -72,10 +75,32 @@ def lacks(name):
 def lacks_attribute(name):
     return getattr(sys.modules["__main__"], name)
 
+class Outer:
+    class Inner: pass
+
+class Registry:
+    subs = []
+    def __init_subclass__(cls, **_):
+        Registry.subs.append(cls.__name__)
+
+class Sub1(Registry): pass
+class Sub2(Registry): pass
+
+def save_nested():
+    data = io.BytesIO()
+    torch.save(Outer.Inner(), data)
+    return Outer.Inner.__qualname__, type(torch.load(io.BytesIO(data.getvalue()), weights_only=False)) is Outer.Inner
+
+def register():
+    before = list(Registry.subs)
+    class Sub3(Registry): pass
+    return before, Registry.subs
+
 CALLS = [
     (create, "Second"), (evaluate, "LR + len(CONFIG['width'])"), (evaluate, "First.__name__"), (list_subclasses,),
     (load_model, saved.getvalue()), (gather,), (change,),
     (lacks, "use_data"), (lacks, "Large"), (lacks, "LOCK"), (lacks_attribute, "DATA"), (lacks, "unknown"),
+    (save_nested,), (register,),
 ]
 
 if __name__ == "__main__":
@@ -106,13 +131,19 @@ def test_the_script_in_a_rank_is_one_module(outcomes):
 
 
 def test_a_name_that_was_not_sent_is_explained(outcomes):
-    """The error has a note that says which part may be large, unless the script has no such name."""
+    """The error has a note that says which part stayed, unless the script has no such name."""
     notes = [(kind, note.partition(":")[0]) for kind, note in outcomes[7:11]]
-    assert notes == [
-        ("KeyError", "the rank lacks the name 'use_data' of the script, because 'DATA' may be large"),
-        ("KeyError", "the rank lacks the name 'Large' of the script, because 'Large' may be large"),
-        ("KeyError", "the rank lacks the name 'LOCK' of the script, because 'LOCK' may be large"),
-        ("AttributeError", "the rank lacks the name 'DATA' of the script, because 'DATA' may be large"),
+    holders = [
+        ("use_data", "DATA", "Tensor"),
+        ("Large", "Large", "Tensor"),
+        ("LOCK", "LOCK", "lock"),
+        ("DATA", "DATA", "Tensor"),
+    ]
+    assert [kind for kind, _ in notes] == ["KeyError"] * 3 + ["AttributeError"]
+    assert [note for _, note in notes] == [
+        f"the rank lacks the name {name!r} of the script, because {holder!r} holds a {kind}, and only definitions and "
+        "small values are sent"
+        for name, holder, kind in stayed
     ]
     assert outcomes[11][1].startswith("raised in rank")
 
@@ -182,3 +213,33 @@ if sys.version_info >= (3, 12):
         print(train())
         """
         assert run_script(tmp_path, text) == "RankResults(1)\\n"
+
+
+def test_nested_classes_keep_their_qualified_names(outcomes):
+    """A rank can save an object of a nested class, which pickle finds under its qualified name."""
+    assert outcomes[-2] == ["Outer.Inner", True]
+
+
+def test_init_subclass_runs_for_new_classes_only(outcomes):
+    """A registry of subclasses is as the script left it, and grows by a class that the rank makes."""
+    before, after = outcomes[-1]
+    assert sorted(before) == ["Sub1", "Sub2"]
+    assert after == [*before, "Sub3"]
+
+
+def test_the_search_for_names_is_bounded(monkeypatch):
+    """Thousands of functions that use each other are searched once, and the others stay with a reason."""
+    main = types.ModuleType("__main__")
+    for number in range(3000):
+        exec(f"def f{number}(): return f{(number + 1) % 3000}", vars(main))
+    for number in range(30_000):
+        exec(f"def g{number}(): pass", vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    looked = []
+    parts = _script_names._parts
+    monkeypatch.setattr(_script_names, "_parts", lambda *given: looked.append(1) or parts(*given))
+    sent, unsent = names_of_script()
+    assert len(looked) <= _script_names._MOST_PARTS_OF_SCRIPT
+    assert len(sent) + len(unsent) == 33_000
+    assert unsent["f0"] == "'f0' uses more than 1000 other objects"
+    assert unsent["g29999"] == "the script has too many definitions"

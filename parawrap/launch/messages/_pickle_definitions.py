@@ -18,13 +18,14 @@ import torch
 from parawrap.launch.messages._find_unpicklable import RefusedError
 from parawrap.launch.messages._importable_modules import is_importable
 
-__all__ = ["is_found_by_name", "reduced_definition"]
+__all__ = ["is_found_by_name", "reduced_class", "reduced_definition"]
 
 _CACHED: Any = type(functools.cache(len))
 _DISPATCHING = functools.singledispatch(len).__code__  # type: ignore[attr-defined]
 _COMPILED = "compile_wrapper"  # the name of the function that torch.compile returns
 _TYPE_PARAMETERS: Any = (typing.ParamSpec, typing.TypeVarTuple)
 _OPERATOR: Any = vars(torch.library)["CustomOpDef"]  # its stubs lack the class
+_BASES, _NAMESPACE = 2, 3  # positions in the arguments of cloudpickle's constructor of classes
 _CURE = "define it in a module, and import it from there, or make it inside the function that is launched"
 
 
@@ -62,6 +63,33 @@ def reduced_definition(value: Any) -> Any:
         return resolve_name, (name,)
     msg = f"torch has made it for this process only: {_CURE}"
     raise RefusedError(value, msg)
+
+
+def reduced_class(cls: type, reduced: Any) -> Any:
+    """Return cloudpickle's reduction of a class by value, so that the rank gets an equal class.
+
+    cloudpickle leaves out ``__qualname__``, and making the class runs ``__init_subclass__`` of its bases again, whose
+    effects on the script's objects are pickled too.
+    """
+    if not (isinstance(reduced, tuple) and len(reduced[1]) > _NAMESPACE and isinstance(reduced[1][_NAMESPACE], dict)):
+        return reduced  # of an Enum, which is right
+    make, arguments, *state = reduced
+    arguments[_NAMESPACE]["__qualname__"] = cls.__qualname__
+    return _make_class, (make, *arguments), *state
+
+
+def _make_class(make: Callable[..., type], *arguments: Any) -> type:
+    """Make a class without the ``__init_subclass__`` that a base of the script defines."""
+    bases = arguments[_BASES]
+    owner: Any = next((each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each)), object)
+    if owner.__module__ != "__main__":
+        return make(*arguments)
+    own = vars(owner)["__init_subclass__"]
+    type.__setattr__(owner, "__init_subclass__", classmethod(lambda cls, **_: super(owner, cls).__init_subclass__()))
+    try:
+        return make(*arguments)
+    finally:
+        type.__setattr__(owner, "__init_subclass__", own)
 
 
 def _is_decorated(value: Any) -> bool:

@@ -31,7 +31,7 @@ import torch
 from parawrap.errors import UnsendableError
 from parawrap.launch.messages._find_unpicklable import RefusedError, find_unpicklable
 from parawrap.launch.messages._importable_modules import is_importable
-from parawrap.launch.messages._pickle_definitions import reduced_definition
+from parawrap.launch.messages._pickle_definitions import reduced_class, reduced_definition
 from parawrap.launch.messages._pickle_exceptions import reduced_exception
 from parawrap.launch.messages._script_names import may_read_names, names_of_script
 
@@ -295,6 +295,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         reduced = super().reducer_override(obj)
         if isinstance(obj, (types.FunctionType, type)) and reduced is not NotImplemented:
             self._sent.append(obj)
+            if isinstance(obj, type):
+                return reduced_class(obj, reduced)
             if isinstance(obj, types.FunctionType) and may_read_names(obj.__code__):
                 self._reads_names = True
         return reduced

@@ -28,6 +28,7 @@ _READERS = frozenset({"eval", "exec", "globals", "vars"})
 
 # Guesses: settings of scripts are smaller, and copies of smaller data take no noticeable time.
 _MOST_PARTS = 1000
+_MOST_PARTS_OF_SCRIPT = 20_000  # about 20 ms
 _LONGEST_TEXT = 1 << 14
 
 _ATOMS = (type(None), bool, int, float, complex, torch.dtype, torch.device)
@@ -41,14 +42,15 @@ _CACHED: Any = type(functools.cache(len))
 def names_of_script() -> tuple[dict[str, Any], dict[str, str]]:
     """Return the names of ``__main__`` to send with their values, and the others with the reason."""
     sent, unsent = {}, {}
+    survey = _Survey()
     for name, value in list(vars(sys.modules["__main__"]).items()):
         if name.startswith("_") or isinstance(value, types.ModuleType):
             continue
-        heavy = _heavy_part(value, name)
-        if heavy is None:
+        reason = survey.reason_to_stay(value, name)
+        if reason is None:
             sent[name] = value
         else:
-            unsent[name] = f"{heavy!r} may be large"
+            unsent[name] = reason
     return sent, unsent
 
 
@@ -64,19 +66,38 @@ def _globals_used_by(code: types.CodeType) -> frozenset[str]:
     return frozenset(mine).union(*map(_globals_used_by, inner))
 
 
-def _heavy_part(value: Any, name: str) -> str | None:
-    """Return the name of the first part of a value that is not light. None if all parts are."""
-    pending, seen = [(value, name)], set()
-    while pending:
-        part, name = pending.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        found = _parts(part, name)
-        if found is None or len(seen) > _MOST_PARTS:
-            return name
-        pending += found
-    return None
+class _Survey:
+    """Decides which values of the script are light. Looks at each part once, and at a bounded number of parts."""
+
+    def __init__(self) -> None:
+        self._light: dict[int, Any] = {}  # with the parts themselves, so that no other object gets their ids
+        self._steps = 0
+
+    def reason_to_stay(self, value: Any, name: str) -> str | None:
+        """Return the reason why a value is not sent; None if all its parts are light."""
+        pending, seen = [(value, name)], dict[int, Any]()
+        while pending:
+            part, owner = pending.pop()
+            if id(part) in self._light or id(part) in seen:
+                continue
+            seen[id(part)] = part
+            self._steps += 1
+            if self._steps > _MOST_PARTS_OF_SCRIPT:
+                return "the script has too many definitions"
+            found = _parts(part, owner)
+            if found is None:
+                return _describe(part, owner)
+            if len(seen) > _MOST_PARTS:
+                return f"{name!r} uses more than {_MOST_PARTS} other objects"
+            pending += found
+        self._light |= seen
+        return None
+
+
+def _describe(part: Any, name: str) -> str:
+    if isinstance(part, (str, bytes, list, tuple, set, frozenset, dict)):
+        return f"{name!r} is large"
+    return f"{name!r} holds a {type(part).__qualname__}, and only definitions and small values are sent"
 
 
 def _parts(value: Any, name: str) -> Iterable[tuple[Any, str]] | None:
