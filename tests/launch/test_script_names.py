@@ -133,7 +133,7 @@ def test_the_script_in_a_rank_is_one_module(outcomes):
 def test_a_name_that_was_not_sent_is_explained(outcomes):
     """The error has a note that says which part stayed, unless the script has no such name."""
     notes = [(kind, note.partition(":")[0]) for kind, note in outcomes[7:11]]
-    holders = [
+    stayed = [
         ("use_data", "DATA", "Tensor"),
         ("Large", "Large", "Tensor"),
         ("LOCK", "LOCK", "lock"),
