@@ -341,6 +341,21 @@ run_exit_handlers()
     assert found.stdout.split() == ["once"]
 
 
+@canary("_finalizer_registry", "_exit_function")
+def test_finalizers_of_multiprocessing_belong_to_their_process():
+    """A fork of the launching process runs the finalizers that it makes itself."""
+    script = """
+from multiprocessing.util import Finalize
+from parawrap.launch._private_names import forget_exit_handlers, forget_finalizers
+Finalize(None, print, ("parent",), exitpriority=1)
+forget_exit_handlers()
+forget_finalizers()
+Finalize(None, print, ("fork",), exitpriority=1)
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["fork"]
+
+
 @canary("_registry")
 def test_finalizers_of_the_warm_process_are_known():
     """Ranks run the finalizers that their function makes, and not those of the modules that the warm process imported."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import tempfile
 import weakref
 from typing import Any
@@ -40,6 +42,10 @@ def keep_finalizers_from_exits() -> None:
 
 
 def forget_finalizers() -> None:
-    """Drop the finalizers that weakref.finalize runs at exit, such as those of tempfile.TemporaryDirectory."""
+    """Drop the finalizers of weakref.finalize, such as those of temporary folders, and those of multiprocessing."""
     _name("weakref.finalize._registry").clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # pyright: ignore
+    util: Any = sys.modules.get("multiprocessing.util")
+    if util is not None:  # as the forked processes of multiprocessing
+        util._finalizer_registry.clear()
+        atexit.register(util._exit_function)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 import weakref
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import numpy as np
@@ -382,11 +383,12 @@ def test_exit_handlers_run_and_temporary_files_are_removed(method, tmp_path):
         current_rank.kept = kept  # in a module, like the globals of a script
         files[2].write("text")
         weakref.finalize(owner, Path(folder, "finalized").touch)
+        Finalize(None, Path(folder, "finalized by multiprocessing").touch, exitpriority=1)
         atexit.register(Path(folder, "exited").touch)
         return [each.name for each in files]
 
     (names,) = wrapper(ranks(1, spawn_method=method))(leave_open)(tmp_path)
-    assert {each.name for each in tmp_path.iterdir()} == {"finalized", "exited"}
+    assert {each.name for each in tmp_path.iterdir()} == {"finalized", "finalized by multiprocessing", "exited"}
     assert [Path(name).exists() for name in names] == [False] * 3
     assert Path(of_parent.name).exists()
     of_parent.cleanup()
