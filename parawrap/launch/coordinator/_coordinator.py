@@ -3,7 +3,7 @@
 Guarantee: `run` returns in bounded time after the first failure, the end of a time limit, or `cancel`. No process of the
 attempt is alive then.
 
-One thread runs the supervisor; any thread may call `collect_stacks`. Nodes start the ranks and report on them.
+One thread runs the coordinator; any thread may call `collect_stacks`. Guards start the ranks and report on them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Coordinator:
 
     @property
     def given_up(self) -> bool:
-        """True if the supervisor ended the attempt for another reason than the outcome of a rank."""
+        """True if the coordinator ended the attempt for another reason than the outcome of a rank."""
         return self.cancelled or self.stuck or self.timed_out is not None or self.broken is not None
 
     # -- the loop
@@ -383,7 +383,7 @@ def _failure_in(outcome: Outcome | None) -> str | None:
 
 
 def _caused_by_order(state: RankState, code: int | None) -> bool:
-    """True if the order to end, or a kill by the supervisor, explains the rank's exit code."""
+    """True if the order to end, or a kill by the coordinator, explains the rank's exit code."""
     return code in (None, FORCED, -signal.SIGTERM) or (state.killed and code == -signal.SIGKILL)
 
 

@@ -21,7 +21,7 @@ class RankState:
         is_alive: True while the process runs.
         owes_stacks: True if a request for stacks is unanswered.
         ordered_to_end: True if the rank was ordered to end before its function had ended.
-        killed: True if the supervisor killed the rank.
+        killed: True if the coordinator killed the rank.
         stacks: The stacks of the rank's threads at the last request.
         status: The last report on the main thread.
         status_at: When it arrived, by the monotonic clock.

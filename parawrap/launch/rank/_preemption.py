@@ -52,7 +52,7 @@ class Preemption:
 
 @contextmanager
 def at_signal(act: Callable[[], object]) -> Iterator[None]:
-    """Call `act` on SIGUSR2 inside the block, for ranks without a supervisor. Has no effect outside the main thread."""
+    """Call `act` on SIGUSR2 inside the block, for ranks without a coordinator. Has no effect outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The agreement on when to save for ranks without a supervisor. They reach it through their world's store."""
+"""The agreement on when to save for ranks without a coordinator. They reach it through their world's store."""
 
 from __future__ import annotations
 
