@@ -1334,6 +1334,7 @@ class Tee:
 
 def leave_files_open(folder):
     """Leave files of many kinds open, in globals, in a module, and in a cycle."""
+    gc.collect()  # so that none follows before the function returns: Python itself would lose the buffer of the cycle
     kept = globals()["_kept"] = {
         "text": (folder / "text").open("w"),
         "binary": (folder / "binary").open("wb"),

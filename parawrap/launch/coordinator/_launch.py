@@ -22,6 +22,7 @@ from parawrap.launch.coordinator._interruptible_event import Latch
 from parawrap.launch.coordinator._launch_timeline import trace_path, write_trace
 from parawrap.launch.coordinator._printer import Printer
 from parawrap.launch.coordinator._transcript import Transcript, new_log_folder
+from parawrap.launch.guard._start_methods import stop_server
 
 __all__ = ["Backend", "Launch", "await_ranks", "cancel_all", "cancel_launches", "ended_launch", "start"]
 
@@ -336,5 +337,11 @@ def cancel_all(launches: Iterable[Launch[Any]]) -> None:
         launch.cancel()
 
 
-atexit.register(cancel_launches)
+def _end_with_interpreter() -> None:
+    """End the launches, and then the warm process, which ends after its ranks."""
+    cancel_launches()
+    stop_server()
+
+
+atexit.register(_end_with_interpreter)
 os.register_at_fork(after_in_child=_running.clear)

@@ -125,7 +125,6 @@ class LocalGuard:
         self._starter = starter
         self._files = (payload,) if line is None else (payload, line)
         self._processes: dict[int, _Process] = {}
-        self._listens = True
 
     @property
     def host(self) -> str:
@@ -188,18 +187,6 @@ class LocalGuard:
             self._forget(rank, process)
             process.watcher.on_end(rank, None)
 
-    def listen(self, wanted: bool) -> None:
-        """Read the ranks' output, or leave it in the pipes. A rank blocks when its pipe is full."""
-        if wanted == self._listens:
-            return
-        self._listens = wanted
-        for rank, process in self._processes.items():
-            for number, file in process.streams.items():
-                if wanted:
-                    self._loop.watch(file, partial(self._on_output, rank, process, number, file))
-                else:
-                    self._loop.forget(file)
-
     def give_up(self) -> None:
         for rank, process in list(self._processes.items()):
             self._forget(rank, process)
@@ -231,8 +218,7 @@ class LocalGuard:
         for number, file in enumerate(streams, start=1):
             os.set_blocking(file, False)
             process.streams[number] = file
-            if self._listens:
-                self._loop.watch(file, partial(self._on_output, rank, process, number, file))
+            self._loop.watch(file, partial(self._on_output, rank, process, number, file))
 
     def _on_output(self, rank: int, process: _Process, number: int, file: int) -> None:
         try:
@@ -301,8 +287,7 @@ class LocalGuard:
 
     def _stop_listening(self, process: _Process, number: int) -> None:
         file = process.streams.pop(number)
-        if self._listens:
-            self._loop.forget(file)
+        self._loop.forget(file)
         os.close(file)
 
     def _close_channel(self, process: _Process) -> None:

@@ -6,7 +6,6 @@ a warm process that serves every launch, a fresh interpreter per rank, or a fork
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import signal
@@ -354,5 +353,4 @@ def _forget_servers() -> None:
     _starting = threading.Lock()  # another thread may have held it
 
 
-atexit.register(stop_server)
 os.register_at_fork(after_in_child=_forget_servers)

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
@@ -183,18 +184,34 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
         try:
-            result = job.call(*line)
+            result = _call(job, *line)
         except Exception as error:
-            if job.names is not None:
-                job.names.explain(error)
-            _add_remedies(error)
+            _explain(error, job)
             raise
-        join_threads()
+        _await_threads()
         _free(spare)
         return packed(result, "result", "the result")
 
 
-def _add_remedies(error: Exception) -> None:
+def _call(job: Job, *line: int) -> Any:
+    """Call the function. Leave its garbage to `flush_files`: a collection may lose the buffers of files in a cycle."""
+    try:
+        return job.call(*line)
+    finally:
+        gc.disable()
+
+
+def _await_threads() -> None:
+    """Wait for the threads that the function started. They may need the collector."""
+    if any(not each.daemon and each is not threading.main_thread() for each in threading.enumerate()):
+        gc.enable()
+    join_threads()
+    gc.disable()
+
+
+def _explain(error: Exception, job: Job) -> None:
+    if job.names is not None:
+        job.names.explain(error)
     with contextlib.suppress(Exception):  # classes may raise anything
         for part, remedy in _REMEDIES.items():
             if part in str(error):
