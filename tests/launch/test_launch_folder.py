@@ -158,11 +158,11 @@ def write_result(folder):
     """Write the result of a task like submitit, and return a function that reads it."""
     files = _batch_job.task_files(folder, "7", 0)
     Path(files.result_pickle).write_bytes(pickle.dumps(("success", TaskResult("0-0"))))
-    return JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1)).new_result
+    return JobFollower("7", "f", Platform(device="cpu"), folder).new_result
 
 
 def transcripts(count):
-    return [Transcript(rank, prefix="", shown=False, folder=None) for rank in range(count)]
+    return [Transcript(rank, printer=None) for rank in range(count)]
 
 
 def unpickling_functions(folder):
@@ -331,14 +331,15 @@ def test_log_records_of_the_coordinator_are_logged_by_the_submitter(folder, capl
         logging.getLogger("parawrap.launch").warning("late: %s", "0")
     assert json.loads(folder.log.read_text()) == [logging.WARNING, "late: 0"]
     caplog.clear()
-    JobFollower("7", "f", Platform(device="cpu"), folder, transcripts(1)).take_output()
+    JobFollower("7", "f", Platform(device="cpu"), folder).take_output()
     assert caplog.record_tuples == [("parawrap.launch", logging.WARNING, "late: 0")]
 
 
 def test_output_is_taken_while_it_grows(folder):
     """Each byte of both files of a task goes into its rank's transcript once."""
     given = transcripts(2)
-    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder, given)
+    follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
+    follower.write_output_to(given)
     files = _batch_job.task_files(folder, "7", 1)
     for text in ("one\n", "two\n"):
         for path in (files.stdout, files.stderr):

@@ -414,4 +414,4 @@ def test_ranks_share_the_memory_of_arguments():
 
     for read, written in wrapper(ranks(2))(measure)(torch.ones(1 << 24)):
         assert read < 1 << 23
-        assert written > 15 << 22
+        assert written > 7 << 23  # seven eighths: a few pages may be private already

@@ -90,6 +90,15 @@ class JobFollower:
         with contextlib.suppress(OSError):
             self._folder.request("cancel")
 
+    def write_output_to(self, transcripts: Sequence[Transcript]) -> None:
+        """Write the output of each task to the transcript of its rank."""
+        self._transcripts = transcripts
+        self._output = [
+            (transcript, stream, _Tail(Path(path)))
+            for transcript, files in zip(transcripts, self._files, strict=True)
+            for stream, path in ((1, files.stdout), (2, files.stderr))
+        ]
+
     def follow(self, transcripts: Sequence[Transcript]) -> Ending:
         """Wait for the job's end and return the launch's ending, with the values of the ranks.
 
@@ -99,12 +108,7 @@ class JobFollower:
         Raises:
             LaunchError: If the job ended before its ranks reported an ending, or the folder cannot be used.
         """
-        self._transcripts = transcripts
-        self._output = [
-            (transcript, stream, _Tail(Path(path)))
-            for transcript, files in zip(transcripts, self._files, strict=True)
-            for stream, path in ((1, files.stdout), (2, files.stderr))
-        ]
+        self.write_output_to(transcripts)
         try:
             _followed.add(self)
             with self._signs_of_life():
