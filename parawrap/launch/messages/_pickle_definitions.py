@@ -49,6 +49,8 @@ def reduced_definition(value: Any) -> Any:
     if isinstance(value, functools.cached_property):
         state = {name: part for name, part in vars(value).items() if name != "lock"}
         return _cached_property, (type(value),), state
+    if isinstance(value, functools.singledispatchmethod):
+        return _dispatching_method, (value.func, value.dispatcher)
     if not _is_decorated(value) or is_found_by_name(value):
         return None
     if type(value) is _CACHED:
@@ -125,6 +127,13 @@ def _cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
 def _cached_property(cls: type[functools.cached_property[Any]]) -> functools.cached_property[Any]:
     made = cls.__new__(cls)
     functools.cached_property.__init__(made, len)  # makes a lock; the state replaces the function
+    return made
+
+
+def _dispatching_method(function: Any, dispatcher: Any) -> functools.singledispatchmethod[Any]:
+    """Make a method again: since Python 3.13 it has a cache of weak references, which cannot be pickled."""
+    made: functools.singledispatchmethod[Any] = functools.singledispatchmethod(function)
+    made.dispatcher = dispatcher
     return made
 
 
