@@ -18,21 +18,6 @@ pytestmark = pytest.mark.slurm
 PATIENCE_S = 100.0
 
 
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """The launch folder; the fixture fails if a launch leaves files in it."""
-    folder = tmp_path / "launches"
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(folder))
-    yield folder
-    assert not list(folder.iterdir())
-
-
-@pytest.fixture
-def cluster(slurm, folders):
-    yield slurm
-    slurm.settle()
-
-
 def submit_array(function, arguments, max_parallel=None, **fields):
     """Submit one array with a launch of one rank per argument."""
     platform = Platform(**{"device": "slurm", "verbose": False, "ipc_groups": None} | fields)

@@ -23,21 +23,6 @@ pytestmark = pytest.mark.slurm
 PATIENCE_S = 100.0
 
 
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """The launch folder; the fixture fails if a launch leaves files in it."""
-    folder = tmp_path / "launches"
-    monkeypatch.setenv("PARAWRAP_LAUNCH_DIR", str(folder))
-    yield folder
-    assert not list(folder.iterdir())
-
-
-@pytest.fixture
-def cluster(slurm, folders):
-    yield slurm
-    slurm.settle()
-
-
 def submit(function, *args, **fields):
     """Launch one rank on each of two nodes."""
     return wrapper(Platform(device="slurm", n_nodes=2, verbose=False, **fields))(function).submit(*args)

@@ -156,7 +156,7 @@ def test_folder_contents_are_read_as_written(folder):
 
 def write_result(folder):
     """Write the result of a task like submitit, and return a function that reads it."""
-    files = _batch_job.task_files(folder, "7", 0)
+    files = folder.task_files("7", 0)
     Path(files.result_pickle).write_bytes(pickle.dumps(("success", TaskResult("0-0"))))
     return JobFollower("7", "f", Platform(device="cpu"), folder).new_result
 
@@ -340,7 +340,7 @@ def test_output_is_taken_while_it_grows(folder):
     given = transcripts(2)
     follower = JobFollower("7", "f", Platform(device="cpu", n_cpus=2), folder)
     follower.write_output_to(given)
-    files = _batch_job.task_files(folder, "7", 1)
+    files = folder.task_files("7", 1)
     for text in ("one\n", "two\n"):
         for path in (files.stdout, files.stderr):
             with path.open("a") as file:

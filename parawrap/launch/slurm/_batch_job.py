@@ -24,7 +24,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch.slurm._commands import slurm_missing
 from parawrap.launch.slurm._launch_folder import Folder
 
-__all__ = ["log_ends", "script", "submit", "task_files"]
+__all__ = ["log_ends", "script", "submit"]
 
 # Slurm's time limit is later than the launch's own limit, because only the launch's error shows the ranks' stacks.
 _SLACK_MIN = 2.0
@@ -97,11 +97,6 @@ def submit(platform: Platform, folders: Sequence[Folder], max_parallel: int | No
         if len(folders) > 1:
             msg += f". The job is an array of {len(folders)}; 'scontrol show config' shows the limit, MaxArraySize"
         raise LaunchError(msg) from error
-
-
-def task_files(folder: Folder, job: str, rank: int) -> Any:
-    """Return submitit's paths of a task: its output in ``stdout`` and ``stderr``, its value in ``result_pickle``."""
-    return _import_submitit().core.utils.JobPaths(folder.submitit, job_id=job, task_id=rank)
 
 
 def log_ends(folder: Folder, job: str, at_most: int) -> str:

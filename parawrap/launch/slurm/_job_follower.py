@@ -27,7 +27,7 @@ from parawrap.launch.messages._first_rank_failure import Died, Outcome, Parcel, 
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.slurm import _commands as queue
-from parawrap.launch.slurm._batch_job import log_ends, task_files
+from parawrap.launch.slurm._batch_job import log_ends
 from parawrap.launch.slurm._launch_folder import Folder
 from parawrap.launch.slurm._task import TaskResult
 
@@ -67,7 +67,7 @@ class JobFollower:
         self._transcripts: Sequence[Transcript] = ()
         self._output: list[tuple[Transcript, int, _Tail]] = []
         self._cancelled = threading.Event()
-        self._files = [task_files(folder, number, rank) for rank in range(platform.world_size)]
+        self._files = [folder.task_files(number, rank) for rank in range(platform.world_size)]
         self._log_lines = _Tail(folder.log)
         self._seen: tuple[float, ...] | None = None
         self._nodes = ""

@@ -109,6 +109,12 @@ class Folder:
             raise folders[0].unusable(error) from error
         return folders
 
+    def task_files(self, job: str, rank: int) -> Any:
+        """Return submitit's paths of a task: its output in ``stdout`` and ``stderr``, its value in ``result_pickle``."""
+        import submitit.core.utils  # an optional package
+
+        return submitit.core.utils.JobPaths(self.submitit, job_id=job, task_id=rank)
+
     @property
     def root(self) -> Path:
         """The folder that contains all launches."""

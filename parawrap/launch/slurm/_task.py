@@ -37,7 +37,6 @@ from parawrap.launch.messages._private_files import open_private
 from parawrap.launch.rank._cluster_signals import FROM_CLUSTER, not_for_children
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.rank._signed_values import Signer
-from parawrap.launch.slurm._batch_job import task_files
 from parawrap.launch.slurm._coordinate_job import ARRIVAL_S, JobCoordinator
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue, connect, reachable
@@ -103,7 +102,7 @@ class _Task:
         self._folder = folder
         self._rank = task.global_rank
         self.node = task.node
-        self._results = [Path(task_files(folder, task.job_id, rank).result_pickle) for rank in range(task.num_tasks)]
+        self._results = [Path(folder.task_files(task.job_id, rank).result_pickle) for rank in range(task.num_tasks)]
         own = self._results[self._rank]
         for left in (own, own.with_suffix(f"{own.suffix}.save_tmp")):
             left.unlink(missing_ok=True)  # of an earlier attempt
