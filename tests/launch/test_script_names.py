@@ -212,7 +212,7 @@ if sys.version_info >= (3, 12):
 
         print(train())
         """
-        assert run_script(tmp_path, text) == "RankResults(1)\\n"
+        assert run_script(tmp_path, text) == "RankResults(1)\n"
 
 
 def test_nested_classes_keep_their_qualified_names(outcomes):
