@@ -103,7 +103,9 @@ def interact():
 
 
 def embed():
-    pytest.importorskip("IPython").embed()
+    import IPython
+
+    IPython.embed()
 
 
 def break_in_rank_0():
@@ -122,6 +124,8 @@ def break_with_torch():
 @pytest.mark.parametrize("method", ["forkserver", "fork"])
 def test_a_debugger_in_a_rank_fails_and_names_inline(function, method):
     """LaunchError says to call ``inline``, and no rank waits for a terminal."""
+    if function is embed:
+        pytest.importorskip("IPython")
     error, _ = failure_of(function, platform=ranks(spawn_method=method))
     assert type(error) is LaunchError
     assert f"a rank has no terminal. Call {function.__name__}.inline(...)" in str(error)
@@ -243,7 +247,7 @@ def test_children_of_ranks_heed_sigint(method):
     """SIGINT ends a subprocess of a rank, and raises KeyboardInterrupt in a forked child. The rank ignores it."""
 
     def interrupt_children():
-        code = "import time; print(flush=True); time.sleep(60)"
+        code = "import time; print(flush=True)\nwhile True: time.sleep(0.05)"  # a long sleep would miss a signal
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         with subprocess.Popen([sys.executable, "-c", code], **pipes) as child:
             child.stdout.readline()
@@ -252,9 +256,12 @@ def test_children_of_ranks_heed_sigint(method):
         if (pid := os.fork()) == 0:
             try:
                 os.write(writer, b"1")
-                time.sleep(60)
+                while True:
+                    time.sleep(0.05)
             except KeyboardInterrupt:
                 os._exit(7)
+            finally:
+                os._exit(1)
         os.read(reader, 1)
         os.kill(pid, signal.SIGINT)
         _, status = os.waitpid(pid, 0)
