@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from parawrap.api.tuples import cat, transpose
     from parawrap.api.tuplewise import Tuplewise
     from parawrap.api.wrapper import Wrapper, wrapper
-    from parawrap.launch import Device, Launch, Platform, Preview, Rank, RankResults, current_rank
+    from parawrap.launch import Device, Launch, OneRank, Platform, Preview, Rank, RankResults, Ranks, current_rank
     from parawrap.shards import register_split
     from parawrap.workers import build
 
@@ -62,6 +62,7 @@ __all__ = [
     "LaunchCancelledError",
     "LaunchError",
     "LaunchTimeoutError",
+    "OneRank",
     "Parallel",
     "ParallelWrapper",
     "ParawrapError",
@@ -71,6 +72,7 @@ __all__ = [
     "Rank",
     "RankDiedError",
     "RankResults",
+    "Ranks",
     "ReplicaError",
     "ResumeError",
     "SessionError",
@@ -123,7 +125,17 @@ _NAMES_IN = {
     "parawrap.api.tuples": ("cat", "transpose"),
     "parawrap.api.tuplewise": ("Tuplewise",),
     "parawrap.api.wrapper": ("Wrapper", "wrapper"),
-    "parawrap.launch": ("Device", "Launch", "Platform", "Preview", "Rank", "RankResults", "current_rank"),
+    "parawrap.launch": (
+        "Device",
+        "Launch",
+        "OneRank",
+        "Platform",
+        "Preview",
+        "Rank",
+        "RankResults",
+        "Ranks",
+        "current_rank",
+    ),
     "parawrap.shards": ("register_split",),
     "parawrap.workers": ("build",),
 }

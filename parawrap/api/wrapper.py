@@ -17,6 +17,7 @@ from parawrap.api._launch_map import launch_each
 from parawrap.api._pickle_decorated import Undecorated, is_global, reduced_by_name, sent_by_cloudpickle
 from parawrap.errors import LaunchError, PlatformError
 from parawrap.launch import (
+    DECORATED,
     Job,
     Launch,
     Platform,
@@ -24,6 +25,8 @@ from parawrap.launch import (
     RankResults,
     below_a_rank,
     cancel_launches,
+    check_function,
+    check_signature,
     current_rank,
     inside_a_rank,
     launch,
@@ -199,6 +202,7 @@ def _reduced_by_value(launchable: Launchable[..., Any]) -> tuple[Any, ...]:
 
 
 sent_by_cloudpickle(Launchable, _reduced_by_value)
+DECORATED[Launchable] = Launchable._job
 
 
 @public
@@ -247,13 +251,7 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     _check_platform(platform, "wrapper")
 
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
-        bare = getattr(function, "__func__", function)  # a classmethod or staticmethod
-        if not callable(bare):
-            msg = f"wrapper cannot decorate {function!r}, which is not callable. Give it a function"
-            raise TypeError(msg)
-        if inspect.iscoroutinefunction(bare) or inspect.isgeneratorfunction(bare) or inspect.isasyncgenfunction(bare):
-            msg = f"{bare.__qualname__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
-            raise TypeError(msg)
+        check_function(getattr(function, "__func__", function))  # of a classmethod or staticmethod
         return Launchable(function, platform)
 
     return decorate
@@ -343,21 +341,6 @@ def _check(job: Job) -> None:
     """Raise if a call cannot succeed, before any rank starts."""
     _refuse_in_a_rank(job)
     check_signature(job.function, (*job.bound_to, *job.args), job.kwargs or {})
-
-
-def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        msg = f"{getattr(function, '__name__', function)}() {error}"
-        if next(iter(signature.parameters), "") == "cls" and not isinstance(next(iter(args), type), type):
-            msg += ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, dry_run, and inline"
-        raise TypeError(msg) from None
 
 
 def _refuse_in_a_rank(job: Job) -> None:

@@ -5,29 +5,35 @@ This package starts processes, connects them, and ends them. It does not depend 
 
 from parawrap.launch._devices import Device, make_current, rank_device
 from parawrap.launch._launcher import launch, launch_array, preview, runs_here
-from parawrap.launch._packed_call import Job, Preview
+from parawrap.launch._packed_call import DECORATED, Job, Preview, check_function, check_signature
 from parawrap.launch._platform import Platform
 from parawrap.launch._rank import Rank, below_a_rank, current_rank, inside_a_rank
 from parawrap.launch._rank_results import RankResults
 from parawrap.launch._seeds import seed_all
 from parawrap.launch.coordinator._launch import Launch, cancel_all, cancel_launches
+from parawrap.launch.coordinator._ranks import OneRank, Ranks
 from parawrap.launch.inline import run_inline
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
 from parawrap.launch.messages._rank_errors import pack_exception, traceback_of
 from parawrap.launch.ray._reservation import Reservation, joined
 
 __all__ = [
+    "DECORATED",
     "Device",
     "Job",
     "Launch",
+    "OneRank",
     "Platform",
     "Preview",
     "Rank",
     "RankResults",
+    "Ranks",
     "Reservation",
     "below_a_rank",
     "cancel_all",
     "cancel_launches",
+    "check_function",
+    "check_signature",
     "current_rank",
     "inside_a_rank",
     "joined",

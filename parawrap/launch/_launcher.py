@@ -12,7 +12,7 @@ from parawrap.launch._platform import Platform
 from parawrap.launch._world import surrounding_world
 from parawrap.launch.coordinator._launch import Launch
 
-__all__ = ["Launcher", "launch", "launch_array", "preview", "runs_here"]
+__all__ = ["Launcher", "launch", "launch_array", "launcher_name", "preview", "runs_here"]
 
 
 class Launcher(Protocol):
@@ -51,7 +51,7 @@ def launch_array(jobs: Sequence[Job], max_parallel: int | None) -> list[Launch[A
 
 def runs_here(job: Job) -> bool:
     """True if the job's ranks run on this machine, or in processes that torchrun, srun, or mpirun started."""
-    return _name_for(job.platform) in ("local", "env")
+    return launcher_name(job.platform) in ("local", "env")
 
 
 def preview(job: Job) -> Preview:
@@ -60,8 +60,9 @@ def preview(job: Job) -> Preview:
 
 
 def _launcher_for(platform: Platform) -> Launcher:
-    return cast("Launcher", importlib.import_module(LAUNCHERS[_name_for(platform)]).launcher)
+    return cast("Launcher", importlib.import_module(LAUNCHERS[launcher_name(platform)]).launcher)
 
 
-def _name_for(platform: Platform) -> str:
+def launcher_name(platform: Platform) -> str:
+    """Return the name of the launcher that a platform selects in this process."""
     return platform.launcher or ("local" if surrounding_world() is None else "env")

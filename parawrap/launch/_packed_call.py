@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import linecache
 import logging
 import os
@@ -12,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from parawrap._public import public
 from parawrap.displays import Table
@@ -22,7 +23,13 @@ from parawrap.launch.messages._pickle_values import ScriptNotes, packed_with_scr
 from parawrap.launch.messages._rank_errors import add_note
 from parawrap.launch.rank._process_groups import planned_store
 
-__all__ = ["Job", "Preview", "preview", "unpacked_call"]
+if TYPE_CHECKING:
+    from parawrap.launch.coordinator._calls import Calls
+
+__all__ = ["DECORATED", "Job", "Preview", "check_function", "check_signature", "preview", "unpacked_call"]
+
+DECORATED: dict[type, Callable[..., Job]] = {}
+"""Classes of functions that are decorated for launches, with a function that makes the job of a call."""
 
 _log = logging.getLogger("parawrap.launch")
 
@@ -35,6 +42,8 @@ class Job:
         bound_to: The object of a bound method, as a tuple of one; empty for a function.
         sent_as: An object to send instead of the function. Unpickling it gives the function.
         names: In a rank, further names of the script.
+        calls: The calls of ranks that stay. Their function serves these calls.
+        label: The name for messages, if it is not that of the function.
         line: A socket for a function that serves requests. The rank gets its descriptor as the first argument, and may be
             idle for long. Local launches of one rank only.
         number: The number of the launch among those of `map`. It stands in front of the output, and in the trace's name.
@@ -49,11 +58,13 @@ class Job:
     line: int | None = None
     number: int | None = None
     names: _ScriptNames | None = None
+    calls: Calls | None = None
+    label: str = ""
 
     @property
     def name(self) -> str:
         """The function's name, for messages."""
-        return str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
+        return self.label or str(getattr(self.function, "__qualname__", type(self.function).__qualname__))
 
     @property
     def sent_platform(self) -> Platform:
@@ -92,6 +103,35 @@ class Job:
                 self.platform.upon_finish()
         except Exception:  # noqa: BLE001 (user code may raise anything)
             _log.exception("upon_finish failed after all ranks of %s had returned; their results are kept", self.name)
+
+
+def check_function(function: Any) -> None:
+    """Raise TypeError if ranks cannot run this object, or cannot send what it returns."""
+    if not callable(function):
+        msg = f"ranks cannot run {function!r}, which is not callable. Give a function"
+        raise TypeError(msg)
+    if (
+        inspect.iscoroutinefunction(function)
+        or inspect.isgeneratorfunction(function)
+        or inspect.isasyncgenfunction(function)
+    ):
+        msg = f"{function.__qualname__} returns a coroutine or a generator, which a rank cannot send. Return values instead"
+        raise TypeError(msg)
+
+
+def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        msg = f"{getattr(function, '__name__', function)}() {error}"
+        if next(iter(signature.parameters), "") == "cls" and not isinstance(next(iter(args), type), type):
+            msg += ". Since Python 3.13, write @wrapper(...) above @classmethod to use submit, map, dry_run, and inline"
+        raise TypeError(msg) from None
 
 
 def unpacked_call(file: int) -> Job:

@@ -24,6 +24,9 @@ from parawrap.launch._devices import Device, visible
 from parawrap.launch._launcher_registry import LAUNCHERS
 from parawrap.launch._world import surrounding_world
 
+if TYPE_CHECKING:
+    from parawrap.launch.coordinator._ranks import Ranks
+
 __all__ = ["Platform"]
 
 _DeviceName = Literal["auto", "cpu", "gpu", "cuda", "mps", "neuron", "slurm", "ray"]
@@ -188,6 +191,25 @@ class Platform:
     def requires_ipc(self) -> bool:
         """True if ranks form process groups."""
         return self.ipc_groups is not None
+
+    def open(self) -> Ranks:
+        """Start the ranks, and return a handle that calls functions on them any number of times. See `Ranks`.
+
+        The fields of the platform hold for all calls: `seed` and `trace` for the life of the ranks, and `timeout_min` and
+        `hang_timeout_s` for each call.
+
+        Raises:
+            PlatformError: If the launcher is ``"slurm"`` or ``"env"``, or `max_restarts` is not 0.
+            LaunchError: If the ranks cannot be started.
+
+        >>> from parawrap import Platform, current_rank
+        >>> with Platform(device="cpu", n_cpus=2).open() as ranks:
+        ...     ranks(lambda scale: scale * current_rank().global_rank, 10)
+        RankResults(0, 10)
+        """
+        from parawrap.launch.coordinator._ranks import open_ranks
+
+        return open_ranks(self)
 
     def shows(self, rank: int) -> bool:
         """True if the output of this rank is printed."""

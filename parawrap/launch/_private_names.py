@@ -8,16 +8,19 @@ import tempfile
 import weakref
 from typing import Any
 
-from parawrap._private_name import private_name
+from parawrap._private_name import private_name, private_reader
 
 __all__ = [
     "REGISTERED_BY_MODULES",
     "TEMPORARY_FILE",
     "forget_exit_handlers",
     "forget_finalizers",
+    "groups_of_process",
     "join_threads",
     "keep_finalizers_from_exits",
     "run_exit_handlers",
+    "sequence_number_of",
+    "version_of",
 ]
 
 
@@ -30,9 +33,20 @@ REGISTERED_BY_MODULES = ("_modules", "_parameters", "_buffers")  # attributes of
 forget_exit_handlers = _name("atexit._clear")
 run_exit_handlers = _name("atexit._run_exitfuncs")
 join_threads = _name("threading._shutdown")  # waits for non-daemon threads, and ends idle workers of thread pools
+version_of = private_reader("torch.Tensor._version", "ranks that stay")
 # The class of the files of tempfile.NamedTemporaryFile. Without it, such files of ranks stay.
 TEMPORARY_FILE: Any = getattr(tempfile, "_TemporaryFileWrapper", ())
 _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # without it, ranks exit later
+
+
+def groups_of_process() -> list[Any]:
+    """Return the process groups that this process has joined."""
+    return list(private_name("torch.distributed.distributed_c10d._world", "ranks that stay").pg_names)
+
+
+def sequence_number_of(group: Any) -> int:
+    """Return the number of operations that this process has begun in a process group."""
+    return int(group._get_sequence_number_for_group())
 
 
 def keep_finalizers_from_exits() -> None:

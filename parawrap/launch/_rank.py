@@ -16,7 +16,7 @@ from parawrap.launch.rank._preemption import Preemption, RequeueRequested
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["IN_RANK", "Rank", "being", "below_a_rank", "current_rank", "inside_a_rank"]
+__all__ = ["IN_RANK", "Rank", "become", "being", "below_a_rank", "current_rank", "inside_a_rank"]
 
 
 @public
@@ -128,6 +128,12 @@ def below_a_rank() -> bool:
 def inside_a_rank() -> bool:
     """True if this process is a rank."""
     return _current is not None
+
+
+def become(rank: Rank) -> None:
+    """Make `rank` the current rank, in place of the one before."""
+    global _current
+    _current = rank
 
 
 class being:  # noqa: N801 (reads as a verb: with being(rank))

@@ -73,9 +73,11 @@ class _LocalBackend(AttemptsBackend):
         cleanup.callback(self.close)
         meeting = cleanup.enter_context(open_store_host(self._platform))
         line = self._job.line
-        assignments = assignments_of(self._platform, meeting, self._surroundings, may_idle=line is not None)
+        assignments = assignments_of(
+            self._platform, meeting, self._surroundings, may_idle=line is not None, stays=self._job.calls is not None
+        )
         loop = Loop()
         guard = LocalGuard(loop, self._starter, self._payload, line)
-        attempts = Attempts(self._job.name, self._platform, loop, [guard], assignments, transcripts)
+        attempts = Attempts(self._job.name, self._platform, loop, [guard], assignments, transcripts, calls=self._job.calls)
         attempts.begin()
         return attempts

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import torch
 
 from parawrap.launch import traceback_of, unpack
-from parawrap.workers._line import Arrival, Line, Message
+from parawrap.launch.messages._line import Arrival, Line, Message
 from parawrap.workers._server import Server, pack_error
 
 __all__ = ["serve"]

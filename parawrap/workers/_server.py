@@ -20,10 +20,10 @@ from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
 from parawrap.launch import pack_exception, pickled_apart, seed_all, traceback_of
+from parawrap.launch.messages._line import pickle_value
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers._given_arguments import Changed, Contents
-from parawrap.workers._line import pickle_value
 
 __all__ = [
     "Answered",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._coordinator import Coordinator
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
@@ -40,6 +41,7 @@ class Attempts:
         transcripts: One per rank; all attempts write to it.
         restart: The number of attempts before this run.
         failures: The number of failed attempts before this run.
+        calls: The calls of ranks that stay.
         requeues: True if a cluster restarts the ranks on request. Then a restart request ends the run.
 
     Attributes:
@@ -59,6 +61,7 @@ class Attempts:
         restart: int = 0,
         failures: int = 0,
         requeues: bool = False,
+        calls: Calls | None = None,
     ) -> None:
         self._name = name
         self._platform = platform
@@ -71,7 +74,8 @@ class Attempts:
         self.failures = failures
         self._history: list[str] = []
         self._times: list[RankTimes] = []
-        limit = platform.timeout_min
+        self._calls = calls
+        limit = platform.timeout_min if calls is None else None  # calls have a limit each
         self._up_at = None if limit is None else time.monotonic() + 60 * limit
         self._cancelled = False
         self._preempted = False
@@ -142,7 +146,7 @@ class Attempts:
         states = [
             RankState(rank, self._guards[rank // per_node], transcript) for rank, transcript in enumerate(self._transcripts)
         ]
-        return Coordinator(self._platform, self._loop, states, self._up_at)
+        return Coordinator(self._platform, self._loop, states, self._up_at, self._calls)
 
     def _begin_attempt(self) -> None:
         self._attempt.begin(lambda rank: self._assignments(rank, self.restart))

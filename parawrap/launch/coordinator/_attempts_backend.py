@@ -39,12 +39,21 @@ class AttemptsBackend(ABC):
         return self._attempts is not None
 
     def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        with ExitStack() as cleanup:
-            self._attempts = attempts = self._begin(transcripts, cleanup)
-            on_begin()
-            if self._cancelled.is_set():
-                attempts.cancel()
-            return attempts.run()
+        ending: Ending | BaseException = Ending({}, cancelled=True)
+        try:
+            with ExitStack() as cleanup:
+                self._attempts = attempts = self._begin(transcripts, cleanup)
+                on_begin()
+                if self._cancelled.is_set():
+                    attempts.cancel()
+                ending = attempts.run()
+        except BaseException as error:
+            ending = error
+            raise
+        finally:
+            if self._job.calls is not None:
+                self._job.calls.end(ending)
+        return ending
 
     def cancel(self) -> None:
         self._cancelled.set()
@@ -69,10 +78,11 @@ def assignments_of(
     *,
     interface: str | None = None,
     may_idle: bool = False,
+    stays: bool = False,
 ) -> Callable[[int, int], Assignment]:
     """Return a function that makes the assignment for a rank and a restart number.
 
-    Ranks that `may_idle` do not report the state of their main thread.
+    Ranks that `may_idle` do not report the state of their main thread. Ranks that stay report it during calls.
     """
     world_size, per_node = platform.world_size, platform.ranks_per_node
 
@@ -86,6 +96,7 @@ def assignments_of(
             report_s=math.inf if may_idle else report_interval_s(platform),
             on_cluster=surroundings.environ is None,
             interface=interface,
+            stays=stays,
         )
 
     return assignment

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from parawrap.launch._platform import Platform
+from parawrap.launch.coordinator._calls import Calls
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._launch_timeline import RankTimes
 from parawrap.launch.coordinator._rank_state import RankState
@@ -30,6 +31,7 @@ from parawrap.launch.messages._first_rank_failure import (
     Returned,
     first_failure,
 )
+from parawrap.launch.messages._line import Arrival
 from parawrap.launch.rank._control_thread import FORCED, Status
 from parawrap.launch.rank._rank_assignment import Assignment
 
@@ -53,6 +55,7 @@ class Coordinator:
         loop: The loop of the guards.
         states: The states of all ranks, by rank.
         up_at: The end of ``timeout_min``, by the monotonic clock.
+        calls: The calls of ranks that stay.
 
     Attributes:
         cancelled: True if `cancel` ended the attempt.
@@ -62,7 +65,14 @@ class Coordinator:
         preempted: True if the ranks were ordered to save and exit.
     """
 
-    def __init__(self, platform: Platform, loop: Loop, states: Sequence[RankState], up_at: float | None = None) -> None:
+    def __init__(
+        self,
+        platform: Platform,
+        loop: Loop,
+        states: Sequence[RankState],
+        up_at: float | None = None,
+        calls: Calls | None = None,
+    ) -> None:
         self._platform = platform
         self._loop = loop
         self._states = states
@@ -84,6 +94,9 @@ class Coordinator:
         self.stuck = False
         self.broken: str | None = None
         self.preempted = False
+        self._calls = calls
+        if calls is not None:
+            calls.attach(loop, states, self.end, self._time_out)
 
     def collect_stacks(self) -> dict[int, str]:
         """Return the stacks of every running rank. A rank that does not answer within a second has a text that says so."""
@@ -111,6 +124,8 @@ class Coordinator:
         state = self._states[rank]
         if state.outcome is not None:
             return state.outcome.summary
+        if self._calls is not None and state.pid:
+            return "running" if self._calls.is_running(rank) else "idle"
         return "running" if state.pid else "starting"
 
     def times(self, restart: int) -> list[RankTimes]:
@@ -208,11 +223,19 @@ class Coordinator:
             return self._kill_at
         if self._end_at is not None:
             return self._end_at
-        hang = self._platform.hang_timeout_s
-        all_began = all(state.pid for state in self._states)
-        silent_at = self._last_sign + hang if hang is not None and all_began else None
-        moments = (self._up_at, self._leave_at, silent_at, _NEVER)
+        calls_at = None if self._calls is None else self._calls.next_moment()
+        moments = (self._up_at, self._leave_at, self._silent_at(), calls_at, _NEVER)
         return min(each for each in moments if each is not None)
+
+    def _silent_at(self) -> float | None:
+        """Return the end of ``hang_timeout_s``, unless a rank gives a sign of life before."""
+        hang = self._platform.hang_timeout_s
+        if hang is None or not all(state.pid for state in self._states):
+            return None
+        if self._calls is None:
+            return self._last_sign + hang
+        since = self._calls.silent_from()
+        return None if since is None else max(since, self._last_sign) + hang
 
     def _keep_time(self) -> None:
         moment = self._next_moment()
@@ -223,6 +246,8 @@ class Coordinator:
             self._end_by_force()
         elif self._end_at is not None or moment == self._leave_at:
             self.end()
+        elif self._calls is not None and moment == self._calls.next_moment():
+            self._calls.keep_time()
         elif moment == self._up_at:
             self._time_out(f"not done after timeout_min={self._platform.timeout_min:g} minutes")
         elif late_s > _WATCHING_S:  # this process was stopped and has read nothing since
@@ -237,7 +262,7 @@ class Coordinator:
     def _end_with_stacks(self) -> None:
         """Request the stacks of every rank, then end the ranks."""
         for state in self._living():
-            if state.is_running:
+            if state.is_running and (self._calls is None or self._calls.is_running(state.rank)):
                 state.stacks = _NO_ANSWER if state.pid else _NOT_STARTED
                 state.request_stacks()
         self._end_at = time.monotonic() + _STACKS_WAIT_S
@@ -269,10 +294,14 @@ class Coordinator:
 
     def on_output(self, rank: int, stream: int, data: bytes) -> None:
         self._states[rank].transcript.write(stream, data)
+        if self._calls is not None:
+            self._calls.on_output(rank, stream, data)
         self._last_sign = time.monotonic()  # read the clock again: printing may have taken long
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
         state = self._states[rank]
+        if self._calls is not None and self._calls.on_word(rank, word, body):
+            return
         if word == "status":
             self._on_status(state, body)
         elif word == "stacks":
@@ -285,6 +314,11 @@ class Coordinator:
             self._agree_on_checkpoint(rank)
         else:
             self._settle(state, _outcome_of(word, body, file, state))
+
+    def on_answer(self, rank: int, answer: Arrival) -> None:
+        assert self._calls is not None
+        self._last_sign = time.monotonic()
+        self._calls.on_answer(rank, answer)
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         state = self._states[rank]
@@ -308,6 +342,9 @@ class Coordinator:
     def _on_status(self, state: RankState, status: Status) -> None:
         state.status, state.status_at = status, time.monotonic()
         self._last_sign = max(self._last_sign, state.status_at - status.unmoved_s)
+        if self._calls is not None:
+            self._calls.on_status(state.rank, status, state.status_at)
+            return
         self._standstill.hint()
         self._end_deadlock()
 
@@ -358,6 +395,8 @@ class Coordinator:
             for state in self._living():
                 if not state.is_running:
                     state.guard.send(state.rank, "met")
+        if self._calls is not None and all("run" in state.began for state in self._states):
+            self._calls.on_ready()
 
     def _end_deadlock(self) -> None:
         """End the attempt if all running ranks wait for ranks that have exited. It counts as stuck unless they restart."""

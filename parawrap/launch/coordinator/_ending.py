@@ -30,6 +30,8 @@ class Ending:
         broken: The reason why ranks could not be started.
         requeued: True if the ranks exited to be restarted by the cluster.
         times: When the phases of each rank began, in all attempts.
+        refused: For a call: the error of a payload that could not be sent to the ranks.
+        lost: For a call: the reason why its ranks had to be ended.
     """
 
     outcomes: Mapping[int, Outcome]
@@ -42,6 +44,8 @@ class Ending:
     broken: str | None = None
     requeued: bool = False
     times: Sequence[RankTimes] = ()
+    refused: Exception | None = None
+    lost: str | None = None
 
     def close(self) -> None:
         """Close the files of results and exceptions."""
@@ -58,9 +62,14 @@ class Ending:
         return not given_up and all(isinstance(each, Returned) for each in self.outcomes.values())
 
 
-def results_or_error(name: str, platform: Platform, ending: Ending) -> RankResults[Any] | BaseException:
-    """Return the ranks' results, or the exception to raise instead."""
+def results_or_error(
+    name: str, platform: Platform, ending: Ending, ranks: Sequence[int] | None = None
+) -> RankResults[Any] | BaseException:
+    """Return the results of these ranks, by default of all, or the exception to raise instead."""
     world_size = platform.world_size
+    ranks = range(world_size) if ranks is None else ranks
+    if ending.refused is not None:
+        return ending.refused
     if ending.cancelled:
         return LaunchCancelledError(f"the launch of {name} was cancelled: it has no results")
     if ending.timed_out is not None:
@@ -68,21 +77,25 @@ def results_or_error(name: str, platform: Platform, ending: Ending) -> RankResul
     if ending.stuck:
         return _stuck_error(name, ending)
     failed = first_failure(ending.outcomes)
-    if failed is None and (ending.broken is not None or len(ending.outcomes) < world_size):
-        return LaunchError(ending.broken or f"only {len(ending.outcomes)} of {world_size} ranks of {name} started")
+    if failed is None and (ending.broken or ending.lost or len(ending.outcomes) < len(ranks)):
+        why = ending.broken or ending.lost
+        return LaunchError(why or f"only {len(ending.outcomes)} of {world_size} ranks of {name} started")
     if failed is None:
-        return values_of(ending.outcomes, world_size)
+        return values_of(ending.outcomes, ranks, world_size)
     node = failed // platform.ranks_per_node
     error = error_of(failed, ending.outcomes, world_size, f"node {node}, {ending.hosts[node]}")
     for attempt in ending.history:
         add_note(error, attempt)
+    if ending.lost is not None:
+        add_note(error, f"the ranks were ended: {ending.lost}")
     return error
 
 
 def _stuck_error(name: str, ending: Ending) -> LaunchError:
     returned = ", ".join(str(rank) for rank, outcome in ending.outcomes.items() if isinstance(outcome, Returned))
+    how = f"rank(s) {returned} have returned, and all others wait" if returned else "the ranks that were called wait"
     msg = (
-        f"{name} is deadlocked: rank(s) {returned} have returned, and all others wait in torch.distributed. In a "
+        f"{name} is deadlocked: {how} in torch.distributed. In a "
         f"collective, every rank of the group has to take part. Stacks of the waiting ranks:\n{_stacks_of(ending)}"
     )
     return LaunchError(msg)

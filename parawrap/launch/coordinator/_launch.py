@@ -155,7 +155,7 @@ class Launch(Generic[R]):
 
     def cancel(self) -> None:
         """End the ranks and wait until they have ended. Ranks that do not end within ``grace_s`` are killed."""
-        self._request_cancel()
+        self.request_cancel()
         self._end_unclaimed()
         self._has_ended(None)
 
@@ -197,6 +197,21 @@ class Launch(Generic[R]):
         """
         return {} if self.done() or self._backend is None else self._backend.stacks()
 
+    @property
+    def records(self) -> Sequence[Transcript]:
+        """What keeps the output of each rank."""
+        return self._transcripts
+
+    def flush_output(self) -> None:
+        """Wait until the output so far is printed, also unfinished lines."""
+        for transcript in self._transcripts:
+            transcript.end_lines()
+        self._printer.flush()
+
+    def await_end(self, timeout: float) -> None:
+        """Wait until the launch has ended, for at most `timeout` seconds."""
+        self._has_ended(timeout)
+
     def __repr__(self) -> str:
         return f"<launch of {self._job.name} on {self._platform.world_size} ranks: {self.state}>"
 
@@ -220,7 +235,8 @@ class Launch(Generic[R]):
 
     # -- the end of a launch
 
-    def _request_cancel(self) -> None:
+    def request_cancel(self) -> None:
+        """Order the end of the ranks, without waiting for it."""
         if self._backend is not None and not self.done():
             self._backend.cancel()
 
@@ -280,7 +296,7 @@ def start(launch: Launch[Any]) -> None:
         msg = f"the thread that watches {launch._job.name} cannot be started: {explained(error)}"
         raise LaunchError(msg) from error
     except BaseException:  # Ctrl-C
-        launch._request_cancel()
+        launch.request_cancel()
         launch._end_unclaimed()
         raise
 
@@ -332,7 +348,7 @@ def cancel_all(launches: Iterable[Launch[Any]]) -> None:
     """Cancel several launches concurrently and wait until all have ended."""
     running = [launch for launch in launches if not launch.done()]
     for launch in running:
-        launch._request_cancel()
+        launch.request_cancel()
     for launch in running:
         launch.cancel()
 

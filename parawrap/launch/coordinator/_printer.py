@@ -35,6 +35,7 @@ class Printer:
         self._changed = threading.Condition()
         self._pending: deque[Callable[[], None]] = deque()
         self._printed = 0
+        self._added = self._shown = 0
         self._is_finished = False
         self._thread: threading.Thread | None = None
 
@@ -42,6 +43,7 @@ class Printer:
         """Call `show` after the output that was added before."""
         with self._changed:
             self._pending.append(show)
+            self._added += 1
             if self._thread is None:
                 self._start()
             self._changed.notify_all()
@@ -56,6 +58,7 @@ class Printer:
             _printing.discard(self)
             while self._pending:
                 self._pending.popleft()()
+                self._shown += 1
 
     def write(self, stream: str, text: str) -> None:
         """Write to ``sys.stdout`` or ``sys.stderr``. Called in the thread."""
@@ -84,6 +87,14 @@ class Printer:
                 printed = self._printed
                 self._changed.wait_for(lambda: self._thread is None, _PATIENCE_S)
 
+    def flush(self) -> None:
+        """Wait until the output so far is printed. Return if standard output takes nothing for a second."""
+        with self._changed:
+            added, printed = self._added, -1
+            while self._shown < added and self._printed != printed:
+                printed = self._printed
+                self._changed.wait_for(lambda: self._shown >= added, _PATIENCE_S)
+
     def drain(self) -> None:
         """Wait until all output is printed."""
         with self._changed:
@@ -92,6 +103,9 @@ class Printer:
     def _run(self) -> None:
         while (show := self._next()) is not None:
             show()
+            with self._changed:
+                self._shown += 1
+                self._changed.notify_all()
 
     def _next(self) -> Callable[[], None] | None:
         with self._changed:

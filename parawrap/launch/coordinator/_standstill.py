@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from parawrap.launch._platform import Platform
-from parawrap.launch.coordinator._rank_state import RankState
+from parawrap.launch.rank._control_thread import Status
 
 __all__ = ["STILL_S", "STUCK_S", "Standstill", "report_interval_s"]
 
@@ -32,6 +33,21 @@ def report_interval_s(platform: Platform) -> float:
     return max(shortest_s, platform.world_size / _REPORTS_PER_S)
 
 
+class Observed(Protocol):
+    """One rank and the last report on its main thread, as in `RankState`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def status(self) -> Status | None: ...
+    @property
+    def status_at(self) -> float: ...
+
+
 class Standstill:
     """Judges the reports of all ranks of one attempt. Used by the supervising thread.
 
@@ -40,7 +56,7 @@ class Standstill:
         report_s: Seconds between two reports of a rank.
     """
 
-    def __init__(self, states: Sequence[RankState], report_s: float) -> None:
+    def __init__(self, states: Sequence[Observed], report_s: float) -> None:
         self._states = states
         self._report_s = report_s
         self._has_hinted = False
@@ -60,7 +76,7 @@ class Standstill:
         ranks = [f"rank {state.rank} {self._place_of(state, now)}" for state in running]
         _log.warning("no progress for %g s; the launch continues. %s", STILL_S, "; ".join(ranks))
 
-    def _place_of(self, state: RankState, now: float) -> str:
+    def _place_of(self, state: Observed, now: float) -> str:
         if state.status is None or now - state.status_at > self._report_s * _MISSED:
             return "does not answer"
         return f"{'waits at' if state.status.still_s >= STILL_S else 'is at'} {state.status.place}"

@@ -130,11 +130,15 @@ class Transcript:
     def _end(self, size: int) -> bytes:
         return self._spool.read_at(max(0, self._spool.size - size), size)
 
-    def finish(self) -> None:
-        """Add the unfinished last lines to the printer, and close the log file. `text` still works."""
+    def end_lines(self) -> None:
+        """Add the unfinished last lines to the printer."""
         if self._printer is not None:
             for lines in self._lines:
                 self._printer.add(partial(lines.take, b"", final=True))
+
+    def finish(self) -> None:
+        """Add the unfinished last lines to the printer, and close the log file. `text` still works."""
+        self.end_lines()
         if self._file is not None:
             self._file.close()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from parawrap.errors import LaunchError
 from parawrap.launch._system_limits import explained, open_files_limit
@@ -23,9 +23,10 @@ from parawrap.launch.guard._forkserver import FAILED, STARTED, STATUS
 from parawrap.launch.guard._orphan_processes import kill_group
 from parawrap.launch.guard._start_methods import Starter
 from parawrap.launch.messages._channel import Channel, close_in_forked_children, is_readable
+from parawrap.launch.messages._line import Arrival, Line, Message
 from parawrap.launch.rank._rank_assignment import Assignment
 
-__all__ = ["Guard", "LocalGuard", "Watcher"]
+__all__ = ["CallGuard", "CallWatcher", "Guard", "LocalGuard", "Watcher"]
 
 _PIECE = 1 << 16
 _PIECES_IN_A_PIPE = 16  # a pipe holds at most a mebibyte
@@ -49,6 +50,13 @@ class Watcher(Protocol):
 
     def on_trouble(self, what: str) -> None:
         """Handle a failure to start ranks on a node or to receive their messages."""
+
+
+class CallWatcher(Watcher, Protocol):
+    """A watcher of ranks that stay."""
+
+    def on_answer(self, rank: int, answer: Arrival) -> None:
+        """Handle the answer of a rank to a call. `answer` stays valid; its file belongs to the watcher."""
 
 
 class Guard(Protocol):
@@ -89,6 +97,20 @@ class Guard(Protocol):
         """Kill the ranks that still run and close all files."""
 
 
+class CallGuard(Guard, Protocol):
+    """A guard of ranks that stay."""
+
+    def call(self, rank: int, message: Message, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Send a request to a rank that stays, unless it has ended. `pickled` and `buffers` are the value of `message`.
+
+        Raises:
+            SessionError: If there is no room for its tensors. Nothing is sent then.
+        """
+
+    def end_calls(self, rank: int) -> None:
+        """Close the line of a rank that stays. Its serving function then returns."""
+
+
 @dataclass
 class _Process:
     """A rank's process, which leads its own process group.
@@ -99,6 +121,7 @@ class _Process:
         is_cancelled: True if the rank was ordered to end before it had started.
         has_ended: True if the end was reported. Processes that the rank started may still be alive.
         streams: The pipes of standard output (1) and standard error (2).
+        line: The calls of a rank that stays, and its answers.
     """
 
     channel: Channel
@@ -108,6 +131,7 @@ class _Process:
     is_cancelled: bool = False
     has_ended: bool = False
     streams: dict[int, int] = field(default_factory=dict)
+    line: Line | None = None
 
 
 class LocalGuard:
@@ -148,7 +172,19 @@ class LocalGuard:
         self._processes[rank] = process
         self._loop.watch(process.channel, partial(self._on_message, rank, process))
         self._loop.watch(process.status, partial(self._on_status, rank, process))
-        process.channel.send("assignment", assignment, self._files)
+        if assignment.stays:
+            self._open_line(rank, process, assignment)
+        else:
+            process.channel.send("assignment", assignment, self._files)
+
+    def _open_line(self, rank: int, process: _Process, assignment: Assignment) -> None:
+        ours, its = socket.socketpair()
+        ours.settimeout(_LINE_TIMEOUT_S)
+        close_in_forked_children(ours)
+        process.line = Line(ours, copies_small=True)
+        self._loop.watch(process.line, partial(self._on_answer, rank, process))
+        with its:
+            process.channel.send("assignment", assignment, (*self._files, its.fileno()))
 
     def _started(self, grace_s: float, watcher: Watcher) -> _Process:
         ours, its = socket.socketpair()
@@ -172,6 +208,17 @@ class LocalGuard:
             self._starter.wake()
         else:
             process.channel.send(word, body)
+
+    def call(self, rank: int, message: Message, pickled: memoryview, buffers: list[memoryview]) -> None:
+        process = self._processes.get(rank)
+        if process is not None and process.line is not None:
+            with contextlib.suppress(ConnectionError):  # its end is reported soon
+                process.line.send_pickled(message, pickled, buffers)
+
+    def end_calls(self, rank: int) -> None:
+        process = self._processes.get(rank)
+        if process is not None:
+            self._close_line(process)
 
     def kill(self, rank: int) -> None:
         """Kill a rank: its process group and its process, because just after the start it may not lead its group yet."""
@@ -213,6 +260,24 @@ class LocalGuard:
             self._starter.load(message.body)
         else:
             process.watcher.on_word(rank, message.word, message.body, message.files[0] if message.files else None)
+
+    def _on_answer(self, rank: int, process: _Process) -> None:
+        """Report the answers that have arrived, after the output that was written before."""
+        while process.line is not None:
+            answer = process.line.receive()
+            if answer is None:
+                self._close_line(process)
+                return
+            self._drain(rank, process)
+            cast("CallWatcher", process.watcher).on_answer(rank, answer.kept())
+            if process.line is None or not process.line.has_received_more:
+                return
+
+    def _close_line(self, process: _Process) -> None:
+        if process.line is not None:
+            self._loop.forget(process.line)
+            process.line.close()
+            process.line = None
 
     def _listen_to(self, rank: int, process: _Process, streams: Iterable[int]) -> None:
         for number, file in enumerate(streams, start=1):
@@ -262,6 +327,8 @@ class LocalGuard:
         process.has_ended = True
         while process.channel.fileno() >= 0 and is_readable(process.channel, 0):
             self._on_message(rank, process)
+        while process.line is not None and is_readable(process.line, 0):
+            self._on_answer(rank, process)
         self._drain(rank, process)
         self._disconnect(process)
         process.watcher.on_end(rank, code, lost_with)
@@ -283,6 +350,7 @@ class LocalGuard:
     def _disconnect(self, process: _Process) -> None:
         for number in list(process.streams):
             self._stop_listening(process, number)
+        self._close_line(process)
         self._close_channel(process)
 
     def _stop_listening(self, process: _Process, number: int) -> None:

@@ -16,7 +16,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from parawrap.launch.messages._pickle_values import memory_file
 
@@ -34,6 +34,14 @@ _LARGEST_BODY = 1 << 14  # larger ones are attached: a socket buffers about 200 
 _MOST_FILES = 8
 
 _kept_from_children: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class HasFileno(Protocol):
+    """An object with an open file."""
+
+    def fileno(self) -> int:
+        """Return its descriptor."""
+        ...
 
 
 class Message(NamedTuple):
@@ -110,7 +118,7 @@ class Channel:
         self._socket.close()
 
 
-def is_readable(line: Channel | socket.socket | int, timeout_s: float) -> bool:
+def is_readable(line: HasFileno | int, timeout_s: float) -> bool:
     """Wait for up to `timeout_s` seconds. Return True if data or end of file can be received."""
     poll = select.poll()  # select() is limited to descriptors below 1024
     poll.register(line, select.POLLIN)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from parawrap.errors import LaunchError, RankDiedError, add_note
 from parawrap.launch._rank_results import RankResults
@@ -27,6 +27,7 @@ __all__ = [
     "Ended",
     "Failure",
     "Outcome",
+    "Packed",
     "Parcel",
     "Raised",
     "Requeued",
@@ -47,6 +48,16 @@ _TIMED_OUT = re.compile(
 
 
 Signal = signal.Signals | int
+
+
+class Packed(Protocol):
+    """A pickled value from a rank."""
+
+    def open(self) -> Any:
+        """Return the value. May be called again before `close`, for example after a Ctrl-C."""
+
+    def close(self) -> None:
+        """Release its memory."""
 
 
 class Parcel:
@@ -91,7 +102,7 @@ class Returned:
     """The function returned."""
 
     at: float
-    value: Parcel
+    value: Packed
     summary: ClassVar[str] = "returned"
 
 
@@ -100,7 +111,7 @@ class Raised:
     """The function raised."""
 
     at: float
-    error: Parcel
+    error: Packed
     summary: str
     traceback: str
     is_echo: bool
@@ -199,10 +210,10 @@ def _is_echo(failure: Failure) -> bool:
     return isinstance(failure, Raised) and failure.is_echo
 
 
-def values_of(outcomes: Mapping[int, Outcome], world_size: int) -> RankResults[Any] | BaseException:
-    """Return the ranks' results, or the error if one of them cannot be unpickled."""
+def values_of(outcomes: Mapping[int, Outcome], ranks: Sequence[int], world_size: int) -> RankResults[Any] | BaseException:
+    """Return the results of these ranks, or the error if one of them cannot be unpickled."""
     values = []
-    for rank in range(world_size):
+    for rank in ranks:
         outcome = outcomes[rank]
         assert isinstance(outcome, Returned), outcome
         try:

@@ -37,6 +37,8 @@ from parawrap.launch.messages._script_names import may_read_names, names_of_scri
 
 __all__ = [
     "ScriptNotes",
+    "ValuePickler",
+    "explain_unpicklable",
     "memory_file",
     "pack",
     "packed",
@@ -89,8 +91,8 @@ def packed_with_script(value: Any, name: str) -> int:
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    pickler = _Pickler(stream, buffers, in_main=True)
-    with _explained(value, "", buffers):
+    pickler = ValuePickler(stream, buffers, in_main=True)
+    with explain_unpicklable(value, "", buffers):
         pickler.dump(value)
     end, count = stream.tell(), len(buffers)
     names, unsent = names_of_script()
@@ -142,13 +144,13 @@ def pickled_apart(
     """
     buffers: list[memoryview] = []
     stream = io.BytesIO()
-    with _explained(value, address, buffers):
-        _Pickler(stream, buffers, sent).dump(value)
+    with explain_unpicklable(value, address, buffers):
+        ValuePickler(stream, buffers, sent).dump(value)
     return stream.getbuffer(), buffers
 
 
 @contextlib.contextmanager
-def _explained(value: Any, address: str, buffers: list[memoryview]) -> Iterator[None]:
+def explain_unpicklable(value: Any, address: str, buffers: list[memoryview]) -> Iterator[None]:
     """Turn an exception from pickling a value into an UnsendableError."""
     try:
         yield
@@ -216,7 +218,7 @@ def _refusal(value: Any) -> Exception | None:
     """Return the exception from pickling this value, or None if it succeeds."""
     buffers: list[memoryview] = []
     try:
-        _Pickler(io.BytesIO(), buffers).dump(value)
+        ValuePickler(io.BytesIO(), buffers).dump(value)
     except Exception as error:  # noqa: BLE001 (classes may raise anything)
         return error.with_traceback(None)  # its frames lead back to the caller's, which holds the error
     finally:
@@ -240,18 +242,19 @@ def _main_globals() -> dict[str, Any]:
     return vars(sys.modules["__main__"])
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """A cloudpickle pickler that keeps tensor memory out of the pickle."""
 
     def __init__(
         self,
         stream: io.BytesIO,
-        buffers: list[memoryview],
+        buffers: list[memoryview] | None,
         sent: list[types.FunctionType | type] | None = None,
         *,
         in_main: bool = False,
     ) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=lambda buffer: buffers.append(buffer.raw()))
+        keep_apart = None if buffers is None else lambda buffer: buffers.append(buffer.raw())
+        super().__init__(stream, protocol=5, buffer_callback=keep_apart)
         self._sent = [] if sent is None else sent
         self._storages: dict[object, torch.UntypedStorage] = {}
         self._main_objects: dict[str, Any] = {}

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 import traceback
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,7 +19,7 @@ from parawrap.backends import user_frames
 from parawrap.errors import LaunchError, add_note
 from parawrap.launch.messages._pickle_values import packed, unpack
 
-__all__ = ["add_note", "is_echo", "pack_exception", "summary_of", "traceback_of"]
+__all__ = ["add_note", "description_of", "is_echo", "pack_exception", "summary_of", "traceback_of"]
 
 # Messages of gloo, NCCL, and the store about a lost connection to another rank.
 _ECHO = re.compile(
@@ -50,6 +52,16 @@ def traceback_of(error: BaseException) -> str:
     """Return the traceback as text, from its first frame outside parawrap on; all of it if there is no such frame."""
     trace = user_frames(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+
+
+def description_of(error: BaseException) -> dict[str, Any]:
+    """Return what the launching process shows of an exception, if it cannot unpickle it, and the time."""
+    return {
+        "at": time.time(),
+        "summary": summary_of(error),
+        "traceback": traceback_of(error),
+        "is_echo": is_echo(error),
+    }
 
 
 def is_echo(error: BaseException) -> bool:

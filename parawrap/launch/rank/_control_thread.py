@@ -26,7 +26,9 @@ from typing import Any, NamedTuple
 import torch
 
 from parawrap.launch.messages._channel import Channel, close_in_forked_children, is_readable
+from parawrap.launch.rank._interrupts import Interrupts
 from parawrap.launch.rank._preemption import Preemption
+from parawrap.launch.rank._process_connections import break_connections, connections_here, sequence_numbers
 from parawrap.launch.rank._rank_assignment import Assignment
 
 __all__ = ["FORCED", "PRELOADABLE", "Control", "EndOrdered", "Status"]
@@ -71,10 +73,12 @@ class Control:
 
     Attributes:
         preemption: The rank's part in the agreement on when to save.
+        interrupts: The interrupts of its calls, if it is a rank that stays.
     """
 
     def __init__(self, channel: Channel, assignment: Assignment) -> None:
         self.preemption = Preemption()
+        self.interrupts = Interrupts()
         self._channel = channel
         self._assignment = assignment
         self._to_report = [name for name in PRELOADABLE if name not in sys.modules]
@@ -130,7 +134,7 @@ class Control:
 
     def _serve(self) -> None:
         while True:
-            if is_readable(self._channel, _LOOK_S):
+            if is_readable(self._channel, _LOOK_S / 2 if self.interrupts.is_halting else _LOOK_S):
                 message = self._channel.receive()
                 if message is None or message.word == "end":
                     break
@@ -152,6 +156,15 @@ class Control:
             self._channel.send("answered", self.preemption.hold_back())
         elif word == "checkpoint":
             self.preemption.decide(body)
+        elif word == "halt":
+            self.interrupts.halt(*body)
+            self._look_at_halt()
+        elif word == "connections":
+            self._channel.send("connections", connections_here())
+        elif word == "numbers":
+            self._channel.send("numbers", sequence_numbers())
+        elif word == "break":
+            break_connections(body)
 
     def _dismiss(self) -> None:
         self._met.set()
@@ -178,11 +191,19 @@ class Control:
         if loaded := [name for name in self._to_report if name in sys.modules]:
             self._to_report = [name for name in self._to_report if name not in loaded]
             self._channel.send("imports", loaded)
+        call = self.interrupts.running
+        if self._assignment.stays and call is None:
+            return
         self._main_thread.look()
+        self._look_at_halt()
         now = time.monotonic()
-        if now >= self._report_at:
+        if now >= self._report_at and call == self.interrupts.running:  # else the state is that of an idle rank
             self._report_at = now + self._assignment.report_s
             self._channel.send("status", self._main_thread.status())
+
+    def _look_at_halt(self) -> None:
+        if self.interrupts.look(self._main_thread.waits_s):
+            self._channel.send("blocked")
 
 
 class _MainThread:

@@ -185,7 +185,7 @@ class Exchange:
                 raise _FailedElsewhere(self._failure())
             outcomes[rank] = self._outcome_of(rank)
         requeued = [each for each in outcomes.values() if isinstance(each, Requeued)]
-        return requeued[0] if requeued else values_of(outcomes, self._world.world_size)
+        return requeued[0] if requeued else values_of(outcomes, range(self._world.world_size), self._world.world_size)
 
     def _report(self, word: str, body: dict[str, Any], file: int) -> None:
         rank = self._world.global_rank

@@ -110,6 +110,7 @@ class Assignment:
         report_s: Seconds between two reports of the main thread's state. Infinite for ranks that may be idle.
         on_cluster: True if the rank must ignore the signals that a cluster sends to all processes of a job.
         interface: The network interface that leads to the other nodes.
+        stays: True if the rank answers calls. Its function then gets a socket, its `Control`, and this assignment.
     """
 
     place: Place
@@ -119,6 +120,7 @@ class Assignment:
     report_s: float
     on_cluster: bool = False
     interface: str | None = None
+    stays: bool = False
 
 
 def _process_module() -> Any:

@@ -155,22 +155,13 @@ def _report(assignment: Assignment, files: Sequence[int], control: Control, spar
         died = Died.by_exit(error, pid=os.getpid())
         return "left", {"at": died.at, "code": died.exit_code, "said": died.last_words}, None
     except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
-        return "raised", _description(error), failures.pack_exception(error)
+        return "raised", failures.description_of(error), failures.pack_exception(error)
 
 
 def _free(spare: list[int]) -> None:
     """Close the reserved descriptors, so that the report can use them."""
     while spare:
         os.close(spare.pop())
-
-
-def _description(error: BaseException) -> dict[str, Any]:
-    return {
-        "at": time.time(),
-        "summary": failures.summary_of(error),
-        "traceback": failures.traceback_of(error),
-        "is_echo": failures.is_echo(error),
-    }
 
 
 def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: list[int]) -> int:
@@ -184,7 +175,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
         try:
-            result = _call(job, *line)
+            result = _call(job, *line, *((control, assignment) if assignment.stays else ()))
         except Exception as error:
             _explain(error, job)
             raise
@@ -193,10 +184,10 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
         return packed(result, "result", "the result")
 
 
-def _call(job: Job, *line: int) -> Any:
+def _call(job: Job, *before: Any) -> Any:
     """Call the function. Leave its garbage to `flush_files`: a collection may lose the buffers of files in a cycle."""
     try:
-        return job.call(*line)
+        return job.call(*before)
     finally:
         gc.disable()
 

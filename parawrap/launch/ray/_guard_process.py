@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from parawrap.errors import LaunchError
+from parawrap.errors import LaunchError, SessionError
 from parawrap.launch._network import interface_of
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.guard._guard import LocalGuard
 from parawrap.launch.guard._start_methods import starter_named
 from parawrap.launch.messages._channel import close_in_forked_children, socket_at_standard_input
+from parawrap.launch.messages._line import Arrival, Message
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.ray._node_messages import Inbox, pack_message
 
@@ -115,6 +116,10 @@ class GuardProcess:
                 self._guard.send(*values)
             elif word == "kill":
                 self._guard.kill(*values)
+            elif word == "call":
+                self._call(*values)
+            elif word == "end calls":
+                self._guard.end_calls(*values)
             else:
                 self._has_closed = True
 
@@ -129,6 +134,12 @@ class GuardProcess:
             self.on_trouble(f"the process of rank {rank} cannot be started: {error}")
             self.on_end(rank, None)
 
+    def _call(self, rank: int, word: str, number: int, pickled: bytes, buffers: list[bytes]) -> None:
+        try:
+            self._guard.call(rank, Message(word, None, number), memoryview(pickled), [memoryview(each) for each in buffers])
+        except SessionError as error:
+            self.on_trouble(f"a call cannot be sent to rank {rank}: {error}")
+
     # -- reports on ranks
 
     def on_start(self, rank: int, pid: int) -> None:
@@ -139,10 +150,20 @@ class GuardProcess:
 
     def on_word(self, rank: int, word: str, body: Any, file: int | Path | None) -> None:
         if isinstance(file, int):
-            for start in range(0, os.fstat(file).st_size, _PIECE):
-                self._send("piece", rank, os.pread(file, _PIECE, start))
-            os.close(file)
+            self._send_file(rank, file)
         self._send("word", rank, word, body)
+
+    def on_answer(self, rank: int, answer: Arrival) -> None:
+        if answer.file is not None:
+            self._send_file(rank, answer.file)
+        buffers = [bytearray(each) for each in answer.buffers]  # unpickled, they can be written to
+        self._send("answer", rank, answer.word, answer.number, bytes(answer.pickled), buffers)
+
+    def _send_file(self, rank: int, file: int) -> None:
+        """Send a file, which is attached to the rank's next message, and close it."""
+        for start in range(0, os.fstat(file).st_size, _PIECE):
+            self._send("piece", rank, os.pread(file, _PIECE, start))
+        os.close(file)
 
     def on_end(self, rank: int, code: int | None, lost_with: str = "") -> None:
         self._running.discard(rank)

@@ -8,10 +8,11 @@ import os
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from parawrap.launch.coordinator._event_loop import Loop
-from parawrap.launch.guard._guard import Watcher
+from parawrap.launch.guard._guard import CallWatcher, Watcher
+from parawrap.launch.messages._line import Arrival, Message
 from parawrap.launch.messages._pickle_values import memory_file
 from parawrap.launch.rank._rank_assignment import Assignment
 from parawrap.launch.ray._node_messages import Inbox, pack_message
@@ -99,6 +100,15 @@ class RayGuard:
         else:
             self._held[rank].append(pack_message("send", rank, word, body))
 
+    def call(self, rank: int, message: Message, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Send a request to a rank that stays. Its tensors travel as bytes."""
+        if rank in self._watchers:
+            self._post("call", rank, message.word, message.number, bytes(pickled), [bytes(each) for each in buffers])
+
+    def end_calls(self, rank: int) -> None:
+        if rank in self._watchers:
+            self._post("end calls", rank)
+
     def kill(self, rank: int) -> None:
         if rank in self._held:
             self._drop_held(rank)
@@ -179,11 +189,18 @@ class RayGuard:
             watcher.on_output(rank, *values)
         elif word == "piece":
             self._append_piece(rank, *values)
+        elif word == "answer":
+            self._on_answer(rank, *values)
         elif word == "word":
             name, body = values
             watcher.on_word(rank, name, body, self._files.pop(rank, None))
         else:
             self._end(rank, *values)
+
+    def _on_answer(self, rank: int, word: str, number: int, pickled: bytes, buffers: list[bytearray]) -> None:
+        file, memory = self._files.pop(rank, None), [memoryview(each) for each in buffers]
+        answer = Arrival(word, number, 0, 0, file, memoryview(pickled), memory)
+        cast("CallWatcher", self._watchers[rank]).on_answer(rank, answer)
 
     def _append_piece(self, rank: int, data: bytes) -> None:
         """Append to the file that is attached to the rank's next message."""

@@ -86,8 +86,10 @@ class _RayBackend(AttemptsBackend):
             host = platform.master_addr or (LOOPBACK if is_local else here)
             meeting = cleanup.enter_context(open_store_host(platform, host))
             interface = interface_of(LOOPBACK) if is_local else None
-            assignments = assignments_of(platform, meeting, self._surroundings, interface=interface)
-            attempts = Attempts(self._job.name, platform, loop, guards, assignments, transcripts)
+            assignments = assignments_of(
+                platform, meeting, self._surroundings, interface=interface, stays=self._job.calls is not None
+            )
+            attempts = Attempts(self._job.name, platform, loop, guards, assignments, transcripts, calls=self._job.calls)
         except BaseException:
             for guard in guards:
                 guard.close()

@@ -1,4 +1,4 @@
-"""The connection between the launching process and a worker: messages whose tensors travel in shared memory.
+"""The connection of a launching process to a worker or to a rank that stays: tensors travel in shared memory.
 
 A message is a word, a pickled value, and at most one file. The memory of tensors stays out of the pickle: a little of it
 follows the pickle, more of it goes into a slab. So messages are small, and the sender rarely waits for the reader.
@@ -20,14 +20,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from parawrap.launch import pickled_apart
+from parawrap.launch.messages._pickle_values import pickled_apart
+from parawrap.launch.messages._plain_values import pickled_plain
+from parawrap.launch.messages._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 from parawrap.tree import flatten, unflatten
-from parawrap.workers._plain_values import pickled_plain
-from parawrap.workers._shared_memory import MappedSlabs, OwnSlabs, Slab, layout
 
-__all__ = ["Arrival", "Line", "Message", "pickle_value"]
+__all__ = ["Arrival", "Line", "Message", "pickle_value", "trimmed"]
 
-_WORDS = ("model", "build", "tensors_changed", "call", "calls", "returned", "raised")
+_WORDS = (
+    *("model", "build", "tensors_changed", "call", "calls"),  # requests to workers; "call" also to ranks
+    *("names", "regroup"),  # further requests to ranks
+    *("returned", "raised", "halted", "owned", "regrouped"),  # answers
+)
 _INLINE = 32 << 10  # bytes below which a slab costs more than a copy through the socket
 _ROOM = 2 * _INLINE  # for messages that arrive with one system call
 _WORTH_LENDING = 1 << 20
@@ -63,6 +67,10 @@ class Arrival(NamedTuple):
     def load(self) -> Any:
         """Return the value. Raises what its classes raise."""
         return pickle.loads(self.pickled, buffers=self.buffers)
+
+    def kept(self) -> Arrival:
+        """Return a copy that stays valid after the next message has arrived."""
+        return self._replace(pickled=memoryview(bytes(self.pickled)))
 
 
 class _Head(NamedTuple):
@@ -113,7 +121,15 @@ class Line:
             SessionError: If there is no room for its tensors. Nothing is sent then.
             ConnectionError: If the other end is closed.
         """
-        pickled, buffers = pickle_value(message.value, address)
+        self.send_pickled(message, *pickle_value(message.value, address))
+
+    def send_pickled(self, message: Message, pickled: memoryview, buffers: list[memoryview]) -> None:
+        """Send a message whose value is pickled already. Its own value is ignored.
+
+        Raises:
+            SessionError: If there is no room for its tensors. Nothing is sent then.
+            ConnectionError: If the other end is closed.
+        """
         if len(pickled) > _INLINE:
             pickled, buffers = pickled[:0], [pickled, *buffers]
         lengths = [each.nbytes for each in buffers]
@@ -141,6 +157,15 @@ class Line:
         finally:
             if slab is not None:
                 slab.close_file()
+
+    @property
+    def has_received_more(self) -> bool:
+        """True if bytes of a further message have arrived together with the last one."""
+        return self._first < self._last
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor for selectors; -1 once closed."""
+        return self._socket.fileno()
 
     def receive(self) -> Arrival | None:
         """Wait for a message; None if the other end is closed."""
@@ -227,7 +252,7 @@ class Line:
 
 def pickle_value(value: Any, address: str) -> tuple[memoryview, list[memoryview]]:
     """Return the pickle of a value, and the memory of its tensors, which is not copied. Raises UnsendableError."""
-    return pickled_plain(value) or pickled_apart(_trimmed(value), address)
+    return pickled_plain(value) or pickled_apart(trimmed(value), address)
 
 
 def _padded(buffers: Sequence[memoryview], offsets: Sequence[int]) -> list[memoryview | bytes]:
@@ -263,7 +288,7 @@ def _copy(memory: memoryview, offset: int, length: int, buffer: memoryview) -> N
     target.copy_(torch.frombuffer(source, dtype=torch.uint8))
 
 
-def _trimmed(value: Any) -> Any:
+def trimmed(value: Any) -> Any:
     """Return the value with tensors whose storages hold their own elements only: a shard is a view of the whole batch.
 
     Tensors that share memory share it in the result too.

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from parawrap.errors import SessionError
-from parawrap.launch import memory_file
+from parawrap.launch.messages._pickle_values import memory_file
 
 __all__ = ["MappedSlabs", "OwnSlabs", "Slab", "layout"]
 
@@ -31,7 +31,7 @@ class Slab:
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.size = size
-        self.file: int | None = memory_file("worker")
+        self.file: int | None = memory_file("slab")
         try:
             _reserve(self.file, size)
             self.memory = mmap.mmap(self.file, size)
@@ -141,7 +141,7 @@ def _reserve(file: int, size: int) -> None:
         if error.errno not in _NO_ROOM:
             raise
         msg = (
-            f"no room for {size:,} bytes of shared memory for a worker: {error.strerror}. Use smaller batches, fewer "
-            "workers, or a container with more memory"
+            f"no room for {size:,} bytes of shared memory for another process: {error.strerror}. Use smaller batches, "
+            "fewer processes, or a container with more memory"
         )
         raise SessionError(msg) from error

@@ -1,0 +1,132 @@
+"""Pickle calls of ranks that stay, and their results: definitions of ``__main__`` by name.
+
+Both processes have a ``__main__`` with the same definitions. A function or class that is found there under its name is
+pickled as that name. All other functions of ``__main__``, such as lambdas, are pickled by value, and use the globals of the
+reader's ``__main__``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parawrap.launch.messages._line import trimmed
+from parawrap.launch.messages._pickle_values import ValuePickler, explain_unpicklable
+from parawrap.launch.messages._plain_values import pickled_plain
+
+__all__ = ["ScriptPickler", "find_in_main", "pickle_definition", "pickle_with_names"]
+
+_WITHOUT_STATE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device)
+
+
+def find_in_main(qualname: str) -> Any:
+    """Return what ``__main__`` has under a qualified name, without binding it.
+
+    Raises:
+        AttributeError: If there is nothing.
+    """
+    found: Any = sys.modules["__main__"]
+    for name in qualname.split("."):
+        found = inspect.getattr_static(found, name)
+    return found
+
+
+class ScriptPickler(ValuePickler):
+    """A pickler that knows the definitions of ``__main__`` by name.
+
+    Args:
+        stream: Receives the pickle.
+        buffers: Receives the memory of tensors. None keeps it in the pickle.
+        is_shared: True for a global of ``__main__`` that the reader has too.
+        defines: The global that this pickle defines. Its parts are pickled by value.
+
+    Attributes:
+        required: The globals of ``__main__`` that the reader needs to load the pickle.
+        used: The globals of ``__main__`` that the pickled functions use.
+        objects: The pickled objects with a state, such as tensors and modules.
+        sources: The lines of files that do not exist, such as cells of a notebook.
+    """
+
+    def __init__(
+        self,
+        stream: io.BytesIO,
+        buffers: list[memoryview] | None,
+        is_shared: Callable[[str], bool],
+        defines: str | None = None,
+    ) -> None:
+        super().__init__(stream, buffers, in_main=True)
+        self._is_shared = is_shared
+        self._defines = defines
+        self.required: dict[str, None] = {}
+        self.used: dict[str, None] = {}
+        self.objects: list[Any] = []
+
+    @property
+    def sources(self) -> dict[str, list[str]]:
+        return self._sources
+
+    @property
+    def reads_names(self) -> bool:
+        """True if a pickled function may use any global, as `eval` does."""
+        return self._reads_names
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
+            top = obj.__qualname__.partition(".")[0]
+            if top != self._defines and self._is_shared(top) and _is_found(obj):
+                self.required[top] = None
+                return find_in_main, (obj.__qualname__,)
+        elif not isinstance(obj, _WITHOUT_STATE):
+            self.objects.append(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, types.FunctionType) and obj.__globals__ is vars(sys.modules["__main__"]):
+            self._leave_globals(reduced)
+        return reduced
+
+    def _leave_globals(self, reduced: Any) -> None:
+        """Note the globals of a function, and leave out their values."""
+        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):  # cloudpickle, by value
+            state = reduced[2][1]
+            self.used |= dict.fromkeys(state["__globals__"])
+            state["__globals__"] = {}
+
+
+def _is_found(value: Any) -> bool:
+    try:
+        return find_in_main(value.__qualname__) is value
+    except AttributeError:
+        return False
+
+
+def pickle_with_names(value: Any, address: str, is_shared: Callable[[str], bool]) -> tuple[memoryview, list[memoryview]]:
+    """Return the pickle of a value, and the memory of its tensors, which is not copied.
+
+    Raises:
+        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
+    """
+    if (plain := pickled_plain(value)) is not None:
+        return plain
+    buffers: list[memoryview] = []
+    stream = io.BytesIO()
+    with explain_unpicklable(value, address, buffers):
+        ScriptPickler(stream, buffers, is_shared).dump(trimmed(value))
+    return stream.getbuffer(), buffers
+
+
+def pickle_definition(name: str, value: Any, is_shared: Callable[[str], bool]) -> tuple[bytes, ScriptPickler]:
+    """Return the pickle of a function, class, or module of ``__main__``, and the pickler with what it has noted.
+
+    Raises:
+        UnsendableError: If it cannot be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = ScriptPickler(stream, None, is_shared, name)
+    with explain_unpicklable(value, f"the global {name!r}", []):
+        pickler.dump(value)
+    return stream.getvalue(), pickler

@@ -1,0 +1,71 @@
+"""Break the collectives that block ranks, by closing the connections between the ranks of a world.
+
+torch offers this for NCCL only (`ProcessGroup.abort`). A thread that waits in gloo returns when its connections close. They
+are the TCP connections whose two ends are processes of the same world.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from parawrap.launch._private_names import groups_of_process, sequence_number_of
+
+__all__ = ["Connection", "break_connections", "connections_between", "connections_here", "sequence_numbers"]
+
+_OPEN_FILES = Path("/dev/fd")
+
+Connection = tuple[tuple[str, int], tuple[str, int]]
+"""The addresses of the two ends of a TCP connection: that of this process, and that of the other one."""
+
+
+def connections_here() -> list[Connection]:
+    """Return the TCP connections of this process."""
+    found = []
+    for number in _descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                found.append((sock.getsockname()[:2], sock.getpeername()[:2]))
+    return found
+
+
+def connections_between(ranks: Iterable[Iterable[Connection]]) -> set[Connection]:
+    """Return the connections between ranks, given those of each rank. Each one counts from both ends."""
+    ends = {connection for connections in ranks for connection in connections}
+    return {(here, there) for here, there in ends if (there, here) in ends}
+
+
+def break_connections(broken: set[Connection]) -> None:
+    """Shut down these connections of this process, and abort its collectives on accelerators."""
+    if torch.cuda.is_initialized():
+        for group in groups_of_process():
+            with contextlib.suppress(Exception):  # a group without a backend for the device
+                group.abort()
+    for number in _descriptors():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
+            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
+            if is_tcp and (sock.getsockname()[:2], sock.getpeername()[:2]) in broken:
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def sequence_numbers() -> Mapping[str, int]:
+    """Return the number of operations that each process group of this process has begun, by the name of the group."""
+    if not dist.is_initialized():
+        return {}
+    numbers = {}
+    for group in groups_of_process():
+        with contextlib.suppress(RuntimeError):  # its backend does not count
+            numbers[str(group.group_name)] = sequence_number_of(group)
+    return numbers
+
+
+def _descriptors() -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(each.name) for each in _OPEN_FILES.iterdir()]
+    return []
