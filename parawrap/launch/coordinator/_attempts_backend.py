@@ -39,7 +39,6 @@ class AttemptsBackend(ABC):
         return self._attempts is not None
 
     def supervise(self, transcripts: Sequence[Transcript], on_begin: Callable[[], None]) -> Ending:
-        ending: Ending | BaseException = Ending({}, cancelled=True)
         try:
             with ExitStack() as cleanup:
                 self._attempts = attempts = self._begin(transcripts, cleanup)
@@ -48,12 +47,14 @@ class AttemptsBackend(ABC):
                     attempts.cancel()
                 ending = attempts.run()
         except BaseException as error:
-            ending = error
+            self._end_calls(error)
             raise
-        finally:
-            if self._job.calls is not None:
-                self._job.calls.end(ending)
+        self._end_calls(ending)
         return ending
+
+    def _end_calls(self, ending: Ending | BaseException) -> None:
+        if self._job.calls is not None:
+            self._job.calls.end(ending)
 
     def cancel(self) -> None:
         self._cancelled.set()

@@ -146,6 +146,7 @@ class Calls:
         idle: Set once the last call has ended after `close`, or the launch has ended.
         ending: How the launch ended; None until then.
         lost: The reason why the ranks had to be ended, other than a death or a time limit.
+        ended_in: The name of the function that the ranks ran when the launch ended.
     """
 
     def __init__(self, platform: Platform, sent: SentGlobals) -> None:
@@ -163,6 +164,7 @@ class Calls:
         self._is_closing = False
         self.ending: Ending | BaseException | None = None
         self.lost: str | None = None
+        self.ended_in = ""
         self._last: dict[int, Call] = {}
 
     def attach(
@@ -228,6 +230,7 @@ class Calls:
     def end(self, ending: Ending | BaseException) -> None:
         """End all calls, because the launch has ended."""
         self.ending = ending
+        self.ended_in = self._current.call.name if self._current is not None else ""
         current, self._current = self._current, None
         if current is not None:
             self._finish(current, self._ending_with(current, ending))
@@ -258,32 +261,36 @@ class Calls:
             self.idle.set()
 
     def _begin(self, call: Call) -> None:
-        now = time.monotonic()
-        states = {rank: _CallState(rank, self._states[rank].pid) for rank in call.ranks}
-        limit = self._platform.timeout_min
-        standstill = Standstill([*states.values()], report_interval_s(self._platform))
-        current = _Current(call, states, standstill, _NEVER if limit is None else now + 60 * limit, now, answered_at=now)
-        self._current = current
         call.has_begun = True
-        self._last.update(dict.fromkeys(call.ranks, call))
         packed, call.packed = call.packed, None
         assert packed is not None
-        current.sent = [*packed.sent]
-        for state in self._states:
-            payload = packed.payload if state.rank in states else packed.names_only
-            if payload is None:
-                continue
-            word = "call" if state.rank in states else "names"
-            try:
-                _guard_of(state).call(state.rank, Message(word, None, call.number), *payload)
-            except SessionError as error:  # no room for its tensors
-                current.refused = error
-                if state.rank in states:
-                    states[state.rank].outcome = Ended(time.time())
-        if current.refused is not None:
+        refused = self._send(call, packed)
+        now, limit = time.monotonic(), self._platform.timeout_min
+        states = {rank: _CallState(rank, self._states[rank].pid) for rank in call.ranks}
+        standstill = Standstill([*states.values()], report_interval_s(self._platform))
+        up_at = _NEVER if limit is None else now + 60 * limit
+        current = _Current(call, states, standstill, up_at, now, answered_at=now, sent=[*packed.sent])
+        self._current = current
+        self._last.update(dict.fromkeys(call.ranks, call))
+        if refused:
             self._sent.forget(packed.sent)
+            current.refused = next(iter(refused.values()))
+            for rank in refused.keys() & states.keys():
+                states[rank].outcome = Ended(time.time())
             self._halt(current, "fail")
             self._on_answered(current)
+
+    def _send(self, call: Call, packed: PackedCall) -> dict[int, Exception]:
+        """Send a call to its ranks, and new globals to the others. Return errors by the rank that it cannot be sent to."""
+        refused: dict[int, Exception] = {}
+        for state in self._states:
+            word, payload = ("call", packed.payload) if state.rank in call.ranks else ("names", packed.names_only)
+            if payload is not None:
+                try:
+                    _guard_of(state).call(state.rank, Message(word, None, call.number), *payload)
+                except SessionError as error:  # no room for its tensors
+                    refused[state.rank] = error
+        return refused
 
     def _interrupt(self, call: Call, *, cancels: bool) -> None:
         call.is_cancelled = call.is_cancelled or cancels

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, ParamSpec, Self, TypeVar
 
 from parawrap._public import public
 from parawrap.displays import Table
-from parawrap.errors import LaunchCancelledError, LaunchError, PlatformError, RankDiedError
+from parawrap.errors import LaunchCancelledError, LaunchError, ParawrapError, PlatformError, RankDiedError
 from parawrap.launch._devices import Device, rank_device
 from parawrap.launch._packed_call import DECORATED, Job, check_function, check_signature
 from parawrap.launch._platform import Platform
@@ -117,7 +117,7 @@ class Ranks:
         job = Job(_quiet(self.platform), bare, arguments, kwargs)
         launch: Launch[R] = Launch(job, _CallBackend(self, call))
         call.records = launch.records
-        self._submit(call, sent_as, arguments, kwargs)
+        self._submit(call, sent_as, arguments, kwargs, is_later=True)
         start(launch)
         return launch
 
@@ -159,13 +159,16 @@ class Ranks:
             raise
         return self._results(call)
 
-    def _submit(self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _submit(
+        self, call: Call, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_later: bool = False
+    ) -> None:
+        """Pickle a call, and hand it to the thread of the launch. `is_later` if the caller does not wait for it."""
         self._check_open(call.name)
         with self._packing:
             packed = self._sent.pack(function, args, kwargs, call.name, for_all=len(call.ranks) == len(self))
             before = self._sent.commit(packed.sent)
             try:
-                call.packed = packed
+                call.packed = packed.detached() if is_later else packed
                 self._calls.submit(call)
             except BaseException:  # Ctrl-C
                 if not self._calls.has(call):
@@ -212,18 +215,17 @@ class Ranks:
             self._raise_first_death(name)
 
     def _raise_first_death(self, name: str) -> NoReturn:
-        how = self._calls.lost or "they were cancelled"
-        try:
-            self._launch.results()
-        except LaunchCancelledError:
-            msg = f"these ranks have ended, and cannot call {name}: {how}. Open new ones: Platform(...).open()"
-            raise LaunchError(msg) from None
-        except BaseException as error:  # noqa: BLE001 (an exception of a rank may be of any type)
-            msg = f"these ranks have ended, and cannot call {name}. Open new ones: Platform(...).open(). First, {error}"
-            if isinstance(error, RankDiedError):
-                raise RankDiedError(msg, rank=error.rank, signal=error.signal, exit_code=error.exit_code) from None
-            raise LaunchError(msg) from None
-        msg = f"these ranks have ended, and cannot call {name}: every rank has returned"
+        ending, place = self._calls.ending, self._calls.ended_in or _LABEL
+        error = results_or_error(place, self.platform, ending) if isinstance(ending, Ending) else ending
+        if isinstance(error, LaunchCancelledError):
+            how = self._calls.lost or "they were cancelled"
+        elif isinstance(error, ParawrapError):
+            how = error.message.partition("\n")[0]
+        else:
+            how = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else "all have returned"
+        msg = f"these ranks have ended, and cannot call {name}. Open new ones: Platform(...).open(). How they ended: {how}"
+        if isinstance(error, RankDiedError):
+            raise RankDiedError(msg, rank=error.rank, signal=error.signal, exit_code=error.exit_code)
         raise LaunchError(msg)
 
     # -- observation

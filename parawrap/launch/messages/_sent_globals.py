@@ -61,11 +61,17 @@ class PackedCall(NamedTuple):
         payload: The pickle of a call, and the memory of its tensors.
         names_only: The same without the function and arguments, for ranks that do not call it. None if no global is sent.
         sent: What to remember once the call is sent.
+        values: The pickled objects. They lend the memory of their tensors.
     """
 
     payload: tuple[memoryview, list[memoryview]]
     names_only: tuple[memoryview, list[memoryview]] | None
     sent: Mapping[str, _Sent]
+    values: Any
+
+    def detached(self) -> PackedCall:
+        """Return a copy for a later time, when the caller may have changed the arguments."""
+        return PackedCall(_copied(self.payload), self.names_only and _copied(self.names_only), self.sent, None)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,7 @@ class SentGlobals:
         names_only = None
         if not for_all and (survey.definitions or survey.values):
             names_only = _joined(definitions, survey.values, None, (), {})
-        return PackedCall(payload, names_only, survey.sent)
+        return PackedCall(payload, names_only, survey.sent, (args, kwargs, survey.values))
 
     def _check_sharing(self, survey: _Survey) -> None:
         """Refuse a global that shares an object with another one that the ranks have already.
@@ -163,6 +169,11 @@ def _joined(
     call = {"the globals": values, "the function": function, "args": args, "kwargs": kwargs}
     pickled, buffers = pickle_with_names(call, "", _is_global)
     return memoryview(definitions + pickled), buffers
+
+
+def _copied(payload: tuple[memoryview, list[memoryview]]) -> tuple[memoryview, list[memoryview]]:
+    pickled, buffers = payload
+    return pickled, [memoryview(bytes(each)) for each in buffers]
 
 
 def find_function(function: Any) -> Any:
@@ -281,8 +292,8 @@ class _Survey:
     def _check_owner(self, name: str, user: str) -> None:
         if name in self._owned:
             msg = (
-                f"the global {name!r}, which {user} uses, was assigned in the ranks, and this process assigned it too: it is "
-                "unclear which value is meant. Rename one of the two, or delete it here to use that of the ranks: "
+                f"the global {name!r}, which {user} uses, was assigned in the ranks, and this process assigned it too: it "
+                "is unclear which value is meant. Rename one of the two, or delete it here to use that of the ranks: "
                 f"del {name}"
             )
             raise UnsendableError(msg)

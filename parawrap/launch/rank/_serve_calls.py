@@ -86,7 +86,7 @@ class _Server:
         try:
             try:
                 self._interrupts.begin(number)
-                pickled = self._result_of(request)
+                result, pickled = self._result_of(request)
             finally:
                 self._interrupts.end()
         except (EndOrdered, SystemExit):  # they end the process
@@ -102,11 +102,13 @@ class _Server:
             self._report_owned(number)
             _flush()
             self._line.send_pickled(Message("returned", None, number), *pickled)
+            del result  # its tensors lend their memory until here
 
-    def _result_of(self, request: Arrival) -> tuple[memoryview, list[memoryview]]:
+    def _result_of(self, request: Arrival) -> tuple[Any, tuple[memoryview, list[memoryview]]]:
+        """Call the function. Return the result and its pickle, whose memory is that of the result."""
         function, args, kwargs = self._load(request)
         result = function(*args, **kwargs)
-        return pickle_with_names(result, "the result", self._is_shared)
+        return result, pickle_with_names(result, "the result", self._is_shared)
 
     def _send_exception(self, error: BaseException, number: int) -> None:
         if self._regrouped_after and failures.is_echo(error):
@@ -130,13 +132,13 @@ class _Server:
 
     def _load(self, request: Arrival) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         """Return the function and the arguments of a call. Set the globals that came with it."""
-        unpickler = pickle.Unpickler(io.BytesIO(request.pickled), buffers=request.buffers)
+        stream = io.BytesIO(request.pickled)
         try:
-            definitions, sources = unpickler.load()
+            definitions, sources = pickle.load(stream)
             linecache.cache.update((name, (0, None, lines, name)) for name, lines in sources.items())
             for name, pickled in definitions:
                 self._receive({name: pickle.loads(pickled)})
-            call = unpickler.load()
+            call = pickle.load(stream, buffers=request.buffers)
             self._receive(call["the globals"])
             function = call["the function"]
             if isinstance(function, tuple):
