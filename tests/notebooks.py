@@ -36,6 +36,6 @@ def run_notebook(cells, folder, interrupt_at=None):
 
 
 async def _interrupt(client, path):
-    while not path.exists():
+    while not path.exists():  # noqa: ASYNC110 (another process writes it)
         await asyncio.sleep(0.05)
     await client.km.interrupt_kernel()

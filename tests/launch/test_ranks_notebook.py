@@ -1,4 +1,4 @@
-"""Ranks that stay in a notebook: what the cells of one kernel see of each other's calls."""
+"""Ranks that stay in a notebook: the cells of one kernel call the same ranks."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_later_cell_trains_on(cells):
     assert lines_of(cells["train on"]) == ["True"]
 
 
-def test_a_redefined_function_runs_anew(cells):
+def test_a_redefined_function_takes_effect(cells):
     assert lines_of(cells["redefine"]) == ["redefined, 7 steps redefined, 7 steps"]
 
 
