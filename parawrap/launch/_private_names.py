@@ -18,6 +18,7 @@ __all__ = [
     "groups_of_process",
     "join_threads",
     "keep_finalizers_from_exits",
+    "number_of_groups",
     "run_exit_handlers",
     "sequence_number_of",
     "version_of",
@@ -42,6 +43,11 @@ _finalizers: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})  # with
 def groups_of_process() -> list[Any]:
     """Return the process groups that this process has joined."""
     return list(private_name("torch.distributed.distributed_c10d._world", "ranks that stay").pg_names)
+
+
+def number_of_groups() -> int:
+    """Return the number of process groups that this process has made; torch names them by it."""
+    return int(private_name("torch.distributed.distributed_c10d._world", "ranks that stay").group_count)
 
 
 def sequence_number_of(group: Any) -> int:

@@ -32,11 +32,12 @@ from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, P
 from parawrap.launch.messages._line import Arrival, Message, pickle_value
 from parawrap.launch.messages._sent_globals import PackedCall, SentGlobals
 from parawrap.launch.rank._control_thread import Status
-from parawrap.launch.rank._process_connections import connections_between
+from parawrap.launch.rank._process_connections import MESSAGES, connections_between
 
 __all__ = ["Call", "Calls"]
 
 _ANSWER_S = 10.0  # for the control thread of a rank to answer; it waits for the GIL only
+_REMEMBERED = 100  # calls whose globals a late answer may report as not set; ranks answer one call after the other
 _REGROUP_S = 60.0  # for all ranks to meet again; a guess that no test has contradicted
 _NEVER = float("inf")
 _log = logging.getLogger("parawrap.launch")
@@ -169,6 +170,7 @@ class Calls:
         self.transcripts: Sequence[Transcript] = ()
         self.ended_in = ""
         self._last: dict[int, Call] = {}
+        self._before: dict[int, Mapping[str, Any]] = {}
 
     def attach(
         self, loop: Loop, states: Sequence[RankState], end: Callable[[], None], time_out: Callable[[str], None]
@@ -264,10 +266,15 @@ class Calls:
             self.idle.set()
 
     def _begin(self, call: Call) -> None:
+        if call.done.is_set():
+            self._send_names(call)
+            self._start_next()
+            return
         call.has_begun = True
         packed, call.packed = call.packed, None
         assert packed is not None
         refused = self._send(call, packed)
+        self._note_sent(call)
         now, limit = time.monotonic(), self._platform.timeout_min
         states = {rank: _CallState(rank, self._states[rank].pid) for rank in call.ranks}
         standstill = Standstill([*states.values()], report_interval_s(self._platform))
@@ -283,16 +290,30 @@ class Calls:
             self._halt(current, "fail")
             self._on_answered(current)
 
-    def _send(self, call: Call, packed: PackedCall) -> dict[int, Exception]:
+    def _send_names(self, call: Call) -> None:
+        """Send the globals of a call that was dropped."""
+        packed, call.packed = call.packed, None
+        assert packed is not None
+        if self._send(call, packed._replace(payload=packed.names_only), "names"):
+            self._sent.restore(call.before)
+        self._note_sent(call)
+
+    def _note_sent(self, call: Call) -> None:
+        self._before[call.number] = call.before
+        self._before.pop(call.number - _REMEMBERED, None)
+
+    def _send(self, call: Call, packed: PackedCall, word: str = "call") -> dict[int, Exception]:
         """Send a call to its ranks, and new globals to the others. Return errors by the rank that it cannot be sent to."""
         refused: dict[int, Exception] = {}
         for state in self._states:
-            word, payload = ("call", packed.payload) if state.rank in call.ranks else ("names", packed.names_only)
+            is_called = state.rank in call.ranks
+            payload = packed.payload if is_called else packed.names_only
             if payload is not None:
                 if self.transcripts:
                     self.transcripts[state.rank].leave_out()
                 try:
-                    _guard_of(state).call(state.rank, Message(word, None, call.number), *payload)
+                    message = Message(word if is_called else "names", None, call.number)
+                    _guard_of(state).call(state.rank, message, *payload)
                 except SessionError as error:  # no room for its tensors
                     refused[state.rank] = error
                 except OSError as error:
@@ -306,8 +327,7 @@ class Calls:
         if current is not None and current.call is call:
             if current.step == "call":
                 self._halt(current, "interrupt")
-        elif call in self._queue:
-            self._queue.remove(call)
+        elif call in self._queue:  # it stays there, because later calls rely on the globals that come with it
             self._drop(call)
 
     def _halt(self, current: _Current, reason: str) -> None:
@@ -390,8 +410,8 @@ class Calls:
             names = answer.load()
             if names is not None:
                 self._sent.note_owned(rank, *names)
-            elif current is not None:  # this rank could not set them
-                self._sent.restore(current.call.before)
+            else:  # this rank could not set them
+                self._sent.restore(self._before.get(answer.number, {}))
         elif current is None or answer.number != current.call.number:
             return
         elif answer.word == "regrouped":
@@ -532,8 +552,8 @@ def _guard_of(state: RankState) -> CallGuard:
 
 
 def _differ(numbers: Sequence[Mapping[str, int]]) -> bool:
-    """True if the members of a process group have begun different numbers of operations."""
-    seen: dict[str, int] = {}
+    """True if the ranks may be out of step: counts differ, or the failed call has sent messages from rank to rank."""
+    seen: dict[str, int] = {MESSAGES: 0}
     return any(seen.setdefault(group, number) != number for each in numbers for group, number in each.items())
 
 

@@ -166,7 +166,7 @@ class Ranks:
         """Pickle a call, and hand it to the thread of the launch. `is_later` if the caller does not wait for it."""
         self._check_open(call.name)
         with self._packing:
-            packed = self._sent.pack(function, args, kwargs, call.name, for_all=len(call.ranks) == len(self))
+            packed = self._sent.pack(function, args, kwargs, call.name)
             call.before = self._sent.commit(packed.sent)
             try:
                 call.packed = packed.detached() if is_later else packed
@@ -216,10 +216,13 @@ class Ranks:
             self._raise_first_death(name)
 
     def _raise_first_death(self, name: str) -> NoReturn:
-        ending, place = self._calls.ending, self._calls.ended_in or _LABEL
-        error = results_or_error(place, self.platform, ending) if isinstance(ending, Ending) else ending
-        if isinstance(error, LaunchCancelledError):
-            how = self._calls.lost or "they were cancelled"
+        ending, place, error = self._calls.ending, self._calls.ended_in or _LABEL, None
+        if self._calls.lost is None:
+            error = results_or_error(place, self.platform, ending) if isinstance(ending, Ending) else ending
+        if self._calls.lost is not None:
+            how = self._calls.lost
+        elif isinstance(error, LaunchCancelledError):
+            how = "they were cancelled"
         elif isinstance(error, ParawrapError):
             how = error.message.partition("\n")[0]
         else:

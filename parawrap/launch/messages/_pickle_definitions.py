@@ -5,6 +5,7 @@ Ranks do not run the script, so they do not find its definitions by name.
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 import types
@@ -73,8 +74,8 @@ def reduced_class(cls: type, reduced: Any) -> Any:
     cloudpickle leaves out ``__qualname__``, and making the class runs ``__init_subclass__`` of its bases again, whose
     effects on the script's objects are pickled too.
     """
-    if not (isinstance(reduced, tuple) and len(reduced[1]) > _NAMESPACE and isinstance(reduced[1][_NAMESPACE], dict)):
-        return reduced  # of an Enum, which is right
+    if isinstance(cls, enum.EnumMeta) or not (isinstance(reduced, tuple) and len(reduced[1]) > _NAMESPACE):
+        return reduced
     make, arguments, *state = reduced
     arguments[_NAMESPACE]["__qualname__"] = cls.__qualname__
     return _make_class, (make, *arguments), *state
@@ -83,7 +84,8 @@ def reduced_class(cls: type, reduced: Any) -> Any:
 def _make_class(make: Callable[..., type], *arguments: Any) -> type:
     """Make a class without the ``__init_subclass__`` that a base of the script defines."""
     bases = arguments[_BASES]
-    owner: Any = next((each for base in bases for each in base.__mro__ if "__init_subclass__" in vars(each)), object)
+    resolved = types.resolve_bases(bases)  # of generic classes, named tuples, and typed dicts
+    owner: Any = next((each for base in resolved for each in base.__mro__ if "__init_subclass__" in vars(each)), object)
     if owner.__module__ != "__main__":
         return make(*arguments)
     own = vars(owner)["__init_subclass__"]

@@ -11,7 +11,7 @@ import inspect
 import io
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class ScriptPickler(ValuePickler):
         stream: Receives the pickle.
         buffers: Receives the memory of tensors. None keeps it in the pickle.
         is_shared: True for a global of ``__main__`` that the reader has too.
-        defines: The global that this pickle defines. Its parts are pickled by value.
+        defines: The globals that this pickle defines. Their parts are pickled by value.
 
     Attributes:
         required: The globals of ``__main__`` that the reader needs to load the pickle.
@@ -60,7 +60,7 @@ class ScriptPickler(ValuePickler):
         stream: io.BytesIO,
         buffers: list[memoryview] | None,
         is_shared: Callable[[str], bool],
-        defines: str | None = None,
+        defines: Collection[str] = (),
     ) -> None:
         super().__init__(stream, buffers, in_main=True)
         self._is_shared = is_shared
@@ -82,7 +82,7 @@ class ScriptPickler(ValuePickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, (type, types.FunctionType)) and obj.__module__ == "__main__":
             top = obj.__qualname__.partition(".")[0]
-            if top != self._defines and self._is_shared(top) and _is_found(obj):
+            if top not in self._defines and self._is_shared(top) and _is_found(obj):
                 self.required[top] = None
                 return find_in_main, (obj.__qualname__,)
         elif not isinstance(obj, _WITHOUT_STATE):
@@ -124,14 +124,19 @@ def pickle_with_names(value: Any, address: str, is_shared: Callable[[str], bool]
     return stream.getbuffer(), buffers
 
 
-def pickle_definition(name: str, value: Any, is_shared: Callable[[str], bool]) -> tuple[bytes, ScriptPickler]:
-    """Return the pickle of a function, class, or module of ``__main__``, and the pickler with what it has noted.
+def pickle_definition(names: Sequence[str], value: Any, is_shared: Callable[[str], bool]) -> tuple[bytes, ScriptPickler]:
+    """Return the pickle of functions, classes, and modules of ``__main__``, and the pickler with what it has noted.
+
+    Args:
+        names: Their names.
+        value: The only one of them, or a dict of all.
+        is_shared: As in `ScriptPickler`.
 
     Raises:
         UnsendableError: If it cannot be pickled.
     """
     stream = io.BytesIO()
-    pickler = ScriptPickler(stream, None, is_shared, name)
-    with explain_unpicklable(value, f"the global {name!r}", []):
+    pickler = ScriptPickler(stream, None, is_shared, names)
+    with explain_unpicklable(value, f"the global {names[0]!r}", []):
         pickler.dump(value)
     return stream.getvalue(), pickler

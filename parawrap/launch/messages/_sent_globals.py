@@ -12,67 +12,55 @@ call that uses it is refused.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import dataclasses
-import datetime as dt
-import decimal
-import enum
-import fractions
 import hashlib
-import io
-import logging
 import pickle
-import re
 import sys
 import types
-import weakref
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import PurePath
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import cloudpickle
-import torch
 
 from parawrap.errors import UnsendableError
-from parawrap.launch._private_names import version_of
+from parawrap.launch.messages._global_contents import (
+    DEFINITIONS,
+    DigestPickler,
+    containers_in,
+    content_of,
+    content_of_definition,
+    has_state,
+    learned_state,
+    reference_to,
+    walk,
+)
 from parawrap.launch.messages._pickle_definitions import is_found_by_name
-from parawrap.launch.messages._pickle_values import explain_unpicklable
 from parawrap.launch.messages._plain_values import pickled_plain
 from parawrap.launch.messages._script_names import names_of_script
 from parawrap.launch.messages._script_pickler import ScriptPickler, pickle_definition, pickle_with_names
 
-__all__ = ["PackedCall", "SentGlobals", "content_of"]
-
-_DEFINITIONS = (type, types.FunctionType, types.ModuleType)
-_EXACT = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device)
-_SEQUENCES = (list, tuple, set, frozenset)
-_CONSTANT = (
-    *(PurePath, re.Pattern, logging.Logger, enum.Enum, range, slice, complex, torch.Size),
-    *(dt.date, dt.time, dt.timedelta, dt.tzinfo, decimal.Decimal, fractions.Fraction),
-)
-_DEEPEST = 50  # of nested settings; deeper ones are compared as other objects are
+__all__ = ["PackedCall", "SentGlobals"]
 
 
 class PackedCall(NamedTuple):
     """One call for the ranks, pickled.
 
     Attributes:
-        payload: The pickle of a call, and the memory of its tensors.
-        names_only: The same without the function and arguments, for ranks that do not call it. None if no global is sent.
+        payload: The pickle of a call, and the memory of its tensors. None for a call that was dropped.
+        names_only: The globals alone, for ranks that do not call the function. None if there are none.
         sent: What to remember once the call is sent.
         values: The pickled objects. They lend the memory of their tensors.
     """
 
-    payload: tuple[memoryview, list[memoryview]]
+    payload: tuple[memoryview, list[memoryview]] | None
     names_only: tuple[memoryview, list[memoryview]] | None
     sent: Mapping[str, _Sent]
     values: Any
 
     def detached(self) -> PackedCall:
         """Return a copy for a later time, when the caller may have changed the arguments."""
-        return PackedCall(_copied(self.payload), self.names_only and _copied(self.names_only), self.sent, None)
+        return PackedCall(_copied(self.payload), _copied(self.names_only), self.sent, None)
 
 
 @dataclass(frozen=True)
@@ -80,18 +68,30 @@ class _Sent:
     """A global as it was sent.
 
     Attributes:
-        content: Equal contents mean equal values.
-        holder: Returns the object, or None if it is gone or if only its content counts.
-        parts: The ids of the objects with a state that were sent with it.
+        content: Equal contents mean equal values. A digest for objects that are not plain.
+        holder: Returns the object, if its identity counts.
         needs: The other globals that it uses.
-        pickled: The pickle of a definition.
+        reads_names: True if it may use any global.
+        parts: The objects that no other global may hold as a copy, by their ids.
+        is_plain: True for a plain value.
+        kept: Objects that `content` has by their identity.
     """
 
     content: Any
-    holder: Any
+    holder: Callable[[], Any] | None = None
     needs: tuple[str, ...] = ()
-    parts: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    pickled: bytes = b""
+    reads_names: bool = False
+    parts: Mapping[int, Callable[[], Any]] = field(default_factory=dict)
+    is_plain: bool = False
+    kept: Any = None
+
+
+class _Definition(NamedTuple):
+    """A definition to send: its value, its pickle, and the other globals that the reader needs to load it."""
+
+    value: Any
+    pickled: bytes
+    required: frozenset[str]
 
 
 class SentGlobals:
@@ -126,58 +126,67 @@ class SentGlobals:
             if not owners:
                 self._owners.pop(name, None)
 
-    def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, *, for_all: bool) -> PackedCall:
+    def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> PackedCall:
         """Pickle a call, together with the globals that the ranks lack.
 
         Raises:
-            UnsendableError: If a part cannot be pickled, or if a global was assigned both here and in a rank.
+            UnsendableError: If a part cannot be pickled, or if it is unclear which value of a global is meant.
         """
         found = find_function(function)
         survey = _Survey(self._sent, self._owners.keys())
-        if isinstance(found, tuple) and found[0] == "__main__":
-            survey.visit(found[1], name)
-        pickler = None
-        if survey.uses_objects or not isinstance(found, tuple) or pickled_plain((args, kwargs)) is None:
-            named = {"the function": found, "args": args, "kwargs": kwargs}
-            pickler = _walk(named, "", ScriptPickler)[1]
+        if isinstance(found, tuple):
+            if found[0] == "__main__":
+                survey.visit(found[1], name)
+        else:
+            pickler = walk({"the function": found}, "", ScriptPickler, _is_global)[1]
             survey.visit_all(pickler, name)
+            self._check_apart(_parts_of(pickler, learned_state), self._sent.keys() - survey.sent.keys(), "the function")
+        if survey.uses_objects or pickled_plain((args, kwargs)) is None:
+            pickler = walk({"args": args, "kwargs": kwargs}, "", ScriptPickler, _is_global)[1]
+            survey.visit_all(pickler, name)
+            self._check_apart(_parts_of(pickler), (self._sent.keys() & survey.seen) - survey.sent.keys(), "an argument")
         self._check_globals(survey)
-        if pickler is not None and survey.uses_objects:
-            self._check_arguments(_parts_of(pickler), survey)
-        definitions = pickle.dumps((survey.definitions, survey.sources))
+        definitions = pickle.dumps((survey.ordered_definitions(), survey.sources))
         payload = _joined(definitions, survey.values, found, args, kwargs)
-        names_only = None
-        if not for_all and (survey.definitions or survey.values):
-            names_only = _joined(definitions, survey.values, None, (), {})
+        has_names = survey.definitions or survey.values
+        names_only = _joined(definitions, survey.values, None, (), {}) if has_names else None
         return PackedCall(payload, names_only, survey.sent, (args, kwargs, survey.values))
 
     def _check_globals(self, survey: _Survey) -> None:
-        """Refuse a global that shares an object with another one that the ranks have received before.
+        """Send plain globals that share a container again, all together. Refuse other globals that share an object.
 
         Raises:
-            UnsendableError: If there is one: in the ranks, it would be two objects.
+            UnsendableError: If a global shares an object with one that the ranks have received before.
         """
+        checked: set[str] = set()
+        while new := survey.sent.keys() - checked:
+            for name in new:
+                checked.add(name)
+                for other in self._sent.keys() - survey.sent.keys():
+                    if self._sent[other].is_plain and _shared(survey.sent[name].parts, self._sent[other].parts) is not None:
+                        survey.visit(other, name, again=True)
         for name, sent in survey.sent.items():
-            for other in self._sent.keys() - survey.sent.keys():
-                self._refuse_shared(sent.parts, other, f"the global {name!r}", f"make {name!r} in a function on the ranks")
+            apart = self._sent.keys() - survey.sent.keys()
+            if name in survey.definitions:
+                apart = (apart | survey.sent.keys()) - {name}
+            self._check_apart(sent.parts, apart, f"the global {name!r}", survey.sent)
 
-    def _check_arguments(self, parts: Mapping[int, Any], survey: _Survey) -> None:
-        """Refuse an argument that shares an object with a global that the function uses and the ranks have already.
+    def _check_apart(
+        self, parts: Mapping[int, Any], others: Iterable[str], what: str, sent: Mapping[str, _Sent] | None = None
+    ) -> None:
+        """Refuse an object of a global that would arrive in the ranks twice.
 
         Raises:
-            UnsendableError: If there is one.
+            UnsendableError: If one of the other globals has a part that is among `parts`.
         """
-        for other in (self._sent.keys() & survey.seen) - survey.sent.keys():
-            self._refuse_shared(parts, other, "an argument", "use only the global, or pass all of them as arguments")
-
-    def _refuse_shared(self, parts: Mapping[int, Any], other: str, what: str, cure: str) -> None:
-        before = self._sent[other].parts
-        for key in parts.keys() & before.keys():
-            part = before[key]()
-            if part is not None and part is parts[key]():
+        known = {**self._sent, **(sent or {})}
+        for other in others:
+            part = _shared(parts, known[other].parts)
+            if part is not None:
                 msg = (
-                    f"{what} holds a {type(part).__qualname__} that the global {other!r} holds too, and the ranks have "
-                    f"their own {other!r} since an earlier call. In the ranks, it would be two objects: {cure}"
+                    f"{what} holds a {type(part).__qualname__} that the global {other!r} holds too, and they travel apart: "
+                    "in the ranks, it would be two objects. Use only the global in functions, make it in a function on the "
+                    "ranks, or pass everything that shares it as arguments of one call"
                 )
                 raise UnsendableError(msg)
 
@@ -191,9 +200,20 @@ def _joined(
     return memoryview(definitions + pickled), buffers
 
 
-def _copied(payload: tuple[memoryview, list[memoryview]]) -> tuple[memoryview, list[memoryview]]:
+def _copied(payload: tuple[memoryview, list[memoryview]] | None) -> tuple[memoryview, list[memoryview]] | None:
+    if payload is None:
+        return None
     pickled, buffers = payload
     return pickled, [memoryview(bytes(each)) for each in buffers]
+
+
+def _shared(parts: Mapping[int, Any], others: Mapping[int, Any]) -> Any:
+    """Return an object that is among both, or None."""
+    for key in parts.keys() & others.keys():
+        part = others[key]()
+        if part is not None and part is parts[key]():
+            return part
+    return None
 
 
 def find_function(function: Any) -> Any:
@@ -220,7 +240,7 @@ class _Survey:
     """Walks over the globals that a call uses, and collects those that the ranks lack.
 
     Attributes:
-        definitions: The definitions to send, each after those that its pickle needs.
+        definitions: The definitions to send, by name.
         values: The other globals to send.
         sources: The lines of files that do not exist.
         sent: What to remember of both.
@@ -233,11 +253,29 @@ class _Survey:
         self._owned = owned
         self._main = vars(sys.modules["__main__"])
         self.seen: set[str] = set()
-        self.definitions: list[tuple[str, bytes]] = []
+        self.definitions: dict[str, _Definition] = {}
         self.values: dict[str, Any] = {}
         self.sources: dict[str, list[str]] = {}
         self.sent: dict[str, _Sent] = {}
         self.uses_objects = False
+
+    def ordered_definitions(self) -> list[tuple[tuple[str, ...], bytes, dict[str, list[str]]]]:
+        """Return the pickles of the definitions, each after those that it needs. Circular ones share one pickle.
+
+        With each come its names, and the attributes of its classes.
+        """
+        pending, ordered = dict(self.definitions), []
+        while pending:
+            names = [name for name, each in pending.items() if not each.required & pending.keys() - {name}]
+            if names:
+                ordered += [_entry((name,), pending[name].pickled, self.definitions) for name in names]
+            else:
+                names = [*pending]
+                together = {name: each.value for name, each in pending.items()}
+                ordered.append(_entry(tuple(names), pickle_definition(names, together, _is_global)[0], self.definitions))
+            for name in names:
+                del pending[name]
+        return ordered
 
     def visit_all(self, pickler: ScriptPickler, user: str) -> None:
         """Visit the globals that a pickle needs or whose names its functions use."""
@@ -247,22 +285,27 @@ class _Survey:
         for name in pickler.assigned:
             self._visit_assigned(name, user)
         if pickler.reads_names:
-            for name in names_of_script()[0]:
-                with contextlib.suppress(UnsendableError):  # it may not be needed
-                    self.visit(name, user)
+            self._visit_any(user)
 
-    def visit(self, name: str, user: str) -> None:
-        """Visit a global that `user` uses, and the globals that it uses itself."""
-        if name in self.seen or name not in self._main:
+    def visit(self, name: str, user: str, *, again: bool = False) -> None:
+        """Visit a global that `user` uses, and the globals that it uses itself. Send it `again` even if it is unchanged."""
+        if (name in self.seen and not again) or name not in self._main:
             return
         self.seen.add(name)
         value = self._main[name]
-        if isinstance(value, _DEFINITIONS):
-            self._visit_definition(name, value, user)
+        before = None if again else self._known.get(name)
+        if isinstance(value, DEFINITIONS):
+            self._visit_definition(name, value, before, user)
         elif (content := content_of(value)) is not None:
-            self._visit_plain(name, value, content, user)
+            self._visit_plain(name, value, content, before, user)
         else:
-            self._visit_object(name, value, user)
+            self._visit_object(name, value, before, user)
+
+    def _visit_any(self, user: str) -> None:
+        """Visit all globals that can be sent, for a function that reads names, such as one that calls `eval`."""
+        for name in names_of_script()[0]:
+            with contextlib.suppress(UnsendableError):  # it may not be needed
+                self.visit(name, user)
 
     def _visit_assigned(self, name: str, user: str) -> None:
         """Send the first value of a global that functions only assign: perhaps not all ranks do."""
@@ -270,43 +313,44 @@ class _Survey:
             with contextlib.suppress(UnsendableError):  # it may not be needed
                 self.visit(name, user)
 
-    def _visit_definition(self, name: str, value: Any, user: str) -> None:
-        before = self._known.get(name)
-        content = _content_of_definition(value)
-        if before is not None and content is not None and content == before.content:
-            for each in before.needs:
-                self.visit(each, name)
-            return
-        pickled, pickler = pickle_definition(name, value, _is_global)
-        needs = (*pickler.required, *pickler.used)
-        for each in pickler.required:
+    def _revisit(self, name: str, before: _Sent) -> None:
+        """Visit the globals that an unchanged one uses."""
+        for each in before.needs:
             self.visit(each, name)
-        if before is None or pickled != before.pickled:
+        if before.reads_names:
+            self._visit_any(name)
+
+    def _visit_definition(self, name: str, value: Any, before: _Sent | None, user: str) -> None:
+        content = content_of_definition(value)
+        if before is not None and content is not None and content == before.content:
+            self._revisit(name, before)
+            return
+        pickled, pickler = pickle_definition([name], value, _is_global)
+        content = pickled if content is None else content
+        if before is None or content != before.content:
             self._check_owner(name, user)
-            self.definitions.append((name, pickled))
-            self.sent[name] = _Sent(content, None, needs, pickled=pickled)
+            self.definitions[name] = _Definition(value, pickled, frozenset(pickler.required))
+            self.sent[name] = _sent_by(pickler, content, parts=_parts_of(pickler, learned_state))
         self.visit_all(pickler, name)
 
-    def _visit_plain(self, name: str, value: Any, content: Any, user: str) -> None:
-        before = self._known.get(name)
-        if before is not None and before.content == content:
-            for each in before.needs:
-                self.visit(each, name)
+    def _visit_plain(self, name: str, value: Any, content: Any, before: _Sent | None, user: str) -> None:
+        if before is not None and before.content == content and (before.holder is None or before.holder() is value):
+            self._revisit(name, before)
             return
         self._check_owner(name, user)
-        pickler = _walk(value, f"the global {name!r}", ScriptPickler)[1]
-        self.visit_all(pickler, name)
+        pickler = walk(value, f"the global {name!r}", ScriptPickler, _is_global)[1]
         self.values[name] = value
-        self.sent[name] = _Sent(content, None, needs=(*pickler.required, *pickler.used))
+        parts = {id(each): reference_to(each) for each in containers_in(value)}
+        holder = reference_to(value) if id(value) in parts else None
+        self.sent[name] = _sent_by(pickler, content, parts=parts, holder=holder, is_plain=True)
+        self.visit_all(pickler, name)
 
-    def _visit_object(self, name: str, value: Any, user: str) -> None:
-        before = self._known.get(name)
+    def _visit_object(self, name: str, value: Any, before: _Sent | None, user: str) -> None:
         self.uses_objects = True
         if before is None:
             self._check_owner(name, user)
-        pickled, pickler = _walk(value, f"the global {name!r}", _DigestPickler)
+        pickled, pickler = walk(value, f"the global {name!r}", DigestPickler, _is_global)
         digest = hashlib.blake2b(pickled).digest()
-        self.visit_all(pickler, name)
         if before is not None and before.holder is not None and before.holder() is value:
             if before.content != digest:
                 msg = (
@@ -315,11 +359,14 @@ class _Survey:
                     "the ranks call, or assign a copy to the name to replace theirs"
                 )
                 raise UnsendableError(msg)
+            self._revisit(name, before)
             return
         self._check_owner(name, user)
+        by_value = walk(value, f"the global {name!r}", ScriptPickler, _is_global)[1]
         self.values[name] = value
-        needs = (*pickler.required, *pickler.used)
-        self.sent[name] = _Sent(digest, _reference(value), needs, _parts_of(pickler))
+        kept = getattr(pickler, "definitions", None)
+        self.sent[name] = _sent_by(by_value, digest, parts=_parts_of(by_value), holder=reference_to(value), kept=kept)
+        self.visit_all(by_value, name)
 
     def _check_owner(self, name: str, user: str) -> None:
         if name in self._owned:
@@ -331,83 +378,18 @@ class _Survey:
             raise UnsendableError(msg)
 
 
-def _content_of_definition(value: Any) -> Any:
-    """Return a comparable description of a definition, or None if only its pickle describes it."""
-    if isinstance(value, types.ModuleType):
-        return ("module", value.__name__, id(value))
-    if not isinstance(value, types.FunctionType) or value.__closure__ or value.__dict__:
-        return None
-    defaults = content_of((value.__defaults__, value.__kwdefaults__))
-    same = (value.__module__, value.__qualname__, value.__doc__, repr(value.__annotations__))
-    return None if defaults is None else ("function", value.__code__, defaults, *same)
+def _sent_by(pickler: ScriptPickler, content: Any, **others: Any) -> _Sent:
+    needs = (*pickler.required, *pickler.used)
+    return _Sent(content, needs=needs, reads_names=pickler.reads_names, **others)
 
 
-def content_of(value: Any, depth: int = 0) -> Any:
-    """Return a comparable copy of plain values: numbers, strings, containers and settings of these. None for others."""
-    kind = type(value)
-    if kind in _EXACT:
-        return kind, value
-    if kind is float:
-        return kind, value.hex()
-    if depth > _DEEPEST:
-        return None
-    if kind in _SEQUENCES:
-        return _together(kind, value, depth)
-    if kind is dict:
-        return _together(kind, (part for item in value.items() for part in item), depth)
-    if kind in (types.SimpleNamespace, argparse.Namespace) or (
-        dataclasses.is_dataclass(kind) and not hasattr(kind, "__slots__")
-    ):
-        return _together(kind, (part for item in vars(value).items() for part in item), depth)
-    return None
+def _entry(
+    names: tuple[str, ...], pickled: bytes, definitions: Mapping[str, _Definition]
+) -> tuple[tuple[str, ...], bytes, dict[str, list[str]]]:
+    values = {name: definitions[name].value for name in names}
+    return names, pickled, {name: [*vars(value)] for name, value in values.items() if isinstance(value, type)}
 
 
-def _together(kind: type, parts: Iterable[Any], depth: int) -> Any:
-    contents = [content_of(part, depth + 1) for part in parts]
-    if any(each is None for each in contents):
-        return None
-    return (kind, frozenset(contents)) if kind in (set, frozenset) else (kind, tuple(contents))
-
-
-def _walk(value: Any, address: str, kind: type[ScriptPickler]) -> tuple[bytes, ScriptPickler]:
-    """Return the pickle of a value and of its buffers, and the pickler with what it has noted.
-
-    Raises:
-        UnsendableError: If the value cannot be pickled. The message names the unpicklable part, as a path from `address`.
-    """
-    stream = io.BytesIO()
-    buffers: list[memoryview] = []
-    pickler = kind(stream, buffers, _is_global)
-    with explain_unpicklable(value, address, buffers):
-        pickler.dump(value)
-    if kind is _DigestPickler:
-        for buffer in buffers:
-            stream.write(buffer)
-    return stream.getvalue(), pickler
-
-
-class _DigestPickler(ScriptPickler):
-    """Pickles tensors as their address and version, without their elements."""
-
-    def _reduced_tensor(self, tensor: torch.Tensor) -> Any:
-        version = 0 if tensor.is_inference() else version_of(tensor)
-        shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device))
-        return tuple, ((tensor.data_ptr(), version, *shape, tensor.requires_grad),)
-
-
-def _parts_of(pickler: ScriptPickler) -> dict[int, Any]:
-    """Return functions that return the objects with a state in a pickle, by the ids of these objects."""
-    return {id(each): _reference(each) for each in pickler.objects if _is_kept(each)}
-
-
-def _is_kept(value: Any) -> bool:
-    """True for objects that two globals must not hold as two copies."""
-    return isinstance(value, torch.nn.Module) or not (callable(value) or isinstance(value, _CONSTANT))
-
-
-def _reference(value: Any) -> Any:
-    """Return a function that returns the value. It does not keep the value alive, if its class allows that."""
-    try:
-        return weakref.ref(value)
-    except TypeError:
-        return lambda: value
+def _parts_of(pickler: ScriptPickler, is_part: Callable[[Any], bool] = has_state) -> dict[int, Callable[[], Any]]:
+    """Return references to the objects in a pickle that two globals must not hold as two copies, by their ids."""
+    return {id(each): reference_to(each) for each in pickler.objects if is_part(each)}

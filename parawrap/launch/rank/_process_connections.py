@@ -7,19 +7,33 @@ are the TCP connections whose two ends are processes of the same world.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from parawrap.launch._private_names import groups_of_process, sequence_number_of
+from parawrap.launch._private_names import groups_of_process, number_of_groups, sequence_number_of
 
-__all__ = ["Connection", "break_connections", "connections_between", "connections_here", "sequence_numbers"]
+__all__ = [
+    "MESSAGES",
+    "Connection",
+    "break_connections",
+    "connections_between",
+    "connections_here",
+    "count_messages",
+    "forget_messages",
+    "sequence_numbers",
+]
 
+MESSAGES = "messages"
+_GROUPS = "groups"
 _OPEN_FILES = Path("/dev/fd")
+_messages = 0
 
 Connection = tuple[tuple[str, int], tuple[str, int]]
 """The addresses of the two ends of a TCP connection: that of this process, and that of the other one."""
@@ -55,14 +69,38 @@ def break_connections(broken: set[Connection]) -> None:
 
 
 def sequence_numbers() -> Mapping[str, int]:
-    """Return the number of operations that each process group of this process has begun, by the name of the group."""
-    if not dist.is_initialized():
-        return {}
-    numbers = {}
+    """Return the number of operations that each process group of this process has begun, by the name of the group.
+
+    Also return the number of groups, and of messages from rank to rank in the call that runs: those of a failed call may
+    wait for a receiver, and counts do not show it.
+    """
+    numbers = {_GROUPS: number_of_groups(), MESSAGES: _messages}
     for group in groups_of_process():
         with contextlib.suppress(RuntimeError):  # its backend does not count
             numbers[str(group.group_name)] = sequence_number_of(group)
     return numbers
+
+
+def count_messages() -> None:
+    """Count the messages from rank to rank that this process sends or receives from now on."""
+    for name in ("send", "recv", "recv_anysource"):
+        setattr(dist.ProcessGroup, name, _counted(getattr(dist.ProcessGroup, name)))
+
+
+def forget_messages() -> None:
+    """Start to count from 0."""
+    global _messages
+    _messages = 0
+
+
+def _counted(operation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(operation)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        global _messages
+        _messages += 1
+        return operation(*args, **kwargs)
+
+    return counted
 
 
 def _descriptors() -> list[int]:

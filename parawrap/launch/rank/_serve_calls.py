@@ -12,7 +12,7 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -23,12 +23,13 @@ from parawrap.errors import LaunchError, UnsendableError, add_note
 from parawrap.launch._rank import become, current_rank
 from parawrap.launch.messages import _rank_errors as failures
 from parawrap.launch.messages._channel import close_in_forked_children
+from parawrap.launch.messages._global_contents import state_of
 from parawrap.launch.messages._line import Arrival, Line, Message
 from parawrap.launch.messages._script_pickler import pickle_with_names
-from parawrap.launch.messages._sent_globals import content_of
 from parawrap.launch.rank._control_thread import Control, EndOrdered
 from parawrap.launch.rank._interrupts import CallHalted
 from parawrap.launch.rank._preemption import RequeueRequested
+from parawrap.launch.rank._process_connections import count_messages, forget_messages
 from parawrap.launch.rank._process_groups import StoreAddress, enter_groups, leave_groups, open_store
 from parawrap.launch.rank._rank_assignment import Assignment
 
@@ -42,6 +43,7 @@ def serve_calls(file: int, control: Control, assignment: Assignment) -> None:
     sock = socket.socket(fileno=file)
     close_in_forked_children(sock)
     control.interrupts.install()
+    count_messages()
     line = Line(sock, copies_small=True)
     server = _Server(line, control, assignment.meeting)
     try:
@@ -87,6 +89,7 @@ class _Server:
         number = request.number
         try:
             try:
+                forget_messages()
                 self._interrupts.begin(number)
                 result, pickled = self._result_of(request)
             finally:
@@ -94,6 +97,7 @@ class _Server:
         except (EndOrdered, SystemExit):  # they end the process
             raise
         except CallHalted:
+            self._report_owned(number)
             self._send("halted", number, time.time())
         except RequeueRequested:
             msg = "requeue() was called in ranks that stay, which cannot restart: use @wrapper(Platform(...)) instead"
@@ -146,8 +150,8 @@ class _Server:
         try:
             definitions, sources = pickle.load(stream)
             linecache.cache.update((name, (0, None, lines, name)) for name, lines in sources.items())
-            for name, pickled in definitions:
-                self._receive({name: pickle.loads(pickled)})
+            for names, pickled, attributes in definitions:
+                self._define(names, pickled, attributes)
             call = pickle.load(stream, buffers=request.buffers)
             self._receive(call["the globals"])
             function = call["the function"]
@@ -158,28 +162,42 @@ class _Server:
             self._send("owned", request.number, None)
             if isinstance(error, Exception):
                 add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
+            if isinstance(error, ModuleNotFoundError):
+                add_note(error, f"ranks that stay import from the sys.path of their start. It is {sys.path}")
             raise
         return function, call["args"], call["kwargs"]
 
-    def _receive(self, names: Mapping[str, Any]) -> None:
-        """Set globals.
+    def _define(self, names: Sequence[str], pickled: bytes, attributes: Mapping[str, Sequence[str]]) -> None:
+        """Set definitions. A class that is here already gets its new attributes, and loses those that it has no more."""
+        self._check_unchanged(names)
+        loaded = pickle.loads(pickled)
+        values = {names[0]: loaded} if len(names) == 1 else loaded
+        for name, kept in attributes.items():
+            for gone in [each for each in vars(values[name]) if each not in kept and not each.startswith("_")]:
+                delattr(values[name], gone)
+        self._set(values)
 
-        Raises:
-            UnsendableError: If functions have assigned one of them, or have changed its value in place.
-        """
+    def _receive(self, names: Mapping[str, Any]) -> None:
+        self._check_unchanged(names)
+        self._set(names)
+
+    def _check_unchanged(self, names: Iterable[str]) -> None:
+        """Raise UnsendableError if functions have assigned one of these globals, or have changed its value in place."""
         for name in names:
             value, before = self._main.get(name, _MISSING), self._contents.get(name)
             is_own = value is not _MISSING and value is not self._received.get(name, _MISSING)
-            if is_own or (before is not None and content_of(value) != before):
+            if is_own or (before is not None and state_of(value) != before):
                 msg = (
                     f"the global {name!r} was changed in this rank, and the launching process has changed it too: it is "
                     "unclear which value is meant. Rename one of the two, pass the value as an argument, or delete it in a "
                     f"function that the ranks call (global {name}; del {name}) to send it again"
                 )
                 raise UnsendableError(msg)
+
+    def _set(self, names: Mapping[str, Any]) -> None:
         self._main.update(names)
         self._received.update(names)
-        self._contents.update((name, content_of(value)) for name, value in names.items())
+        self._contents.update((name, state_of(value)) for name, value in names.items())
 
     def _receive_names(self, request: Arrival) -> None:
         try:
@@ -197,7 +215,7 @@ class _Server:
             self._owned.discard(name)
         assigned = [
             name
-            for name, value in main.items()
+            for name, value in list(main.items())  # threads may change it
             if received.get(name, _MISSING) is not value and name not in self._owned and not name.startswith("__")
         ]
         if assigned or deleted:
