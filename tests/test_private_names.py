@@ -417,6 +417,26 @@ print("joined")
     assert found.stdout.split() == ["pool", "thread", "joined"]
 
 
+@canary("_world", "_get_sequence_number_for_group")
+def test_groups_count_their_operations():
+    """Ranks that stay notice groups that are out of step: torch counts groups, and each group its operations."""
+    script = """
+import torch
+import torch.distributed as dist
+from parawrap.launch._private_names import groups_of_process, number_of_groups, sequence_number_of
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+assert groups_of_process() == [dist.group.WORLD]
+before = sequence_number_of(dist.group.WORLD), number_of_groups()
+dist.all_reduce(torch.ones(1))
+dist.new_group([0])
+after = sequence_number_of(dist.group.WORLD), number_of_groups()
+print(all(second > first for first, second in zip(before, after)))
+dist.destroy_process_group()
+"""
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.split() == ["True"]
+
+
 # Without a name
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchError, Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch.coordinator._transcript import Transcript
@@ -263,3 +264,53 @@ def test_output_that_is_not_read_stays_in_the_rank(ray, tmp_path, monkeypatch):
         may_write.set()
     assert launch.results(PATIENCE_S) == (None,)
     assert written() == 60
+
+
+def keep(value):
+    """Keep a value in this module for later calls."""
+    global kept
+    kept = value
+
+
+def kept_with_rank(scale):
+    """Return what `keep` kept, times `scale`, and the rank."""
+    return kept * scale, current_rank().global_rank
+
+
+def reduce_one():
+    """Sum ones over the ranks."""
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return value.item()
+
+
+def fail_in_rank_0():
+    """Raise in rank 0, while the other rank waits for it."""
+    if current_rank().global_rank == 0:
+        raise ValueError("of rank 0")
+    reduce_one()
+
+
+def test_ranks_stay_on_two_nodes(ray):
+    """Ranks keep their state between calls, and answer with tensors."""
+    with Platform(device="ray", n_nodes=2, verbose=False).open() as ranks:
+        ranks(keep, torch.arange(300_000.0))
+        answers = *ranks(kept_with_rank, 2), ranks[1](kept_with_rank, 2)
+        assert [rank for _, rank in answers] == [0, 1, 1]
+        assert all(torch.equal(value, 2 * torch.arange(300_000.0)) for value, _ in answers)
+        with pytest.raises(ValueError, match="of rank 0"):
+            ranks(fail_in_rank_0)
+        assert ranks(reduce_one) == (2.0, 2.0)
+        assert ranks(kept_with_rank, 1)[1][1] == 1
+
+
+def test_a_dead_rank_ends_ranks_on_ray(ray):
+    """The call raises RankDiedError, and so do later calls."""
+    ranks = Platform(device="ray", n_nodes=2, verbose=False, ipc_groups=None).open()
+    pids = ranks(os.getpid)
+    with pytest.raises(RankDiedError, match="SIGKILL"):
+        ranks[1](os.kill, pids[1], signal.SIGKILL)
+    with pytest.raises(RankDiedError, match=r"rank 1 of 2 was killed by SIGKILL"):
+        ranks(os.getpid)
+    ranks.close()
+    assert_gone(pids)
