@@ -120,7 +120,7 @@ def test_cancel_between_two_attempts_prevents_the_restart(tmp_path):
 
     launch: Any = train.submit()
     eventually((tmp_path / "cleaning").exists, "the clean-up of rank 1")
-    launch._request_cancel()  # unlike `cancel`, does not wait for the ranks
+    launch.request_cancel()  # unlike `cancel`, does not wait for the ranks
     (tmp_path / "cancelled").touch()
     launch.cancel()
     with pytest.raises(LaunchCancelledError):
