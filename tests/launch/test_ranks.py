@@ -620,9 +620,15 @@ def test_closed_ranks_refuse_calls():
 
 
 def test_an_exception_in_the_block_ends_the_ranks():
-    with pytest.raises(ZeroDivisionError), ranks().open() as opened:
-        pids = [pid for _, pid in opened(rank_and_pid)]
-        raise ZeroDivisionError
+    pids = []
+
+    def work():
+        with ranks().open() as opened:
+            pids.extend(pid for _, pid in opened(rank_and_pid))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
     assert_gone(pids)
 
 
