@@ -40,7 +40,7 @@ SUITES = {
         "Engine and public classes",
         ("overhead", "growth", "collate", "importing", "replicas", "memory", "memory_kept"),
     ),
-    "launching": Suite("Launching on one machine", ("launching", "relaunching"), time_unit="ms"),
+    "launching": Suite("Launching on one machine", ("launching", "relaunching", "staying"), time_unit="ms"),
     "neuron": Suite("NeuronCores, emulated", ("neuron",)),
     "cpu_lanes": Suite(
         "Lanes on the CPU", ("cpu_lanes", "training", "mapping", "submitting"), time_unit="ms", on_every_core=True

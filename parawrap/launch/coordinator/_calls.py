@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
-from parawrap.errors import SessionError
+from parawrap.errors import LaunchError, SessionError
 from parawrap.launch._platform import Platform
+from parawrap.launch._system_limits import explained
 from parawrap.launch.coordinator._ending import Ending
 from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._interruptible_event import Latch
@@ -290,6 +291,9 @@ class Calls:
                     _guard_of(state).call(state.rank, Message(word, None, call.number), *payload)
                 except SessionError as error:  # no room for its tensors
                     refused[state.rank] = error
+                except OSError as error:
+                    msg = f"the call of {call.name} cannot be sent to rank {state.rank}: {explained(error)}"
+                    refused[state.rank] = LaunchError(msg)
         return refused
 
     def _interrupt(self, call: Call, *, cancels: bool) -> None:

@@ -13,6 +13,7 @@ call that uses it is refused.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import decimal
@@ -130,10 +131,14 @@ class SentGlobals:
         survey = _Survey(self._sent, self._owned)
         if isinstance(found, tuple) and found[0] == "__main__":
             survey.visit(found[1], name)
-        if not isinstance(found, tuple) or pickled_plain((args, kwargs)) is None:
+        pickler = None
+        if survey.uses_objects or not isinstance(found, tuple) or pickled_plain((args, kwargs)) is None:
             named = {"the function": found, "args": args, "kwargs": kwargs}
-            survey.visit_all(_walk(named, "", ScriptPickler)[1], name)
-        self._check_sharing(survey)
+            pickler = _walk(named, "", ScriptPickler)[1]
+            survey.visit_all(pickler, name)
+        self._check_globals(survey)
+        if pickler is not None and survey.uses_objects:
+            self._check_arguments(_parts_of(pickler), survey)
         definitions = pickle.dumps((survey.definitions, survey.sources))
         payload = _joined(definitions, survey.values, found, args, kwargs)
         names_only = None
@@ -141,25 +146,35 @@ class SentGlobals:
             names_only = _joined(definitions, survey.values, None, (), {})
         return PackedCall(payload, names_only, survey.sent, (args, kwargs, survey.values))
 
-    def _check_sharing(self, survey: _Survey) -> None:
-        """Refuse a global that shares an object with another one that the ranks have already.
+    def _check_globals(self, survey: _Survey) -> None:
+        """Refuse a global that shares an object with another one that the ranks have received before.
 
         Raises:
-            UnsendableError: If there is one: the rank's copies would be apart.
+            UnsendableError: If there is one: in the ranks, it would be two objects.
         """
         for name, sent in survey.sent.items():
-            for other, before in self._sent.items():
-                if other in survey.sent or other == name:
-                    continue
-                for key in sent.parts.keys() & before.parts.keys():
-                    part = before.parts[key]()
-                    if part is not None and part is sent.parts[key]():
-                        msg = (
-                            f"the global {name!r} holds a {type(part).__qualname__} of the global {other!r}, which the "
-                            f"ranks have received before. Their copies would be two objects: make {name!r} in a function "
-                            "that the ranks call, or pass both as arguments of one call"
-                        )
-                        raise UnsendableError(msg)
+            for other in self._sent.keys() - survey.sent.keys():
+                self._refuse_shared(sent.parts, other, f"the global {name!r}", f"make {name!r} in a function on the ranks")
+
+    def _check_arguments(self, parts: Mapping[int, Any], survey: _Survey) -> None:
+        """Refuse an argument that shares an object with a global that the function uses and the ranks have already.
+
+        Raises:
+            UnsendableError: If there is one.
+        """
+        for other in (self._sent.keys() & survey.seen) - survey.sent.keys():
+            self._refuse_shared(parts, other, "an argument", "use only the global, or pass all of them as arguments")
+
+    def _refuse_shared(self, parts: Mapping[int, Any], other: str, what: str, cure: str) -> None:
+        before = self._sent[other].parts
+        for key in parts.keys() & before.keys():
+            part = before[key]()
+            if part is not None and part is parts[key]():
+                msg = (
+                    f"{what} holds a {type(part).__qualname__} that the global {other!r} holds too, and the ranks have "
+                    f"their own {other!r} since an earlier call. In the ranks, it would be two objects: {cure}"
+                )
+                raise UnsendableError(msg)
 
 
 def _joined(
@@ -204,17 +219,20 @@ class _Survey:
         values: The other globals to send.
         sources: The lines of files that do not exist.
         sent: What to remember of both.
+        seen: All globals that the call uses.
+        uses_objects: True if one of them is an object with a state.
     """
 
     def __init__(self, known: Mapping[str, _Sent], owned: set[str]) -> None:
         self._known = known
         self._owned = owned
         self._main = vars(sys.modules["__main__"])
-        self._seen: set[str] = set()
+        self.seen: set[str] = set()
         self.definitions: list[tuple[str, bytes]] = []
         self.values: dict[str, Any] = {}
         self.sources: dict[str, list[str]] = {}
         self.sent: dict[str, _Sent] = {}
+        self.uses_objects = False
 
     def visit_all(self, pickler: ScriptPickler, user: str) -> None:
         """Visit the globals that a pickle needs or whose names its functions use."""
@@ -223,13 +241,14 @@ class _Survey:
             self.visit(name, user)
         if pickler.reads_names:
             for name in names_of_script()[0]:
-                self.visit(name, user)
+                with contextlib.suppress(UnsendableError):  # it may not be needed
+                    self.visit(name, user)
 
     def visit(self, name: str, user: str) -> None:
         """Visit a global that `user` uses, and the globals that it uses itself."""
-        if name in self._seen or name not in self._main:
+        if name in self.seen or name not in self._main:
             return
-        self._seen.add(name)
+        self.seen.add(name)
         value = self._main[name]
         if isinstance(value, _DEFINITIONS):
             self._visit_definition(name, value, user)
@@ -269,7 +288,8 @@ class _Survey:
 
     def _visit_object(self, name: str, value: Any, user: str) -> None:
         before = self._known.get(name)
-        if name in self._owned and before is None:
+        self.uses_objects = True
+        if before is None:
             self._check_owner(name, user)
         pickled, pickler = _walk(value, f"the global {name!r}", _DigestPickler)
         digest = hashlib.blake2b(pickled).digest()
@@ -285,9 +305,8 @@ class _Survey:
             return
         self._check_owner(name, user)
         self.values[name] = value
-        parts = {id(each): _reference(each) for each in pickler.objects if _is_kept(each)}
         needs = (*pickler.required, *pickler.used)
-        self.sent[name] = _Sent(digest, _reference(value), needs, parts)
+        self.sent[name] = _Sent(digest, _reference(value), needs, _parts_of(pickler))
 
     def _check_owner(self, name: str, user: str) -> None:
         if name in self._owned:
@@ -361,6 +380,11 @@ class _DigestPickler(ScriptPickler):
         version = 0 if tensor.is_inference() else version_of(tensor)
         shape = (tuple(tensor.shape), tensor.stride(), str(tensor.dtype), str(tensor.device))
         return tuple, ((tensor.data_ptr(), version, *shape, tensor.requires_grad),)
+
+
+def _parts_of(pickler: ScriptPickler) -> dict[int, Any]:
+    """Return functions that return the objects with a state in a pickle, by the ids of these objects."""
+    return {id(each): _reference(each) for each in pickler.objects if _is_kept(each)}
 
 
 def _is_kept(value: Any) -> bool:

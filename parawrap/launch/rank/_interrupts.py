@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -36,6 +37,11 @@ class Interrupts:
     def install(self) -> None:
         """Handle SIGINT in this process. Only the control thread sends it."""
         signal.signal(signal.SIGINT, self._on_sigint)
+        os.register_at_fork(after_in_child=self._restore)
+
+    def _restore(self) -> None:
+        if signal.getsignal(signal.SIGINT) == self._on_sigint:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def begin(self, number: int) -> None:
         """Note the begin of a call."""

@@ -170,7 +170,7 @@ def _run(assignment: Assignment, files: Sequence[int], control: Control, spare: 
     assignment.surroundings.take_over()
     faulthandler.enable()
     job = _unpacked(payload)
-    _refuse_prompts(job.name)
+    _refuse_prompts("function" if assignment.stays else job.name)
     _kept.append(job)  # with the function's globals: to free an open file may block, and `flush_files` limits that
     with being(replace(_set_up_process(assignment, job.platform, control), preemption=control.preemption)):
         control.note_phase("run")
@@ -227,7 +227,10 @@ def _refuse_prompts(name: str) -> None:
     Debuggers with a connection of their own, and those of PYTHONBREAKPOINT, still work.
     """
     short = name.rpartition("<locals>.")[2]
-    msg = f"a rank has no terminal. Call {short}.inline(...) instead: it runs the function in this process, for a debugger"
+    msg = (
+        f"a rank has no terminal. Call {short}.inline(...) of a decorated function instead: it runs the function in the "
+        "launching process, for a debugger"
+    )
 
     def refuse_breakpoint(*_: object, **__: object) -> NoReturn:
         raise LaunchError(msg)

@@ -99,9 +99,7 @@ class _Server:
         except BaseException as error:  # noqa: BLE001 (a rank reports every exception)
             self._send_exception(error, number)
         else:
-            self._report_owned(number)
-            _flush()
-            self._line.send_pickled(Message("returned", None, number), *pickled)
+            self._send_result(number, pickled)
             del result  # its tensors lend their memory until here
 
     def _result_of(self, request: Arrival) -> tuple[Any, tuple[memoryview, list[memoryview]]]:
@@ -109,6 +107,16 @@ class _Server:
         function, args, kwargs = self._load(request)
         result = function(*args, **kwargs)
         return result, pickle_with_names(result, "the result", self._is_shared)
+
+    def _send_result(self, number: int, pickled: tuple[memoryview, list[memoryview]]) -> None:
+        self._report_owned(number)
+        _flush()
+        try:
+            self._line.send_pickled(Message("returned", None, number), *pickled)
+        except ConnectionError:
+            raise
+        except Exception as error:  # noqa: BLE001 (no room for its tensors)
+            self._send_exception(error, number)
 
     def _send_exception(self, error: BaseException, number: int) -> None:
         if self._regrouped_after and failures.is_echo(error):
@@ -165,7 +173,9 @@ class _Server:
         """Report the globals that a function has assigned since the last report."""
         main, received = self._main, self._received
         new = [
-            name for name, value in main.items() if received.get(name, _MISSING) is not value and name not in self._owned
+            name
+            for name, value in main.items()
+            if received.get(name, _MISSING) is not value and name not in self._owned and not name.startswith("__")
         ]
         if new:
             self._owned.update(new)
