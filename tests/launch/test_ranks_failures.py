@@ -73,20 +73,25 @@ def has_same_group():
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """Two ranks that no test of this module ends."""
-    with ranks(seed=0).open() as opened:
-        yield opened
+def worlds():
+    """All ranks that `world` has opened: one world, unless a failing test ended it."""
+    opened = [ranks(seed=0).open()]
+    yield opened
+    for each in opened:
+        each.close()
 
 
 @pytest.fixture
-def world(shared):
-    """The shared ranks. They answer before and after the test, from the same processes."""
-    shared(keep_group)
-    before = shared(os.getpid)
-    yield shared
-    assert shared(os.getpid) == before
-    assert shared(all_sum) == (2.0, 2.0)
+def world(worlds):
+    """Two shared ranks. They answer before and after the test, from the same processes."""
+    if worlds[-1].state == "ended":
+        worlds.append(ranks(seed=0).open())
+    opened = worlds[-1]
+    opened(keep_group)
+    before = opened(os.getpid)
+    yield opened
+    assert opened(os.getpid) == before
+    assert opened(all_sum) == (2.0, 2.0)
 
 
 # -- exceptions
@@ -133,11 +138,19 @@ def test_an_exception_beside_two_blocked_ranks():
 
 
 def test_failures_may_follow_each_other(world):
-    """Each failure makes new process groups, however often."""
-    for number in range(5):
-        with pytest.raises(KeyError):
-            world(fail_beside, number % 2, "all_reduce")
-        assert world(all_sum, float(number)) == (2.0 * number,) * 2
+    """Each failure makes new process groups, and no rank keeps descriptors or threads of the old ones."""
+
+    def fail(count):
+        for number in range(count):
+            with pytest.raises(KeyError):
+                world(fail_beside, number % 2, "all_reduce")
+            assert world(all_sum, float(number)) == (2.0 * number,) * 2
+
+    pids = world(os.getpid)
+    fail(2)
+    before, _ = resources(pids)
+    fail(6)
+    assert resources(pids)[0] == before
 
 
 def test_a_call_of_one_rank_may_fail(world):
