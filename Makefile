@@ -23,6 +23,7 @@ SLOW := $(CLUSTERS) or long
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/stay.py
 	$(BIN)/python examples/one_block.py threads processes
 
 # In parallel, the longest first, because tests of launches mostly wait for processes.

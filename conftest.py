@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def pytest_collection_finish() -> None:
 def _same_numbers() -> None:
     """Let each test and example draw the same numbers at each run."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _examples_of_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run an example with ranks that stay as a script runs: its names are globals of ``__main__``."""
+    test = getattr(request.node, "dtest", None)
+    if test is not None and any(".open()" in each.source for each in test.examples):
+        main = types.ModuleType("__main__")
+        vars(main).update(test.globs, __name__="__main__")
+        test.globs = vars(main)
+        monkeypatch.setitem(sys.modules, "__main__", main)
 
 
 @pytest.fixture(autouse=True)

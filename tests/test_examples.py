@@ -1,4 +1,4 @@
-"""The programs in examples/ run unchanged. ``make demo`` runs examples/digits.py."""
+"""The programs in examples/ run unchanged. ``make demo`` runs examples/digits.py, stay.py, and one_block.py."""
 
 from __future__ import annotations
 
@@ -44,6 +44,15 @@ def test_one_block_runs_on_threads_and_processes():
     found = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout.count("are those of the plain loop") == 2
+
+
+def test_ranks_that_stay_train_on():
+    """Each call trains the model that the calls before it have left."""
+    command = [sys.executable, "-W", "error", EXAMPLES / "stay.py"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
+    assert (found.returncode, found.stderr) == (0, "")
+    losses = [float(line.split()[-1]) for line in found.stdout.splitlines()]
+    assert losses[0] > losses[1] > losses[2] > 0
 
 
 def test_the_guide_page_shows_the_programs():

@@ -26,7 +26,7 @@ from parawrap.launch.coordinator._event_loop import Loop
 from parawrap.launch.coordinator._interruptible_event import Latch
 from parawrap.launch.coordinator._rank_state import RankState
 from parawrap.launch.coordinator._standstill import Standstill, report_interval_s
-from parawrap.launch.coordinator._transcript import Record
+from parawrap.launch.coordinator._transcript import Record, Transcript
 from parawrap.launch.guard._guard import CallGuard
 from parawrap.launch.messages._first_rank_failure import Died, Ended, Outcome, Parcel, Raised, Returned
 from parawrap.launch.messages._line import Arrival, Message, pickle_value
@@ -52,6 +52,7 @@ class Call:
 
     Attributes:
         packed: The pickled function, arguments, and globals.
+        before: What was known of these globals before, for `SentGlobals.restore`.
         has_begun: True once it was sent to the ranks.
         records: Receive the output of the ranks during the call, by rank.
         done: Set once the call has ended.
@@ -65,6 +66,7 @@ class Call:
         self.name = name
         self.ranks = ranks
         self.packed: PackedCall | None = None
+        self.before: Mapping[str, Any] = {}
         self.records: Sequence[Record] = ()
         self.done = Latch()
         self.ending: Ending | None = None
@@ -114,7 +116,6 @@ class _Current:
         halts: True if the ranks that still run are to end the call.
         broken: True if connections between the ranks were closed.
         refused: The error of a payload that could not be sent.
-        sent: The globals that were sent with the call.
     """
 
     call: Call
@@ -132,7 +133,6 @@ class _Current:
     stuck_stacks: dict[int, str] = field(default_factory=dict)
     answers: dict[int, Any] = field(default_factory=dict)
     refused: Exception | None = None
-    sent: Sequence[str] = ()
 
 
 class Calls:
@@ -147,6 +147,7 @@ class Calls:
         idle: Set once the last call has ended after `close`, or the launch has ended.
         ending: How the launch ended; None until then.
         lost: The reason why the ranks had to be ended, other than a death or a time limit.
+        transcripts: The output of the ranks. Set by their owner.
         ended_in: The name of the function that the ranks ran when the launch ended.
     """
 
@@ -165,6 +166,7 @@ class Calls:
         self._is_closing = False
         self.ending: Ending | BaseException | None = None
         self.lost: str | None = None
+        self.transcripts: Sequence[Transcript] = ()
         self.ended_in = ""
         self._last: dict[int, Call] = {}
 
@@ -270,11 +272,11 @@ class Calls:
         states = {rank: _CallState(rank, self._states[rank].pid) for rank in call.ranks}
         standstill = Standstill([*states.values()], report_interval_s(self._platform))
         up_at = _NEVER if limit is None else now + 60 * limit
-        current = _Current(call, states, standstill, up_at, now, answered_at=now, sent=[*packed.sent])
+        current = _Current(call, states, standstill, up_at, now, answered_at=now)
         self._current = current
         self._last.update(dict.fromkeys(call.ranks, call))
         if refused:
-            self._sent.forget(packed.sent)
+            self._sent.restore(call.before)
             current.refused = next(iter(refused.values()))
             for rank in refused.keys() & states.keys():
                 states[rank].outcome = Ended(time.time())
@@ -287,6 +289,8 @@ class Calls:
         for state in self._states:
             word, payload = ("call", packed.payload) if state.rank in call.ranks else ("names", packed.names_only)
             if payload is not None:
+                if self.transcripts:
+                    self.transcripts[state.rank].leave_out()
                 try:
                     _guard_of(state).call(state.rank, Message(word, None, call.number), *payload)
                 except SessionError as error:  # no room for its tensors
@@ -385,9 +389,9 @@ class Calls:
         if answer.word == "owned":
             names = answer.load()
             if names is not None:
-                self._sent.note_owned(names)
-            elif current is not None:  # this rank could not load them
-                self._sent.forget(current.sent)
+                self._sent.note_owned(rank, *names)
+            elif current is not None:  # this rank could not set them
+                self._sent.restore(current.call.before)
         elif current is None or answer.number != current.call.number:
             return
         elif answer.word == "regrouped":

@@ -83,6 +83,7 @@ class Ranks:
         self._is_closed = False
         job = Job(platform, serve_calls, calls=self._calls, label=_LABEL)
         self._launch: Launch[Any] = _launch(job)
+        self._calls.transcripts = self._launch.records
         self._end = weakref.finalize(self, _abandon, self._launch, self._pid)
         self._end.atexit = False  # `_launch` ends all launches then
         try:
@@ -166,13 +167,13 @@ class Ranks:
         self._check_open(call.name)
         with self._packing:
             packed = self._sent.pack(function, args, kwargs, call.name, for_all=len(call.ranks) == len(self))
-            before = self._sent.commit(packed.sent)
+            call.before = self._sent.commit(packed.sent)
             try:
                 call.packed = packed.detached() if is_later else packed
                 self._calls.submit(call)
             except BaseException:  # Ctrl-C
                 if not self._calls.has(call):
-                    self._sent.restore(before)
+                    self._sent.restore(call.before)
                 raise
 
     def _interrupt(self, call: Call) -> None:

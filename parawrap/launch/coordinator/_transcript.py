@@ -83,6 +83,7 @@ class Transcript:
         path = None if folder is None else folder / f"rank-{rank}.log"
         self._file = None if path is None else _TolerantFile(_opened(path), str(path))
         self._spool = _Spool()
+        self._words_from = 0
         self._kept = _TolerantFile(self._spool, f"the transcript of rank {rank}")
         self._lines = () if printer is None else (Lines(printer, prefix, "stdout"), Lines(printer, prefix, "stderr"))
 
@@ -122,9 +123,14 @@ class Transcript:
             end = self._end(_LAST_LINE)
         return last_shown_line(end.decode(errors="replace"))
 
+    def leave_out(self) -> None:
+        """Leave the output so far out of `last_words`."""
+        with self._access:
+            self._words_from = self._spool.size
+
     def last_words(self, at_most: int) -> str:
         with self._access:
-            end = self._end(_SEARCHED)
+            end = self._end(min(_SEARCHED, self._spool.size - self._words_from))
         return end_of(end.decode(errors="replace"), at_most)
 
     def _end(self, size: int) -> bytes:

@@ -22,7 +22,7 @@ import torch
 
 from parawrap.launch.messages._pickle_definitions import is_found_by_name
 
-__all__ = ["may_read_names", "names_of_script"]
+__all__ = ["globals_used_by", "may_read_names", "names_of_script"]
 
 _READERS = frozenset({"eval", "exec", "globals", "vars"})
 
@@ -56,14 +56,14 @@ def names_of_script() -> tuple[dict[str, Any], dict[str, str]]:
 
 def may_read_names(code: types.CodeType) -> bool:
     """True if a function with this code may use any name of the script."""
-    return "__subclasses__" in code.co_names or not _READERS.isdisjoint(_globals_used_by(code))
+    return "__subclasses__" in code.co_names or not _READERS.isdisjoint(globals_used_by(code))
 
 
 @functools.lru_cache(maxsize=4096)
-def _globals_used_by(code: types.CodeType) -> frozenset[str]:
+def globals_used_by(code: types.CodeType) -> frozenset[str]:
     mine = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
     inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return frozenset(mine).union(*map(_globals_used_by, inner))
+    return frozenset(mine).union(*map(globals_used_by, inner))
 
 
 class _Survey:
@@ -144,5 +144,5 @@ def _parts_of_function(function: types.FunctionType, name: str) -> Iterable[tupl
             continue
     for part in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *vars(function).values()):
         yield part, name
-    for used in _globals_used_by(function.__code__) & function.__globals__.keys():
+    for used in globals_used_by(function.__code__) & function.__globals__.keys():
         yield function.__globals__[used], used

@@ -19,6 +19,7 @@ import torch
 from parawrap.launch.messages._line import trimmed
 from parawrap.launch.messages._pickle_values import ValuePickler, explain_unpicklable
 from parawrap.launch.messages._plain_values import pickled_plain
+from parawrap.launch.messages._script_names import globals_used_by
 
 __all__ = ["ScriptPickler", "find_in_main", "pickle_definition", "pickle_with_names"]
 
@@ -48,7 +49,8 @@ class ScriptPickler(ValuePickler):
 
     Attributes:
         required: The globals of ``__main__`` that the reader needs to load the pickle.
-        used: The globals of ``__main__`` that the pickled functions use.
+        used: The globals of ``__main__`` that the pickled functions read.
+        assigned: Those that they only assign or delete.
         objects: The pickled objects with a state, such as tensors and modules.
         sources: The lines of files that do not exist, such as cells of a notebook.
     """
@@ -65,6 +67,7 @@ class ScriptPickler(ValuePickler):
         self._defines = defines
         self.required: dict[str, None] = {}
         self.used: dict[str, None] = {}
+        self.assigned: dict[str, None] = {}
         self.objects: list[Any] = []
 
     @property
@@ -86,15 +89,17 @@ class ScriptPickler(ValuePickler):
             self.objects.append(obj)
         reduced = super().reducer_override(obj)
         if isinstance(obj, types.FunctionType) and obj.__globals__ is vars(sys.modules["__main__"]):
-            self._leave_globals(reduced)
+            self._leave_globals(obj, reduced)
         return reduced
 
-    def _leave_globals(self, reduced: Any) -> None:
+    def _leave_globals(self, function: types.FunctionType, reduced: Any) -> None:
         """Note the globals of a function, and leave out their values."""
         if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):  # cloudpickle, by value
             state = reduced[2][1]
-            self.used |= dict.fromkeys(state["__globals__"])
-            state["__globals__"] = {}
+            names, state["__globals__"] = state["__globals__"], {}
+            read = globals_used_by(function.__code__)
+            self.used |= dict.fromkeys(name for name in names if name in read)
+            self.assigned |= dict.fromkeys(name for name in names if name not in read)
 
 
 def _is_found(value: Any) -> bool:

@@ -27,7 +27,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ from parawrap.launch.messages._plain_values import pickled_plain
 from parawrap.launch.messages._script_names import names_of_script
 from parawrap.launch.messages._script_pickler import ScriptPickler, pickle_definition, pickle_with_names
 
-__all__ = ["PackedCall", "SentGlobals", "find_function"]
+__all__ = ["PackedCall", "SentGlobals", "content_of"]
 
 _DEFINITIONS = (type, types.FunctionType, types.ModuleType)
 _EXACT = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device)
@@ -99,27 +99,32 @@ class SentGlobals:
 
     def __init__(self) -> None:
         self._sent: dict[str, _Sent] = {}
-        self._owned: set[str] = set()
-        self._sources: set[str] = set()
+        self._owners: dict[str, set[int]] = {}
 
-    def commit(self, sent: Mapping[str, _Sent]) -> Mapping[str, _Sent]:
-        """Remember what is sent with a call. Return what was known before, for `restore`."""
-        before = dict(self._sent)
+    def commit(self, sent: Mapping[str, _Sent]) -> Mapping[str, _Sent | None]:
+        """Remember what is sent with a call. Return what was known of these globals before, for `restore`."""
+        before = {name: self._sent.get(name) for name in sent}
         self._sent.update(sent)
         return before
 
-    def restore(self, before: Mapping[str, _Sent]) -> None:
-        """Undo `commit`, for a call that was not sent."""
-        self._sent = dict(before)
+    def restore(self, before: Mapping[str, _Sent | None]) -> None:
+        """Undo `commit`: the call was not sent, or a rank could not set its globals."""
+        for name, known in before.items():
+            if known is None:
+                self._sent.pop(name, None)
+            else:
+                self._sent[name] = known
 
-    def note_owned(self, names: Iterable[str]) -> None:
-        """Remember that functions assigned these globals in a rank."""
-        self._owned.update(names)
-
-    def forget(self, names: Iterable[str]) -> None:
-        """Send these globals again, because a rank could not load them."""
-        for name in names:
+    def note_owned(self, rank: int, assigned: Iterable[str], deleted: Iterable[str]) -> None:
+        """Remember that functions assigned or deleted these globals in a rank."""
+        for name in assigned:
+            self._owners.setdefault(name, set()).add(rank)
+        for name in deleted:
             self._sent.pop(name, None)
+            owners = self._owners.get(name, set())
+            owners.discard(rank)
+            if not owners:
+                self._owners.pop(name, None)
 
     def pack(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, *, for_all: bool) -> PackedCall:
         """Pickle a call, together with the globals that the ranks lack.
@@ -128,7 +133,7 @@ class SentGlobals:
             UnsendableError: If a part cannot be pickled, or if a global was assigned both here and in a rank.
         """
         found = find_function(function)
-        survey = _Survey(self._sent, self._owned)
+        survey = _Survey(self._sent, self._owners.keys())
         if isinstance(found, tuple) and found[0] == "__main__":
             survey.visit(found[1], name)
         pickler = None
@@ -223,7 +228,7 @@ class _Survey:
         uses_objects: True if one of them is an object with a state.
     """
 
-    def __init__(self, known: Mapping[str, _Sent], owned: set[str]) -> None:
+    def __init__(self, known: Mapping[str, _Sent], owned: Collection[str]) -> None:
         self._known = known
         self._owned = owned
         self._main = vars(sys.modules["__main__"])
@@ -239,6 +244,8 @@ class _Survey:
         self.sources |= pickler.sources
         for name in (*pickler.required, *pickler.used):
             self.visit(name, user)
+        for name in pickler.assigned:
+            self._visit_assigned(name, user)
         if pickler.reads_names:
             for name in names_of_script()[0]:
                 with contextlib.suppress(UnsendableError):  # it may not be needed
@@ -256,6 +263,12 @@ class _Survey:
             self._visit_plain(name, value, content, user)
         else:
             self._visit_object(name, value, user)
+
+    def _visit_assigned(self, name: str, user: str) -> None:
+        """Send the first value of a global that functions only assign: perhaps not all ranks do."""
+        if name not in self._known and name not in self._owned:
+            with contextlib.suppress(UnsendableError):  # it may not be needed
+                self.visit(name, user)
 
     def _visit_definition(self, name: str, value: Any, user: str) -> None:
         before = self._known.get(name)

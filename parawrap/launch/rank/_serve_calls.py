@@ -19,12 +19,13 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from parawrap.errors import LaunchError, add_note
+from parawrap.errors import LaunchError, UnsendableError, add_note
 from parawrap.launch._rank import become, current_rank
 from parawrap.launch.messages import _rank_errors as failures
 from parawrap.launch.messages._channel import close_in_forked_children
 from parawrap.launch.messages._line import Arrival, Line, Message
 from parawrap.launch.messages._script_pickler import pickle_with_names
+from parawrap.launch.messages._sent_globals import content_of
 from parawrap.launch.rank._control_thread import Control, EndOrdered
 from parawrap.launch.rank._interrupts import CallHalted
 from parawrap.launch.rank._preemption import RequeueRequested
@@ -67,6 +68,7 @@ class _Server:
         self._main = vars(sys.modules["__main__"])
         self._main["__getattr__"] = _refuse_name
         self._received = dict(self._main)
+        self._contents: dict[str, Any] = {}  # of received plain values, as they were then
         self._owned: set[str] = set()
         self._regrouped_after = ""
 
@@ -160,8 +162,24 @@ class _Server:
         return function, call["args"], call["kwargs"]
 
     def _receive(self, names: Mapping[str, Any]) -> None:
+        """Set globals.
+
+        Raises:
+            UnsendableError: If functions have assigned one of them, or have changed its value in place.
+        """
+        for name in names:
+            value, before = self._main.get(name, _MISSING), self._contents.get(name)
+            is_own = value is not _MISSING and value is not self._received.get(name, _MISSING)
+            if is_own or (before is not None and content_of(value) != before):
+                msg = (
+                    f"the global {name!r} was changed in this rank, and the launching process has changed it too: it is "
+                    "unclear which value is meant. Rename one of the two, pass the value as an argument, or delete it in a "
+                    f"function that the ranks call (global {name}; del {name}) to send it again"
+                )
+                raise UnsendableError(msg)
         self._main.update(names)
         self._received.update(names)
+        self._contents.update((name, content_of(value)) for name, value in names.items())
 
     def _receive_names(self, request: Arrival) -> None:
         try:
@@ -170,16 +188,21 @@ class _Server:
             return
 
     def _report_owned(self, number: int) -> None:
-        """Report the globals that a function has assigned since the last report."""
+        """Report the globals that functions have assigned or deleted since the last report."""
         main, received = self._main, self._received
-        new = [
+        deleted = [name for name in (*received, *self._owned) if name not in main]
+        for name in deleted:
+            received.pop(name, None)
+            self._contents.pop(name, None)
+            self._owned.discard(name)
+        assigned = [
             name
             for name, value in main.items()
             if received.get(name, _MISSING) is not value and name not in self._owned and not name.startswith("__")
         ]
-        if new:
-            self._owned.update(new)
-            self._line.send(Message("owned", new, number), "the answer")
+        if assigned or deleted:
+            self._owned.update(assigned)
+            self._line.send(Message("owned", (assigned, deleted), number), "the answer")
 
     def _is_shared(self, name: str) -> bool:
         """True for a global that the launching process has too."""
