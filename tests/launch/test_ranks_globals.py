@@ -71,6 +71,10 @@ def read_through():
 def change_there():
     CONFIG["width"].append(9)
 
+def delete_there():
+    global CONFIG
+    del CONFIG
+
 with platform.open() as ranks:
     found["settings"] = [ranks(read)[0]]
     LR, setting.depth, options.verbose = 2, 4, False
@@ -78,7 +82,10 @@ with platform.open() as ranks:
     found["settings"].append(ranks(read)[1])
     ranks(change_there)
     found["settings"].append(ranks(read)[1])
-    CONFIG, setting = {"width": []}, dataclasses.replace(setting, names=("b", "c"))
+    CONFIG = {"width": []}
+    found["both"] = attempt(ranks, read)
+    ranks(delete_there)
+    setting = dataclasses.replace(setting, names=("b", "c"))
     found["settings"].append(ranks(lambda: read())[0])
     LR, SCALE = 0.5, 2
     found["through"] = ranks(read_through)[0]
@@ -456,16 +463,23 @@ def test_a_global_that_a_rank_assigns_stays(outcomes):
 
 
 def test_changed_settings_arrive(outcomes):
-    """A changed number, dict, dataclass, or namespace arrives; one that a rank changed stays until it changes here."""
-    assert outcomes["settings"] == {
-        "settings": [
-            [1, [1, 2], 3, ["a"], True],
-            [2, [1, 2, 3], 4, ["a"], False],
-            [2, [1, 2, 3, 9], 4, ["a"], False],
-            [2, [], 4, ["b", "c"], False],
-        ],
-        "through": [[0.5, [], 4, ["b", "c"], False], 2, [0.5, [], 4, ["b", "c"], False], 3],
-    }
+    """A changed number, dict, dataclass, or namespace arrives; one that a rank changed stays."""
+    found = outcomes["settings"]
+    assert found["settings"] == [
+        [1, [1, 2], 3, ["a"], True],
+        [2, [1, 2, 3], 4, ["a"], False],
+        [2, [1, 2, 3, 9], 4, ["a"], False],
+        [2, [], 4, ["b", "c"], False],
+    ]
+    assert found["through"] == [[0.5, [], 4, ["b", "c"], False], 2, [0.5, [], 4, ["b", "c"], False], 3]
+
+
+def test_a_setting_changed_on_both_sides_is_refused(outcomes):
+    """UnsendableError names a dict that a rank changed in place and this process changed, too. ``del`` there cures it."""
+    kind, text, *_ = outcomes["settings"]["both"]
+    assert kind == "UnsendableError"
+    assert "the global 'CONFIG' was changed in this rank" in text
+    assert "global CONFIG; del CONFIG" in text
 
 
 def test_redefined_functions_and_classes_arrive(outcomes):
