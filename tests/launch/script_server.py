@@ -170,8 +170,9 @@ def become(request):
 
 if __name__ == "__main__":
     import psutil  # noqa: F401 (scripts import it)
+    import torch.distributed  # noqa: F401 (importing parawrap does not load it)
 
-    import parawrap  # noqa: F401
+    from parawrap import Platform  # noqa: F401
 
     requests = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
