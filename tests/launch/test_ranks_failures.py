@@ -632,3 +632,62 @@ def test_ranks_end_with_a_killed_parent(how, parents):
         for pid in family:
             if not is_gone(pid):
                 os.kill(pid, signal.SIGKILL)
+
+
+def swap(value, fails=False):
+    """Exchange a number with the other rank of two."""
+    other, received = 1 - my_rank(), torch.zeros(1)
+    sending = dist.isend(torch.tensor([value]), other)
+    if fails:
+        raise ValueError("between send and recv")
+    dist.recv(received, other)
+    sending.wait()
+    return received.item()
+
+
+def make_group_in_rank_0():
+    if my_rank() == 0:
+        dist.new_group([0])
+        raise ValueError("after new_group")
+    time.sleep(0.2)
+
+
+def sum_in_new_group():
+    total = torch.ones(1)
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return total.item()
+
+
+def ignore_every_end():
+    if my_rank() == 1:
+        raise ValueError("of rank 1")
+    while True:
+        try:
+            time.sleep(0.1)
+        except BaseException:
+            continue
+
+
+def test_no_message_of_a_failed_call_arrives_later():
+    """Counts of operations agree, but a message from rank to rank waits for its receiver."""
+    with ranks(2).open() as world:
+        with pytest.raises(ValueError, match="between send"):
+            world(swap, 6.0, fails=True)
+        assert world(swap, 5.0) == (5.0, 5.0)
+
+
+def test_a_group_that_one_rank_made_is_forgotten():
+    with ranks(2).open() as world:
+        with pytest.raises(ValueError, match="after new_group"):
+            world(make_group_in_rank_0)
+        assert world(sum_in_new_group) == (2.0, 2.0)
+
+
+def test_a_rank_that_ignores_its_end_ends_the_ranks():
+    """The first error has a note, and later calls say why the ranks have ended."""
+    with ranks(2, grace_s=0.5).open() as world:
+        with pytest.raises(ValueError, match="of rank 1") as raised:
+            world(ignore_every_end)
+        assert "did not stop within grace_s" in notes_of(raised.value)
+        with pytest.raises(LaunchError, match="did not stop within grace_s"):
+            world(my_rank)

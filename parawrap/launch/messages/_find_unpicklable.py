@@ -90,6 +90,9 @@ def _parts(value: Any, address: str) -> Iterator[Part]:
 
 def _within(address: str, step: str) -> str:
     """Append a step to an address. If the address is a phrase, put the step in front: ``.x of the state of ...``."""
+    first, of, rest = address.partition(" of the ")
+    if of and first.startswith(("[", ".")):
+        return f"{first}{step}{of}{rest}"
     is_phrase = address.startswith(("the ", "a member ", "an argument ")) and not address.startswith(_PLACES)
     return f"{step} of {address}" if is_phrase else address + step
 

@@ -2,11 +2,12 @@
 
 Both processes have a ``__main__`` with the same definitions. A function or class that is found there under its name is
 pickled as that name. All other functions of ``__main__``, such as lambdas, are pickled by value, and use the globals of the
-reader's ``__main__``.
+reader's ``__main__``. Likewise, functions of a module that are pickled by value use the globals of the reader's module.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import io
 import sys
@@ -14,14 +15,16 @@ import types
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import cloudpickle
 import torch
 
+from parawrap.launch.messages._importable_modules import is_importable
 from parawrap.launch.messages._line import trimmed
 from parawrap.launch.messages._pickle_values import ValuePickler, explain_unpicklable
 from parawrap.launch.messages._plain_values import pickled_plain
 from parawrap.launch.messages._script_names import globals_used_by
 
-__all__ = ["ScriptPickler", "find_in_main", "pickle_definition", "pickle_with_names"]
+__all__ = ["ScriptPickler", "find_in_main", "goes_by_value", "pickle_definition", "pickle_with_names"]
 
 _WITHOUT_STATE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, torch.dtype, torch.device)
 
@@ -36,6 +39,14 @@ def find_in_main(qualname: str) -> Any:
     for name in qualname.split("."):
         found = inspect.getattr_static(found, name)
     return found
+
+
+class _ModuleGlobals(dict[str, Any]):
+    """Placeholder for the globals of a module in the reader's process."""
+
+
+def _globals_of_module(name: str) -> dict[str, Any]:
+    return vars(importlib.import_module(name))
 
 
 class ScriptPickler(ValuePickler):
@@ -85,21 +96,41 @@ class ScriptPickler(ValuePickler):
             if top not in self._defines and self._is_shared(top) and _is_found(obj):
                 self.required[top] = None
                 return find_in_main, (obj.__qualname__,)
-        elif not isinstance(obj, _WITHOUT_STATE):
+        if isinstance(obj, _ModuleGlobals):
+            return _globals_of_module, (obj["__name__"],)
+        if not isinstance(obj, _WITHOUT_STATE):
             self.objects.append(obj)
-        reduced = super().reducer_override(obj)
-        if isinstance(obj, types.FunctionType) and obj.__globals__ is vars(sys.modules["__main__"]):
-            self._leave_globals(obj, reduced)
+        if isinstance(obj, types.FunctionType):
+            return self._reduced_function(obj)
+        return super().reducer_override(obj)
+
+    def _reduced_function(self, function: types.FunctionType) -> Any:
+        """Reduce a function. One that is pickled by value uses the globals of its module in the reader's process."""
+        module, name = function.__globals__, str(function.__globals__.get("__name__"))
+        is_importable_module = name in sys.modules and vars(sys.modules[name]) is module and is_importable(name)
+        if is_importable_module and name != "__main__" and not goes_by_value(name):
+            self.globals_ref[id(module)] = _ModuleGlobals(__name__=name)
+        reduced: Any = super().reducer_override(function)
+        is_by_value = reduced is not NotImplemented and len(reduced) > 2 and isinstance(reduced[2], tuple)  # by cloudpickle
+        if is_by_value and name == "__main__" and module is vars(sys.modules["__main__"]):
+            self._leave_globals(function, reduced)
+        elif is_by_value and isinstance(self.globals_ref.get(id(module)), _ModuleGlobals):
+            reduced[2][1]["__globals__"] = {}
         return reduced
 
     def _leave_globals(self, function: types.FunctionType, reduced: Any) -> None:
         """Note the globals of a function, and leave out their values."""
-        if isinstance(reduced, tuple) and len(reduced) > 2 and isinstance(reduced[2], tuple):  # cloudpickle, by value
-            state = reduced[2][1]
-            names, state["__globals__"] = state["__globals__"], {}
-            read = globals_used_by(function.__code__)
-            self.used |= dict.fromkeys(name for name in names if name in read)
-            self.assigned |= dict.fromkeys(name for name in names if name not in read)
+        state = reduced[2][1]
+        names, state["__globals__"] = state["__globals__"], {}
+        read = globals_used_by(function.__code__)
+        self.used |= dict.fromkeys(name for name in names if name in read)
+        self.assigned |= dict.fromkeys(name for name in names if name not in read)
+
+
+def goes_by_value(module: str) -> bool:
+    """True if the user registered the module, or a package that contains it, with cloudpickle for pickling by value."""
+    by_value = cloudpickle.list_registry_pickle_by_value()
+    return any(module == each or module.startswith(f"{each}.") for each in by_value)
 
 
 def _is_found(value: Any) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import cloudpickle
+import torch
 
 from parawrap.errors import UnsendableError
 from parawrap.launch.messages._global_contents import (
@@ -38,7 +38,7 @@ from parawrap.launch.messages._global_contents import (
 from parawrap.launch.messages._pickle_definitions import is_found_by_name
 from parawrap.launch.messages._plain_values import pickled_plain
 from parawrap.launch.messages._script_names import names_of_script
-from parawrap.launch.messages._script_pickler import ScriptPickler, pickle_definition, pickle_with_names
+from parawrap.launch.messages._script_pickler import ScriptPickler, goes_by_value, pickle_definition, pickle_with_names
 
 __all__ = ["PackedCall", "SentGlobals"]
 
@@ -208,12 +208,25 @@ def _copied(payload: tuple[memoryview, list[memoryview]] | None) -> tuple[memory
 
 
 def _shared(parts: Mapping[int, Any], others: Mapping[int, Any]) -> Any:
-    """Return an object that is among both, or None."""
-    for key in parts.keys() & others.keys():
-        part = others[key]()
-        if part is not None and part is parts[key]():
+    """Return an object that is among both, or that shares memory with one of the others. None if there is none."""
+    for key, reference in parts.items():
+        part, other = reference(), others[key]() if key in others else None
+        if other is not None and (part is other or _share_memory(part, other)):
             return part
     return None
+
+
+def _share_memory(part: Any, other: Any) -> bool:
+    are_tensors = isinstance(part, torch.Tensor) and isinstance(other, torch.Tensor)
+    return are_tensors and _key_of(part) == _key_of(other)
+
+
+def _key_of(part: Any) -> int:
+    """Return a number that equal objects share, and tensors on the same memory."""
+    if isinstance(part, torch.Tensor):
+        with contextlib.suppress(Exception):  # without a storage
+            return part.untyped_storage().data_ptr() or id(part)
+    return id(part)
 
 
 def find_function(function: Any) -> Any:
@@ -223,13 +236,8 @@ def find_function(function: Any) -> Any:
     module, name = function.__module__, function.__qualname__
     if module == "__main__":
         return (module, name) if vars(sys.modules["__main__"]).get(name) is function else function
-    is_shared = "." not in name and is_found_by_name(function) and not _goes_by_value(module)
+    is_shared = "." not in name and is_found_by_name(function) and not goes_by_value(module)
     return (module, name) if is_shared else function
-
-
-def _goes_by_value(module: str) -> bool:
-    by_value = cloudpickle.list_registry_pickle_by_value()
-    return any(module == each or module.startswith(f"{each}.") for each in by_value)
 
 
 def _is_global(name: str) -> bool:
@@ -392,4 +400,4 @@ def _entry(
 
 def _parts_of(pickler: ScriptPickler, is_part: Callable[[Any], bool] = has_state) -> dict[int, Callable[[], Any]]:
     """Return references to the objects in a pickle that two globals must not hold as two copies, by their ids."""
-    return {id(each): reference_to(each) for each in pickler.objects if is_part(each)}
+    return {_key_of(each): reference_to(each) for each in pickler.objects if is_part(each)}

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,7 @@ Connection = tuple[tuple[str, int], tuple[str, int]]
 
 def connections_here() -> list[Connection]:
     """Return the TCP connections of this process."""
-    found = []
-    for number in _descriptors():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-            if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-                found.append((sock.getsockname()[:2], sock.getpeername()[:2]))
-    return found
+    return [ends for _, ends in _tcp_sockets()]
 
 
 def connections_between(ranks: Iterable[Iterable[Connection]]) -> set[Connection]:
@@ -61,11 +56,9 @@ def break_connections(broken: set[Connection]) -> None:
         for group in groups_of_process():
             with contextlib.suppress(Exception):  # a group without a backend for the device
                 group.abort()
-    for number in _descriptors():
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as sock:
-            is_tcp = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
-            if is_tcp and (sock.getsockname()[:2], sock.getpeername()[:2]) in broken:
-                sock.shutdown(socket.SHUT_RDWR)
+    for sock, ends in _tcp_sockets():
+        if ends in broken:
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 def sequence_numbers() -> Mapping[str, int]:
@@ -103,7 +96,16 @@ def _counted(operation: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _descriptors() -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(each.name) for each in _OPEN_FILES.iterdir()]
-    return []
+def _tcp_sockets() -> Iterator[tuple[socket.socket, Connection]]:
+    """Yield the connected TCP sockets of this process, each as a copy that is closed afterwards."""
+    for number in [int(each.name) for each in _OPEN_FILES.iterdir()]:
+        with contextlib.suppress(OSError):  # closed since, not a socket, or not connected
+            copy = os.dup(number)
+            try:
+                sock = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with sock:
+                if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+                    yield sock, (sock.getsockname()[:2], sock.getpeername()[:2])
