@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from parawrap.launch.coordinator._calls import Calls
 
 __all__ = ["DECORATED", "Job", "Preview", "check_function", "check_signature", "preview", "unpacked_call"]
+
+_SUSPENDS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 
 DECORATED: dict[type, Callable[..., Job]] = {}
 """Classes of functions that are decorated for launches, with a function that makes the job of a call."""
@@ -107,6 +110,8 @@ class Job:
 
 def check_function(function: Any) -> None:
     """Raise TypeError if ranks cannot run this object, or cannot send what it returns."""
+    if type(function) is types.FunctionType and not function.__code__.co_flags & _SUSPENDS and not function.__dict__:
+        return  # the usual case, without the cost of `inspect`
     if not callable(function):
         msg = f"ranks cannot run {function!r}, which is not callable. Give a function"
         raise TypeError(msg)
@@ -119,8 +124,18 @@ def check_function(function: Any) -> None:
         raise TypeError(msg)
 
 
+def _fits_plainly(function: types.FunctionType, args: int, kwargs: int) -> bool:
+    """True if a function without keyword-only arguments and decorations takes this number of positional arguments."""
+    code = function.__code__
+    if kwargs or code.co_kwonlyargcount or function.__dict__:
+        return False
+    return code.co_argcount - len(function.__defaults__ or ()) <= args <= code.co_argcount
+
+
 def check_signature(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise Python's TypeError if the arguments do not match the signature, before any rank starts."""
+    if type(function) is types.FunctionType and _fits_plainly(function, len(args), len(kwargs)):
+        return
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some builtins have no signature

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import socket
 from collections.abc import Iterable
@@ -335,7 +336,11 @@ class LocalGuard:
 
     def _drain(self, rank: int, process: _Process) -> None:
         """Report the output in the pipes. Do not wait for end of file: a child of the rank may hold them open."""
-        for number, file in process.streams.items():
+        poll = select.poll()  # cheaper than reads that find nothing
+        for file in process.streams.values():
+            poll.register(file, select.POLLIN)
+        ready = {file for file, _ in poll.poll(0)}
+        for number, file in [(number, file) for number, file in process.streams.items() if file in ready]:
             with contextlib.suppress(BlockingIOError):
                 for _ in range(_PIECES_IN_A_PIPE):
                     if data := os.read(file, _PIECE):

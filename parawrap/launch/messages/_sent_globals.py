@@ -43,6 +43,9 @@ from parawrap.launch.messages._script_pickler import ScriptPickler, goes_by_valu
 __all__ = ["PackedCall", "SentGlobals"]
 
 
+_NO_DEFINITIONS = pickle.dumps(((), {}))
+
+
 class PackedCall(NamedTuple):
     """One call for the ranks, pickled.
 
@@ -141,12 +144,13 @@ class SentGlobals:
             pickler = walk({"the function": found}, "", ScriptPickler, _is_global)[1]
             survey.visit_all(pickler, name)
             self._check_apart(_parts_of(pickler, learned_state), self._sent.keys() - survey.sent.keys(), "the function")
-        if survey.uses_objects or pickled_plain((args, kwargs)) is None:
+        if (args or kwargs) and (survey.uses_objects or pickled_plain((args, kwargs)) is None):
             pickler = walk({"args": args, "kwargs": kwargs}, "", ScriptPickler, _is_global)[1]
             survey.visit_all(pickler, name)
             self._check_apart(_parts_of(pickler), (self._sent.keys() & survey.seen) - survey.sent.keys(), "an argument")
         self._check_globals(survey)
-        definitions = pickle.dumps((survey.ordered_definitions(), survey.sources))
+        has_definitions = survey.definitions or survey.sources
+        definitions = pickle.dumps((survey.ordered_definitions(), survey.sources)) if has_definitions else _NO_DEFINITIONS
         payload = _joined(definitions, survey.values, found, args, kwargs)
         has_names = survey.definitions or survey.values
         names_only = _joined(definitions, survey.values, None, (), {}) if has_names else None
