@@ -33,7 +33,7 @@ ALLOWED = {
     "lanes": {"tree", "backends"},
     "engine": {"displays", "tree", "backends", "shards", "replicas", "lanes"},
     "neuroncores": {"engine", "replicas", "lanes", "shards", "tree", "backends"},
-    "launch": {"displays", "neuroncores", "backends"},
+    "launch": {"displays", "neuroncores", "tree", "backends"},
     "workers": {"engine", "launch", "lanes", "replicas", "shards", "tree", "backends"},
     "api": {"displays", "workers", "neuroncores", "engine", "launch", "shards", "replicas", "lanes", "tree", "backends"},
     "neuron": {"api", "neuroncores", "backends"},

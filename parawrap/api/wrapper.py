@@ -251,7 +251,9 @@ def wrapper(platform: Platform) -> Callable[[Callable[P, T]], Launchable[P, T]]:
     _check_platform(platform, "wrapper")
 
     def decorate(function: Callable[P, T]) -> Launchable[P, T]:
-        check_function(getattr(function, "__func__", function))  # of a classmethod or staticmethod
+        check_function(
+            getattr(function, "__func__", function), "wrapper cannot decorate"
+        )  # of a classmethod or staticmethod
         return Launchable(function, platform)
 
     return decorate

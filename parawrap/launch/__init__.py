@@ -13,15 +13,19 @@ from parawrap.launch._seeds import seed_all
 from parawrap.launch.coordinator._launch import Launch, cancel_all, cancel_launches
 from parawrap.launch.coordinator._ranks import OneRank, Ranks
 from parawrap.launch.inline import run_inline
+from parawrap.launch.messages._line import Arrival, Line, Message, pickle_value
 from parawrap.launch.messages._pickle_values import memory_file, packed, pickled_apart, unpack, unpack_from
 from parawrap.launch.messages._rank_errors import pack_exception, traceback_of
 from parawrap.launch.ray._reservation import Reservation, joined
 
 __all__ = [
     "DECORATED",
+    "Arrival",
     "Device",
     "Job",
     "Launch",
+    "Line",
+    "Message",
     "OneRank",
     "Platform",
     "Preview",
@@ -43,6 +47,7 @@ __all__ = [
     "memory_file",
     "pack_exception",
     "packed",
+    "pickle_value",
     "pickled_apart",
     "preview",
     "rank_device",

@@ -108,12 +108,12 @@ class Job:
             _log.exception("upon_finish failed after all ranks of %s had returned; their results are kept", self.name)
 
 
-def check_function(function: Any) -> None:
-    """Raise TypeError if ranks cannot run this object, or cannot send what it returns."""
+def check_function(function: Any, face: str = "ranks cannot run") -> None:
+    """Raise TypeError if ranks cannot run this object, or cannot send what it returns. `face` begins the message."""
     if type(function) is types.FunctionType and not function.__code__.co_flags & _SUSPENDS and not function.__dict__:
         return  # the usual case, without the cost of `inspect`
     if not callable(function):
-        msg = f"ranks cannot run {function!r}, which is not callable. Give a function"
+        msg = f"{face} {function!r}, which is not callable. Give it a function"
         raise TypeError(msg)
     if (
         inspect.iscoroutinefunction(function)

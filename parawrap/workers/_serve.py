@@ -11,8 +11,7 @@ from time import perf_counter_ns
 
 import torch
 
-from parawrap.launch import traceback_of, unpack
-from parawrap.launch.messages._line import Arrival, Line, Message
+from parawrap.launch import Arrival, Line, Message, traceback_of, unpack
 from parawrap.workers._server import Server, pack_error
 
 __all__ = ["serve"]

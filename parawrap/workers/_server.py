@@ -19,8 +19,7 @@ import torch
 from parawrap.engine import ReplicaSet, as_call
 from parawrap.errors import SessionError
 from parawrap.lanes import Modes
-from parawrap.launch import pack_exception, pickled_apart, seed_all, traceback_of
-from parawrap.launch.messages._line import pickle_value
+from parawrap.launch import pack_exception, pickle_value, pickled_apart, seed_all, traceback_of
 from parawrap.replicas import buffers_of, may_be_written_unseen, version_of
 from parawrap.tree import flatten, flatten_call, unflatten
 from parawrap.workers._given_arguments import Changed, Contents

@@ -454,7 +454,7 @@ def test_unsendable_argument_is_named_as_passed(call, address):
 
 def test_an_object_that_cannot_be_sent_with_its_method_is_named():
     """A method is sent with its object. The error names the attribute that cannot be sent."""
-    with pytest.raises(UnsendableError, match=r"\.lock cannot be sent to another process: lock"):
+    with pytest.raises(UnsendableError, match=r"\.lock of the object cannot be sent to another process: lock"):
         Holder(lock=threading.Lock()).take(1)
 
 
