@@ -91,14 +91,14 @@ def test_the_earliest_failure_that_is_not_an_echo_is_raised(outcomes, rank):
 
 def test_results_are_in_the_order_of_ranks():
     """Results have the order of ranks, not of arrival."""
-    values = values_of({1: returned("b"), 2: returned("c"), 0: returned("a")}, 3)
+    values = values_of({1: returned("b"), 2: returned("c"), 0: returned("a")}, range(3), 3)
     assert values == ("a", "b", "c")
     assert isinstance(values, RankResults)
 
 
 def test_a_result_that_cannot_be_unpickled_names_its_rank():
     """The error of unpickling is returned, with a note that names the rank."""
-    error = values_of({0: returned(), 1: returned(Unmakable())}, 2)
+    error = values_of({0: returned(), 1: returned(Unmakable())}, range(2), 2)
     assert isinstance(error, FileNotFoundError)
     assert "result of rank 1 of 2" in notes_of(error)
 

@@ -542,7 +542,7 @@ with platform.open() as ranks:
     found["after a dropped call"] = ranks(run)
     ranks.submit(assign)
     owned = 2
-    found["owned"] = attempt(ranks.submit(owned_here).results)[0]
+    found["owned"] = attempt(lambda: ranks.submit(owned_here).results())[0]
 
 with platform.open() as ranks:
     ranks(lambda: len(HISTORY))
