@@ -37,6 +37,8 @@ from parawrap.launch.rank._process_connections import MESSAGES, connections_betw
 __all__ = ["Call", "Calls"]
 
 _ANSWER_S = 10.0  # for the control thread of a rank to answer; it waits for the GIL only
+_HALT_S = 30.0  # to interrupt the ranks; a stopped process never does, and one that holds the GIL late
+_LEAST_GRACE_S = 1.0  # for the errors of closed connections to arrive
 _REMEMBERED = 100  # calls whose globals a late answer may report as not set; ranks answer one call after the other
 _REGROUP_S = 60.0  # for all ranks to meet again; a guess that no test has contradicted
 _NEVER = float("inf")
@@ -115,6 +117,7 @@ class _Current:
             "regroup".
         until: The end of the step, by the monotonic clock; later, the ranks are ended.
         halts: True if the ranks that still run are to end the call.
+        halted: The ranks that have been interrupted, or are blocked.
         broken: True if connections between the ranks were closed.
         refused: The error of a payload that could not be sent.
     """
@@ -128,6 +131,7 @@ class _Current:
     until: float = _NEVER
     answered_at: float = 0.0
     halts: bool = False
+    halted: set[int] = field(default_factory=set)
     breaks: bool = False
     broken: bool = False
     stuck: bool = False
@@ -331,11 +335,11 @@ class Calls:
             self._drop(call)
 
     def _halt(self, current: _Current, reason: str) -> None:
-        """Have the ranks that still run end the call. Ranks that do not within ``grace_s`` are ended."""
+        """Have the ranks that still run end the call. ``grace_s`` counts once all of them are interrupted or blocked."""
         if current.halts and reason != "interrupt":
             return
         if not current.halts:
-            current.until = time.monotonic() + max(self._platform.grace_s, 1.0) + (1.0 if reason == "fail" else 0.0)
+            current.until = time.monotonic() + max(self._platform.grace_s, _HALT_S)
         current.halts = True
         for rank, state in current.states.items():
             if state.is_running:
@@ -373,10 +377,14 @@ class Calls:
         current = self._current
         if word == "stacks" and current is not None and current.stuck:
             current.stuck_stacks[rank] = body
-        if word not in ("blocked", "connections", "numbers"):
+        if word not in ("interrupted", "blocked", "connections", "numbers"):
             return False
         if current is None:
             return True
+        if word in ("interrupted", "blocked") and current.step == "call":
+            current.halted.add(rank)
+            if all(each in current.halted for each, state in current.states.items() if state.is_running):
+                current.until = time.monotonic() + max(self._platform.grace_s, _LEAST_GRACE_S)
         if word == "blocked":
             if current.step == "call" and current.halts and not current.breaks:
                 current.breaks = True

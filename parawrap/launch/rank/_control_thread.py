@@ -202,8 +202,8 @@ class Control:
             self._channel.send("status", self._main_thread.status())
 
     def _look_at_halt(self) -> None:
-        if self.interrupts.look(self._main_thread.waits_s):
-            self._channel.send("blocked")
+        if word := self.interrupts.look(self._main_thread.waits_s):
+            self._channel.send(word)
 
 
 class _MainThread:

@@ -64,24 +64,28 @@ class Interrupts:
         """True if a call runs that is to end."""
         return self._halted is not None and self._halted == self.running
 
-    def look(self, waits_s: float) -> bool:
-        """Advance a halt. Return True, once, if the main thread is blocked and cannot end on its own.
+    def look(self, waits_s: float) -> str | None:
+        """Advance a halt. Return what to report, once each.
+
+        It is "interrupted" after an exception was raised in the main thread, and "blocked" if that thread cannot end on its
+        own.
 
         Args:
             waits_s: Seconds that the main thread has waited in a collective.
         """
         if not self.is_halting:
-            return False
+            return None
         now = time.monotonic()
         is_late = self._by is KeyboardInterrupt or now - self._since >= _SELF_S
         if is_late and self._raised_at is None:
             self._raised_at = now
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return "interrupted"
         has_ignored = self._raised_at is not None and now - self._raised_at >= _STUCK_S
         if self._has_reported or not (has_ignored or min(waits_s, now - self._since) >= _BLOCKED_S):
-            return False
+            return None
         self._has_reported = True
-        return True
+        return "blocked"
 
     def _on_sigint(self, _number: int, _frame: FrameType | None) -> None:
         if self.is_halting:
