@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import subprocess
@@ -171,13 +170,20 @@ def test_an_interrupt_during_the_request_releases_the_resources(ray, monkeypatch
 
     def interrupt(*args, **options):
         groups.append(make_group(*args, **options))
-        _thread.interrupt_main()
+        eventually(main_thread_waits, "the wait for the launch")  # a signal in a finalizer would be lost
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         return groups[0]
 
     monkeypatch.setattr(ray.util, "placement_group", interrupt)
     with pytest.raises(KeyboardInterrupt):
         on_ray(os.getpid)()
     eventually(lambda: state_of(ray, groups[0]) == "REMOVED", "the removal of the placement group")
+
+
+def main_thread_waits():
+    """True if the main thread waits for a launch."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    return frame.f_code.co_filename.endswith("_interruptible_event.py")
 
 
 def test_a_cancelled_pending_launch_releases_the_resources(ray, tmp_path):
