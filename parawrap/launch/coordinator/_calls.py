@@ -141,7 +141,7 @@ class _Current:
 
 
 class Calls:
-    """Runs the calls of one launch. Any thread may call `submit`, `interrupt`, and `cancel`.
+    """Runs the calls of one launch. Any thread may call `submit`, `interrupt`, and `close`.
 
     Args:
         platform: The launch's platform.

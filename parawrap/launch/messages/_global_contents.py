@@ -16,7 +16,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +37,8 @@ __all__ = [
     "state_of",
     "walk",
 ]
+
+P = TypeVar("P", bound=ScriptPickler)
 
 DEFINITIONS = (type, types.FunctionType, types.ModuleType)
 _EXACT = (type(None), bool, int, str, bytes, complex, torch.dtype, torch.device)
@@ -130,9 +132,7 @@ def _content_of_cell(cell: types.CellType) -> Any:
         return None
 
 
-def walk(
-    value: Any, address: str, kind: type[ScriptPickler], is_shared: Callable[[str], bool]
-) -> tuple[bytes, ScriptPickler]:
+def walk(value: Any, address: str, kind: type[P], is_shared: Callable[[str], bool]) -> tuple[bytes, P]:
     """Return the pickle of a value and of its buffers, and the pickler with what it has noted.
 
     Raises:
@@ -176,9 +176,14 @@ class DigestPickler(ScriptPickler):
         return tuple, ((tensor.data_ptr(), version, *shape, tensor.requires_grad),)
 
 
+def _array_class() -> Any:
+    """Return the class of NumPy's arrays; an empty tuple if nothing has imported NumPy."""
+    return getattr(sys.modules.get("numpy"), "ndarray", ())
+
+
 def has_state(value: Any) -> bool:
     """True for an object that two globals must not hold as two copies: a tensor, or an object with attributes."""
-    if isinstance(value, _LEARNING) or type(value) is object or type(value).__name__ == "ndarray":
+    if isinstance(value, _LEARNING) or type(value) is object or isinstance(value, _array_class()):
         return True
     return bool(getattr(value, "__dict__", None)) and not callable(value) and not isinstance(value, _CONSTANT)
 

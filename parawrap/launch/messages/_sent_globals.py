@@ -376,8 +376,9 @@ class _Survey:
         self._check_owner(name, user)
         by_value = walk(value, f"the global {name!r}", ScriptPickler, _is_global)[1]
         self.values[name] = value
-        kept = getattr(pickler, "definitions", None)
-        self.sent[name] = _sent_by(by_value, digest, parts=_parts_of(by_value), holder=reference_to(value), kept=kept)
+        self.sent[name] = _sent_by(
+            by_value, digest, parts=_parts_of(by_value), holder=reference_to(value), kept=pickler.definitions
+        )
         self.visit_all(by_value, name)
 
     def _check_owner(self, name: str, user: str) -> None:
