@@ -18,7 +18,7 @@ import pytest
 import torch
 
 # Several folders of tests use the clusters and the browser.
-pytest_plugins = ["tests.clusters.fixtures", "tests.browser"]
+pytest_plugins = ["tests.helpers.clusters", "tests.helpers.browser"]
 
 # For each connection to a store, torch looks up the name of 127.0.0.1 as an IPv6 address, which /etc/hosts does not have.
 # Where a DNS server drops queries, each lost answer would cost a rank 5 s.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 collect_ignore = ["conf.py", "pictures.py"]  # scripts that need the packages of the extras docs and browser
 

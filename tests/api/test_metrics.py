@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from parawrap import parallel
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 TWO = ["cpu"] * 2
 

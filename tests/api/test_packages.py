@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parawrap import parallel
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 LANES = [["cpu"] * lanes for lanes in (2, 3, 4)]

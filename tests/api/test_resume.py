@@ -35,7 +35,8 @@ from torch import nn
 from parawrap import ResumeError, ShardError, parallel
 from parawrap.engine._digest import digest_value
 from parawrap.engine._output_folder import OutputFolder
-from tests.launch.processes import eventually, run_script, scripts, write_script
+from tests.helpers.processes import run_script, scripts, write_script
+from tests.helpers.waiting import eventually
 
 TWO = ["cpu"] * 2
 

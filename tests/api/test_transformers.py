@@ -9,7 +9,7 @@ import torch
 
 from parawrap import parallel
 from parawrap.errors import GatherError
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 # Of transformers and of torch, on the CPU and with few weights.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")

@@ -11,14 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.processes import eventually, processes_in
+from tests.helpers.processes import processes_in
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
 OWNER = """
 import sys
-from tests.clusters.ray_cluster import RayCluster
+from tests.helpers.ray_cluster import RayCluster
 with RayCluster() as cluster:
     print(cluster.folder, flush=True)
     input()

@@ -19,7 +19,8 @@ from parawrap.launch.coordinator._transcript import Transcript
 from parawrap.launch.ray import _node_actor, _reservation
 from tests.contract import scenarios
 from tests.contract.harness import PATIENCE_S, assert_no_survivors, wait_for_reports
-from tests.launch.processes import assert_gone, eventually, processes_in
+from tests.helpers.processes import assert_gone, processes_in
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.ray
 

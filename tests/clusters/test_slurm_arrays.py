@@ -11,7 +11,7 @@ import pytest
 from parawrap import LaunchCancelledError, LaunchError, Platform
 from parawrap.launch._packed_call import Job
 from parawrap.launch.slurm._slurm_launcher import launcher
-from tests.launch.processes import eventually
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slurm
 

@@ -14,8 +14,9 @@ import psutil
 import pytest
 import submitit
 
-from tests.clusters.slurm import SlurmCluster
-from tests.launch.processes import eventually, processes_in
+from tests.helpers.processes import processes_in
+from tests.helpers.slurm_cluster import SlurmCluster
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slurm
 
@@ -38,7 +39,7 @@ else:
 
 OWNER = """
 import signal
-from tests.clusters.slurm import SlurmCluster
+from tests.helpers.slurm_cluster import SlurmCluster
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore SIGINT for background processes
 try:
     with SlurmCluster() as cluster:
@@ -186,7 +187,7 @@ def test_two_clusters_are_independent(slurm):
 def test_a_failed_start_leaves_nothing(monkeypatch):
     """If a daemon does not start, RuntimeError contains the daemon's output, and the cluster is removed."""
     before, folders = links(), set(Path("/tmp").glob("pw-slurm-*"))
-    monkeypatch.setattr("tests.clusters.slurm._NODE", "echo no daemon; false")
+    monkeypatch.setattr("tests.helpers.slurm_cluster._NODE", "echo no daemon; false")
     with pytest.raises(RuntimeError, match=r"(?s)have ended: node0.*no daemon"), SlurmCluster():
         pass
     assert links() <= before

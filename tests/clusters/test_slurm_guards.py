@@ -16,7 +16,7 @@ from parawrap import Platform, RankDiedError, current_rank, wrapper
 from parawrap.launch.coordinator import _launch
 from tests.contract import scenarios
 from tests.contract.harness import assert_no_survivors, wait_for_reports
-from tests.launch.processes import eventually
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slurm
 

@@ -23,7 +23,7 @@ import cloudpickle
 
 from parawrap import Platform, wrapper
 from tests.contract.torchrun_world import ROOT, TorchrunWorld
-from tests.launch.processes import eventually
+from tests.helpers.waiting import eventually
 
 PATIENCE_S = 80.0
 """Upper limit for a launch that must end, on a shared machine. It does not measure speed."""

@@ -24,7 +24,7 @@ from tests.contract import scenarios
 from tests.contract.harness import ErrorRecord, SlurmLauncher, assert_no_survivors, wait_for_reports
 from tests.contract.table import RECORDED
 from tests.contract.torchrun_world import ROOT
-from tests.launch.processes import PATIENCE_S, eventually
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.contract
 

@@ -78,7 +78,7 @@ class TorchrunWorld:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         if self._process.poll() is None:
-            from tests.launch.processes import kill_with_stacks  # not needed in the ranks
+            from tests.helpers.processes import kill_with_stacks  # not needed in the ranks
 
             kill_with_stacks(self._process.pid)
         self._process.wait()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import require
 from tests.cuda.gpus import ONE, TWICE, every, missing, settle
+from tests.helpers.tiers import require
 
 _HERE = Path(__file__).parent
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parawrap import Platform, current_rank, wrapper
 from tests.cuda.gpus import HOME, every
-from tests.launch.processes import run_script
+from tests.helpers.processes import run_script
 
 pytestmark = pytest.mark.timeout(300)  # a rank loads all of CUDA, and NCCL looks at the whole machine
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import simdevice
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 _missing = simdevice.available()
 if _missing is None:

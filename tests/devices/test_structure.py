@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from parawrap import ReplicaError, parallel
-from tests.awkward import CASES, MODELS, check
 from tests.devices.zoo import SIMS
+from tests.helpers.odd_models import CASES, MODELS, check
 from tests.replicas.test_structure import BEHIND, quiet
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from parawrap import Platform, RankResults, Wrapper, compare, current_rank, parallel, wrapper
 from parawrap.displays import Table, last_shown_line, shortened
-from tests.notebooks import run_notebook
+from tests.helpers.notebooks import run_notebook
 
 TWO = ["cpu", "cpu"]
 RANKS = Platform(device="cpu", n_cpus=2, verbose=False)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://example.org/owner/parawrap"

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from parawrap import current_rank, functional
 from parawrap.functional._fsdp import blocks_of
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

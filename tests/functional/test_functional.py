@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from parawrap import Platform, PlatformError, current_rank, functional, wrapper
 from parawrap.functional import _averages, _seeds_and_modules
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 
 def with_gradients(module, *gradients):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from parawrap import PlatformError, current_rank, functional
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 
 def rows_of(loader, epochs=1):

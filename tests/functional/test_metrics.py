@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import GatherError, PlatformError, current_rank, functional
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 NAN = math.nan
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from parawrap import Platform, current_rank, functional, wrapper
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 
 class Augmented(Dataset):

@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from parawrap import GatherError, PlatformError, current_rank, functional
-from tests.functional.ranks import on
+from tests.helpers.ranks import on
 
 
 class Output(NamedTuple):

@@ -10,7 +10,8 @@ import cloudpickle
 import pytest
 
 from parawrap import UnsendableError, wrapper
-from tests.launch.processes import PATIENCE_S, ranks
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
 
 launched = wrapper(ranks(1))
 

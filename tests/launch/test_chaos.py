@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import RankDiedError, current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, SOON_S, ranks
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
 
 ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "10"))
 SEED = 20240229
@@ -67,5 +68,5 @@ def test_a_rank_killed_at_any_moment_is_named(number, tmp_path):
         assert victim is None or (tmp_path / f"{victim}.returns").exists(), details
         assert [rank for rank, _ in ended] == [0, 1, 2], details
         assert len({value for _, value in ended}) == 1, details
-    assert seconds < SOON_S, details
+    assert seconds < PATIENCE_S, details
     assert children_of(warm) == [], details

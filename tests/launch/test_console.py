@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 
 from parawrap import PlatformError, current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, ranks
+from tests.helpers.processes import ranks
+from tests.helpers.waiting import PATIENCE_S
 
 
 def write_lines():

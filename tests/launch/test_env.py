@@ -105,7 +105,7 @@ def run_with_variables(variables, folder, *names):
 
 def start_script(*request):
     """Start a script. The import is local because this file also runs as a script, which cannot import tests."""
-    from tests.launch.processes import scripts
+    from tests.helpers.processes import scripts
 
     path, args, folder, environ = request
     return scripts.start(path, args, folder, environ=environ)
@@ -113,7 +113,7 @@ def start_script(*request):
 
 def exit_codes(processes):
     """Wait for processes and return their exit codes. Late ones and their children print their stacks, and are killed."""
-    from tests.launch.processes import kill_with_stacks
+    from tests.helpers.processes import kill_with_stacks
 
     deadline = time.monotonic() + PATIENCE_S
     for process in processes:

@@ -13,16 +13,8 @@ import pytest
 
 from parawrap import LaunchCancelledError, RankDiedError, wrapper
 from parawrap.launch.guard import _orphan_processes
-from tests.launch.processes import (
-    PATIENCE_S,
-    REPORT_PID,
-    assert_gone,
-    eventually,
-    is_gone,
-    pids_in,
-    ranks,
-    running_scripts,
-)
+from tests.helpers.processes import REPORT_PID, assert_gone, is_gone, pids_in, ranks, running_scripts
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 METHODS = ["forkserver", "spawn", "fork"]
 ESCAPES = 3

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from parawrap import Platform, current_rank, wrapper
 from parawrap.launch.coordinator import _standstill
-from tests.launch.processes import eventually
+from tests.helpers.waiting import eventually
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from parawrap import wrapper
 from parawrap.launch.messages._importable_modules import is_importable
-from tests.launch.processes import failure_of, notes_of, ranks
+from tests.helpers.processes import failure_of, notes_of, ranks
 
 SOURCE = """
 import functools
@@ -100,7 +100,7 @@ def test_a_module_of_an_import_hook_is_explained(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["sys", "json", "json.decoder", "torch.nn.modules.linear", "numpy", "tests.launch.processes"]
+    "name", ["sys", "json", "json.decoder", "torch.nn.modules.linear", "numpy", "tests.helpers.processes"]
 )
 def test_installed_modules_are_importable(name):
     """Modules of Python, of installed packages, and of the import path are sent by name."""

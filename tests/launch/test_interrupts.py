@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 
-from tests.launch.processes import run_script
+from tests.helpers.processes import run_script
 
 ROUNDS = int(os.environ.get("PARAWRAP_CHAOS", "12"))
 

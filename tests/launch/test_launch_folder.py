@@ -32,7 +32,7 @@ from parawrap.launch.slurm._job_follower import JobFollower
 from parawrap.launch.slurm._launch_folder import Address, Folder, Plan
 from parawrap.launch.slurm._store_messages import StoreQueue
 from parawrap.launch.slurm._task import TaskResult
-from tests.launch.processes import eventually
+from tests.helpers.waiting import eventually
 
 ADDRESS = Address(("10.0.0.1", "127.0.0.1"), 4321, 2, StoreAddress("10.0.0.1", 1234))
 

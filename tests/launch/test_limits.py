@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from parawrap import wrapper
-from tests.launch.processes import notes_of, ranks, run_script
+from tests.helpers.processes import notes_of, ranks, run_script
 
 # -- in the parent
 

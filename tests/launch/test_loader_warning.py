@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from parawrap import current_rank, wrapper
-from tests.launch.processes import ranks
+from tests.helpers.processes import ranks
 
 ROWS = TensorDataset(torch.arange(8))
 

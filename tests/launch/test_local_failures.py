@@ -28,12 +28,9 @@ from parawrap import (
     current_rank,
     wrapper,
 )
-from tests.launch.processes import (
-    PATIENCE_S,
+from tests.helpers.processes import (
     SILENT_S,
-    SOON_S,
     assert_gone,
-    eventually,
     failure_of,
     is_gone,
     notes_of,
@@ -42,6 +39,7 @@ from tests.launch.processes import (
     report_pid_function,
     running_scripts,
 )
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 METHODS = ["forkserver", "spawn", "fork"]
 COLLECTIVES = ["all_reduce", "barrier", "broadcast", "recv", "gather_objects"]
@@ -129,7 +127,7 @@ def test_an_exception_arrives_while_the_other_rank_is_blocked(how, failing):
     assert 'raise KeyError("weight", 7)  # the user\'s line' in error.__notes__[0]
     assert "Traceback (most recent call last)" in error.__notes__[0]
     assert "parawrap/launch" not in error.__notes__[0]
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -356,7 +354,7 @@ def test_a_dead_rank_raises_rank_died_error(how, number, code, text):
     assert (error.rank, error.signal, error.exit_code) == (1, number, code)
     assert "rank 1 of 2" in str(error)
     assert text in str(error)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -372,7 +370,7 @@ def test_a_killed_rank_is_named_however_ranks_start(method):
     error, seconds = failure_of(dies, platform=ranks(spawn_method=method))
     assert type(error) is RankDiedError
     assert (error.rank, error.signal) == (0, signal.SIGKILL)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 def test_a_crash_in_c_has_the_python_stack():
@@ -403,7 +401,7 @@ def test_a_rank_that_returns_before_a_collective_raises(early, how):
             blocked()
         return "early"
 
-    error, _ = failure_of(returns, patience_s=SOON_S)
+    error, _ = failure_of(returns, patience_s=PATIENCE_S)
     assert isinstance(error, RuntimeError)
     assert f"rank {1 - early} of 2" in notes_of(error)
     assert f"rank {early} had returned already: in a collective, every rank of the group has to take part" in str(error)
@@ -423,7 +421,7 @@ def test_waiting_for_a_returned_rank_raises(monkeypatch):
     assert re.search(r"0 ha(s|ve) returned", str(error))
     assert "every rank of the group has to take part" in str(error)
     assert "in new_group" in str(error)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 def test_a_rank_may_wait_for_a_busy_rank(monkeypatch):
@@ -485,7 +483,7 @@ def test_a_time_limit_raises_with_the_stacks_of_every_rank(field, limit, how):
         assert f"rank {rank}" in str(error)
         assert ("no answer" if how == "hold_gil" else f"in {how}") in stack
         assert stack in str(error)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 def test_a_time_limit_after_a_rank_has_returned():
@@ -562,7 +560,7 @@ def test_stacks_of_a_rank_that_cannot_answer(tmp_path):
     launch.cancel()
     assert "in holds" in stacks[0]
     assert "no answer" in stacks[1]
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 # -- unsendable values
@@ -618,7 +616,7 @@ def test_a_result_that_cannot_be_sent_is_named_by_its_address():
     assert "[1]" in address
     assert reason.startswith("lock")
     assert "rank 1 of 2" in notes_of(error)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 def test_an_open_file_is_no_result(tmp_path):
@@ -711,7 +709,7 @@ def test_a_rank_that_does_not_end_is_killed(how, tmp_path):
     error, seconds = failure_of(ignores, tmp_path, platform=ranks(grace_s=0.5))
     assert type(error) is ValueError
     assert_gone(pids_in(tmp_path, 1))
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
 
 
 @pytest.mark.parametrize("end", ["returns", "raises", "dies", "cancelled"])
@@ -790,7 +788,7 @@ def test_a_launch_whose_warm_process_is_killed_fails():
 
     error, seconds = failure_of(kills)
     assert type(error) is RankDiedError
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S
     assert wrapper(ranks())(lambda: 1)() == (1, 1)
 
 
@@ -979,7 +977,7 @@ def test_a_collective_waits_for_other_ranks_no_longer_than_ipc_timeout_min(group
             time.sleep(PATIENCE_S)
 
     platform = Platform(device="cpu", n_cpus=2, verbose=False, ipc_groups=groups, ipc_timeout_min=0.01)
-    error, seconds = failure_of(reduce, platform=platform, patience_s=SOON_S)
+    error, seconds = failure_of(reduce, platform=platform, patience_s=PATIENCE_S)
     assert "600ms" in str(error)
     assert "Platform(ipc_timeout_min=...)" in notes_of(error)
-    assert seconds < SOON_S
+    assert seconds < PATIENCE_S

@@ -12,17 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from parawrap import wrapper
-from tests.launch.processes import (
-    PATIENCE_S,
-    SOON_S,
-    assert_gone,
-    eventually,
-    is_gone,
-    pids_in,
-    ranks,
-    run_script,
-    running_scripts,
-)
+from tests.helpers.processes import assert_gone, is_gone, pids_in, ranks, run_script, running_scripts
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 COUNT = int(os.environ.get("PARAWRAP_LAUNCHES", "80"))
 """Number of launches. A higher PARAWRAP_LAUNCHES, such as 200, compares memory over a longer time."""
@@ -116,7 +107,7 @@ def test_many_launches_leave_no_shared_memory(many):
     """/dev/shm has no new files. Files of other programs may exist for a moment."""
     before, after = many
     new = [Path("/dev/shm", name) for name in set(after["shared"]) - set(before["shared"])]
-    eventually(lambda: not any(map(Path.exists, new)), f"the removal of {new}", SOON_S)
+    eventually(lambda: not any(map(Path.exists, new)), f"the removal of {new}", PATIENCE_S)
 
 
 @uses_many_launches
@@ -146,7 +137,7 @@ def test_outdated_warm_processes_are_reaped(monkeypatch):
         launchable()  # a launch may reap old processes
         return len(psutil.Process().children()) == before
 
-    eventually(is_alone, "only one warm process", SOON_S)
+    eventually(is_alone, "only one warm process", PATIENCE_S)
 
 
 @pytest.mark.parametrize("end", ["returns", "dies"])
@@ -168,7 +159,7 @@ def test_leaked_shared_memory_of_a_rank_is_freed(end):
         launch = wrapper(ranks())(forgets).submit()
         eventually(launch.done, "the end of the launch")
         assert all(len(launch.logs(rank).split()) >= 3 for rank in range(2))
-    eventually(lambda: set(shared.glob("psm_*")) <= before, "the removal of the shared memory", SOON_S)
+    eventually(lambda: set(shared.glob("psm_*")) <= before, "the removal of the shared memory", PATIENCE_S)
 
 
 FORKING = """

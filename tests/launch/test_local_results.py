@@ -30,18 +30,16 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, Platform, RankResults, UnsendableError, Wrapper, current_rank, functional, wrapper
-from tests.launch.processes import (
-    PATIENCE_S,
-    SOON_S,
+from tests.helpers.processes import (
     assert_gone,
     descendant_pids,
-    eventually,
     pids_in,
     ranks,
     report_pid_function,
     run_script,
     running_scripts,
 )
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 METHODS = ["forkserver", "spawn", "fork"]
 LOCK = threading.Lock()
@@ -697,7 +695,7 @@ def test_torch_threads_of_ranks_share_the_cores(method, monkeypatch):
     for count in (1, 2, 2 * cores):
         launch = wrapper(ranks(count, spawn_method=method))(threads).submit()
         try:
-            found = launch.results(timeout=SOON_S)
+            found = launch.results(timeout=PATIENCE_S)
         finally:
             launch.cancel()
         share = 1 if method == "fork" else max(1, cores // count)  # OpenMP's threads do not survive a fork

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, eventually, ranks, warm_processes
+from tests.helpers.processes import ranks, warm_processes
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 LOOPBACK = "127.0.0.1"
 

@@ -13,7 +13,8 @@ import pytest
 
 from parawrap import LaunchCancelledError, Platform, RankResults, current_rank, wrapper
 from parawrap.errors import UnsendableError
-from tests.launch.processes import SOON_S, eventually, run_script
+from tests.helpers.processes import run_script
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def train(**options):
@@ -109,7 +110,7 @@ def test_closing_the_iterator_cancels_its_launches(max_parallel, tmp_path):
         eventually(lambda: len(list(tmp_path.iterdir())) >= max_parallel, "overlapping launches")
     began = time.monotonic()
     outcomes.close()
-    assert time.monotonic() - began < SOON_S
+    assert time.monotonic() - began < PATIENCE_S
     begun = {path.name for path in tmp_path.iterdir()}
     assert len(begun) <= max_parallel + 1
     assert not any(psutil.pid_exists(int(name.partition("-")[2])) for name in begun)
@@ -150,7 +151,7 @@ def test_cancelled_launches_yield_errors(tmp_path):
     queue = _Queue([Job(Platform(device="cpu", verbose=False), lambda: time.sleep(600)) for _ in range(3)], 1)
     eventually(lambda: queue._running, "the first launch")
     queue.cancel()
-    assert type(queue.futures[0].exception(SOON_S)) is LaunchCancelledError
+    assert type(queue.futures[0].exception(PATIENCE_S)) is LaunchCancelledError
     assert all(type(future.exception()) is LaunchCancelledError for future in queue.futures[1:])
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from parawrap.errors import LaunchError, UnsendableError
 from parawrap.launch.messages._pickle_values import _bytes_of, memory_file, pack, unpack
-from tests.launch.processes import run_script
+from tests.helpers.processes import run_script
 
 LOCK = threading.Lock()  # cannot be sent to another process
 BIG = 1 << 21  # bytes; large enough to be memory-mapped

@@ -19,7 +19,8 @@ from parawrap.launch._rank import Rank
 from parawrap.launch.rank._preemption import Preemption
 from parawrap.launch.rank._preemption_store import StoreAgreement
 from parawrap.launch.rank._signed_values import SignedStore, Signer
-from tests.launch.processes import PATIENCE_S, eventually, failure_of, ranks
+from tests.helpers.processes import failure_of, ranks
+from tests.helpers.waiting import PATIENCE_S, eventually
 from tests.launch.test_env import torchrun
 
 HERE = Path(__file__).parent

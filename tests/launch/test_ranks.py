@@ -27,7 +27,8 @@ from parawrap import (
     functional,
     wrapper,
 )
-from tests.launch.processes import PATIENCE_S, SOON_S, assert_gone, eventually, ranks
+from tests.helpers.processes import assert_gone, ranks
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 MEBI = 1 << 20
 
@@ -638,7 +639,7 @@ def test_forgotten_ranks_end():
     pids = [pid for _, pid in opened(rank_and_pid)]
     del opened
     gc.collect()
-    assert_gone(pids, SOON_S)
+    assert_gone(pids, PATIENCE_S)
 
 
 def test_ranks_cannot_be_sent(world):

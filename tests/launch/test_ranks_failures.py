@@ -17,17 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, RankDiedError, current_rank
-from tests.launch.processes import (
-    PATIENCE_S,
-    SILENT_S,
-    assert_gone,
-    eventually,
-    is_gone,
-    notes_of,
-    pids_in,
-    ranks,
-    running_scripts,
-)
+from tests.helpers.processes import SILENT_S, assert_gone, is_gone, notes_of, pids_in, ranks, running_scripts
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 STATE = {}
 

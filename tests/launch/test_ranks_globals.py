@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.launch.processes import run_script
+from tests.helpers.processes import run_script
 
 HEAD = """
 import argparse, copy, dataclasses, enum, functools, json, math, sys, threading, time, types, typing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.notebooks import run_notebook
+from tests.helpers.notebooks import run_notebook
 
 CELLS = {
     "open": """

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchCancelledError, LaunchTimeoutError, Platform, RankDiedError, current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, eventually
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 
 def restarting(**fields):

@@ -27,7 +27,7 @@ from parawrap.launch.messages._first_rank_failure import Ended, Requeued, Return
 from parawrap.launch.messages._pickle_values import packed
 from parawrap.launch.rank._control_thread import Status
 from parawrap.launch.rank._rank_assignment import Surroundings
-from tests.launch.processes import notes_of, ranks
+from tests.helpers.processes import notes_of, ranks
 
 GRACE_S = 30.0
 

@@ -10,7 +10,7 @@ import pytest
 
 from parawrap.launch.messages import _script_names
 from parawrap.launch.messages._script_names import names_of_script
-from tests.launch.processes import run_script
+from tests.helpers.processes import run_script
 
 SCRIPT = """
 import functools, io, json, logging, sys, threading, typing

@@ -8,7 +8,8 @@ import linecache
 import pytest
 
 from parawrap import LaunchTimeoutError, wrapper
-from tests.launch.processes import PATIENCE_S, SILENT_S, notes_of, ranks
+from tests.helpers.processes import SILENT_S, notes_of, ranks
+from tests.helpers.waiting import PATIENCE_S
 
 HELPER = """
 def helper(value):

@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 
 from parawrap import LaunchError, current_rank, wrapper
-from tests.launch.processes import PATIENCE_S, SOON_S, failure_of, notes_of, ranks
+from tests.helpers.processes import failure_of, notes_of, ranks
+from tests.helpers.waiting import PATIENCE_S
 
 METHODS = ["forkserver", "spawn", "fork"]
 
@@ -62,7 +63,7 @@ def test_ranks_can_use_the_objects_of_a_manager(method, manager):
         queue.put((current_rank().global_rank, settings["lr"]))
 
     wrapper(ranks(spawn_method=method))(report)(queue, settings)
-    assert sorted([queue.get(timeout=SOON_S), queue.get(timeout=SOON_S)]) == [(0, 0.5), (1, 0.5)]
+    assert sorted([queue.get(timeout=PATIENCE_S), queue.get(timeout=PATIENCE_S)]) == [(0, 0.5), (1, 0.5)]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -74,7 +75,7 @@ def test_loader_workers_of_ranks_can_use_the_objects_of_a_manager(method, manage
         return len(list(torch.utils.data.DataLoader(PutRow(queue), num_workers=1, multiprocessing_context=method)))
 
     assert [list(each) for each in wrapper(ranks(1))(load).map([queue, queue], max_parallel=2)] == [[2], [2]]
-    assert sorted(queue.get(timeout=SOON_S) for _ in range(4)) == [0, 0, 1, 1]
+    assert sorted(queue.get(timeout=PATIENCE_S) for _ in range(4)) == [0, 0, 1, 1]
 
 
 # -- prompts

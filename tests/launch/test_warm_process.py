@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 
 from parawrap import LaunchCancelledError, LaunchError, LaunchTimeoutError, current_rank, wrapper
-from tests.launch.processes import (
-    PATIENCE_S,
-    SOON_S,
+from tests.helpers.processes import (
     assert_gone,
     is_gone,
     notes_of,
@@ -24,6 +22,7 @@ from tests.launch.processes import (
     running_scripts,
     warm_processes,
 )
+from tests.helpers.waiting import PATIENCE_S
 
 BOUND_S = 20.0
 """Longer than a launch of these tests takes to end. Stopped processes resume after this time, so no test hangs."""
@@ -151,7 +150,7 @@ def test_a_stopped_warm_process_does_not_survive_its_parent(end, stopping):
     try:
         if end == "killed":
             parent.kill()
-        parent.wait(SOON_S)
+        parent.wait(PATIENCE_S)
         assert_gone([warm], BOUND_S)
     finally:
         if not is_gone(warm):

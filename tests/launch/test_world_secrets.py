@@ -391,7 +391,7 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("worlds")
     worlds = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "GROUP_", "SLURM", "OMPI", "PMI", SECRET)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(worlds)}
-    from tests.launch.processes import scripts  # this file also runs as a script, which cannot import tests
+    from tests.helpers.processes import scripts  # this file also runs as a script, which cannot import tests
 
     with closing(scripts.start(HERE, [folder], folder, streams=1, environ=kept)) as script:
         output, _ = script.communicate(PATIENCE_S)

@@ -20,7 +20,8 @@ from parawrap import LaunchError, Platform, current_rank, wrapper
 from parawrap.launch.coordinator._interruptible_event import Latch
 from parawrap.launch.rank._control_thread import _MainThread, _waits_in
 from parawrap.launch.rank._signed_values import Signer
-from tests.launch.processes import PATIENCE_S, SOON_S, notes_of, ranks
+from tests.helpers.processes import notes_of, ranks
+from tests.helpers.waiting import PATIENCE_S
 
 
 def test_an_exception_whose_text_is_not_unicode_arrives():
@@ -52,7 +53,7 @@ def test_a_fork_during_the_start_does_not_delay_the_launch(monkeypatch):
     try:
         began = time.monotonic()
         assert wrapper(ranks())(lambda: 1)() == (1, 1)
-        assert time.monotonic() - began < SOON_S
+        assert time.monotonic() - began < PATIENCE_S
     finally:
         os.kill(children[0], signal.SIGKILL)
         os.waitpid(children[0], 0)

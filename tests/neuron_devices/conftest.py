@@ -14,7 +14,7 @@ import torch
 
 from parawrap.neuroncores import _choose_runtime
 from tests import simdevice
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 _ROOT = Path(__file__).parents[2]
 _missing = simdevice.available("neuron")

@@ -18,7 +18,7 @@ from torch import nn
 
 from parawrap import ReplicaError, parallel
 from parawrap.replicas import ReplicaSet
-from tests.awkward import CASES, MODELS, check
+from tests.helpers.odd_models import CASES, MODELS, check
 
 quiet = pytest.mark.filterwarnings(
     "ignore:the model wrote:UserWarning",

@@ -14,7 +14,7 @@ from parawrap.errors import GatherError, ShardError
 from parawrap.shards._geometric_batches import graph_rules
 from parawrap.shards._tensordicts import tensordict_rules
 from parawrap.shards._transformers_caches import cache_rules
-from tests.conftest import require_packages
+from tests.helpers.tiers import require_packages
 
 CPU = torch.device("cpu")
 MODELS = ("gpt2", "llama", "mistral")  # mistral has a sliding window

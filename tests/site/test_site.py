@@ -16,7 +16,7 @@ import pytest
 
 import parawrap
 from parawrap import errors
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 ROOT = Path(__file__).parents[2]
 NARROW, WIDE = 390, 1280

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 _IN_CHILD = "PARAWRAP_XLA_CHILD"
 _LIMIT_S = 100

@@ -22,8 +22,8 @@ from typing import Self
 
 import psutil
 
-from tests.clusters import machines
-from tests.clusters.machines import PATH, Machine
+from tests.helpers import machines
+from tests.helpers.machines import PATH, Machine
 
 PATIENCE_S = 60.0
 """Upper limit for events that must happen, on a shared machine. It does not measure speed."""

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 if TYPE_CHECKING:  # every test run loads this file, even without the packages that clusters need
-    from tests.clusters.ray_cluster import RayCluster
-    from tests.clusters.slurm import SlurmCluster
+    from tests.helpers.ray_cluster import RayCluster
+    from tests.helpers.slurm_cluster import SlurmCluster
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
     """Two Slurm nodes that take jobs from this process. Call `settle` after a test that leaves jobs or kills a node."""
-    from tests.clusters.slurm import SlurmCluster, missing
+    from tests.helpers.slurm_cluster import SlurmCluster, missing
 
     require("slurm", missing())
     with SlurmCluster() as cluster, pytest.MonkeyPatch.context() as patch:
@@ -29,7 +29,7 @@ def slurm() -> Iterator[SlurmCluster]:
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[RayCluster]:
     """Two Ray nodes that this process has not joined. RAY_ADDRESS has their address."""
-    from tests.clusters.ray_cluster import RayCluster, missing
+    from tests.helpers.ray_cluster import RayCluster, missing
 
     require("ray", missing())
     with RayCluster() as cluster, pytest.MonkeyPatch.context() as patch:

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests.conftest import require
+from tests.helpers.tiers import require
 
 CHROMIUM = shutil.which("chromium")
 

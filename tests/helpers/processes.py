@@ -13,13 +13,8 @@ from pathlib import Path
 import psutil
 
 from parawrap import Platform, wrapper
-from tests.launch.script_server import Scripts
-
-PATIENCE_S = 40.0
-"""Upper limit for events that must happen. It does not measure speed."""
-
-SOON_S = 20.0
-"""Upper limit for events that must happen soon, on a shared machine."""
+from tests.helpers.script_server import Scripts
+from tests.helpers.waiting import PATIENCE_S, eventually
 
 SILENT_S = 2.0
 """A time limit that ranks do not reach while they start, on a shared machine."""
@@ -30,15 +25,6 @@ def ranks(count=2, **fields):
     return Platform(device="cpu", n_cpus=count, **{"verbose": False} | fields)
 
 
-def eventually(condition, event, patience_s=PATIENCE_S):
-    """Wait until `condition()` is true and return its value; fail after `patience_s` and name the event."""
-    deadline = time.monotonic() + patience_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {patience_s} seconds: {event}"
-        time.sleep(0.01)
-    return value
-
-
 def is_gone(pid):
     """Return True if a process has ended. A zombie counts as ended."""
     try:
@@ -47,7 +33,7 @@ def is_gone(pid):
         return True
 
 
-def assert_gone(pids, patience_s=SOON_S):
+def assert_gone(pids, patience_s=PATIENCE_S):
     """Wait until all of these processes have ended."""
     assert pids
     eventually(lambda: all(map(is_gone, pids)), f"the end of {pids}", patience_s)
@@ -161,7 +147,7 @@ scripts = Scripts()
 """Starts scripts in processes that already have torch loaded."""
 
 
-def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s=2 * PATIENCE_S):
+def run_script(folder, text, *args, fresh=False, prefix=(), env=None, patience_s=PATIENCE_S):
     """Run a script in its own process and return its standard output; fail if its exit code is not 0.
 
     With `fresh`, `env`, or a command `prefix`, the process is a new interpreter. Otherwise it is a fork of an interpreter
