@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -73,30 +73,19 @@ OPENED, CLOSED = settings(KEPT, KEPT), [*settings(*RESET), "trim"]
 
 
 @ON_GLIBC
-def test_the_block_avoids_page_faults():
-    """Inside the block, reusing freed buffers causes few page faults; before and after it, it causes many."""
-    before, inside, after = run("""
+def test_blocks_avoid_page_faults():
+    """Reusing freed buffers causes few page faults until the last of nested blocks ends; outside, it causes many."""
+    before, inside, nested, after = run("""
 print(faults())
 with keep_freed_memory():
     settle()
     print(faults())
-print(faults())
-""")
-    assert inside * 10 < before
-    assert inside * 10 < after
-
-
-@ON_GLIBC
-def test_memory_is_kept_until_the_last_of_nested_blocks_ends():
-    """The end of an inner block does not reset the thresholds."""
-    inside, after = run("""
-with keep_freed_memory():
     with keep_freed_memory():
-        settle()
+        pass
     print(faults())
 print(faults())
 """)
-    assert inside * 10 < after
+    assert 10 * max(inside, nested) < min(before, after)
 
 
 @ON_GLIBC
@@ -104,67 +93,37 @@ print(faults())
     ("name", "value"),
     [("MALLOC_TRIM_THRESHOLD_", "131072"), ("GLIBC_TUNABLES", "glibc.malloc.check=0:glibc.malloc.trim_threshold=131072")],
 )
-def test_thresholds_from_the_environment_are_kept(name, value):
-    """If the environment sets a threshold, the block does not reduce page faults."""
+def test_environment_wins(name, value):
     outside, inside = run("print(faults())\nwith keep_freed_memory():\n    print(faults())\n", **{name: value})
     assert inside * 2 > outside > 0
 
 
-def test_the_first_block_sets_the_thresholds_and_the_last_resets_them(calls):
-    """Nested blocks only change a counter."""
-    with keep_freed_memory():
-        with keep_freed_memory():
-            assert calls == OPENED
+def test_first_sets_and_last_resets(calls, caplog):
+    """Nested blocks only change a counter. An exception ends a block too. The logger reports the start and the end."""
+    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
+        with pytest.raises(KeyError), keep_freed_memory():
+            raise KeyError
         assert calls == OPENED
     assert calls == OPENED + CLOSED
+    assert caplog.messages == ["this process keeps freed memory", "this process returns freed memory to the kernel again"]
 
 
-def test_an_exception_ends_the_block(calls):
-    """The thresholds are reset, and the exception is raised."""
-    with pytest.raises(KeyError), keep_freed_memory():
-        raise KeyError
-    assert calls == OPENED + CLOSED
-
-
-def test_blocks_of_several_threads_are_counted(calls):
-    """The thresholds stay set while any thread's block is open."""
-    opened, close = threading.Event(), threading.Event()
-
-    def hold():
-        with keep_freed_memory():
-            opened.set()
-            close.wait(30)
-
-    other = threading.Thread(target=hold)
-    other.start()
-    assert opened.wait(30)
-    with keep_freed_memory():
-        pass
-    assert calls == OPENED
-    close.set()
-    other.join()
-    assert calls == OPENED + CLOSED
-
-
-@pytest.mark.stress
-def test_many_overlapping_blocks_reset_the_thresholds(calls):
-    """After many overlapping blocks in several threads, each setting of the thresholds was followed by a reset."""
+def test_blocks_of_threads_are_counted(calls):
+    """Many overlapping blocks: each setting of the thresholds was followed by a reset, and none came inside a block."""
 
     def repeat():
         for _ in range(200):
             with keep_freed_memory():
-                pass
+                assert calls[-1] != "trim"
 
-    threads = [threading.Thread(target=repeat) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(repeat) for _ in range(8)]:
+            done.result()
     assert calls == (OPENED + CLOSED) * (len(calls) // 5)
     assert calls
 
 
-def test_an_older_glibc_gets_the_largest_allowed_value(calls, monkeypatch):
+def test_older_glibc_gets_its_limit(calls, monkeypatch):
     """If glibc refuses a larger M_MMAP_THRESHOLD, as before version 2.35, the block sets 32 MiB."""
 
     def refuse(name, value):
@@ -176,41 +135,24 @@ def test_an_older_glibc_gets_the_largest_allowed_value(calls, monkeypatch):
         assert calls == [*OPENED, (-3, 32 << 20)]
 
 
-def test_the_block_is_logged(calls, caplog):
-    """The logger parawrap.cpu reports the start and the end, once for all blocks."""
-    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory(), keep_freed_memory():
-        pass
-    assert caplog.messages == ["this process keeps freed memory", "this process returns freed memory to the kernel again"]
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "named"),
+    ("name", "value", "reason"),
     [
-        ("MALLOC_MMAP_THRESHOLD_", "1", "MALLOC_MMAP_THRESHOLD_"),
-        ("MALLOC_TRIM_THRESHOLD_", "1", "MALLOC_TRIM_THRESHOLD_"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1", "glibc.malloc.mmap_threshold"),
+        ("MALLOC_MMAP_THRESHOLD_", "1", "the environment sets MALLOC_MMAP_THRESHOLD_"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1:glibc.malloc.mmap_threshold=1", "sets glibc.malloc.mmap_threshold"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=1", None),
+        (None, None, "the C library is not glibc"),
     ],
 )
-def test_a_threshold_of_the_user_is_not_changed(calls, caplog, monkeypatch, name, value, named):
-    """The block only logs the setting that it found."""
-    monkeypatch.setenv(name, value)
+def test_reason_for_nothing_is_logged(calls, caplog, monkeypatch, name, value, reason):
+    """Without glibc, or if the environment sets a threshold, the block only logs the reason. It ignores other tunables."""
+    if name is None:
+        monkeypatch.setattr(parawrap.cpu, "_libc", None)
+    else:
+        monkeypatch.setenv(name, value)
     with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
-        pass
-    assert calls == []
-    assert caplog.messages == [f"freed memory is not kept: the environment sets {named}"]
-
-
-def test_other_tunables_are_ignored(calls, monkeypatch):
-    """If GLIBC_TUNABLES sets no threshold, the block sets the thresholds."""
-    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
-    with keep_freed_memory():
-        assert calls == OPENED
-
-
-def test_without_glibc_the_block_does_nothing(calls, caplog, monkeypatch):
-    """On macOS, Windows, and musl, the block only logs the reason."""
-    monkeypatch.setattr(parawrap.cpu, "_libc", None)
-    with caplog.at_level(logging.INFO, logger="parawrap.cpu"), keep_freed_memory():
-        pass
-    assert calls == []
-    assert caplog.messages == ["freed memory is not kept: the C library is not glibc"]
+        assert calls == (OPENED if reason is None else [])
+    if reason is not None:
+        (message,) = caplog.messages
+        assert message.startswith("freed memory is not kept: ")
+        assert message.endswith(reason)

@@ -93,14 +93,13 @@ def imports_of(module: str, *, at_import: bool) -> set[str]:
     return {name for name in found if name.partition(".")[0] == "parawrap"} - {module}
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_module_imports_only_allowed_subpackages(module):
+def test_imports_run_downwards():
     """Each import is allowed by the table above, also inside functions and for type checking only."""
-    subpackage = subpackage_of(module)
-    assert subpackage in ALLOWED, f"{subpackage} is missing in ALLOWED. Add it there and in the design"
-    allowed = ALLOWED[subpackage] | {"errors", "_private_name", "_public", subpackage}
-    for name in imports_of(module, at_import=False):
-        assert subpackage_of(name) in allowed, f"{module} imports {name}"
+    for module in MODULES:
+        subpackage = subpackage_of(module)
+        allowed = ALLOWED[subpackage] | {"errors", "_private_name", "_public", subpackage}
+        for name in imports_of(module, at_import=False):
+            assert subpackage_of(name) in allowed, f"{module} imports {name}"
 
 
 def test_imports_have_no_cycle():
@@ -114,38 +113,24 @@ def test_imports_have_no_cycle():
     tuple(TopologicalSorter(graph).static_order())
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_import_no_private_files_of_other_subpackages(module):
+def test_private_files_stay_inside():
     """A module imports from the __init__ of other subpackages, not from their underscored files."""
-    for name in imports_of(module, at_import=False) - {"parawrap._version", "parawrap._private_name", "parawrap._public"}:
-        private = [part for part in name.split(".")[1:] if part.startswith("_")]
-        assert not private or subpackage_of(name) == subpackage_of(module), f"{module} imports the private module {name}"
+    of_all = {"parawrap._version", "parawrap._private_name", "parawrap._public"}
+    for module in MODULES:
+        for name in imports_of(module, at_import=False) - of_all:
+            private = [part for part in name.split(".")[1:] if part.startswith("_")]
+            assert not private or subpackage_of(name) == subpackage_of(module), f"{module} imports {name}"
 
 
-def test_importing_parawrap_does_not_load_torch():
-    """In a new interpreter, `import parawrap` loads its exceptions only, so that `parawrap --help` answers at once."""
-    script = "import sys, parawrap; print([name for name in sys.modules if name.startswith(('torch', 'parawrap.'))])"
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.strip() == "['parawrap._version', 'parawrap.errors']"
+IMPORTS = f"""
+import sys, parawrap
+print([name for name in sys.modules if name.startswith(("torch", "parawrap."))])
 
+import os, signal, threading, torch
+before = set(sys.modules)  # torch.hub loads tqdm, if it is installed
+from parawrap import {IN_MOST_PROGRAMS}
+print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])
 
-def test_importing_parawrap_loads_no_slow_packages():
-    """In a new interpreter, blocks and wrappers load no package that most programs do not need.
-
-    Packages that `import torch` loads do not count. For example, torch.hub loads tqdm if it is installed.
-    """
-    script = (
-        f"import sys, torch; before = set(sys.modules); from parawrap import {IN_MOST_PROGRAMS}; "
-        f"print([name for name in {NEVER_LOADED!r} if name in sys.modules and name not in before])"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.strip() == "[]"
-
-
-def test_importing_parawrap_has_no_side_effects():
-    """Import starts no thread, prints nothing, and changes no thread count, signal handler, or environment variable."""
-    script = """
-import os, signal, sys, threading, torch
 def state():
     return (threading.active_count(), torch.get_num_threads(), dict(os.environ), signal.getsignal(signal.SIGINT),
             torch.get_default_dtype(), torch.is_grad_enabled(), torch.cuda.is_initialized(), sys.excepthook)
@@ -153,11 +138,20 @@ before = state()
 from parawrap import *
 assert state() == before, (before, state())
 """
-    found = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True, check=False)
-    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
-def test_public_names_exist_and_are_sorted():
+def test_imports_are_cheap():
+    """`import parawrap` loads its exceptions only; blocks and wrappers, no package that most programs do not need.
+
+    No import starts a thread, prints, or changes a thread count, a signal handler, or an environment variable.
+    """
+    command = [sys.executable, "-W", "error", "-c", IMPORTS]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.splitlines() == ["['parawrap._version', 'parawrap.errors']", "[]"]
+
+
+def test_all_names_exist_sorted():
     """`__all__` is sorted and free of duplicates, and dir() shows all of it."""
     assert parawrap.__all__ == sorted(parawrap.__all__)
     assert len(parawrap.__all__) == len(set(parawrap.__all__))
@@ -181,23 +175,21 @@ def _public_things():
             yield name, value
 
 
-@pytest.mark.parametrize(("name", "value"), list(_public_things()))
-def test_public_names_have_a_docstring_with_an_example(name, value):
+def test_public_names_have_an_example():
     """Functions and classes have their own docstring with a doctest; exceptions have a docstring."""
-    document = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
-    assert document, f"{name} has no docstring"
-    if not (inspect.isclass(value) and issubclass(value, parawrap.ParawrapError)):
-        assert ">>>" in document, f"{name} has no example"
+    for name, value in _public_things():
+        document = vars(value).get("__doc__") if inspect.isclass(value) else value.__doc__
+        assert document, f"{name} has no docstring"
+        if not (inspect.isclass(value) and issubclass(value, parawrap.ParawrapError)):
+            assert ">>>" in document, f"{name} has no example"
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_modules_have_a_docstring(module):
+def test_modules_have_a_docstring():
     """Each file has a docstring, and each name in its `__all__` exists."""
-    file = MODULES[module]
-    assert ast.get_docstring(ast.parse(file.read_text())), f"{module} has no docstring"
-    loaded = importlib.import_module(module) if not module.startswith("parawrap.cli") else None
-    offered = getattr(loaded, "__all__", [])
-    assert all(hasattr(loaded, name) for name in offered)
+    for module, file in MODULES.items():
+        assert ast.get_docstring(ast.parse(file.read_text())), f"{module} has no docstring"
+        loaded = importlib.import_module(module) if not module.startswith("parawrap.cli") else None
+        assert all(hasattr(loaded, name) for name in getattr(loaded, "__all__", []))
 
 
 def test_file_names_are_specific():
@@ -207,7 +199,7 @@ def test_file_names_are_specific():
     assert [folder for folder in PACKAGE.rglob("*") if folder.is_dir() and folder.name.strip("_") in vague] == []
 
 
-def test_errors_docstring_draws_the_class_hierarchy():
+def test_errors_docstring_is_the_tree():
     """The tree in the docstring of `errors` has each class once, with its built-in base classes."""
     drawn = inspect.getdoc(parawrap.errors) or ""
     for name in sorted(parawrap.__all__):
@@ -226,7 +218,7 @@ def test_package_is_marked_as_typed():
 
 
 @pytest.mark.parametrize("name", ["DataParallel", "Platform", "cat", "parallel", "register_split", "wrapper"])
-def test_public_names_report_the_public_module(name):
+def test_names_report_parawrap(name):
     """Classes and functions report the module that users import them from, and pickle by that name."""
     value = getattr(parawrap, name)
     assert value.__module__ == "parawrap"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import tempfile
 from fractions import Fraction
@@ -23,6 +22,7 @@ from parawrap.functional import _private_names as of_functional
 from parawrap.lanes import _private_names as of_lanes
 from parawrap.launch import _private_names as of_launch
 from parawrap.replicas import _private_names as of_replicas
+from tests.helpers.processes import run_script
 
 PACKAGE = Path(parawrap.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -99,14 +99,13 @@ LISTS = {file: set(names_in(file)) for file in FILES if file.name == "_private_n
 NAMES = set().union(*LISTS.values())
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file not in LISTS], ids=lambda file: file.stem)
-def test_only_the_lists_hold_private_names(file):
-    """A private name of torch or Python stands in the file `_private_names.py` of its room, and nowhere else."""
-    found = set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set())
-    assert not found
+def test_only_the_lists_hold_them():
+    """A private name of torch or Python stands in the file `_private_names.py` of its package, and nowhere else."""
+    for file in set(FILES) - set(LISTS):
+        assert set(private_attributes(file)) - DOCUMENTED - OF_OTHERS.get(file.name, set()) == set(), file
 
 
-def test_contributing_lists_every_private_name():
+def test_contributing_lists_them():
     """CONTRIBUTING.md has one row for each name and room."""
     text = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
     section = text.partition("## Private names")[2].partition("\n## ")[0]
@@ -176,7 +175,7 @@ def test_functorch_is_seen():
 
 
 @canary("_current_level")
-def test_forward_mode_autograd_is_seen():
+def test_forward_autograd_is_seen():
     """A call under forward-mode autograd is plain."""
     assert of_lanes.forward_ad_level() == -1
     with torch.autograd.forward_ad.dual_level():
@@ -236,7 +235,7 @@ def test_modules_know_that_they_are_replicas():
     "_load_state_dict_post_hooks",
     "_non_persistent_buffers_set",
 )
-def test_modules_keep_attributes_that_calls_do_not_read():
+def test_attributes_calls_do_not_read():
     """Replicas share these attributes, so that they are made faster."""
     assert set(vars(Linear(2, 2))) >= of_replicas.NOT_CALLED
 
@@ -327,7 +326,7 @@ def test_batch_norms_have_one_base():
 
 
 @canary("_clear", "_run_exitfuncs")
-def test_exit_handlers_run_once_or_are_forgotten():
+def test_exit_handlers(tmp_path):
     """A rank runs its exit handlers before it exits. A fork of the user's process does not run the user's."""
     script = """
 import atexit
@@ -337,12 +336,11 @@ forget_exit_handlers()
 atexit.register(print, "once")
 run_exit_handlers()
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["once"]
+    assert run_script(tmp_path, script).split() == ["once"]
 
 
 @canary("_finalizer_registry", "_exit_function")
-def test_finalizers_of_multiprocessing_belong_to_their_process():
+def test_multiprocessing_finalizers(tmp_path):
     """A fork of the launching process runs the finalizers that it makes itself."""
     script = """
 from multiprocessing.util import Finalize
@@ -352,12 +350,11 @@ forget_exit_handlers()
 forget_finalizers()
 Finalize(None, print, ("fork",), exitpriority=1)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["fork"]
+    assert run_script(tmp_path, script).split() == ["fork"]
 
 
 @canary("_registry")
-def test_finalizers_of_the_warm_process_are_known():
+def test_finalizers_before_a_fork(tmp_path):
     """Ranks run the finalizers that their function makes, and not those of the modules that the warm process imported."""
     script = """
 import weakref
@@ -369,12 +366,11 @@ weakref.finalize(imported, print, "imported")
 keep_finalizers_from_exits()
 weakref.finalize(owned, print, "owned")
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["owned"]
+    assert run_script(tmp_path, script).split() == ["owned"]
 
 
 @canary("_registry", "_registered_with_atexit")
-def test_finalizers_of_the_parent_are_forgotten_in_a_fork():
+def test_finalizers_of_a_parent(tmp_path):
     """A forked rank runs its own finalizers at exit, and not those of the user's process."""
     script = """
 import weakref
@@ -387,19 +383,18 @@ forget_finalizers()
 weakref.finalize(second, print, "once")
 run_exit_handlers()
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["once"]
+    assert run_script(tmp_path, script).split() == ["once"]
 
 
 @canary("_TemporaryFileWrapper")
-def test_temporary_files_have_a_class_of_their_own():
+def test_temporary_files():
     """A rank finds open temporary files by their class, and removes them."""
     with tempfile.NamedTemporaryFile() as file:
         assert type(file) is of_launch.TEMPORARY_FILE
 
 
 @canary("_shutdown")
-def test_threads_of_the_function_are_joined():
+def test_threads_are_joined(tmp_path):
     """A rank ends when the threads of its function end. Idle workers of thread pools do not hold it."""
     script = """
 import threading
@@ -413,12 +408,11 @@ threading.Timer(0.1, go.set).start()
 join_threads()
 print("joined")
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["pool", "thread", "joined"]
+    assert run_script(tmp_path, script).split() == ["pool", "thread", "joined"]
 
 
 @canary("_world", "_get_sequence_number_for_group")
-def test_groups_count_their_operations():
+def test_groups_count_their_operations(tmp_path):
     """Ranks that stay notice groups that are out of step: torch counts groups, and each group its operations."""
     script = """
 import torch
@@ -433,14 +427,13 @@ after = sequence_number_of(dist.group.WORLD), number_of_groups()
 print(all(second > first for first, second in zip(before, after)))
 dist.destroy_process_group()
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.split() == ["True"]
+    assert run_script(tmp_path, script).split() == ["True"]
 
 
 # Without a name
 
 
-def test_parawrap_can_be_imported_without_any_private_name():
+def test_imports_without_any_name(tmp_path):
     """If all names are missing, every module imports. What needs a name raises VersionError; the rest works."""
     script = """
 import importlib, pkgutil, sys
@@ -461,8 +454,7 @@ with parawrap.parallel(torch.nn.Linear(2, 2), ["cpu", "cpu"]) as p:
     except parawrap.VersionError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    collated, error = found.stdout.splitlines()
+    collated, error = run_script(tmp_path, script, fresh=True).splitlines()
     assert collated == "(tensor([[1.]]), tensor([[1.]]))"
     assert error.startswith("lanes need torch.")
     assert f"with torch {torch.__version__.partition('+')[0]}" in error
@@ -477,7 +469,7 @@ def test_a_call_without_a_name_is_refused(name, monkeypatch):
         model(torch.ones(3, 2))
 
 
-def test_a_class_without_its_name_matches_nothing():
+def test_missing_class_is_refused():
     """`isinstance` with a missing class raises VersionError."""
     with pytest.raises(VersionError, match="lanes need"):
         isinstance(1, private_name("torch.Gone", "lanes"))
@@ -497,7 +489,7 @@ def test_replicas_of_other_modules_are_refused(name, monkeypatch):
         model(torch.ones(3, 2))
 
 
-def test_compiled_functions_without_originals_are_refused(monkeypatch):
+def test_compiled_without_originals(monkeypatch):
     """If the original of a compiled function cannot be found, a block raises VersionError instead of sharing its code."""
     monkeypatch.setattr(of_replicas, "COMPILED_FROM", "_gone")
     of_replicas._check_compiled_functions.cache_clear()
@@ -507,7 +499,7 @@ def test_compiled_functions_without_originals_are_refused(monkeypatch):
         model(torch.ones(3, 2))
 
 
-def test_instances_without_an_attribute_are_refused():
+def test_missing_attribute_is_refused():
     """An attribute that only instances have is looked for when it is needed."""
     with pytest.raises(VersionError, match=r"replicas need fractions\.Fraction\._gone"):
         private_attribute(Fraction(1, 2), "_gone", "replicas")

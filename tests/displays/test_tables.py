@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from parawrap import Platform, RankResults, Wrapper, compare, current_rank, parallel, wrapper
-from parawrap.displays import Table, last_shown_line, shortened
+from parawrap.displays import Table, last_shown_line
 from tests.helpers.notebooks import run_notebook
+from tests.helpers.waiting import eventually
 
 TWO = ["cpu", "cpu"]
 RANKS = Platform(device="cpu", n_cpus=2, verbose=False)
@@ -47,13 +48,13 @@ def html(value):
     return Parsed(value._repr_html_()).texts
 
 
-def test_text_columns_are_left_aligned():
+def test_text_is_left_aligned():
     """Numbers are aligned on the right, and lines have no spaces at their end."""
     table = Table("title", ("name", "n", "note"), [("a", "10", "x"), ("long", "2", "")], texts=("name", "note"))
     assert str(table).splitlines() == ["title", "name   n  note", "a     10  x", "long   2"]
 
 
-def test_html_has_the_cells_and_escapes_them():
+def test_html_escapes_cells():
     """Every cell is text, also if it looks like HTML."""
     assert Parsed(Table("<b>", ("<b>", "n"), [("<b>&", "1")]).html()).texts == {
         "caption": ["<b>"],
@@ -62,13 +63,7 @@ def test_html_has_the_cells_and_escapes_them():
     }
 
 
-def test_long_texts_are_shortened():
-    """The result has at most the given length, and says that something is left out."""
-    assert shortened("x" * 10, 10) == "x" * 10
-    assert shortened("x" * 11, 10) == "xxxxxx ..."
-
-
-def test_stats_have_the_same_figures_as_text_and_html():
+def test_stats_as_text_and_html():
     """The table of `print(p.stats())` is the one in a notebook."""
     with parallel(nn.Linear(3, 2), TWO, out_dims=0) as p:
         p(torch.zeros(5, 3))
@@ -116,7 +111,7 @@ class Unshowable:
         raise KeyError("state")
 
 
-def test_result_without_a_repr_hides_no_other_result():
+def test_result_without_a_repr():
     """A result whose `__repr__` raises is shown as its type and the exception. The other results are shown."""
     results = RankResults([1, Unshowable()])
     assert repr(results) == "RankResults(1, <Unshowable: its __repr__ raised KeyError>)"
@@ -137,9 +132,7 @@ def test_launch_shows_its_state_now(tmp_path):
             raise ValueError("<b>")
 
     launch = wrapper(RANKS)(train).submit()
-    waiting = threading.Event()
-    while not started.exists() or "last" not in launch.logs(0):
-        waiting.wait(0.01)
+    eventually(lambda: started.exists() and "last" in launch.logs(0), "the output of the first rank")
     shown = html(launch)
     assert shown["caption"][0].endswith("train on 2 ranks: running")
     assert shown["td"][:3] == ["0", "running", "last"]
@@ -151,7 +144,7 @@ def test_launch_shows_its_state_now(tmp_path):
     assert shown["td"][-3:] == ["1", "ValueError: <b>", "ValueError: <b>"]
 
 
-def test_launch_shows_the_newest_state_of_a_progress_bar():
+def test_launch_shows_progress_bars():
     """The last line of a rank is the one that a terminal would show, without escape codes."""
 
     def train():
@@ -177,7 +170,7 @@ def test_launch_shows_the_newest_state_of_a_progress_bar():
         ("\x1b]0;title\x07a\x1b[1;31mb\x1b(B\x00c\x1b[3", "abc"),
     ],
 )
-def test_last_shown_line_is_what_a_terminal_shows(output, line):
+def test_last_shown_line(output, line):
     """Carriage returns write over the line, erased text is gone, and escape codes and blank lines are not shown."""
     assert last_shown_line(output) == line
 
@@ -235,7 +228,7 @@ def test_notebook_shows_tables_and_a_bar(tmp_path):
     assert "application/vnd.jupyter.widget-view+json" in bar.data
 
 
-def test_notebook_without_widgets_shows_a_bar_of_text(tmp_path):
+def test_notebook_without_widgets(tmp_path):
     """Without ipywidgets, `map(progress=True)` shows a bar of text, and no warning."""
     hide = "import sys\nsys.modules['ipywidgets'] = None\n"
     block = "import torch\nfrom parawrap import parallel\nmodel = torch.nn.Linear(3, 2)\n"

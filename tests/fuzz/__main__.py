@@ -1,4 +1,4 @@
-"""Run many cases: ``python -m tests.fuzz --cases 10000 [--devices cpu|sim] [--seed N] [--put-back NAME|all]``.
+"""Run many cases: ``python -m tests.fuzz --cases 10000 [--devices cpu|sim] [--seed N]``.
 
 ``--case "Case(...)"`` runs one case again, as a summary prints it.
 """
@@ -123,28 +123,12 @@ def fuzz(cases: int, seed: int, devices: str) -> int:
     return int(bool(summary.wrong) or summary.answered < _LEAST_ANSWERED)
 
 
-def find(name: str, cases: int, seed: int, devices: str) -> int | None:
-    """Put a fault back, and return the number of cases that found it; None if they did not."""
-    from tests.fuzz.put_back import FAULTS
-
-    for index in range(cases):
-        generator, case = drawn(seed, index, devices)
-        with FAULTS[name]():
-            outcome = outcome_in_time(generator, case)
-        if outcome.end == "wrong" and outcome_in_time(generator, case).end != "wrong":
-            print(f"{name:26} found by case {index + 1:4} ({generator}): {outcome.detail[:150]}", flush=True)
-            return index + 1
-    print(f"{name:26} not found in {cases} cases", flush=True)
-    return None
-
-
 def main() -> int:
     """Read the options, and run."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--devices", choices=("cpu", "sim"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--put-back", default=None, help="a fault of tests/fuzz/put_back.py, or all")
     parser.add_argument("--case", default=None, help="the repr of one case")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -157,11 +141,6 @@ def main() -> int:
         outcomes = [outcome_in_time(generator, case) for generator in generators]
         print(*outcomes, sep="\n")
         return int(any(outcome.end == "wrong" for outcome in outcomes))
-    if options.put_back is not None:
-        from tests.fuzz.put_back import FAULTS
-
-        names = list(FAULTS) if options.put_back == "all" else [options.put_back]
-        return int(None in [find(name, options.cases, options.seed, options.devices) for name in names])
     return fuzz(options.cases, options.seed, options.devices)
 
 

@@ -21,7 +21,7 @@ def cases(count: int) -> settings:
 
 @cases(180)
 @given(st.randoms(use_true_random=False))
-def test_a_row_wise_model_gives_the_plain_answer_or_is_refused(random):
+def test_row_wise_models(random):
     case = drawn_case(random)
     outcome = run(case)
     assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
@@ -29,7 +29,7 @@ def test_a_row_wise_model_gives_the_plain_answer_or_is_refused(random):
 
 @cases(100)
 @given(st.randoms(use_true_random=False))
-def test_a_model_that_mixes_rows_gives_the_joined_answers_of_its_shards_or_is_refused(random):
+def test_models_that_mix_rows(random):
     case = drawn_mixing_case(random, *drawn_devices(random, "cpu"))
     outcome = run_mixing(case)
     assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
@@ -37,7 +37,7 @@ def test_a_model_that_mixes_rows_gives_the_joined_answers_of_its_shards_or_is_re
 
 @cases(20)
 @given(st.randoms(use_true_random=False))
-def test_a_seed_gives_the_same_numbers_each_time(random):
+def test_seeds_repeat_numbers(random):
     case = drawn_case(random)
     outcome = run_seeded(case)
     assert outcome.end != "wrong", f"{outcome.detail}\n{case!r}"
