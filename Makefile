@@ -19,38 +19,21 @@ XLA_STAMP := $(XLA_VENV)/.installed
 CLUSTERS := contract or slurm or ray
 SLOW := $(CLUSTERS) or long
 
-.PHONY: demo test test-core test-api test-workers test-local-launches test-launches test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
+.PHONY: demo test test-main test-devices test-packages test-pages test-distribution test-clusters test-long matrix test-xla fuzz lint bench bench-cuda device docs pictures tally clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/digits.py
 	$(BIN)/python examples/stay.py
 	$(BIN)/python examples/one_block.py threads processes
 
-# In parallel, the longest first, because tests of launches mostly wait for processes.
+# Tests of launches mostly wait for processes, so there are more workers than processors. Each file has one worker.
+WORKERS := 3
 test: $(STAMP)
-	$(MAKE) --jobs=4 --output-sync=target test-core test-api test-workers test-local-launches test-launches test-devices
+	$(MAKE) --jobs=2 --output-sync=target test-main test-devices
 
-LOCAL_LAUNCHES := $(wildcard tests/launch/test_local_*.py)
-
-test-local-launches: $(STAMP)
-	$(BIN)/python -m pytest $(LOCAL_LAUNCHES) -m 'not ($(SLOW))'
-
-test-launches: $(STAMP)
-	$(BIN)/python -m pytest tests/launch $(LOCAL_LAUNCHES:%=--ignore=%) -m 'not ($(SLOW))'
-
-API := tests/api tests/functional tests/neuroncores
-
-test-api: $(STAMP)
-	$(BIN)/python -m pytest $(API) -m 'not ($(SLOW))'
-
-test-workers: $(STAMP)
-	$(BIN)/python -m pytest tests/workers -m 'not ($(SLOW))'
-
-# All others, except those that need packages of their own: test-pages and test-distribution run these.
-ELSEWHERE := tests/launch $(API) tests/workers tests/site tests/distribution
-
-test-core: $(STAMP)
-	$(BIN)/python -m pytest $(ELSEWHERE:%=--ignore=%) -m 'not ($(SLOW))'
+# All but the tests that need packages of their own: test-pages and test-distribution run these.
+test-main: $(STAMP)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --ignore=tests/site --ignore=tests/distribution -m 'not ($(SLOW))'
 
 # In processes of their own: a simulated accelerator becomes torch's accelerator for the whole process, under one name.
 test-devices: $(STAMP)
@@ -91,9 +74,10 @@ matrix: $(STAMP)
 
 # Look for flaky tests: run tiers again and again while other processes compute, and add the results to tests/tally.jsonl.
 TIERS := test
-RUNS := 20
+RUNS := 10
+LOAD := 4
 tally: $(STAMP)
-	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS)
+	$(BIN)/python -m tests.tally $(TIERS) --runs $(RUNS) --load $(LOAD)
 
 # In a separate environment: torch_xla needs another release of torch than the other tests. Its torch 2.9 is also the last one
 # for the torch_neuronx that compiles models.
