@@ -73,6 +73,7 @@ class _Server:
         self._contents: dict[str, Any] = {}  # of received plain values, as they were then
         self._owned: set[str] = set()
         self._regrouped_after = ""
+        self._not_loaded = ""  # why the globals of an earlier call are missing
 
     def answer(self, request: Arrival) -> None:
         """Answer one request."""
@@ -131,6 +132,8 @@ class _Server:
                 "groups from before, and models in DistributedDataParallel, no longer work. Make them again"
             )
             add_note(error, note)
+        if self._not_loaded and isinstance(error, NameError):
+            add_note(error, f"the rank could not load the globals of an earlier call: {self._not_loaded}")
         self._report_owned(number)
         file = failures.pack_exception(error)
         try:
@@ -154,12 +157,15 @@ class _Server:
                 self._define(names, pickled, attributes)
             call = pickle.load(stream, buffers=request.buffers)
             self._receive(call["the globals"])
+            if definitions or call["the globals"]:
+                self._not_loaded = ""
             function = call["the function"]
             if isinstance(function, tuple):
                 module, name = function
                 function = self._main[name] if module == "__main__" else resolve_name(f"{module}:{name}")
         except BaseException as error:
             self._send("owned", request.number, None)
+            self._not_loaded = failures.summary_of(error)
             if isinstance(error, Exception):
                 add_note(error, "raised while the rank unpickled the function, its arguments, and its globals")
             if isinstance(error, ModuleNotFoundError):
