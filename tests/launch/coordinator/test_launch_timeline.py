@@ -58,7 +58,7 @@ def test_missing_folder_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unwritable_trace_loses_no_result(tmp_path, caplog):
+def test_lost_trace_loses_no_result(tmp_path, caplog):
     """If the folder is removed while the ranks run, the error is logged."""
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -36,7 +36,7 @@ def connections_of(processes):
 
 
 @pytest.mark.parametrize("case", FIELDS)
-def test_ports_are_open_only_if_requested(case, tmp_path):
+def test_ports_open_only_on_request(case, tmp_path):
     """No process is reachable from another machine, and by default not even from this one."""
     report_pid = report_pid_function()
 

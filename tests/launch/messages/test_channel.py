@@ -28,7 +28,7 @@ def test_large_message_needs_no_reader():
         os.close(writer)
 
 
-def test_large_environment_reaches_slow_rank(monkeypatch):
+def test_large_environment_arrives(monkeypatch):
     """A rank with a fresh interpreter, which reads its message seconds later, gets 600 KiB of variables."""
     for number in range(6):
         monkeypatch.setenv(f"LARGE_{number}", "x" * 100_000)

@@ -43,18 +43,6 @@ class Unreducible(Exception):
         raise RuntimeError("not me")
 
 
-class Unmakeable(Exception):
-    """An exception whose class accepts its args neither in ``__new__`` nor in ``__init__``."""
-
-    def __new__(cls, *args):
-        if args != ("once",):
-            raise TypeError("only once")
-        return super().__new__(cls, *args)
-
-    def __init__(self, *_):
-        self.args = ("other",)
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen(Exception):
     code: int
@@ -89,7 +77,6 @@ SENDABLE = [
     (OtherArgs(3, reason="no space"), ["code"]),
     (WithLock("busy"), ["code"]),
     (Unreducible("odd", 3), []),
-    (Unmakeable("once"), []),
     (Frozen(3), ["code"]),
     (Unreadable("odd"), []),
     (NamedGroup("several", [KeyError("a")]), ["message"]),
@@ -115,7 +102,7 @@ def test_members_of_groups_keep_types():
     assert group.subgroup(OtherArgs) is not None
 
 
-def test_pydantic_validation_error_arrives():
+def test_pydantic_error_arrives():
     """Its state is in C, and its class refuses to be made by ValueError."""
     core = pytest.importorskip("pydantic_core")
     error = core.ValidationError.from_exception_data("Config", [{"type": "int_parsing", "loc": ("lr",), "input": "x"}])
