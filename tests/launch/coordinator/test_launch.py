@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import threading
 import time
 
 import psutil
@@ -11,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parawrap import LaunchCancelledError, LaunchError, current_rank, wrapper
-from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, run_script, running_script
+from parawrap import LaunchCancelledError, LaunchError, RankDiedError, current_rank, wrapper
+from tests.helpers.processes import is_gone, pids_in, ranks, report_pid_function, running_script
 from tests.helpers.waiting import PATIENCE_S, eventually
 
 
@@ -41,14 +43,19 @@ def test_handle_follows_the_launch(tmp_path):
             launch.logs(rank)
 
 
-def test_failed_launch_raises_each_time():
-    launch = wrapper(ranks())(lambda: 1 / 0).submit()
+@pytest.mark.parametrize(
+    ("end", "kind"), [([].pop, IndexError), (lambda: os._exit(1), RankDiedError)], ids=["raises", "dies"]
+)
+def test_failed_launch_raises_each_time(end, kind):
+    """It does not call ``upon_finish``."""
+    finished = []
+    launch = wrapper(ranks(1, upon_finish=lambda: finished.append(1)))(lambda: end()).submit()
     eventually(launch.done, "the end of the launch")
     assert launch.state == "failed"
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(kind):
             launch.results()
-    assert launch.state == "failed"
+    assert (launch.state, finished) == ("failed", [])
 
 
 def test_handle_raises_in_a_fork():
@@ -114,47 +121,39 @@ def test_cancel_waits_for_the_ranks(how, tmp_path):
 
 @pytest.mark.parametrize("delay_s", [0, 0.02, 0.1])
 def test_starting_launch_is_cancelled(delay_s):
-    launch = wrapper(ranks())(lambda: time.sleep(600)).submit()
+    finished = []
+    launch = wrapper(ranks(upon_finish=lambda: finished.append(1)))(lambda: time.sleep(600)).submit()
     time.sleep(delay_s)  # only picks a moment of the start
     launch.cancel()
     with pytest.raises(LaunchCancelledError):
         launch.results()
+    assert not finished
 
 
-def test_deaf_thread_launches(tmp_path):
-    """Many servers have such threads. Ranks still run, clean up, and end."""
-    text = f"""
-    import signal, threading, time
-    from parawrap import Platform, wrapper
+@pytest.mark.parametrize("method", ["forkserver", "fork"])
+def test_deaf_thread_launches(method, monkeypatch):
+    """Many servers block signals in their threads. Ranks still clean up and end."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # needs a new warm process, which inherits the mask
+    found = []
 
-    def launches(method):
+    def waits():
+        try:
+            print("begun", flush=True)
+            time.sleep(600)
+        finally:
+            print("cleaned up", flush=True)
+
+    def launches():
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        platform = Platform(device="cpu", n_cpus=1, spawn_method=method)
-        print(wrapper(platform)(lambda: 1)(), flush=True)
-
-        @wrapper(platform)
-        def waits():
-            try:
-                print("begun", flush=True)
-                time.sleep(600)
-            finally:
-                print("cleaned up", flush=True)
-
-        launch = waits.submit()
-        while "begun" not in launch.logs(0):
-            time.sleep(0.01)
+        launch = wrapper(ranks(1, spawn_method=method))(waits).submit()
+        eventually(lambda: "begun" in launch.logs(0), "the call")
         launch.cancel()
-        print(launch.state, flush=True)
+        found.append((launch.state, launch.logs(0)))
 
-    for method in ("forkserver", "fork"):
-        launching = threading.Thread(target=launches, args=[method])
-        launching.start()
-        launching.join({PATIENCE_S})
-    """
-    assert run_script(tmp_path, text).splitlines() == ["RankResults(1)", "begun", "cleaned up", "cancelled"] * 2
-
-
-# -- upon_finish
+    launching = threading.Thread(target=launches)
+    launching.start()
+    launching.join(PATIENCE_S)
+    assert found == [("cancelled", "begun\ncleaned up\n")]
 
 
 def test_upon_finish_is_called_once(tmp_path, caplog):
@@ -172,25 +171,6 @@ def test_upon_finish_is_called_once(tmp_path, caplog):
     assert calls == [(os.getpid(), (True,), (2, 2))]
     assert launch.state == "finished"
     assert "LookupError: in finish" in caplog.text
-
-
-@pytest.mark.parametrize("end", ["raises", "exits", "cancelled"])
-def test_failure_calls_no_upon_finish(end):
-    calls = []
-
-    def fails():
-        if end == "raises":
-            raise ValueError
-        if end == "exits":
-            os._exit(1)
-        time.sleep(600)
-
-    launch = wrapper(ranks(1, upon_finish=lambda: calls.append(1), grace_s=1))(fails).submit()
-    if end == "cancelled":
-        launch.cancel()
-    with pytest.raises((ValueError, LaunchError)):
-        launch.results(timeout=PATIENCE_S)
-    assert calls == []
 
 
 # -- two Ctrl-C during the start of a launch

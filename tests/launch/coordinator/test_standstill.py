@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from parawrap import LaunchError, current_rank, wrapper
 from parawrap.launch.coordinator import _standstill
-from parawrap.launch.rank._control_thread import _MainThread
+from parawrap.launch.rank._control_thread import _MainThread, _waits_in
 from tests.helpers.processes import failure_of, ranks
 from tests.helpers.waiting import PATIENCE_S, eventually
 
@@ -90,6 +91,12 @@ def test_wait_for_busy_rank_is_allowed(monkeypatch, tmp_path):
         return rank
 
     assert wrapper(ranks(3))(waits).submit().results(timeout=PATIENCE_S) == (0, b"value", 2)
+
+
+def test_checkpoint_is_no_wait_for_ranks():
+    """It may wait for a disk."""
+    assert _waits_in(dist.distributed_c10d.__file__)
+    assert not _waits_in(dcp.__file__)
 
 
 def test_backward_of_ddp_counts_as_wait():
