@@ -123,6 +123,16 @@ def test_values_of_every_kind_come_back(size):
     assert not whole.any()
 
 
+def test_dry_run_shows_the_launch():
+    preview = wrapper(ranks(4, ipc_groups=[[0, 1], [2, 3]]))(lambda data: data).dry_run(torch.zeros(1 << 18))
+    assert (preview.launcher, len(preview.ranks)) == ("local", 4)
+    assert preview.payload > 1 << 20
+    assert "[0, 1], [2, 3]" in str(preview)
+    assert "in a new private folder" in str(preview)
+    with pytest.raises(UnsendableError, match=r"args\[0\] cannot be sent"):
+        wrapper(ranks())(lambda data: data).dry_run(threading.Lock())
+
+
 def test_distributed_model_is_no_result():
     with pytest.raises(UnsendableError, match=r"the result cannot be sent.*send model\.module"):
         wrapper(ranks())(lambda: functional.to(torch.nn.Linear(1, 1)))()

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from parawrap import current_rank, wrapper
+from parawrap import PlatformError, current_rank, wrapper
 from parawrap.launch.coordinator._printer import Lines, Printer
 from tests.helpers.processes import ranks
 from tests.helpers.waiting import PATIENCE_S
@@ -59,6 +59,12 @@ def test_lines_of_print_ranks_are_shown(given, verbose, capfd):
         f"[rank {rank}] {text}" for rank in shown for text in (*logged[rank], f"err {rank}")
     ]
     assert "err 1\n" in launch.logs(1)
+
+
+@pytest.mark.parametrize("given", [(2,), (-1,), (0.5,), "0", 0, (True,)], ids=repr)
+def test_invalid_print_ranks_raise(given):
+    with pytest.raises(PlatformError, match=r"print_ranks=.*rank"):
+        ranks(print_ranks=given)
 
 
 def test_lone_rank_has_no_prefix(capfd):

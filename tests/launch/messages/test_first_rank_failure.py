@@ -157,7 +157,7 @@ def test_user_error_is_no_echo(error):
     ("code", "lost_with", "text"),
     [
         (-9, "", "was killed by SIGKILL"),
-        (-64, "", "was killed by "),
+        (-40, "", "was killed by signal 40"),
         (None, "", "an unknown exit code"),
         (None, PLACE, PLACE),
     ],
