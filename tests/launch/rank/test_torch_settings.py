@@ -43,12 +43,10 @@ def settings_of_torch():
     )
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_ranks_have_settings_of_torch(method, restored_torch):
+def test_ranks_have_settings_of_torch(restored_torch):
     """Default dtype, determinism, precision, cuDNN's flags, and the grad mode are those of the script at the launch."""
-    launchable = wrapper(ranks(1, spawn_method=method))(settings_of_torch)
-    before = settings_of_torch()
-    assert method == "spawn" or launchable() == (before,)
+    launchable, before = wrapper(ranks(1))(settings_of_torch), settings_of_torch()
+    assert launchable() == (before,)
     torch.set_default_dtype(torch.float64)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
