@@ -93,7 +93,7 @@ def test_wait_for_busy_rank_is_allowed(monkeypatch, tmp_path):
     assert wrapper(ranks(3))(waits).submit().results(timeout=PATIENCE_S) == (0, b"value", 2)
 
 
-def test_checkpoint_is_no_wait_for_ranks():
+def test_checkpoint_is_no_wait():
     """It may wait for a disk."""
     assert _waits_in(dist.distributed_c10d.__file__)
     assert not _waits_in(dcp.__file__)

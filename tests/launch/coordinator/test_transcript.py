@@ -115,7 +115,7 @@ def test_full_disk_cuts_only_the_log(tmp_path, capsys, caplog):
     assert capsys.readouterr().out == f"{PREFIX}line\n" * 3
 
 
-def test_full_temporary_folder_is_harmless(capsys):
+def test_full_temp_folder_is_harmless(capsys):
     """Very long output is kept in the temporary folder. If the folder is full, all output is still shown."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
